@@ -45,43 +45,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "ClientCallError": "flower_gpu.errors",
-    "ClientsFailedError": "flower_gpu.errors",
-    "ConfigError": "flower_gpu.errors",
-    "DiskError": "flower_gpu.errors",
-    "FlowerGPUError": "flower_gpu.errors",
-    "GPUError": "flower_gpu.errors",
-    "GPUOutOfMemoryError": "flower_gpu.errors",
-    "GPUUnavailableError": "flower_gpu.errors",
-    "InvalidResultError": "flower_gpu.errors",
-    "LeaseError": "flower_gpu.errors",
-    "LeaseTimeoutError": "flower_gpu.errors",
-    "NotDeterministicError": "flower_gpu.errors",
-    "RankError": "flower_gpu.errors",
-    "WeightsError": "flower_gpu.errors",
-    "WorkerDiedError": "flower_gpu.errors",
-    "WorkerError": "flower_gpu.errors",
-    "WorkerStartError": "flower_gpu.errors",
-    "WorkerTaskError": "flower_gpu.errors",
-    "WorkerTimeoutError": "flower_gpu.errors",
-    "CallOptions": "flower_gpu.options",
-    "FedAvg": "flower_gpu.flower.strategy",
-    "GPUClient": "flower_gpu.flower.client",
-    "LegacyFedAvg": "flower_gpu.flower.strategy",
-    "device": "flower_gpu.pytorch.device",
-    "distributed": "flower_gpu.ranks.function",
-    "gpu_client": "flower_gpu.flower.client",
-    "gpu_evaluate": "flower_gpu.flower.evaluate",
-    "gpu_mod": "flower_gpu.flower.mod",
-    "progress": "flower_gpu.workers.events",
-    "run_in_worker": "flower_gpu.calls.runner",
-    "SimulationResult": "flower_gpu.simulation.simulation_result",
-    "SimulationStoppedError": "flower_gpu.simulation.results",
-    "simulate": "flower_gpu.simulation.run",
-    "to_device": "flower_gpu.pytorch.device",
-    "to_numpy": "flower_gpu.pytorch.device",
+#: The public names, by the modules that have them.
+_HOMES = {
+    "flower_gpu.errors": (
+        "ClientCallError ClientsFailedError ConfigError DiskError FlowerGPUError GPUError "
+        "GPUOutOfMemoryError GPUUnavailableError InvalidResultError LeaseError LeaseTimeoutError "
+        "NotDeterministicError RankError WeightsError WorkerDiedError WorkerError "
+        "WorkerStartError WorkerTaskError WorkerTimeoutError"
+    ),
+    "flower_gpu.options": "CallOptions",
+    "flower_gpu.flower.strategy": "FedAvg LegacyFedAvg",
+    "flower_gpu.flower.client": "GPUClient gpu_client",
+    "flower_gpu.pytorch.device": "device to_device to_numpy",
+    "flower_gpu.ranks.function": "distributed",
+    "flower_gpu.flower.evaluate": "gpu_evaluate",
+    "flower_gpu.flower.mod": "gpu_mod",
+    "flower_gpu.workers.events": "progress",
+    "flower_gpu.calls.runner": "run_in_worker",
+    "flower_gpu.simulation.simulation_result": "SimulationResult",
+    "flower_gpu.simulation.results": "SimulationStoppedError",
+    "flower_gpu.simulation.run": "simulate",
 }
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "CallOptions",

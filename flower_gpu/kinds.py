@@ -1,24 +1,18 @@
-"""An option: what its value can be, what a wrong one is answered, how it is given on a command line."""
+"""What the value of an option can be, how it is read, and what a wrong one is answered."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from numbers import Integral, Real
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, get_type_hints
+from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import UNITS, format_bytes
-
-if TYPE_CHECKING:
-    import argparse  # it takes milliseconds to import, and workers need none
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 #: The longest time that can be set, 31 years. Clocks and timers of the system overflow above.
 MAX_SECONDS: Final = 1e9
@@ -29,84 +23,69 @@ def is_duration(value: float) -> bool:
     return 0 < value <= MAX_SECONDS
 
 
-def too_long(value: object) -> str:
-    """Return what a message adds where a number of seconds is refused because it is too large."""
-    is_too_long = isinstance(value, int | float) and value > MAX_SECONDS
-    return f" (at most {MAX_SECONDS:g})" if is_too_long else ""
+class RefusedValueError(ValueError):
+    """Why a value cannot be read, in words that follow the value in a message."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an option's value can be. As a function, it is a ``type`` for argparse."""
+    """What an option's value can be."""
 
     what: str  # "a whole number, 1 or more": a value must be that
     metavar: str | None = None
-    read: Callable[[str], Any] = str  # raises a ValueError
+    read: Callable[[Any], Any] = lambda value: value  # a text or a value; raises a ValueError
     allows: Callable[[Any], bool] = lambda value: True
-    types: tuple[type, ...] = (str,)
+    types: tuple[type, ...] = (str,)  # of a value that is no text from outside
     words: tuple[str, ...] = ()  # the only values
     meanings: tuple[str, ...] = ()  # of the words, each in a short line
     is_repeated: bool = False  # the option may be given several times
+    keeps_text: bool = False  # on a command line, for messages and for processes that read it again
 
-    def __call__(self, text: str) -> Any:
-        """Read a text of a command line."""
-        import argparse
+    def from_text(self, text: Any, source: str) -> Any:
+        """Read a text from outside: a variable, or an option of a command line.
 
-        try:
-            return self.from_text(text, "")
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error).strip()) from None
-
-    def from_text(self, text: str, source: str) -> Any:
-        """Read a text.
-
-        Raises
-        ------
-        ConfigError
-            If the value cannot be used; the message begins with ``source``.
+        Raises ConfigError if it cannot be used; the message begins with ``source``.
         """
         try:
             value = self.read(text)
+            if self.allows(value):
+                return value
+        except RefusedValueError as error:
+            raise ConfigError(f"{_given(text, source)} {error}") from None
         except (ValueError, OverflowError):
-            raise ConfigError(self._refusal(text, source)) from None
-        if not self.allows(value):
-            raise ConfigError(self._refusal(text, source))
-        return value
+            pass
+        raise ConfigError(self._refusal(text, source))
 
     def check(self, value: Any, source: str) -> Any:
-        """Check a value that is no text from outside.
+        """Read a value of code or of a config.
 
-        Raises
-        ------
-        TypeError
-            If it has the wrong type.
-        ConfigError
-            If it cannot be used.
+        Raises TypeError if it has the wrong type, and ConfigError as :meth:`from_text` does.
         """
         if not isinstance(value, self.types) or (isinstance(value, bool) and bool not in self.types):
             raise TypeError(f"{source} must be {self.what}, not a {type(value).__name__}: {value!r}")
-        if not self.allows(value):
-            raise ConfigError(self._refusal(value, source))
-        return value
-
-    @property
-    def listed(self) -> str:
-        """The words as a message lists them, with what they mean."""
-        if not self.meanings:
-            return ", ".join(self.words)
-        return ", ".join(f"{w} ({meaning})" for w, meaning in zip(self.words, self.meanings, strict=True))
+        return self.from_text(value, source)
 
     def _refusal(self, value: object, source: str) -> str:
-        if self.words:
-            given = f"{source}={value!r}" if source else repr(value)
-            return f"{given} is not one of {self.listed}"
-        return f"{source} must be {self.what}, not {value!r}"
+        if not self.words:
+            return f"{source} must be {self.what}, not {_shown(value)}"
+        meanings = [f" ({meaning})" for meaning in self.meanings] or [""] * len(self.words)
+        listed = ", ".join(word + meaning for word, meaning in zip(self.words, meanings, strict=True))
+        return f"{_given(value, source)} is not one of {listed}"
+
+
+def _given(value: object, source: str) -> str:
+    return f"{source}={_shown(value)}" if source else _shown(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def words(*allowed: str, meanings: tuple[str, ...] = ()) -> Kind:
     """Return the kind of option that is one of these words."""
     what = f"one of the words {', '.join(allowed)}"
-    return Kind(what, None, str, lambda word: word in allowed, (str,), allowed, meanings)
+    return Kind(what, allows=lambda word: word in allowed, words=allowed, meanings=meanings)
 
 
 def several(*allowed: str) -> Kind:
@@ -116,13 +95,8 @@ def several(*allowed: str) -> Kind:
         "|".join(allowed),
         lambda text: tuple(word.strip() for word in text.split(",")),
         lambda given: all(word in allowed for word in given),
-        (tuple,),
         is_repeated=True,
     )
-
-
-def _path(text: str) -> Path:
-    return Path(_filled(text)).expanduser()
 
 
 def _filled(text: str) -> str:
@@ -131,15 +105,26 @@ def _filled(text: str) -> str:
     return text
 
 
-def _whole(text: str) -> int:
+def _path(text: str | Path) -> Path:
+    return Path(_filled(str(text))).expanduser()
+
+
+def _whole(value: str | int) -> int:
     # int() also takes 1_0, and digits of other scripts.
-    if not re.fullmatch(r"\s*[+-]?\d{1,20}\s*", text, re.ASCII):
+    if isinstance(value, str) and not re.fullmatch(r"\s*[+-]?\d{1,20}\s*", value, re.ASCII):
         raise ValueError
-    return int(text)
+    return int(value)
 
 
-def _number(what: str, allows: Callable[[Any], bool], metavar: str = "N", read: Any = _whole) -> Kind:
-    return Kind(what, metavar, read, allows, (int,) if read is _whole else (int, float))
+# What sums such as 0.1 + 0.2 + 0.7 may be off by.
+_ROUNDING = 1e-9
+
+
+def _gpus(value: Any) -> float:
+    """Read up to 1 a share of one GPU, and from 1 on a whole number of GPUs."""
+    number = float(value)
+    whole = float(round(number))
+    return whole if whole >= 1 and abs(number - whole) <= _ROUNDING else number
 
 
 _BY_LOWER = {unit.lower(): size for unit, size in UNITS.items()}
@@ -149,47 +134,32 @@ _SIZE = re.compile(
 )
 # More than any GPU will have for long: most likely a slip, such as bytes with a unit.
 _MOST_BYTES = 1 << 50
+# Less than this no GPU hands out at once; whoever asks for "4" means something else than 4 bytes.
+_LEAST_GPU_BYTES = 1 << 20
 
 
-def memory_bytes(value: int | float | str, name: str, *, allow_zero: bool = False) -> int:
-    """Read a size of memory.
+def _bytes(value: Any) -> int:
+    """Read a size of memory: bytes, or a text with one of :data:`UNITS`, such as ``"2GiB"``, ``"1.5 gb"``.
 
-    ``value``: bytes, or a text with one of :data:`UNITS`: ``"2GiB"``, ``"1.5 GB"``, ``"512 mib"``. Upper and
-    lower case are the same, and spaces around the number do not matter. A text without a unit is bytes. Parts
-    of a byte are rounded up.
-    ``name``: where the value comes from, for the error message.
-    ``allow_zero``: whether 0 is a size: it is for what is kept back, not for what is asked for.
-    Returns the number of bytes.
-    Raises TypeError if the value is neither a number nor a text. ``True`` is none.
-    Raises ConfigError if it is no size: another unit (``"2G"`` is refused, since programs disagree whether
-    that is 2 GB or 2 GiB), negative, 0, not finite, or more than 1024 TiB.
+    A text without a unit is bytes. Parts of a byte are rounded up. ``"2G"`` is refused, since programs
+    disagree whether that is 2 GB or 2 GiB.
     """
-    if isinstance(value, bool) or not isinstance(value, Real | str):
-        raise TypeError(
-            f'{name} must be a number of bytes or a text such as "2GiB", not {a_value(value)}: {value!r}'
-        )
-    number = _from_text(value, name) if isinstance(value, str) else _from_number(value, name)
-    if number < 0 or (number == 0 and not allow_zero):
-        raise ConfigError(
-            f"{name}={shown(value)} must be {'0 or more' if allow_zero else 'more than 0'} bytes"
-        )
+    if isinstance(value, str):
+        number = _from_text(value)
+    elif isinstance(value, Integral):
+        number = Decimal(int(value))
+    elif math.isfinite(value):
+        number = Decimal(float(value))
+    else:
+        raise RefusedValueError("is no size of memory")
     if number > _MOST_BYTES:
-        raise ConfigError(
-            f"{name}={shown(value)} is more than {format_bytes(_MOST_BYTES)}, which no GPU has; is its unit "
-            "right?"
+        raise RefusedValueError(
+            f"is more than {format_bytes(_MOST_BYTES)}, which no GPU has; is its unit right?"
         )
     return math.ceil(number)
 
 
-def _from_number(value: Real, name: str) -> int | Decimal:
-    if isinstance(value, Integral):
-        return int(value)
-    if not math.isfinite(value):
-        raise ConfigError(f"{name}={value!r} is no size of memory")
-    return Decimal(float(value))
-
-
-def _from_text(text: str, name: str) -> Decimal:
+def _from_text(text: str) -> Decimal:
     found = _SIZE.fullmatch(text)
     unit = found["unit"].lower() if found else ""
     if found is None or (unit and unit not in _BY_LOWER):
@@ -197,41 +167,100 @@ def _from_text(text: str, name: str) -> Decimal:
         if unit in ("k", "m", "g", "t"):
             upper = unit.upper()
             hint = f": {upper} could mean {upper}B or {upper}iB, so write one of these"
-        raise ConfigError(
-            f"{name}={shown(text)} is no size of memory{hint}. Units are {', '.join(UNITS)}; without one it "
-            'is bytes. Examples: "2GiB", "1.5 GB", 2000000000'
+        raise RefusedValueError(
+            f"is no size of memory{hint}. Units are {', '.join(UNITS)}; without one it is bytes. "
+            'Examples: "2GiB", "1.5 GB", 2000000000'
         )
     return Decimal(found["number"]) * _BY_LOWER[unit or "b"]
 
 
-def shown(value: object) -> str:
-    """Return a value as a message has it: of a long one the beginning."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _positive_bytes(value: Any) -> int:
+    size = _bytes(value)
+    if size <= 0:
+        raise RefusedValueError("must be more than 0 bytes")
+    return size
 
 
-def a_value(value: object) -> str:
-    """Return what a message says of a value of a wrong type."""
-    return f"a value of type {type(value).__name__}"
+def _gpu_bytes(value: Any) -> int:
+    size = _positive_bytes(value)
+    if size < _LEAST_GPU_BYTES:
+        raise RefusedValueError(
+            f"is {size} bytes, too little for anything on a GPU. "
+            'A number without a unit is bytes; for GiB write "4GiB"'
+        )
+    return size
 
 
-COUNT: Final = _number("a whole number, 1 or more", lambda n: n >= 1)
-NON_NEGATIVE: Final = _number("a whole number, 0 or more", lambda n: n >= 0)
-PORT: Final = _number("a whole number, 1 or more and at most 65535", lambda n: 1 <= n <= 65535)
-POSITIVE: Final = _number("a number above 0", lambda x: 0 < x < float("inf"), "X", float)
-SECONDS: Final = _number(f"a number of seconds above 0, at most {MAX_SECONDS:g}", is_duration, "S", float)
+_GPU_NUMBER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
+# As NVML writes them, or their beginning; older drivers name MIG devices MIG-GPU-<uuid>/<number>/<number>.
+_UUID = re.compile(r"(?:GPU|MIG)-[\w./-]+", re.ASCII | re.IGNORECASE)
+
+
+def _gpu_ids(value: int | str) -> tuple[int | str, ...]:
+    """Read which GPUs are meant: each once, in the order given. A negative number is kept: no GPU has it."""
+    if isinstance(value, int):
+        return (value,)
+    found: dict[int | str, None] = {}
+    for entry in (part.strip() for part in value.split(",")):
+        if _GPU_NUMBER.fullmatch(entry):
+            found[int(entry)] = None
+        elif _UUID.fullmatch(entry):
+            found[entry] = None
+        elif entry:
+            raise RefusedValueError(
+                f"names {_shown(entry)}, which is neither a GPU number nor a UUID (GPU-... or MIG-..., see "
+                "`nvidia-smi -L`)"
+            )
+        else:
+            raise RefusedValueError('has an empty entry; write numbers or UUIDs such as "0" or "4,5"')
+    return tuple(found)
+
+
+def _count(what: str, allows: Callable[[int], bool]) -> Kind:
+    return Kind(what, "N", _whole, allows, (Integral,))
+
+
+def _number(what: str, metavar: str, allows: Callable[[float], bool]) -> Kind:
+    return Kind(what, metavar, float, allows, (int, float))
+
+
+COUNT: Final = _count("a whole number, 1 or more", lambda n: n >= 1)
+NON_NEGATIVE: Final = _count("a whole number, 0 or more", lambda n: n >= 0)
+PORT: Final = _count("a whole number, 1 or more and at most 65535", lambda n: 1 <= n <= 65535)
+PORT_OR_0: Final = _count("a whole number, 0 to 65535", lambda n: 0 <= n <= 65535)
+POSITIVE: Final = _number("a number above 0", "X", lambda x: 0 < x < math.inf)
+SECONDS: Final = _number(f"a number of seconds above 0, at most {MAX_SECONDS:g}", "S", is_duration)
 SECONDS_OR_0: Final = _number(
-    f"a number of seconds, 0 to {MAX_SECONDS:g}", lambda s: s == 0 or is_duration(s), "S", float
+    f"a number of seconds, 0 to {MAX_SECONDS:g}", "S", lambda s: s == 0 or is_duration(s)
 )
-GPUS: Final = _number(
-    "a number of GPUs above 0, such as 0.25, 1 or 2", lambda x: 0 < x < float("inf"), "X", float
+#: Seconds between two looks: the screen is not drawn more often than can be seen.
+INTERVAL: Final = _number(
+    f"a number of seconds, 0.1 to {MAX_SECONDS:g}", "S", lambda s: 0.1 <= s <= MAX_SECONDS
 )
 CPUS: Final = _number(
-    "a number of cores from 0.001 on, such as 0.5, 1 or 4", lambda x: 0.001 <= x < float("inf"), "X", float
+    "a number of cores from 0.001 on, such as 0.5, 1 or 4", "X", lambda x: 0.001 <= x < math.inf
+)
+GPUS: Final = Kind(
+    "a share of one GPU such as 0.25, or a whole number of GPUs such as 1 or 2 (for no GPU, give the policy "
+    "never)",
+    "X",
+    _gpus,
+    lambda number: 0 < number <= 1 or number == round(number) > 1,
+    (Real,),
+)
+SIZE: Final = Kind(
+    'a number of bytes or a text such as "2GiB"', "SIZE", _positive_bytes, types=(Real, str), keeps_text=True
+)
+GPU_SIZE: Final = replace(SIZE, read=_gpu_bytes)
+SIZE_OR_0: Final = replace(SIZE, what="0 or more bytes", read=_bytes, allows=lambda size: size >= 0)
+GPU_IDS: Final = Kind(
+    'a GPU number, a UUID, or several of them in one text such as "4,5"',
+    "LIST",
+    _gpu_ids,
+    types=(int, str),
+    keeps_text=True,
 )
 TEXT: Final = Kind("a text that is not empty", "NAME", _filled)
-SIZE: Final = Kind("a size such as 2GiB", "SIZE", _filled)
-GPU_IDS: Final = Kind("GPU numbers or UUIDs such as 0,1", "LIST", _filled)
 FOLDER: Final = Kind("a path", "DIR", _path, types=(str, Path))
 #: The processes that read it may run in another folder.
 ABSOLUTE_PATH: Final = Kind("a path", "DIR", lambda text: str(_path(text).resolve()))
@@ -241,131 +270,11 @@ PORTS: Final = replace(PORT, metavar="PORT", is_repeated=True)
 TRUE_OR_FALSE: Final = Kind(
     "true or false",
     "true|false",
-    lambda text: {"true": True, "false": False}.get(text),
-    lambda v: v is not None,
+    lambda value: {"true": True, "false": False}.get(value, value),
+    lambda value: isinstance(value, bool),
+    (bool,),
 )
 #: ``key=value`` pairs in TOML; the option may be repeated.
 PAIRS: Final = Kind("key=value pairs", "'K=V ...'", is_repeated=True)
 #: ``--keep-going``; or ``--no-progress``, where the default is True.
 SWITCH: Final = Kind("true or false", types=(bool,))
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option."""
-
-    help: str
-    kind: Kind | None = None  # None: checked where it is used
-    variable: str | None = None
-    default: Any = None  # with neither code nor variable
-    group: str = ""  # its heading in --help
-    commands: tuple[str, ...] = ()  # that have it
-    node_key: str = ""  # of a SuperNode's --node-config
-    is_nodes: bool = False  # the node has the last word: the variable goes before the code
-    alone: str = ""  # the value of the option without one
-    synonyms: tuple[str, ...] = ()  # options that mean the same, and that --help lists
-    excludes: str = ""  # options with the same word exclude each other
-    run_config_key: str = ""  # it stands for this key of the app's run config
-    hint: str = ""  # for the author of an app that does not declare the key
-
-    @property
-    def words(self) -> tuple[str, ...] | None:
-        """The only values it has."""
-        return self.kind.words or None if self.kind else None
-
-
-def table_of(annotated: type) -> dict[str, Option]:
-    """Return the options of an annotated class, by the names of its fields."""
-    return {
-        name: meta
-        for name, hint in get_type_hints(annotated, include_extras=True).items()
-        for meta in getattr(hint, "__metadata__", ())
-        if isinstance(meta, Option)
-    }
-
-
-def flag(name: str) -> str:
-    """Return an option as it is written on a command line."""
-    return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
-
-
-#: The folder of an app that is not named.
-HERE: Final = Path()
-
-
-def add_app_folder(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of an app to a parser, as ``app_dir``."""
-    parser.add_argument(
-        "app_dir",
-        metavar="APP_DIR",
-        nargs="?",
-        type=FOLDER,
-        default=HERE,
-        help="folder of the Flower app (default: this folder)",
-    )
-
-
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    table: Mapping[str, Option],
-    groups: Mapping[str, str] = _NOTHING,
-    more: Mapping[str, str] = _NOTHING,
-    defaults: Mapping[str, Any] = _NOTHING,
-) -> None:
-    """Add options to a parser.
-
-    Parameters
-    ----------
-    parser : ArgumentParser
-        Where they go.
-    table : mapping of str to Option
-        The options by name.
-    groups : mapping of str to str
-        What ``--help`` says about each group.
-    more : mapping of str to str
-        What this command's ``--help`` adds to an option.
-    defaults : mapping of str to object
-        Values of options that are not given; else None.
-    """
-    known: dict[str, Any] = {}
-    for name, option in table.items():
-        if option.group not in known:
-            known[option.group] = (
-                parser.add_argument_group(option.group, _about(option.group, table, groups))
-                if option.group
-                else parser
-            )
-        target = known[option.group]
-        if option.excludes:
-            if option.excludes not in known:
-                known[option.excludes] = target.add_mutually_exclusive_group()
-            target = known[option.excludes]
-        help = f"{option.help}{more.get(name, '')}"
-        if option.run_config_key:
-            help += f" [{option.run_config_key}]"
-        default = defaults.get(name)
-        if option.kind is SWITCH:
-            action = "store_false" if default else "store_true"
-            written = flag(f"no_{name}" if default else name)
-            target.add_argument(written, dest=name, action=action, help=help)
-            continue
-        kind: dict[str, Any] = {"dest": name, "default": default}
-        if option.words:
-            kind |= {"choices": option.words, "type": option.kind}
-            kind |= {"nargs": "?", "const": option.alone} if option.alone else {}
-        elif option.kind is not None and option.kind.is_repeated:
-            kind |= {"metavar": option.kind.metavar, "type": option.kind, "action": "append", "default": []}
-        elif option.kind is not None:
-            kind |= {"metavar": option.kind.metavar, "type": option.kind}
-        target.add_argument(flag(name), *map(flag, option.synonyms), help=help, **kind)
-
-
-def _about(group: str, table: Mapping[str, Option], groups: Mapping[str, str]) -> str | None:
-    """Return what ``--help`` says below a group's heading: about it, and what words of its options mean."""
-    lines = [groups[group]] if groups.get(group) else []
-    for name, option in table.items():
-        if option.group == group and option.kind is not None and option.kind.meanings:
-            width = max(map(len, option.kind.words))
-            rows = zip(option.kind.words, option.kind.meanings, strict=True)
-            lines += [f"{flag(name)} is one of:", *(f"  {word:{width}}  {meaning}" for word, meaning in rows)]
-    return "\n".join(lines) or None

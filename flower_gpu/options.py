@@ -1,41 +1,159 @@
-"""The one table of options: types, help, defaults, environment variables, and the commands that have them.
+"""The one table of options, and the one way to the value of an option.
 
     CallOptions, VARIABLES, launch.options.LaunchOptions       one line for each option
-      |-> kinds.add_arguments()  argparse: names, types, choices and help of a command
-      |-> find()                 the value for a call: node config, code, environment; with its source
-      |-> environment()          what a command passes on to the processes that it starts
-      '-> docs/reference         tests hold the pages to the table
+      |-> Option.resolve()            its value, from the first place that says something
+      |-> find_all()                  what is said of the options of a call, for calls/settings.py
+      |-> environment()               what a command passes on to the processes that it starts
+      |-> cli.arguments.add_options() argparse: names, types, choices and help of a command
+      '-> docs/reference              tests hold the pages to the table
 
-Values are refused with what they must be, and with where they come from: a variable, an option, a keyword, or
-a key of the node config.
+The places are a config, the code or the command line, and the environment; docs/reference/environment.md
+has their order.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, get_args
+from typing import Annotated, Any, Final, Literal, TypedDict, get_args, get_type_hints
 
+from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import (
     COUNT,
     CPUS,
     FOLDER,
     GPU_IDS,
+    GPU_SIZE,
     GPUS,
     SECONDS,
     SECONDS_OR_0,
-    SIZE,
+    SIZE_OR_0,
     SWITCH,
-    Option,
-    flag,
+    TRUE_OR_FALSE,
+    Kind,
     several,
-    table_of,
     words,
 )
 
-if TYPE_CHECKING:
-    import argparse
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class GivenValue:
+    """What one place says of an option."""
+
+    value: Any
+    kind: Kind | None
+    place: int  # in the order of precedence, from 0 on
+    source: str  # as messages name it
+    is_variable: bool = False
+    is_config: bool = False
+
+    def read(self) -> Any:
+        """Return the value that it stands for.
+
+        Raises TypeError if code gives a value of a wrong type, and ConfigError if the value cannot be used.
+        """
+        if self.kind is None:
+            return self.value
+        if self.is_variable:
+            return self.kind.from_text(self.value, self.source)
+        try:
+            return self.kind.check(self.value, self.source)
+        except TypeError as error:
+            if self.is_config:
+                raise ConfigError(str(error)) from None
+            raise
+
+    def __str__(self) -> str:
+        if self.is_variable:
+            return f"{self.source}={self.value}"
+        shown = f"{self.value:g}" if isinstance(self.value, float) else self.value
+        is_flag = self.source.startswith("--") and not self.is_config
+        return f"{self.source} {shown}" if is_flag else f"{self.source}={self.value!r}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option."""
+
+    help: str
+    kind: Kind | None = None  # None: checked where it is used
+    variable: str = ""
+    default: Any = None  # where no place says anything; a text is read as of a user
+    group: str = ""  # its heading in --help
+    commands: tuple[str, ...] = ()  # that have it
+    node_key: str = ""  # of a SuperNode's --node-config
+    is_nodes: bool = False  # the node has the last word: the variable goes before the code
+    alone: str = ""  # the value of the option without one
+    synonyms: tuple[str, ...] = ()  # options that mean the same, and that --help lists
+    excludes: str = ""  # the name of the option that says the same in another way
+    run_config_key: str = ""  # it stands for this key of the app's run config
+    hint: str = ""  # for the author of an app that does not declare the key
+    name: str = ""  # in code
+
+    def resolve(
+        self,
+        argument: Any = None,
+        environment: Mapping[str, str] = _NOTHING,
+        config: Mapping[str, Any] = _NOTHING,
+    ) -> Any:
+        """Return the value that the first place gives which says something; else the default.
+
+        ``argument``: from code or a command line; None says nothing.
+        ``environment``: with variables; an empty one says nothing.
+        ``config``: the node config, or for an option with a key of the run config that.
+        Raises as :meth:`GivenValue.read` does. Nobody looks at the values of later places.
+        """
+        given = self.find(argument, environment, config)
+        return given.read() if given is not None else self.default_value
+
+    def find(
+        self,
+        argument: Any,
+        environment: Mapping[str, str],
+        config: Mapping[str, Any] = _NOTHING,
+        named: Callable[[str], str] = str,
+    ) -> GivenValue | None:
+        """Return what the first place gives; ``named`` writes an argument's name for messages."""
+        key = self.node_key or self.run_config_key
+        if key and config.get(key) is not None:
+            of_run = f"{key} in the config of the call or the run"
+            source = f"--node-config {key}" if self.node_key else of_run
+            return GivenValue(config[key], self.kind, 0, source, is_config=True)
+        text = environment.get(self.variable)
+        if text and (self.is_nodes or argument is None):
+            return GivenValue(text, self.kind, 1 if self.is_nodes else 3, self.variable, is_variable=True)
+        return None if argument is None else GivenValue(argument, self.kind, 2, named(self.name))
+
+    @property
+    def default_value(self) -> Any:
+        """The default, read."""
+        is_text = self.kind is not None and isinstance(self.default, str)
+        return self.kind.from_text(self.default, self.name) if is_text else self.default  # type: ignore[union-attr]
+
+    @property
+    def described(self) -> str:
+        """The help, with the default."""
+        default = f"{self.default:g}" if isinstance(self.default, float) else self.default
+        return self.help.replace("{default}", str(default))
+
+
+def table_of(annotated: type) -> dict[str, Option]:
+    """Return the options of an annotated class, by the names of its fields, with their defaults."""
+    return {
+        name: replace(meta, name=name, default=vars(annotated).get(name, meta.default))
+        for name, hint in get_type_hints(annotated, include_extras=True).items()
+        for meta in getattr(hint, "__metadata__", ())
+        if isinstance(meta, Option)
+    }
+
+
+def flag(name: str) -> str:
+    """Return an option as it is written on a command line."""
+    return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+
 
 # The words are types, so that mypy and pyright find wrong ones in users' code.
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
@@ -54,14 +172,6 @@ OnOomWord = Literal["retry", "cpu", "fail"]
 START_METHODS: Final[tuple[str, ...]] = get_args(StartMethodWord)
 POLICIES: Final[tuple[str, ...]] = get_args(PolicyWord)
 ON_OOM: Final[tuple[str, ...]] = get_args(OnOomWord)
-#: How leases are placed. ``spread``: on the GPU with the most room. ``pack``: on the one with the least that
-#: is enough, which leaves others free for large requests.
-PLACEMENTS: Final = ("spread", "pack")
-
-_LEASE_TIMEOUT_S: Final = 1800.0  # on a GPU: half of what Flower gives a round
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
 
 _EVERYWHERE: Final = ("launch", "simulate", "supernode")
 
@@ -98,8 +208,8 @@ class CallOptions(TypedDict, total=False):
         one. Default on the CPU: an equal share of the cores where it is known how many calls may run at a
         time, else all that are free. Default on a GPU: none are counted.
     lease_timeout_s : float
-        Seconds a call may wait for its lease; default 1800 on a GPU, half of what Flower gives a round, and
-        no limit on the CPU.
+        Seconds a call may wait for its lease. Default: half of what Flower gives a round; no limit on the
+        CPU.
     on_oom : str
         What follows when a call runs out of GPU memory: ``"retry"`` (default) with more of a GPU, ``"cpu"``
         if that fails too, or ``"fail"``.
@@ -116,7 +226,7 @@ class CallOptions(TypedDict, total=False):
     start_method: Annotated[
         StartMethodWord | None,
         Option(
-            "how worker processes are started (default: auto)",
+            "how worker processes are started (default: {default})",
             words(*START_METHODS),
             "FLOWER_GPU_START_METHOD",
             "auto",
@@ -144,7 +254,7 @@ class CallOptions(TypedDict, total=False):
     gpu: Annotated[
         PolicyWord | None,
         Option(
-            "device policy of a node: never, offer, force or require a GPU (default: offer)",
+            "device policy of a node: never, offer, force or require a GPU (default: {default})",
             words(*POLICIES, meanings=_POLICY_MEANINGS),
             "FLOWER_GPU_POLICY",
             "offer",
@@ -178,20 +288,20 @@ class CallOptions(TypedDict, total=False):
             "GPUs",
             _EVERYWHERE,
             "num-gpus",
-            excludes="amount",
+            excludes="gpu_memory",
         ),
     ]
     gpu_memory: Annotated[
         int | str | None,
         Option(
             "GPU memory of a call, such as 2GiB, CUDA's own included",
-            SIZE,
+            GPU_SIZE,
             "FLOWER_GPU_MEMORY",
             None,
             "GPUs",
             _EVERYWHERE,
             "gpu-memory",
-            excludes="amount",
+            excludes="num_gpus",
         ),
     ]
     num_cpus: Annotated[
@@ -210,11 +320,10 @@ class CallOptions(TypedDict, total=False):
     lease_timeout_s: Annotated[
         float | None,
         Option(
-            f"seconds a call may wait for its lease (default: {_LEASE_TIMEOUT_S:g} for a GPU, no limit for "
-            "cores)",
+            "seconds a call may wait for its lease (default: {default} for a GPU, no limit for cores)",
             SECONDS,
             "FLOWER_GPU_LEASE_TIMEOUT_S",
-            _LEASE_TIMEOUT_S,
+            1800.0,  # half of what Flower gives a round
             "GPUs",
             _EVERYWHERE,
         ),
@@ -223,7 +332,7 @@ class CallOptions(TypedDict, total=False):
         OnOomWord | None,
         Option(
             "a call that runs out of GPU memory: retry with more of it, then fail; the same, but at last on "
-            "the cpu; fail at once (default: retry)",
+            "the cpu; fail at once (default: {default})",
             words(*ON_OOM),
             "FLOWER_GPU_ON_OOM",
             "retry",
@@ -241,7 +350,9 @@ KEEP_GOING: Final = Option(
     SWITCH,
     group="workers",
 )
-LOG_DIR: Final = Option("where the run's folder is made (default: runs)", FOLDER, group="output")
+LOG_DIR: Final = Option(
+    "where the run's folder is made (default: {default})", FOLDER, default="runs", group="output"
+)
 #: Where the figures of a run can be sent. Each is an extra of the package, too.
 TRACKERS: Final = ("tensorboard", "wandb", "mlflow")
 TRACKER: Final = Option(
@@ -266,47 +377,77 @@ POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
 IDLE_POLL_VARIABLE: Final = "FLOWER_GPU_IDLE_POLL_S"
 GUARD_VARIABLE: Final = "FLOWER_GPU_GUARD"
 
+#: Whether the server wants a GPU: a key of the config of a call, and of the run config.
+USE_GPU: Final = Option(
+    "whether the run wants GPUs; nodes have the last word, see --gpu", TRUE_OR_FALSE, run_config_key="use-gpu"
+)
+
 #: Of commands whose workers import no code of an app before the kernel keeps them from other GPUs.
 GPU_GUARD: Final = Option(
-    "have the kernel keep workers from all GPUs but those of their lease (default: on, where it can)",
+    "have the kernel keep workers from all GPUs but those of their lease (default: {default}, where it can)",
     words("on", "off", "require"),
     GUARD_VARIABLE,
     "on",
     "GPUs",
+    name="gpu_guard",
+)
+
+STATE_DIR: Final = Option(
+    "folder for flower-gpu-<uid>: what this user's processes share on this host",
+    variable="FLOWER_GPU_STATE_DIR",
+    default="/tmp",
+)
+LEDGER_DIR: Final = Option(
+    "folder that the ledger's users share", variable="FLOWER_GPU_LEDGER_DIR", default="/tmp"
+)
+SERVER_IDLE: Final = Option(
+    "seconds after which an unused fork server ends", SECONDS_OR_0, "FLOWER_GPU_SERVER_IDLE_S", 300.0
+)
+CONCURRENCY: Final = Option(
+    "how many workers may run at the same time; they share the cores", COUNT, CONCURRENCY_VARIABLE, 1
+)
+CPU_LEASES: Final = Option(
+    "whether calls get cores and main memory from the ledger", words("on", "off"), CPU_LEASES_VARIABLE, "on"
+)
+HOST_RESERVE: Final = Option(
+    "main memory of the host that is never leased; the default is 5 % of it", SIZE_OR_0, HOST_RESERVE_VARIABLE
+)
+#: ``spread``: on the GPU with the most room. ``pack``: on the one with the least that is enough, which leaves
+#: others free for large requests.
+PLACEMENT: Final = Option(
+    "whether leases spread over the GPUs or pack them",
+    words("spread", "pack"),
+    "FLOWER_GPU_PLACEMENT",
+    "spread",
+)
+RESERVE: Final = Option("memory of each GPU that is never leased", SIZE_OR_0, "FLOWER_GPU_RESERVE", "256MiB")
+POLL: Final = Option(
+    "least seconds between a SuperNode's questions to its SuperLink", SECONDS, POLL_VARIABLE, 0.5
+)
+IDLE_POLL: Final = Option(
+    "seconds between these questions when nothing came for a minute", SECONDS, IDLE_POLL_VARIABLE, 30.0
 )
 
 #: Every environment variable that users set.
 VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
     {
-        **{option.variable: option for option in CALL.values() if option.variable},
-        RUN_DIR_VARIABLE: Option("folder of the run: events are appended to trace.jsonl in it"),
-        "FLOWER_GPU_STATE_DIR": Option(
-            "folder for flower-gpu-<uid>: what this user's processes share on this host", default="/tmp"
-        ),
-        "FLOWER_GPU_LEDGER_DIR": Option("folder that the ledger's users share", default="/tmp"),
-        "FLOWER_GPU_SERVER_IDLE_S": Option(
-            "seconds after which an unused fork server ends", SECONDS_OR_0, default=300.0
-        ),
-        CONCURRENCY_VARIABLE: Option(
-            "how many workers may run at the same time; they share the cores", COUNT, default=1
-        ),
-        CPU_LEASES_VARIABLE: Option(
-            "whether calls get cores and main memory from the ledger", words("on", "off"), default="on"
-        ),
-        HOST_RESERVE_VARIABLE: Option(
-            "main memory of the host that is never leased; the default is 5 % of it", SIZE
-        ),
-        "FLOWER_GPU_PLACEMENT": Option(
-            "whether leases spread over the GPUs or pack them", words(*PLACEMENTS), default="spread"
-        ),
-        "FLOWER_GPU_RESERVE": Option("memory of each GPU that is never leased", SIZE, default="256MiB"),
-        POLL_VARIABLE: Option(
-            "least seconds between a SuperNode's questions to its SuperLink", SECONDS, default=0.5
-        ),
-        GUARD_VARIABLE: GPU_GUARD,
-        IDLE_POLL_VARIABLE: Option(
-            "seconds between these questions when nothing came for a minute", SECONDS, default=30.0
-        ),
+        option.variable: option
+        for option in (
+            *CALL.values(),
+            Option("folder of the run: events are appended to trace.jsonl in it", variable=RUN_DIR_VARIABLE),
+            STATE_DIR,
+            LEDGER_DIR,
+            SERVER_IDLE,
+            CONCURRENCY,
+            CPU_LEASES,
+            HOST_RESERVE,
+            PLACEMENT,
+            RESERVE,
+            POLL,
+            GPU_GUARD,
+            IDLE_POLL,
+        )
+        if option.variable
     }
 )
 
@@ -345,56 +486,46 @@ SCRIPT_VARIABLES: Final = MappingProxyType(
 )
 
 
-def value_of(variable: str, environ: Mapping[str, str]) -> Any:
-    """Return the value of an environment variable of :data:`VARIABLES`; its default where it is not set.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be used.
-    """
-    option = VARIABLES[variable]
-    text = environ.get(variable)
-    if not text:
-        return option.default
-    return option.kind.from_text(text, variable) if option.kind else text
-
-
-def find(
-    names: Collection[str],
-    code: Mapping[str, Any],
-    environ: Mapping[str, str],
+def find_all(
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
     node_config: Mapping[str, Any] = _NOTHING,
-) -> dict[str, tuple[Any, str]]:
-    """Return the values of call options in the first place that has any of them, each with its source.
+    named: Callable[[str], str] = str,
+) -> dict[str, GivenValue]:
+    """Return what is said of the options of a call.
 
-    The places are the node config, the code and the environment; for what a node decides, the environment
-    goes before the code. A value that another place hides is not looked at.
+    Of two options that exclude each other, the one counts that an earlier place has.
+    Raises ConfigError if one place has both.
     """
-    table = {name: CALL[name] for name in names}
-    found: dict[str, tuple[Any, str]] = {}
-    for name, option in table.items():
-        if option.node_key and node_config.get(option.node_key) is not None:
-            found[name] = node_config[option.node_key], f"{option.node_key} in the node config"
-    in_code = {name: (code[name], name) for name in names if code.get(name) is not None}
-    if found or (in_code and not all(option.is_nodes for option in table.values())):
-        return found or in_code
-    in_environment = {
-        name: (value_of(option.variable, environ), option.variable)
-        for name, option in table.items()
-        if option.variable and environ.get(option.variable)
-    }
-    return in_environment or in_code
+    found = {}
+    for name, option in CALL.items():
+        given = option.find(arguments.get(name), environment, node_config, named)
+        if given is not None:
+            found[name] = given
+    for name in tuple(found):
+        given, other = found.get(name), found.get(CALL[name].excludes)
+        if given is None or other is None:
+            continue
+        if given.place == other.place:
+            raise ConfigError(f"{given} and {other} are both given; give one: a share of the GPU, or a size")
+        found.pop(name if other.place < given.place else CALL[name].excludes)
+    return found
 
 
-def checked_value(name: str, code: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
-    """Return the value of a call option that its kind alone can check; its default where no place has it."""
-    option = CALL[name]
-    found = find([name], code, environ)
-    if not found:
-        return option.default
-    value, source = found[name]
-    return option.kind.check(value, source) if option.kind else value
+def resolve_all(
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
+    node_config: Mapping[str, Any] = _NOTHING,
+    named: Callable[[str], str] = str,
+) -> tuple[dict[str, Any], dict[str, GivenValue]]:
+    """Return the values of the options of a call, and by which of them a place says something.
+
+    Raises as :meth:`GivenValue.read` does.
+    """
+    given = find_all(arguments, environment, node_config, named)
+    return {
+        name: given[name].read() if name in given else option.default_value for name, option in CALL.items()
+    }, given
 
 
 def options_of(command: str) -> dict[str, Option]:
@@ -402,32 +533,21 @@ def options_of(command: str) -> dict[str, Option]:
     return {name: option for name, option in CALL.items() if command in option.commands}
 
 
-def given(arguments: argparse.Namespace) -> CallOptions:
-    """Return the call options of a command line."""
-    found = {name: getattr(arguments, name, None) for name, option in CALL.items() if option.commands}
-    return {name: value for name, value in found.items() if value is not None}  # type: ignore[return-value]
-
-
 def environment(options: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with these call options in it: they win over the variables that are there."""
     # A share and a size are two ways to say one thing: whichever is given takes the other's place.
-    replaced = {CALL[name].excludes for name in options} - {""}
-    left_out = {option.variable for option in CALL.values() if option.excludes in replaced}
+    replaced = {CALL[CALL[name].excludes].variable for name in options if CALL[name].excludes}
     said = {variable: str(value) for name, value in options.items() if (variable := CALL[name].variable)}
-    return {**{name: value for name, value in base.items() if name not in left_out}, **said}
+    return {**{name: value for name, value in base.items() if name not in replaced}, **said}
 
 
 def node_environment(env: Mapping[str, str], node_config: Mapping[str, Any]) -> dict[str, str]:
     """Return a client's environment: its node config holds also for code that passes no context on."""
-    found = {name: find([name], {}, {}, node_config) for name, option in CALL.items() if option.is_nodes}
-    return environment({name: each[name][0] for name, each in found.items() if each}, env)
-
-
-def name_of(variable: str, options: Mapping[str, Any]) -> str:
-    """Return what the user has to change where a variable's value is wrong: it, or the option that set it."""
-    return next((flag(name) for name in options if CALL[name].variable == variable), variable)
-
-
-def in_their_words(text: str, options: Mapping[str, Any]) -> str:
-    """Return a message about variables with the options in their place that were given."""
-    return re.sub(r"FLOWER_GPU_[A-Z_]+", lambda found: name_of(found[0], options), text)
+    return environment(
+        {
+            name: node_config[option.node_key]
+            for name, option in CALL.items()
+            if option.is_nodes and node_config.get(option.node_key) is not None
+        },
+        env,
+    )

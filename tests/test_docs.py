@@ -12,9 +12,8 @@ import pytest
 import flower_gpu
 from flower_gpu import errors
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.cli import metrics
+from flower_gpu.cli import watching
 from flower_gpu.cli.main import build_parser
-from flower_gpu.kinds import Option
 from flower_gpu.launch.federation import client_environment, service_environment
 from flower_gpu.options import (
     CALL,
@@ -23,6 +22,7 @@ from flower_gpu.options import (
     START_METHODS,
     VARIABLES,
     CallOptions,
+    Option,
 )
 
 REPOSITORY = Path(__file__).parents[1]
@@ -121,14 +121,14 @@ def test_python_examples_compile(page: Path) -> None:
 
 
 def test_environment_table_is_that_of_the_code() -> None:
-    page, _, _ = read("docs/reference/environment.md").partition("\n## ")
+    page = read("docs/reference/environment.md").partition("\n## The variables\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `\w+` \| .+ \|$", page, re.MULTILINE) == [
         f"| `{name}` | {meaning(option)} | {default(option)} |" for name, option in VARIABLES.items()
     ]
 
 
 def meaning(option: Option) -> str:
-    return re.sub(r" \(default: .*\)$", "", option.help).replace("|", r"\|")
+    return re.sub(r" \(default: .*\)$", "", option.described).replace("|", r"\|")
 
 
 def default(option: Option) -> str:
@@ -141,7 +141,7 @@ def test_options_of_calls_are_those_of_the_code() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page, re.MULTILINE))
     assert rows.keys() == CALL.keys()
     for name, option in CALL.items():
-        assert option.variable is None or f"`{option.variable}`" in rows[name]
+        assert not option.variable or f"`{option.variable}`" in rows[name]
 
 
 def test_a_default_is_the_same_in_help_docstring_and_pages() -> None:
@@ -150,7 +150,10 @@ def test_a_default_is_the_same_in_help_docstring_and_pages() -> None:
     for name, option in CALL.items():
         if option.default is not None:
             value = default(option).strip("`")
-            for text in (option.help, docstring[name], rows[name]):
+            texts = [option.described, rows[name]]
+            if isinstance(option.default, str):  # numbers of seconds are in the pages alone
+                texts.append(docstring[name])
+            for text in texts:
                 assert re.search(rf"\b{value}\b", text), (name, text)
     # Pages name the longest wait in sentences, too.
     variable = "FLOWER_GPU_LEASE_TIMEOUT_S"
@@ -163,7 +166,8 @@ def test_pages_say_the_same_thing_with_the_same_words() -> None:
     texts = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
     every = "\n".join(texts.values())
     assert set(re.findall(r"FLOWER_GPU_LEDGER_DIR=(\S+)", every)) == {"/var/tmp/leases"}
-    assert set(re.findall(r"(?:--port |127\.0\.0\.1:)(9[45]\d\d)\b", every)) == {str(metrics.PORT)}
+    port = watching.METRICS.options["port"].default
+    assert set(re.findall(r"(?:--port |127\.0\.0\.1:)(9[45]\d\d)\b", every)) == {str(port)}
 
 
 def test_what_is_installed_can_be_typed() -> None:
@@ -185,7 +189,7 @@ def test_the_readme_says_whose_figures_it_shows() -> None:
 
 
 def test_what_launch_sets_is_that_of_the_code(tmp_path: Path) -> None:
-    _, _, page = read("docs/reference/environment.md").partition("\n## ")
+    _, _, page = read("docs/reference/environment.md").partition("\n## Which folder")
     documented: dict[str, bool] = {}
     for names, yours_wins in re.findall(r"^\| (`.+?`) \|.*\| (yes|no) \|$", page, re.MULTILINE):
         documented |= dict.fromkeys(re.findall(r"\w+", names), yours_wins == "yes")

@@ -16,7 +16,7 @@ from how_to_pages import PAGES, blocks, commands, write_app
 from launched import StubHost, events_of
 
 from flower_gpu.apps.app import parse_pairs
-from flower_gpu.calls.settings import GPUSettings
+from flower_gpu.calls.settings import call_settings
 
 REPOSITORY = PAGES.parents[1]
 #: They install something first, which is not done here.
@@ -88,7 +88,7 @@ def test_what_a_page_installs_is_there(page: str) -> None:
 def test_what_a_node_is_told_in_its_config_is_read() -> None:
     line = commands("existing-app.md")[0]
     (pairs,) = re.findall(r"^flower-supernode .*--node-config '(.+)'$", line)
-    request = GPUSettings.resolve(node_config=parse_pairs("--node-config", [pairs]), environ={}).request
+    request = call_settings({}, base={}, node_config=parse_pairs("--node-config", [pairs])).gpu.request
     assert request.memory_bytes == 4 << 30
 
 

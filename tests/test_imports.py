@@ -170,6 +170,57 @@ def test_each_room_can_break_the_order(room: str, tmp_path: Path) -> None:
         upward(f"flower_gpu.{room}.module", path)
 
 
+def imports_of_ours(name: str, tree: ast.AST) -> set[str]:
+    """Return the files that a file imports; inside of functions, only those of its own room.
+
+    A function may import a higher file late, that of a command for example: no circle of what is loaded.
+    """
+    late = {id(node) for function in functions_of(tree) for node in ast.walk(function)}
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            for other in {each if each in FILES else str(node.module) for each in names} & {*FILES}:
+                if id(node) not in late or layer(other) == layer(name):
+                    found.add(other)
+    return found - {name, "flower_gpu"}
+
+
+def functions_of(tree: ast.AST) -> list[ast.AST]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """Return the files from which imports lead back to themselves."""
+
+    def reached(name: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [name]
+        while todo:
+            new = graph.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        return seen
+
+    return {name for name in graph if name in reached(name)}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {name: imports_of_ours(name, ast.parse(path.read_text())) for name, path in FILES.items()}
+    assert circles(graph) == set()
+    late = ast.parse("def function():\n    from flower_gpu.gpu import policy")
+    assert imports_of_ours("flower_gpu.gpu.nvml", late) == {"flower_gpu.gpu.policy"}
+    assert imports_of_ours("flower_gpu.cli.main", late) == set()
+    graph["flower_gpu.gpu.nvml"] = {"flower_gpu.gpu.policy"}  # which imports it
+    assert circles(graph) == {"flower_gpu.gpu.nvml", "flower_gpu.gpu.policy"}
+
+
 #: What single modules bring in beyond what their room may.
 MORE = {
     "flower_gpu.frameworks.array_checks": {"numpy"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from numbers import Real
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -59,8 +60,8 @@ def test_the_type_of_an_option_is_what_its_kind_takes(name: str) -> None:
         [words] = hints
         assert get_args(words) == kind.words
     else:
-        # For type checkers a float may be an int. Code may give gpu_ids as a number, too.
-        assert set(kind.types) <= hints | ({int} if float in hints else set())
+        # For type checkers a float may be an int; for users any real number is one.
+        assert set(kind.types) <= hints | ({int, Real} if hints & {int, float} else set())
 
 
 def test_functions_name_words_as_the_options_do() -> None:

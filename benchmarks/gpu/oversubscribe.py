@@ -45,11 +45,11 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 def _bytes_of_a_client(setting: Setting) -> int:
     """Return what a client takes, so that leases with their margin fit so many times."""
-    from flower_gpu.calls.settings import reserve_bytes
     from flower_gpu.leases.footprint import DEFAULT_CONTEXT_BYTES
     from flower_gpu.leases.footprint_rule import MARGIN
+    from flower_gpu.options import RESERVE
 
-    lease = (setting.memory().free_bytes - reserve_bytes({})) * _ROOM / setting.sizes.fit
+    lease = (setting.memory().free_bytes - RESERVE.resolve()) * _ROOM / setting.sizes.fit
     nbytes = int(lease / (1 + MARGIN)) - DEFAULT_CONTEXT_BYTES
     if nbytes < 64 << 20:
         raise BenchmarkError("too little of the GPU is free for clients of a size that means something")

@@ -15,8 +15,8 @@ import flower_gpu
 from flower_gpu import trace
 from flower_gpu.apps.failures import COMPLETED
 from flower_gpu.apps.registry import registered
-from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.gpu import inventory
+from flower_gpu.options import RESERVE
 from flower_gpu.workers.threads import cores
 
 #: Seconds between two looks. One takes a millisecond or two for a GPU.
@@ -133,7 +133,7 @@ def recorded_run(
 
 def told_gpus() -> list[dict[str, Any]]:
     """Return the GPUs of this host, as a trace tells of them."""
-    reserve = reserve_bytes(os.environ)
+    reserve = RESERVE.resolve(None, os.environ)
     return [
         {
             "uuid": gpu.uuid,

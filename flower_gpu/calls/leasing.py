@@ -48,7 +48,7 @@ class Leasing:
     label: str  # names the call: "fit of client 3"
     key: Key  # of its footprint, without the model of a GPU
     record: Mapping[str, Any]  # the call's fields in the trace
-    host: HostSettings = field(default_factory=HostSettings)  # what it wants of cores and main memory
+    host: HostSettings  # what it wants of cores and main memory
     # When the wait for a lease ends, on the clock of time.monotonic; by default lease_timeout_s after it
     # began. It is asked again and again, and what it raises ends the wait.
     deadline: Callable[[], float] | None = None

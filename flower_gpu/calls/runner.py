@@ -9,7 +9,7 @@ from typing import Any
 
 from flower_gpu.calls import environment, leasing
 from flower_gpu.calls.leasing import Leasing
-from flower_gpu.calls.settings import CallSettings, split
+from flower_gpu.calls.settings import CallSettings, call_settings, split
 from flower_gpu.calls.tries import SERVER, Tries, Workers
 from flower_gpu.errors import ConfigError
 from flower_gpu.leases.footprint_rule import ShapedArray, key_of
@@ -60,7 +60,6 @@ def run_call(
     # What cannot be is refused before a lease is waited for.
     call.workers.choose(settings.worker.start_method)
     _check_confined(settings)
-    settings.host.check()
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     sizes = {**settings.gpu.run_config, **(config or {})}
     key = key_of(f"{name or task_name(task)} {kind}", arrays, sizes)
@@ -110,7 +109,7 @@ def run_in_worker(
     arrays = [
         value for value in (*args, *rest.values()) if hasattr(value, "shape") and hasattr(value, "dtype")
     ]
-    settings = CallSettings.resolve(options)
+    settings = call_settings(options)
     return run_call(
         task,
         args,

@@ -1,6 +1,6 @@
-"""The command line: ``main`` finds the command, each command is one file with HELP, add_arguments and run.
+"""The command line: ``main`` finds the command; each is a ``Command`` with its help, its options and ``run``.
 
-Options that several commands share come from the table in ``flower_gpu.options``. ``launch`` has its options
-in ``launch/options.py``, and ``main`` calls it. No command imports torch or flwr before it has checked its
-options.
+Options come from tables: those that several commands share from ``flower_gpu.options``, those of ``launch``
+and ``simulate`` from the ``options.py`` of their rooms; ``arguments`` fills the parsers. No command imports
+torch or flwr before it has checked its options.
 """

@@ -11,7 +11,8 @@ from typing import Final
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import confine
 from flower_gpu.flower.confine import Allowed
-from flower_gpu.kinds import FOLDERS, PORTS, Option, flag, words
+from flower_gpu.kinds import FOLDERS, PORTS, words
+from flower_gpu.options import Option, flag
 from flower_gpu.workers import confinement
 
 _GROUP: Final = "confinement"
@@ -64,7 +65,7 @@ def environment(
     if arguments.confine == _STRICT and (missing := confinement.not_refused(with_ports=bool(allowed.ports))):
         raise ConfigError(
             f"--confine=strict: this kernel does not refuse {'; '.join(missing)}. Use another host, "
-            "or --confine, which does without"
+            "or --confine on, which runs without that"
         )
     allowed.check(keys, environ)
     return allowed.environment()

@@ -10,27 +10,15 @@ from functools import partial
 from textwrap import TextWrapper
 from typing import Final
 
-from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.cli.arguments import JSON, Command, is_quiet
 from flower_gpu.doctor import Check, Finding, cuda, environment, examine, gpus, host, ledger
 from flower_gpu.gpu import inventory
-
-HELP = "check driver, PyTorch, Flower, the ledger and this shell, and tell what to do"
-
-DESCRIPTION = """\
-Checks what calls on a GPU depend on. Each line is ok, a note (fine, and good to know), or a problem, with
-what to do about it. With a GPU it runs a call as a client's: in a worker with a lease, which asks for more
-than that, and computes. Exit status: 0, or 1 if there is a problem."""
 
 #: Exit status if something must be done.
 EXIT_PROBLEM: Final = 1
 
 _WIDTH = 100
 _COLUMNS = 26  # of level and check
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,3 +80,14 @@ def summary(findings: Iterable[Finding]) -> str:
     counted = [(levels.count(level), level) for level in ("problem", "note")]
     named = [f"{number} {level}{'' if number == 1 else 's'}" for number, level in counted if number]
     return ", ".join(named) or "all is fine"
+
+
+COMMAND: Final = Command(
+    "check driver, PyTorch, Flower, the ledger and this shell, and tell what to do",
+    """\
+Checks what calls on a GPU depend on. Each line is ok, a note (fine, and good to know), or a problem, with
+what to do about it. With a GPU it runs a call as a client's: in a worker with a lease, which asks for more
+than that, and computes. Exit status: 0, or 1 if there is a problem.""",
+    run,
+    JSON,
+)

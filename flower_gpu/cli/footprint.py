@@ -7,27 +7,18 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
-from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.cli.arguments import JSON, Command, is_quiet
 from flower_gpu.leases.footprint import Contexts, Footprints, Peaks, Sizes
 from flower_gpu.leases.footprint_rule import Key
 from flower_gpu.printable import format_bytes, path_text
-
-HELP = "show or forget how much GPU memory tasks were seen to take"
-
-DESCRIPTION = """\
-A call that names neither num_gpus nor gpu_memory asks for what calls of the same task were seen to take, plus
-a margin. Here is what was learned on this host, by this user. After `clear` the next call of a task has a GPU
-for itself once more, and is measured."""
 
 #: Exit status of `clear --task` when there is no such task.
 EXIT_NO_TASK = 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+def _add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     clear = actions.add_parser(
         "clear", help="forget all footprints and the sizes of CUDA contexts", allow_abbrev=False
@@ -133,3 +124,15 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+COMMAND: Final = Command(
+    "show or forget how much GPU memory tasks were seen to take",
+    """\
+A call that names neither num_gpus nor gpu_memory asks for what calls of the same task were seen to take, plus
+a margin. Here is what was learned on this host, by this user. After `clear` the next call of a task has a GPU
+for itself once more, and is measured.""",
+    run,
+    JSON,
+    add=_add_actions,
+)

@@ -7,29 +7,20 @@ import json
 import os
 import textwrap
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Final
 
+from flower_gpu.cli.arguments import Command
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.gpus import GPU, Inventory
+from flower_gpu.kinds import SWITCH
+from flower_gpu.options import Option
 from flower_gpu.printable import format_bytes
-
-HELP = "list this machine's GPUs: memory, who uses them, and why one cannot be used"
-
-DESCRIPTION = """\
-Lists the GPUs of this machine as NVIDIA's driver tells them: number, model, UUID, memory, who uses it, what
-CUDA_VISIBLE_DEVICES leaves visible, and why one cannot be used, or why there is none. Nothing is started on
-them. What the driver does not tell is "unknown", and a GPU without memory figures is never leased."""
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GIB = 2**30
 _WIDTH = 80
 _MARGIN = " " * 7
 _UNKNOWN = "unknown"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    parser.add_argument("--json", action="store_true", help="print it as JSON, with all figures in bytes")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,3 +130,14 @@ def _wrapped(text: str, margin: str = "") -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+COMMAND: Final = Command(
+    "list this machine's GPUs: memory, who uses them, and why one cannot be used",
+    """\
+Lists the GPUs of this machine as NVIDIA's driver tells them: number, model, UUID, memory, who uses it, what
+CUDA_VISIBLE_DEVICES leaves visible, and why one cannot be used, or why there is none. Nothing is started on
+them. What the driver does not tell is "unknown", and a GPU without memory figures is never leased.""",
+    run,
+    {"json": Option("print it as JSON, with all figures in bytes", SWITCH)},
+)

@@ -8,9 +8,9 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from flower_gpu.calls.settings import reserve_bytes
+from flower_gpu.cli.arguments import JSON, Command
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY, kind_of
 from flower_gpu.leases.entries import Entry, pid_namespace
@@ -18,13 +18,8 @@ from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.state import State
 from flower_gpu.leases.wording import amount_text
+from flower_gpu.options import RESERVE
 from flower_gpu.printable import account_name, format_bytes, printable
-
-HELP = "show who holds which share of which GPU, and who waits"
-DESCRIPTION = """\
-Show the leases on this host's GPUs, cores and main memory: what there is for leases, who holds a part of it,
-and who waits for one, in which order. Labels are shown for this account's own calls."""
-
 
 NAMES = {CORES: "Cores", MEMORY: "Main memory"}
 
@@ -32,15 +27,10 @@ NAMES = {CORES: "Cores", MEMORY: "Main memory"}
 _MUTEX_WAIT_S = 5.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     folder = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
-    ledger = Ledger(folder, reserve_bytes(os.environ))
+    ledger = Ledger(folder, RESERVE.resolve(None, os.environ))
     state = ledger.status()
     if arguments.json:
         print(json.dumps(describe(ledger, state), indent=2))
@@ -189,3 +179,13 @@ def _line(entry: Entry) -> str:
     idle = ", idle" if entry.is_idle() else ""
     seconds = max(0.0, time.time() - entry.since)
     return f"{printable(entry.label()) or '-'} (pid {entry.pid}{elsewhere}{user}{idle}) {seconds:.0f} s"
+
+
+COMMAND: Final = Command(
+    "show who holds which share of which GPU, and who waits",
+    """\
+Show the leases on this host's GPUs, cores and main memory: what there is for leases, who holds a part of it,
+and who waits for one, in which order. Labels are shown for this account's own calls.""",
+    run,
+    JSON,
+)

@@ -13,55 +13,41 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 from flower_gpu import __version__
 from flower_gpu.cli import (
     doctor,
     footprint,
     gpus,
+    launch,
     leases,
-    metrics,
-    report,
     simulate,
     slurm,
     supernode,
-    top,
-    verbosity,
+    watching,
     workers,
 )
+from flower_gpu.cli.arguments import Command, add_verbosity, verbosity
 from flower_gpu.errors import ConfigError, FlowerGPUError, GPUUnavailableError
-from flower_gpu.launch import options as launch_options
-
-
-class Command(Protocol):
-    """A module of :mod:`flower_gpu.cli`."""
-
-    HELP: str
-    DESCRIPTION: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add its options."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run it and return the exit status."""
-
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
-        "simulate": simulate,
-        "slurm": slurm,
-        "supernode": supernode,
-        "gpus": gpus,
-        "leases": leases,
-        "top": top,
-        "footprint": footprint,
-        "report": report,
-        "metrics": metrics,
-        "doctor": doctor,
-        "workers": workers,
+        "launch": launch.COMMAND,
+        "simulate": simulate.COMMAND,
+        "slurm": slurm.COMMAND,
+        "supernode": supernode.COMMAND,
+        "gpus": gpus.COMMAND,
+        "leases": leases.COMMAND,
+        "top": watching.TOP,
+        "footprint": footprint.COMMAND,
+        "report": watching.REPORT,
+        "metrics": watching.METRICS,
+        "doctor": doctor.COMMAND,
+        "workers": workers.COMMAND,
     }
 )
 
@@ -71,6 +57,8 @@ EXIT_USAGE = 2
 EXIT_FAILED = 1
 
 
+#: What Flower takes its handler's level from, when it is imported.
+_LEVEL_VARIABLE: Final = "FLWR_LOG_LEVEL"
 _log = logging.getLogger("flwr.flower_gpu")
 
 
@@ -81,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        verbosity.add_options(self)
+        add_verbosity(self)
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (options: {self.prog} --help)\n")
@@ -96,22 +84,14 @@ def build_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"flower-gpu {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    launch = commands.add_parser(
-        "launch",
-        help="run a Flower app with several clients on this machine",
-        description=launch_options.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    launch_options.add_arguments(launch)
     for name, command in COMMANDS.items():
         added = commands.add_parser(
             name,
-            help=command.HELP,
-            description=command.DESCRIPTION,
+            help=command.help,
+            description=command.description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            add_help=not command.has_own_help,
         )
         command.add_arguments(added)
     parser.commands = commands.choices
@@ -144,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if unknown:
                 near = _nearest(parser.commands[arguments.command], unknown)
-                others = getattr(_command(arguments), "AFTER_DASHES", None)
+                others = COMMANDS[arguments.command].after_dashes
                 dashes = f"; options of {others} go after two dashes, --" if others else ""
                 options = f"options: flower-gpu {arguments.command} --help"
                 raise ConfigError(f"unknown: {' '.join(unknown)}{dashes}{near} ({options})")
@@ -163,21 +143,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _command(arguments: argparse.Namespace) -> Command | None:
-    """Return the module of a command; ``launch`` has none."""
-    return COMMANDS.get(arguments.command)
-
-
 def _run(arguments: argparse.Namespace) -> int:
-    value = verbosity.verbosity(arguments)
+    value = verbosity(arguments)
     # Processes of these commands have log files, which -q leaves as they are.
     has_log_files = arguments.command == "launch" or getattr(arguments, "count", None) is not None
-    with verbosity.applied(value, to_children=value > 0 or not has_log_files):
+    with logged(value, to_children=value > 0 or not has_log_files):
         _log.debug("flower-gpu %s, Python %s, %s", __version__, platform.python_version(), sys.executable)
-        command = _command(arguments)
-        if command is not None:
-            return command.run(arguments)
-        options = launch_options.from_arguments(arguments)
-        from flower_gpu.launch import run
+        return COMMANDS[arguments.command].run(arguments)
 
-        return run.launch(options)
+
+@contextmanager
+def logged(value: int, *, to_children: bool) -> Iterator[None]:
+    """Let loggers keep to ``-v`` or ``-q``, whether Flower is imported already, later, or never.
+
+    ``value``: as :func:`verbosity` returns it.
+    ``to_children``: whether processes that are started meanwhile keep to it as well.
+    """
+    if not value:
+        yield
+        return
+    level = logging.DEBUG if value > 0 else logging.ERROR
+    logger, last = logging.getLogger("flwr"), logging.lastResort  # ours are below it
+    # With a handler, Flower's, the logger takes everything and the handler decides.
+    limited: list[Any] = [*logger.handlers] or [logger, *([last] if last is not None else [])]
+    before = [each.level for each in limited]
+    variable = os.environ.get(_LEVEL_VARIABLE)
+    for each in limited:
+        each.setLevel(level)
+    if to_children:
+        os.environ[_LEVEL_VARIABLE] = logging.getLevelName(level)
+    try:
+        yield
+    finally:
+        for each, was in zip(limited, before, strict=True):
+            if each is not logger or not logger.handlers:  # with Flower imported meanwhile it is Flower's
+                each.setLevel(was)
+        if variable is not None:
+            os.environ[_LEVEL_VARIABLE] = variable
+        else:
+            os.environ.pop(_LEVEL_VARIABLE, None)

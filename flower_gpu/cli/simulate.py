@@ -10,107 +10,50 @@ import sys
 import tomllib
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu import kinds
 from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.apps.failures import FILE_NAME
 from flower_gpu.apps.folder import check_log_dir, short
-from flower_gpu.calls.settings import CallSettings, checked_environment
-from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.calls.settings import call_settings, checked_environment
+from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
-from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Option, memory_bytes
-from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG, given_calls
+from flower_gpu.kinds import PAIRS
+from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG
 from flower_gpu.options import (
     GPU_GUARD,
     GUARD_VARIABLE,
-    KEEP_GOING,
-    LOG_DIR,
     TRACKER,
+    CallOptions,
+    Option,
     options_of,
 )
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
+from flower_gpu.simulation.options import OPTIONS
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.interrupts import ended_by_signals
 from flower_gpu.workers.own_process import facts
 
 if TYPE_CHECKING:
-    from flower_gpu.simulation.simulation_result import SimulationResult
     from flower_gpu.workers.forkserver.proxy import Program
 
-HELP = "run a Flower app with up to thousands of virtual clients on this machine"
-DESCRIPTION = """\
-Run a Flower app in a simulation: its ServerApp in one process, and each message to one of its virtual
-clients in a worker process with a lease. How many run at a time follows from leases, cores and memory.
-
-    flower-gpu simulate my-app --clients 1000 --rounds 5
-
-Metrics, the final model and a summary are left in a folder under --log-dir."""
-
 _INTERRUPTED: Final = 128 + signal.SIGINT
-_STATE_MEMORY: Final = "1GiB"
-_ORDER: Final = "longest"
 _MODULES: Final = ("flower_gpu.simulation.run", "flower_gpu.simulation.reporting")
-_DEFAULTS: Final = {
-    "order": _ORDER,
-    "state_memory": _STATE_MEMORY,
-    "progress": True,
-    "log_dir": Path("runs"),
-}
-#: The command's own options.
-_OPTIONS: Final = {
-    "num_supernodes": Option(
-        "how many virtual clients (with --resume by default as many as before)",
-        COUNT,
+# What the run itself is given; the others are the command's own.
+_OF_THE_RUN: Final = tuple(name for name in OPTIONS if name not in ("num_supernodes", "progress"))
+_TABLE: Final = {
+    **OPTIONS,
+    "rounds": replace(RUN_CONFIG["rounds"], group="federation"),
+    "run_config": Option(
+        "keys of the app's run config (TOML values), or a TOML file; may be repeated",
+        PAIRS,
         group="federation",
-        synonyms=("clients",),
-    ),
-    "rounds": RUN_CONFIG["rounds"],
-    "seed": Option(
-        "of the clients' ids and random numbers, and of sampling (default: drawn, and written down)",
-        NON_NEGATIVE,
-        group="federation",
-    ),
-    "deterministic": Option(
-        "the same seed gives the same final model, bit for bit, with any number of workers, "
-        "after crashes and --resume; what would change it ends the run",
-        SWITCH,
-        group="federation",
-    ),
-    "max_workers": Option(
-        "how many messages are handled at a time, at most (default: the number of cores, or the shares of "
-        "GPUs if these are more)",
-        COUNT,
-        group="workers",
-    ),
-    "calls_per_worker": Option(
-        "how many messages one worker handles, at most; 1: each message has a process of its own (default: "
-        "1000, or 1 with --deterministic)",
-        COUNT,
-        group="workers",
-    ),
-    "verify_recycling": Option(
-        "a check of the app, in which messages are handled more than once: have new workers handle what used "
-        "ones handle, and compare the results",
-        SWITCH,
-        group="workers",
-    ),
-    "order": Option(
-        "which messages of a round are handled first: those whose clients were seen to take longest, or "
-        f"those that are sent first (default: {_ORDER})",
-        kinds.words(_ORDER, "sent"),
-        group="workers",
-    ),
-    "ray_address": Option(
-        "handle messages on all hosts of a Ray cluster: auto, HOST:PORT or ray://HOST:PORT (default: on this "
-        "machine)",
-        replace(kinds.TEXT, metavar="ADDRESS"),
-        group="workers",
+        synonyms=("c",),
     ),
     "preload": Option(
         "function that loads data, called once, with these arguments, where workers are forked from: all of "
@@ -118,47 +61,10 @@ _OPTIONS: Final = {
         replace(PAIRS, metavar="'MODULE:FUNCTION K=V ...'"),
         group="workers",
     ),
-    "state_memory": Option(
-        f"memory for the clients' states, such as 500MiB; what does not fit goes to files (default: "
-        f"{_STATE_MEMORY})",
-        SIZE,
-        group="workers",
-    ),
-    "keep_going": KEEP_GOING,
     "gpu_guard": GPU_GUARD,
     **options_of("simulate"),
-    "log_dir": replace(LOG_DIR, excludes="where"),
-    "resume": Option(
-        "folder of an earlier run of the same app: go on after the last round that it finished",
-        FOLDER,
-        group="output",
-        excludes="where",
-    ),
-    "progress": Option("show no bars and no summary", SWITCH, group="output"),
     "tracker": TRACKER,
 }
-_GROUPS: Final = {
-    "GPUs": "Which GPUs messages may use, and what each of them leases there: so many run at a time as fit."
-}
-_MORE: Final = {
-    "gpu": "; it holds for every client and for the server's own calls",
-    "gpu_ids": ": all of the clients may use them (default: every GPU)",
-    "timeout_s": "; then the client is dropped",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    kinds.add_app_folder(parser)
-    parser.add_argument(
-        "-c",
-        "--run-config",
-        metavar="'K=V ...'",
-        action="append",
-        default=[],
-        help="keys of the app's run config (TOML values), or a TOML file; may be repeated",
-    )
-    kinds.add_arguments(parser, _OPTIONS, _GROUPS, _MORE, _DEFAULTS)
 
 
 def begin_command(arguments: argparse.Namespace) -> None:
@@ -180,71 +86,68 @@ def _earlier_config(folder: Path | None) -> Mapping[str, Any]:
     if folder is None:
         return {}
     try:
-        found = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the simulation.
+    """Run the simulation; return the exit status.
 
-    Returns 0: it is complete. 1: the app raised an exception, or every client failed. 130: Ctrl-C. 143:
-    SIGTERM. 129: SIGHUP.
     Raises ConfigError if an option cannot be used; then nothing was started or written. Only ``--preload``
     has to be tried.
     """
     with ended_by_signals() as received:
         try:
-            status = _run(arguments)
+            status = _simulate(arguments)
         except KeyboardInterrupt:
             status = _INTERRUPTED
     return 128 + received[0] if received and status == _INTERRUPTED else status
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _simulate(arguments: argparse.Namespace) -> int:
+    calls = _call_options(arguments)
     app = FlowerApp.load(arguments.app_dir)
     num_supernodes, run_config = _federation(arguments)
     app.overrides(run_config, num_supernodes)
-    memory_bytes(arguments.state_memory, "--state-memory")
     preload = given_preload(arguments.preload, app.path)
-    calls = given_calls(arguments)
-    _set_environment({name: value for name, value in calls.items() if name != "timeout_s"})
-    if arguments.gpu_guard is not None:
-        os.environ[GUARD_VARIABLE] = arguments.gpu_guard
     if arguments.resume is None:
         check_log_dir(arguments.log_dir)
-    result = _simulate(
-        app,
+    shown = _Shown(arguments.progress, is_quiet(arguments))
+    if getattr(arguments, "may_fork", False):
+        with told_if_slow(shown.say, f"importing what {app.name} needs"):
+            program = _forked(app)
+        if program is not None:
+            return program.wait()
+    return _run_here(
+        app.path,
         num_supernodes,
-        may_fork=getattr(arguments, "may_fork", False),
-        # With bars the run itself shows the summary below them.
-        summary=arguments.progress and is_quiet(arguments),
+        shown,
         run_config=run_config,
-        max_workers=arguments.max_workers,
-        calls_per_worker=arguments.calls_per_worker,
-        verify_recycling=arguments.verify_recycling,
-        order=arguments.order,
-        seed=arguments.seed,
-        log_dir=arguments.log_dir,
-        resume=arguments.resume,
-        progress=arguments.progress and not is_quiet(arguments),
-        state_memory=arguments.state_memory,
-        keep_going=arguments.keep_going,
-        deterministic=arguments.deterministic,
-        ray_address=arguments.ray_address,
+        progress=shown.has_bars,
         trackers=list(chain(*arguments.tracker)) or None,
         preload=preload,
+        **{name: getattr(arguments, name) for name in _OF_THE_RUN},
         **calls,
     )
-    if isinstance(result, int):
-        return result
-    if result.folder is not None:
-        if arguments.progress:
-            _tell_trackers(result.folder)
-        if arguments.progress and not is_quiet(arguments):
-            _tell_report(result.folder)
-    return 0
+
+
+def _call_options(arguments: argparse.Namespace) -> CallOptions:
+    """Return the options of calls. They hold for the server's own calls as well, whatever the variables were.
+
+    But for ``--timeout-s``: it is for clients.
+    """
+    calls = given_calls(arguments)
+    env = checked_environment(
+        {name: value for name, value in calls.items() if name != "timeout_s"}, os.environ
+    )
+    if arguments.gpu_guard is not None:
+        env[GUARD_VARIABLE] = arguments.gpu_guard
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    os.environ.update(env)
+    return calls
 
 
 def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigValue]]:
@@ -252,7 +155,9 @@ def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigVal
     given = given_run_config(arguments.run_config)
     if arguments.rounds is not None:
         if NUM_ROUNDS_KEY in given:
-            raise ConfigError(f"--rounds and --run-config {NUM_ROUNDS_KEY} say the same twice")
+            raise ConfigError(
+                f"--rounds and --run-config {NUM_ROUNDS_KEY} give the same setting twice: leave one out"
+            )
         given[NUM_ROUNDS_KEY] = arguments.rounds
     if arguments.resume is None:
         if arguments.num_supernodes is None:
@@ -304,23 +209,39 @@ def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, 
     return found
 
 
-def _simulate(
-    app: FlowerApp, num_supernodes: int, *, may_fork: bool, summary: bool, **settings: Any
-) -> SimulationResult | int:
-    say = _say if settings["progress"] else str
-    if may_fork:
-        with told_if_slow(say, f"importing what {app.name} needs"):
-            program = _forked(app)
-        if program is not None:
-            return program.wait()
+@dataclass(frozen=True)
+class _Shown:
+    """What the command tells of a run."""
+
+    progress: bool  # unless --no-progress
+    is_quiet: bool  # --quiet
+
+    @property
+    def has_bars(self) -> bool:
+        """Whether the run itself shows its progress, with the summary below it."""
+        return self.progress and not self.is_quiet
+
+    def say(self, text: str) -> None:
+        """Say what goes on before there are bars."""
+        if self.has_bars:
+            _say(text)
+
+    def tell(self, folder: Path) -> None:
+        """Say how to have a report of a run."""
+        if self.progress:
+            print(f"report  flower-gpu report {short(folder)}", file=sys.stderr, flush=True)
+
+
+def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> int:
     # Here: what they import takes a second, and an error in an option is there at once.
-    with told_if_slow(say, "importing Flower"):
+    with told_if_slow(shown.say, "importing Flower"):
         from flower_gpu.simulation.reporting import FOLDER, error_text, summary_lines
         from flower_gpu.simulation.results import SimulationStoppedError
         from flower_gpu.simulation.run import simulate
+        from flower_gpu.watch.trackers import tracking
 
     try:
-        result = simulate(app.path, num_supernodes, **settings)
+        result = simulate(app, num_supernodes, **options)
     except SimulationStoppedError as stopped:
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
         return _INTERRUPTED
@@ -329,8 +250,8 @@ def _simulate(
         if not is_told and not isinstance(error, RunEndedError):
             print(shortened(traceback.format_exc()), end="", file=sys.stderr)
         folder = vars(error).get(FOLDER)
-        if folder is not None and not isinstance(error, DiskError) and (settings["progress"] or summary):
-            _tell_report(folder)
+        if folder is not None and not isinstance(error, DiskError):
+            shown.tell(folder)
         if is_told:
             raise
         if isinstance(error, RunEndedError):
@@ -339,10 +260,15 @@ def _simulate(
         else:
             _say(f"{error_text(error)} (the traceback is above)")
         return 1
-    if summary:
+    if shown.progress and shown.is_quiet:
         where = None if result.folder is None else short(result.folder)
         print("\n".join(summary_lines(result.summary, where)), file=sys.stderr, flush=True)
-    return result
+    if result.folder is not None:
+        for line in tracking.where(result.folder) if shown.progress else ():
+            print(f"tracker  {line}", file=sys.stderr, flush=True)
+        if shown.has_bars:
+            shown.tell(result.folder)
+    return 0
 
 
 def _forked(app: FlowerApp) -> Program | None:
@@ -355,23 +281,12 @@ def _forked(app: FlowerApp) -> Program | None:
     from flower_gpu.workers import methods
     from flower_gpu.workers.forkserver.proxy import Program
 
-    if not methods.choose(CallSettings.resolve({}).worker.start_method).from_server:
+    if not methods.choose(call_settings({}).worker.start_method).from_server:
         return None
     needs = Needs.of(libraries_of(app.path, app.clientapp.partition(":")[0]))
     libraries = libraries_of(app.path, app.serverapp.partition(":")[0])
     modules = dict.fromkeys([*_MODULES, *libraries, *needs.modules])
     return Program.fork("flower_gpu.cli.main:main", f"simulate {app.name}", list(modules), needs.without)
-
-
-def _tell_report(path: Path) -> None:
-    print(f"report  flower-gpu report {short(path)}", file=sys.stderr, flush=True)
-
-
-def _tell_trackers(path: Path) -> None:
-    from flower_gpu.watch.trackers import tracking
-
-    for line in tracking.where(path):
-        print(f"tracker  {line}", file=sys.stderr, flush=True)
 
 
 def _how_to_go_on(path: Path | None, can_resume: bool) -> str:
@@ -399,9 +314,25 @@ def _say(text: str) -> None:
     print(f"flower-gpu simulate: {text}", file=sys.stderr, flush=True)
 
 
-def _set_environment(calls: Mapping[str, Any]) -> None:
-    """Let the options hold for the server's own calls as well, whatever the variables were."""
-    env = checked_environment(calls, os.environ)
-    for name in os.environ.keys() - env.keys():
-        del os.environ[name]
-    os.environ.update(env)
+COMMAND: Final = Command(
+    "run a Flower app with up to thousands of virtual clients on this machine",
+    """\
+Run a Flower app in a simulation: its ServerApp in one process, and each message to one of its virtual
+clients in a worker process with a lease. How many run at a time follows from leases, cores and memory.
+
+    flower-gpu simulate my-app --clients 1000 --rounds 5
+
+Metrics, the final model and a summary are left in a folder under --log-dir.""",
+    run,
+    _TABLE,
+    {
+        "GPUs": "Which GPUs messages may use, and what each of them leases there: so many run at a time as "
+        "fit."
+    },
+    {
+        "gpu": "; it holds for every client and for the server's own calls",
+        "gpu_ids": ": all of the clients may use them (default: every GPU)",
+        "timeout_s": "; then the client is dropped",
+    },
+    takes_app=True,
+)

@@ -19,31 +19,21 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from flower_gpu import kinds
 from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.folder import check_log_dir, short
 from flower_gpu.cli import simulate
-from flower_gpu.cli.verbosity import is_quiet, verbosity
+from flower_gpu.cli.arguments import Command, is_quiet, verbosity
 from flower_gpu.errors import ConfigError, FlowerGPUError
-from flower_gpu.kinds import COUNT, SWITCH, Kind, Option
+from flower_gpu.kinds import COUNT, SWITCH, Kind
+from flower_gpu.options import Option, flag
 
 NAME: Final = "slurm"
-HELP = "run a simulation as a job of a Slurm cluster"
-AFTER_DASHES: Final = "sbatch"  # whose options stand there
-DESCRIPTION = """\
-Have Slurm run `flower-gpu simulate`: write the batch script, submit it, and say how to follow the job. It
-takes the options of simulate. What stands after two dashes are options of sbatch.
-
-    flower-gpu slurm my-app --nodes 4 --gpus-per-node 2 --clients 10000 -- --time 8:00:00 --partition gpu
-
-A job that is preempted waits in the queue again, and goes on after the last round that it has finished. Log,
-batch script and results are left in --log-dir."""
 
 _GPUS: Final = Kind(
     "a number of GPUs, 1 or more, also with their kind, such as 2 or a100:2",
@@ -54,8 +44,9 @@ _GROUP: Final = "Slurm"
 #: The command's own options, beside those of ``simulate``.
 OPTIONS: Final = {
     "nodes": Option(
-        "how many nodes; the job starts Ray on them if they are several (default: 1)",
+        "how many nodes; the job starts Ray on them if they are several (default: {default})",
         COUNT,
+        default=1,
         group=_GROUP,
     ),
     "gpus_per_node": Option(
@@ -65,9 +56,12 @@ OPTIONS: Final = {
     ),
     "dry_run": Option("show the batch script, and submit nothing", SWITCH, group=_GROUP),
 }
-_DEFAULTS: Final = {"nodes": 1}
-#: What the script itself says to ``simulate``, and what is no option.
-_OF_THE_SCRIPT: Final = ("app_dir", "log_dir", "resume", "ray_address")
+#: The options of ``simulate``; the job's Ray has an address of its own.
+_OF_SIMULATE: Final = {
+    name: option for name, option in simulate.COMMAND.options.items() if name != "ray_address"
+}
+#: What the script itself says to ``simulate``.
+_OF_THE_SCRIPT: Final = ("log_dir", "resume")
 
 #: So many seconds before its time limit a job is told to end: then its results are written.
 _WARNING_S: Final = 60
@@ -165,16 +159,6 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return (ours, list(argv[len(ours) + 1 :])) if is_this else (list(argv), [])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    kinds.add_arguments(parser, OPTIONS, defaults=_DEFAULTS)
-    simulate.add_arguments(parser)
-    for action in parser._actions:
-        if action.dest == "ray_address":
-            action.help = argparse.SUPPRESS
-    parser.set_defaults(sbatch=[])  # what follows two dashes
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Submit the job; print its id, and how to follow it.
 
@@ -219,9 +203,9 @@ def _plan(arguments: argparse.Namespace) -> JobPlan:
             "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"
         )
     if arguments.resume is not None and not arguments.resume.is_dir():
-        raise ConfigError(f"--resume {arguments.resume}: there is no such folder")
-    if getattr(arguments, "ray_address", None) is not None:
-        raise ConfigError("--ray-address is that of the job's own Ray: leave it out")
+        raise ConfigError(
+            f"--resume {arguments.resume}: there is no such folder. Name the folder of an earlier run"
+        )
     if arguments.nodes > 1 and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             f"--nodes {arguments.nodes} needs Ray, which is not installed: pip install 'flower-gpu[cluster]'"
@@ -236,30 +220,24 @@ def _plan(arguments: argparse.Namespace) -> JobPlan:
         arguments.resume,
         arguments.nodes,
         arguments.gpus_per_node,
-        arguments.sbatch,
+        getattr(arguments, "sbatch", []),  # what followed two dashes
     )
 
 
 def given_options(arguments: argparse.Namespace) -> list[str]:
     """Return the options of ``simulate`` that were given, as its command line has them."""
-    parser = argparse.ArgumentParser(add_help=False)
-    simulate.add_arguments(parser)
-    options = [{1: "--verbose", -1: "--quiet"}.get(verbosity(arguments), "")]
-    for action in parser._actions:
-        if action.dest not in _OF_THE_SCRIPT:
-            options += _written(action, getattr(arguments, action.dest))
-    return [option for option in options if option]
-
-
-def _written(action: argparse.Action, value: Any) -> Iterator[str]:
-    if value == action.default:
-        return
-    name = max(action.option_strings, key=len)
-    if action.nargs == 0:
-        yield name
-        return
-    for each in value if isinstance(value, list) else [value]:
-        yield f"{name}={','.join(each) if isinstance(each, tuple) else each}"
+    said = {1: ["--verbose"], -1: ["--quiet"]}.get(verbosity(arguments), [])
+    for name, option in _OF_SIMULATE.items():
+        value = getattr(arguments, name)
+        if name in _OF_THE_SCRIPT or value is None or value == option.default:
+            continue
+        if option.kind is SWITCH:
+            if value != bool(option.default):
+                said.append(flag(name if value else f"no_{name}"))
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                said.append(f"{flag(name)}={','.join(each) if isinstance(each, tuple) else each}")
+    return said
 
 
 def batch_script(plan: JobPlan) -> str:
@@ -345,3 +323,22 @@ def submit(plan: JobPlan) -> str:
         raise FlowerGPUError("sbatch did not take the job; what it says is above")
     plan.log(job).with_suffix(".sh").write_bytes(script)
     return job
+
+
+COMMAND: Final = Command(
+    "run a simulation as a job of a Slurm cluster",
+    """\
+Have Slurm run `flower-gpu simulate`: write the batch script, submit it, and say how to follow the job. It
+takes the options of simulate. What stands after two dashes are options of sbatch.
+
+    flower-gpu slurm my-app --nodes 4 --gpus-per-node 2 --clients 10000 -- --time 8:00:00 --partition gpu
+
+A job that is preempted waits in the queue again, and goes on after the last round that it has finished. Log,
+batch script and results are left in --log-dir.""",
+    run,
+    {**OPTIONS, **_OF_SIMULATE},
+    simulate.COMMAND.groups,
+    simulate.COMMAND.more,
+    takes_app=True,
+    after_dashes="sbatch",
+)

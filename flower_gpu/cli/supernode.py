@@ -12,75 +12,36 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
-from flower_gpu import frameworks, kinds, options, trace
+from flower_gpu import frameworks, options, trace
 from flower_gpu.apps.app import ConfigValue, format_pairs, parse_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
-from flower_gpu.calls.settings import GPUSettings, HostSettings, checked_environment
+from flower_gpu.calls.settings import call_settings, checked_environment
 from flower_gpu.cli import confine
-from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.gpu import guard
-from flower_gpu.kinds import COUNT, FOLDER, Option
+from flower_gpu.kinds import COUNT, FOLDER
 from flower_gpu.launch import node_keys, ports
 from flower_gpu.launch.node_notices import Notices
-from flower_gpu.launch.options import check_node_config, given_calls, node_config_of
+from flower_gpu.launch.options import check_node_config, node_config_of
 from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
 from flower_gpu.options import (
     CLIENT_VARIABLE,
     CONCURRENCY_VARIABLE,
     GPU_GUARD,
     GUARD_VARIABLE,
+    LOG_DIR,
     RUN_DIR_VARIABLE,
     CallOptions,
+    Option,
     options_of,
 )
 
-HELP = "run SuperNodes whose messages get leases, whatever the app is"
-DESCRIPTION = """\
-Run Flower's SuperNode so that each message is handled in a worker that first gets a lease on a GPU, and is
-held to it. Apps need not be changed for that, and cannot change it. Messages start in milliseconds: Flower
-and torch are imported already in the process that workers are forked from.
-
-    flower-gpu supernode --gpu-memory 4GiB -- --insecure --superlink 127.0.0.1:9092 --port 9101 \\
-        --node-config 'partition-id=0 num-partitions=2'
-
-With --count N it runs N SuperNodes until Ctrl-C. They get ports of their own, and partition-id and
-num-partitions in their node configs. A SuperNode that ends is started again.
-
-    flower-gpu supernode --count 20 --gpu-ids 0,1 -- --insecure --superlink 127.0.0.1:9092"""
-COMMAND: Final = "flower-supernode"
-AFTER_DASHES: Final = COMMAND  # whose options stand there
-
-_OPTIONS: Final = {
-    "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),
-    "log_dir": Option("with --count: where a folder with a log of each is made (default: runs)", FOLDER),
-    "keys": Option(
-        "with --count: folder of the SuperNodes' keys, by which the SuperLink knows them; those that are "
-        "missing are made, and the public keys are shown (default: no keys)",
-        FOLDER,
-    ),
-    **options_of("supernode"),
-    **confine.OPTIONS,
-    "gpu_guard": GPU_GUARD,
-    "max_concurrent": Option(
-        "how many messages are handled at a time, also without a GPU (default: as many as come)",
-        COUNT,
-        group="workers",
-    ),
-}
-_GROUPS: Final = {
-    **confine.GROUPS,
-    "GPUs": "Which GPUs messages may use, and what each of them leases there, whatever the app's code says.",
-}
-_MORE: Final = {
-    "gpu_ids": ": with --count, the first node uses the first, and so on round and round (default: every GPU "
-    "of the host)"
-}
+_FLOWERS: Final = "flower-supernode"
 _NODE_CONFIG = "--node-config"
 _SUPERLINK: Final = "127.0.0.1:9092"  # Flower's default
 _KEYS: Final = (node_keys.OPTION, "--ssl-keyfile")
@@ -88,14 +49,6 @@ _PAUSE_S = 5.0  # before one that has ended is started again
 _EARLY_S = 20.0  # one that ends before could not start, or not reach its SuperLink
 _EARLY_ENDS = 3
 _TURNED_AWAY_PAUSE_S = 15.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    kinds.add_arguments(parser, _OPTIONS, _GROUPS, _MORE)
-    parser.add_argument(
-        "flower", nargs="*", metavar="-- OPTIONS", help=f"options of {COMMAND}, after two dashes"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_required([_checked_node_config(arguments, env)], env)
     _tell(arguments, _limits(arguments, env))
     commands.warm_up_in_background(env)
-    os.execvpe(COMMAND, [COMMAND, *arguments.flower], env)
+    os.execvpe(_FLOWERS, [_FLOWERS, *arguments.flower], env)
 
 
 def _run_several(arguments: argparse.Namespace) -> int:
@@ -124,14 +77,17 @@ def _run_several(arguments: argparse.Namespace) -> int:
     count = arguments.count
     given, _ = without_option(arguments.flower, _NODE_CONFIG)
     if without_option(given, "--port")[1]:
-        raise ConfigError("--port is another one for each SuperNode: leave it out, they get free ones")
+        raise ConfigError(
+            "--port cannot be used with --count, since each SuperNode needs a port of its own: leave it out, "
+            "and they get free ones"
+        )
     calls = given_calls(arguments)
     env = environment(arguments, os.environ, count)
     pairs = _checked_node_config(arguments, env)
     check_node_config(calls, pairs)
     _check_required([{**pairs, **node_config_of(calls, number)} for number in range(count)], env)
     keys = _keys(arguments)
-    logs = RunFolder.create(arguments.log_dir or Path("runs"))
+    logs = RunFolder.create(arguments.log_dir or LOG_DIR.default_value)
     env[RUN_DIR_VARIABLE] = str(logs.path)
     if not is_quiet(arguments):
         print(f"{count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
@@ -205,20 +161,14 @@ def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) 
     """Return what is given as --node-config, if calls can use it on this host."""
     _, given = without_option(arguments.flower, _NODE_CONFIG)
     pairs = parse_pairs(_NODE_CONFIG, given)
-    try:
-        HostSettings.resolve(node_config=pairs, environ=env).check()
-        GPUSettings.resolve(node_config=pairs, environ=env)
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
+    call_settings({}, base=env, node_config=pairs)
     return pairs
 
 
 def _check_required(configs: Sequence[Mapping[str, ConfigValue]], env: Mapping[str, str]) -> None:
     from flower_gpu.launch import gpu_check
 
-    gpu_check.check_required(
-        [GPUSettings.resolve(node_config=config, environ=env) for config in configs], env
-    )
+    gpu_check.check_required([call_settings({}, base=env, node_config=config).gpu for config in configs], env)
 
 
 class _NeverStartsError(Exception):
@@ -264,7 +214,7 @@ class Node:
             self._note_end(self._service, now, notices)
         if now >= self._again_at:
             port = ports.free_ports(1)[0]
-            command = [COMMAND, "--port", str(port), *self.options]
+            command = [_FLOWERS, "--port", str(port), *self.options]
             self._service = Service(self._name, command, self.env, self._log)
             self._began = now
             supervisor.start(self._service)
@@ -304,8 +254,9 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
     env.update(confine.environment(arguments, _key_files(arguments), env))
     if arguments.confine is not None and OWN_ENVIRONMENT in arguments.flower:
         raise ConfigError(
-            f"--confine and {OWN_ENVIRONMENT} cannot be had together: an app's packages would be installed "
-            "by code of its choice. Install what apps need into the SuperNode's environment"
+            f"--confine cannot be used with {OWN_ENVIRONMENT}: an app's packages would be installed by code "
+            "of the app's choice. Remove one of the two, and install what apps need into the SuperNode's "
+            "environment"
         )
     if arguments.max_concurrent is not None:
         env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
@@ -325,8 +276,8 @@ def check(flower: Sequence[str]) -> None:
     _, isolation = without_option(flower, "--isolation")
     if "process" in isolation:
         raise ConfigError(
-            "with --isolation process somebody else starts the processes of messages, so they would have no "
-            "lease: leave it out, flower-supernode then starts them itself"
+            "--isolation process cannot be used: another program would start the processes of messages, and "
+            "they would have no lease. Please leave it out; then flower-supernode starts them"
         )
 
 
@@ -348,3 +299,57 @@ def without_option(options: Sequence[str], name: str) -> tuple[list[str], list[s
         else:
             values.append(next(left, ""))
     return rest, values
+
+
+def _add_flowers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "flower", nargs="*", metavar="-- OPTIONS", help=f"options of {_FLOWERS}, after two dashes"
+    )
+
+
+COMMAND: Final = Command(
+    "run SuperNodes whose messages get leases, whatever the app is",
+    """\
+Run Flower's SuperNode so that each message is handled in a worker that first gets a lease on a GPU, and is
+held to it. Apps need not be changed for that, and cannot change it. Messages start in milliseconds: Flower
+and torch are imported already in the process that workers are forked from.
+
+    flower-gpu supernode --gpu-memory 4GiB -- --insecure --superlink 127.0.0.1:9092 --port 9101 \\
+        --node-config 'partition-id=0 num-partitions=2'
+
+With --count N it runs N SuperNodes until Ctrl-C. They get ports of their own, and partition-id and
+num-partitions in their node configs. A SuperNode that ends is started again.
+
+    flower-gpu supernode --count 20 --gpu-ids 0,1 -- --insecure --superlink 127.0.0.1:9092""",
+    run,
+    {
+        "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),
+        "log_dir": Option(
+            f"with --count: where a folder with a log of each is made (default: {LOG_DIR.default})", FOLDER
+        ),
+        "keys": Option(
+            "with --count: folder of the SuperNodes' keys, by which the SuperLink knows them; those that are "
+            "missing are made, and the public keys are shown (default: no keys)",
+            FOLDER,
+        ),
+        **options_of("supernode"),
+        **confine.OPTIONS,
+        "gpu_guard": GPU_GUARD,
+        "max_concurrent": Option(
+            "how many messages are handled at a time, also without a GPU (default: as many as come)",
+            COUNT,
+            group="workers",
+        ),
+    },
+    {
+        **confine.GROUPS,
+        "GPUs": "Which GPUs messages may use, and what each of them leases there, whatever the app's code "
+        "says.",
+    },
+    {
+        "gpu_ids": ": with --count, the first node uses the first, and so on round and round (default: every "
+        "GPU of the host)"
+    },
+    add=_add_flowers,
+    after_dashes=_FLOWERS,
+)

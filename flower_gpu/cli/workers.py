@@ -6,21 +6,15 @@ import argparse
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Final
 
-from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.cli.arguments import Command, is_quiet
 from flower_gpu.workers.forkserver import control
-
-HELP = "look at the processes that workers are forked from, or end them"
-DESCRIPTION = """\
-Workers are forked from a process that has imported torch and other libraries already: one for each user and
-Python environment of this machine, shared by all clients. It is started with the first call, ends when nobody
-has used it for a while, and never touches a GPU."""
 
 _STOP_WAIT_S = 5.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+def _add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     actions.add_parser(
         "status",
@@ -81,3 +75,14 @@ def _joined(names: Iterable[str], most: int = 20) -> str:
     listed = list(names)
     rest = len(listed) - most
     return ", ".join(listed[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+COMMAND: Final = Command(
+    "look at the processes that workers are forked from, or end them",
+    """\
+Workers are forked from a process that has imported torch and other libraries already: one for each user and
+Python environment of this machine, shared by all clients. It is started with the first call, ends when nobody
+has used it for a while, and never touches a GPU.""",
+    run,
+    add=_add_actions,
+)

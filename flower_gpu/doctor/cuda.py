@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import inventory
@@ -111,7 +111,7 @@ def works(found: Inventory) -> Iterator[Found]:
     options = {"gpu_memory": size, "on_oom": "fail", "lease_timeout_s": _LEASE_WAIT_S, "timeout_s": _TRIAL_S}
     said = io.StringIO()
     try:
-        settings = CallSettings.resolve({**options, "name": "flower-gpu doctor"})
+        settings = call_settings({**options, "name": "flower-gpu doctor"})
         with redirect_stdout(said), redirect_stderr(said):
             told = runner.run_call(f"{__name__}:trial", settings=settings, kind="trial", by_name=True)
     except ConfigError as error:

@@ -13,11 +13,11 @@ from importlib import metadata
 from pathlib import Path
 
 import flower_gpu
-from flower_gpu.calls.settings import GPUSettings, HostSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.doctor import Found
 from flower_gpu.flower import private_names
 from flower_gpu.leases.lease import VARIABLE as LEASE
-from flower_gpu.options import INTERNAL_VARIABLES, SCRIPT_VARIABLES, VARIABLES, value_of
+from flower_gpu.options import INTERNAL_VARIABLES, SCRIPT_VARIABLES, VARIABLES
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver.identity import script_folders
 
@@ -127,9 +127,8 @@ def _unknown(name: str) -> Found:
 def _read(environ: Mapping[str, str]) -> None:
     for name in environ:
         if name in VARIABLES:
-            value_of(name, environ)
-    GPUSettings.resolve(environ=environ)
-    HostSettings.resolve(environ=environ)
+            VARIABLES[name].resolve(None, environ)
+    call_settings({}, base=environ)  # more cores than there are, say
 
 
 def _refused(read: Callable[[Mapping[str, str]], None], environ: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from flower_gpu.calls.settings import GPUSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.gpu import policy, sharing
@@ -57,7 +57,7 @@ def gpus(found: Inventory) -> Iterator[Found]:
 def calls(found: Inventory) -> Iterator[Found]:
     """Check what a call would get by this shell's variables: policy, request, ``CUDA_VISIBLE_DEVICES``."""
     try:
-        settings = GPUSettings.resolve(environ=os.environ)
+        settings = call_settings({}).gpu
     except ConfigError:
         return  # the check of the variables tells
     seen = found.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))

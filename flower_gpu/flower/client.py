@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from flower_gpu.calls import leasing
 from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import CallSettings, split
+from flower_gpu.calls.settings import call_settings, split
 from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError, shortened
 from flower_gpu.flower import results
 from flower_gpu.options import CallOptions, OnOomWord, PolicyWord, StartMethodWord
@@ -94,7 +94,7 @@ class GPUClient(NumPyClient):
         self._kwargs = dict(kwargs or {})
         self._initial_weights = initial_weights
         self._options = dict(options)
-        self._settings = CallSettings.resolve(options, name=f"pid-{os.getpid()}")
+        self._settings = call_settings(options, name=f"pid-{os.getpid()}")
         self._wants_process = any(options.get(name) is not None for name in _OF_A_PROCESS)
         self._weights: Weights | None = None
 
@@ -209,7 +209,7 @@ class GPUClient(NumPyClient):
         settings = self._settings
         if num_gpus := getattr(user_task, "num_gpus", None):  # of a function that was made with `distributed`
             options = {**self._options, "num_gpus": num_gpus, "gpu_memory": None}
-            settings = CallSettings.resolve(options, name=f"pid-{os.getpid()}")
+            settings = call_settings(options, name=f"pid-{os.getpid()}")
         return run_call(
             task,
             args,

@@ -28,7 +28,7 @@ from flwr.supernode.runtime import run_clientapp
 
 from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ClientCallError, ConfigError, text_of
 from flower_gpu.flower import message_call
 from flower_gpu.flower import node_slots as slots
@@ -174,9 +174,9 @@ class LeasedClientApp:
                 (self._where, self._app),
                 message,
                 context,
-                lambda: CallSettings.resolve(
-                    {"context": context}, name=message_call.client_of(context)
-                ).confined(confinement),
+                lambda: call_settings({"context": context}, name=message_call.client_of(context)).confined(
+                    confinement
+                ),
                 name=self._app[0],
                 passed_on=(LoadClientAppError,),
             )
@@ -193,7 +193,7 @@ def _learn_imports(app: tuple[str, ...]) -> None:
     with suppress(Exception):
         folder = Path(get_project_dir(*app))
         reference = get_project_config(folder)["tool"]["flwr"]["app"]["components"]["clientapp"]
-        is_limited = CallSettings.resolve({}).worker.timeout_s is not None
+        is_limited = call_settings({}).worker.timeout_s is not None
         patience_s = client.LEARN_FOR_LIMITED_S if is_limited else client.LEARN_S
         client.learn(libraries_of(folder, reference.partition(":")[0]), patience_s=patience_s)
 

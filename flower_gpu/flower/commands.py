@@ -42,7 +42,7 @@ from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE, TASK, WITHOUT_LEASE
 from flower_gpu.flower.waits import pace, wakeup
-from flower_gpu.options import POLL_VARIABLE, value_of
+from flower_gpu.options import POLL, POLL_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client, identity, sockets
 from flower_gpu.workers.forkserver.identity import script_folders
@@ -180,7 +180,7 @@ def fast_start(
     number of SuperNodes on this host; ``are_told`` whether their ServerApp tells them of messages. Raises
     ConfigError if our commands would not be found, or ``FLOWER_GPU_POLL_S`` is no number.
     """
-    seconds = value_of(POLL_VARIABLE, env)
+    seconds = POLL.resolve(None, env)
     if POLL_VARIABLE not in env:
         wanted_s = pace.LONGEST_S if are_told else nodes / _MOST_QUESTIONS_PER_S
         seconds = max(seconds, min(pace.LONGEST_S, wanted_s))

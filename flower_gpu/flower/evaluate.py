@@ -12,7 +12,7 @@ from flwr.common.logger import log
 
 from flower_gpu import trace
 from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.calls.tries import SERVER
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import results
@@ -125,7 +125,7 @@ def gpu_evaluate(
     >>> strategy = FedAdam()
     >>> strategy.start(grid, arrays, evaluate_fn=gpu_evaluate(global_evaluate))
     """
-    settings = CallSettings.resolve({"name": SERVER, **options})
+    settings = call_settings({"name": SERVER, **options})
     return GPUEvaluate(fn, kwargs or {}, num_rounds, settings)
 
 

@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from flower_gpu.calls import leasing
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower import message_call
 from flower_gpu.flower.message_call import PARTITION_KEY
@@ -43,9 +43,9 @@ class GPUMod:
         if isinstance(resources, Mapping):
             self._resources = {str(partition): _checked(own) for partition, own in resources.items()}
         # What cannot be used is said where it is written.
-        CallSettings.resolve(self._options)
+        call_settings(self._options)
         for own in self._resources.values() if isinstance(self._resources, Mapping) else ():
-            CallSettings.resolve(self._with(own))
+            call_settings(self._with(own))
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Run what follows in a worker; called by Flower.
@@ -71,7 +71,7 @@ class GPUMod:
         options = {**self._with(self._own(context)), "context": context}
         if num_gpus is not None:  # of a function that was made with `distributed`
             options = {**options, "num_gpus": num_gpus, "gpu_memory": None}
-        return CallSettings.resolve(options, name=message_call.client_of(context))
+        return call_settings(options, name=message_call.client_of(context))
 
     def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a client that has these of its own."""

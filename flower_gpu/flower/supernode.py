@@ -27,7 +27,7 @@ from flower_gpu.flower.private_names import HEARTBEAT_INTERVALS, NODE_LOOP, NODE
 from flower_gpu.flower.programs.server import fork_own
 from flower_gpu.flower.waits import pace, ticks
 from flower_gpu.flower.waits.wakeup import NodeGroup, Waker, call_after, group_of
-from flower_gpu.options import IDLE_POLL_VARIABLE, POLL_VARIABLE, value_of
+from flower_gpu.options import IDLE_POLL, POLL
 from flower_gpu.workers.forkserver.control import Stays
 
 _REPLY_S: Final = 0.05  # between two looks for the reply, where nobody tells of it
@@ -55,11 +55,11 @@ def main() -> None:
     from flwr.supernode.cli import flower_supernode
 
     fork_own(_IMPORTED_BELOW)
-    least_s = value_of(POLL_VARIABLE, os.environ)
+    least_s = POLL.resolve(None, os.environ)
     if find(f"{NODE_LOOP}:time") is not None:  # else it is another Flower, and keeps its own waits
         if is_on_this_host(sys.argv[1:]):  # over a network, it may be out of reach for a while, and come back
             send_heartbeats_often()
-        idle_s = value_of(IDLE_POLL_VARIABLE, os.environ)
+        idle_s = IDLE_POLL.resolve(None, os.environ)
         loop = SuperNodeLoop(least_s, idle_s, group_of(os.environ))
         loop.listen()
         clock = SuperNodeTime(loop, _look_after(CommandFolder()))

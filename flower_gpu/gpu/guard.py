@@ -17,7 +17,7 @@ from typing import Final
 from flower_gpu import landlock
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import device_files
-from flower_gpu.options import DEVICES_VARIABLE, GUARD_VARIABLE, value_of
+from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD, GUARD_VARIABLE
 
 # The value of the variable where nobody knows a GPU's files.
 _EVERYTHING: Final = "*"
@@ -29,7 +29,7 @@ def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
     ``files``: the files of each GPU of its lease; None where they are not known.
     Raises ConfigError if a guard is required and there can be none.
     """
-    wanted = value_of(GUARD_VARIABLE, os.environ)
+    wanted = GPU_GUARD.resolve(None, os.environ)
     if wanted == "off":
         return {}
     found: list[str] = []
@@ -44,7 +44,7 @@ def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
 
 def problem(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return why workers of this host cannot be kept from GPUs; None where they can."""
-    if value_of(GUARD_VARIABLE, environ) == "off":
+    if GPU_GUARD.resolve(None, environ) == "off":
         return "it is turned off"
     try:
         landlock.version()
@@ -92,7 +92,7 @@ def check(environ: Mapping[str, str]) -> None:
 
     Raises ConfigError if there can be none.
     """
-    if value_of(GUARD_VARIABLE, environ) == "require" and (reason := problem(environ)):
+    if GPU_GUARD.resolve(None, environ) == "require" and (reason := problem(environ)):
         raise _required(reason)
 
 
@@ -101,7 +101,7 @@ def check_without_worker(environ: Mapping[str, str]) -> None:
 
     Raises ConfigError if so.
     """
-    if value_of(GUARD_VARIABLE, environ) == "require":
+    if GPU_GUARD.resolve(None, environ) == "require":
         raise _required("this call has no worker of its own")
 
 
@@ -129,14 +129,14 @@ def apply(environ: Mapping[str, str]) -> None:
             _give_up(device_files.of_host(environ), granted(environ))
         _THIS_PROCESS.told = told
     except landlock.LandlockUnavailableError as error:
-        if value_of(GUARD_VARIABLE, environ) == "require":
+        if GPU_GUARD.resolve(None, environ) == "require":
             raise _required(str(error)) from None
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
     """Tell whether a worker with this environment is to be kept from GPUs."""
     is_told = environ.get(DEVICES_VARIABLE, _EVERYTHING) != _EVERYTHING
-    return is_told and value_of(GUARD_VARIABLE, environ) != "off"
+    return is_told and GPU_GUARD.resolve(None, environ) != "off"
 
 
 def granted(environ: Mapping[str, str]) -> list[str]:

@@ -6,150 +6,26 @@ server comes one answer only, ``use-gpu``.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-from flower_gpu.errors import ConfigError, GPUUnavailableError
+from flower_gpu.errors import GPUUnavailableError
 from flower_gpu.gpu.nvml import NO_DRIVER
-from flower_gpu.options import CALL, POLICIES, find
 
 if TYPE_CHECKING:
     from flower_gpu.gpu.gpus import GPU
 
-#: Key of a node config: the GPUs that its policy is about.
-NODE_IDS_KEY: Final = "gpu-ids"
-#: Key of a fit config or run config: whether the server wants a GPU to be used.
-SERVER_KEY: Final = "use-gpu"
-
-_NUMBER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
-# As NVML writes them, or their beginning; older drivers name MIG devices MIG-GPU-<uuid>/<number>/<number>.
-_UUID = re.compile(r"(?:GPU|MIG)-[\w./-]+", re.ASCII | re.IGNORECASE)
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-def gpu_numbers(value: int | str | None, name: str = "gpu_ids") -> tuple[int | str, ...] | None:
-    """Read which GPUs are meant.
-
-    ``value``: a number as ``nvidia-smi`` shows it, the UUID of a GPU or MIG device or its beginning, or
-    several of them in one text: ``"4,5"``, ``"0, GPU-8932f937"``.
-    ``name``: where the value comes from, for the error message.
-    Returns each once, in the order given; None for None. A negative number is kept: no GPU has it.
-    Raises TypeError if it is neither a number nor a text. ``True`` and ``1.0`` are none.
-    Raises ConfigError if an entry is empty, or neither a number nor a UUID.
-    """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(
-            f'{name} must be a GPU number, a UUID, or a list of them as one text such as "4,5", not a value '
-            f"of type {type(value).__name__}: {value!r}"
-        )
-    if isinstance(value, int):
-        return (value,)
-    found: dict[int | str, None] = {}
-    for entry in (part.strip() for part in value.split(",")):
-        if _NUMBER.fullmatch(entry):
-            found[int(entry)] = None
-        elif _UUID.fullmatch(entry):
-            found[entry] = None
-        else:
-            raise ConfigError(
-                f"{name}={value!r}: {entry!r} is neither a GPU number nor a UUID (GPU-... or MIG-..., see "
-                "`nvidia-smi -L`)"
-                if entry
-                else f'{name}={value!r} has an empty entry; write numbers or UUIDs such as "0" or "4,5"'
-            )
-    return tuple(found)
-
 
 @dataclass(frozen=True)
 class DevicePolicy:
-    """What a node allows.
-
-    Raises TypeError if something has the wrong type.
-    Raises ConfigError if ``gpu`` is no policy, or ``gpu_ids`` is empty.
-    """
+    """What a node allows."""
 
     # One of :data:`POLICIES`. ``never``: no GPU. ``offer``: if the server requests one. ``force``: whatever
     # the server says. ``require``: the same, and without a GPU the call fails.
-    gpu: str = "offer"
-    # The GPUs it is about, see :func:`gpu_numbers`. None: all that the process may see.
+    gpu: str
+    # The GPUs it is about: numbers, and UUIDs or their beginnings. None: all that the process may see.
     gpu_ids: tuple[int | str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        _check_word(self.gpu, "gpu")
-        if self.gpu_ids is None:
-            return
-        if not isinstance(self.gpu_ids, tuple) or None in self.gpu_ids:
-            raise TypeError(
-                f"gpu_ids must be a tuple of GPU numbers and UUIDs, or None, not {self.gpu_ids!r}; "
-                "gpu_numbers() makes one"
-            )
-        if not self.gpu_ids:
-            raise ConfigError("gpu_ids names no GPU; leave it out for all of them")
-        numbers = (number for entry in self.gpu_ids for number in gpu_numbers(entry) or ())
-        object.__setattr__(self, "gpu_ids", tuple(dict.fromkeys(numbers)))
-
-    @classmethod
-    def resolve(
-        cls,
-        gpu: str | None = None,
-        gpu_ids: int | str | None = None,
-        node_config: Mapping[str, Any] = _NOTHING,
-        environ: Mapping[str, str] = _NOTHING,
-    ) -> DevicePolicy:
-        """Put together what the operator of the node, the environment and the code say.
-
-        ``gpu``: what the code says, one of :data:`POLICIES`.
-        ``gpu_ids``: what the code says, see :func:`gpu_numbers`.
-        ``node_config``: the SuperNode's ``--node-config``, with its keys ``gpu`` and ``gpu-ids``.
-        ``environ``: the environment, with ``FLOWER_GPU_POLICY`` and ``FLOWER_GPU_IDS``. Empty is not set.
-        Returns for each of both the first that says something of node config, environment and code; else
-        ``offer``, and all GPUs. So a number alone is an offer.
-        Raises TypeError if a value has the wrong type.
-        Raises ConfigError if a value cannot be used; the message names where it came from. A value that
-        another one hides is not looked at.
-        """
-        code = {"gpu": gpu, "gpu_ids": gpu_ids}
-        word, source = find(["gpu"], code, environ, node_config).get("gpu", ("offer", "gpu"))
-        _check_word(word, source)
-        ids, source = find(["gpu_ids"], code, environ, node_config).get("gpu_ids", (None, "gpu_ids"))
-        return cls(word, gpu_numbers(ids, source))
-
-
-def _check_word(word: object, source: str) -> None:
-    if not isinstance(word, str):
-        raise TypeError(
-            f"{source} must be one of the words {', '.join(POLICIES)}, not a value of type "
-            f"{type(word).__name__}: {word!r}"
-        )
-    kind = CALL["gpu"].kind
-    if kind is not None:
-        kind.check(word, source)
-
-
-def requested(fit_config: Mapping[str, Any], run_config: Mapping[str, Any]) -> bool | None:
-    """Return whether the server requests a GPU.
-
-    ``fit_config``: the config of this call; it wins.
-    ``run_config``: the config of the run.
-    Returns the value of ``use-gpu``; None where neither has the key.
-    Raises TypeError if the value is not a bool: ``"yes"``, ``"false"`` and 1 could mean anything.
-    """
-    for config, source in ((fit_config, "config of this call"), (run_config, "run config")):
-        if SERVER_KEY in config:
-            value = config[SERVER_KEY]
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"{SERVER_KEY} in the {source} must be true or false, not a value of type "
-                    f"{type(value).__name__}: {value!r}"
-                )
-            return value
-    return None
 
 
 @dataclass(frozen=True)
@@ -179,7 +55,7 @@ def decide(
     """Decide which GPUs a call may use. Pure: the same arguments, the same decision.
 
     ``policy``: what the node allows.
-    ``use_gpu``: what the server requests, see :func:`requested`. None means yes, but nobody insists.
+    ``use_gpu``: what the server requests. None means yes, but nobody insists.
     ``gpus``: what the process may see, as :meth:`flower_gpu.gpu.gpus.Inventory.visible` has it, in the order
     of preference. GPUs with a problem may be among them: they are never used, only explained.
     ``problem``: why there is no list of GPUs, if there is none (``Inventory.problem``), or why none can be
@@ -190,10 +66,7 @@ def decide(
     ``CUDA_VISIBLE_DEVICES`` makes of it. That of a card in MIG mode means all its MIG devices.
     Raises GPUUnavailableError if the policy is ``require`` and a GPU it names, or without a name any GPU,
     cannot be used.
-    Raises TypeError if ``use_gpu`` is neither a bool nor None.
     """
-    if use_gpu is not None and not isinstance(use_gpu, bool):
-        raise TypeError(f"use_gpu must be True, False or None, not {use_gpu!r}")
     if policy.gpu == "never":
         return Decision(warnings=(f"{_ON_CPU}: this node's policy is never",) if use_gpu else ())
     if policy.gpu == "offer" and use_gpu is False:
@@ -230,7 +103,7 @@ def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decisi
         return Decision(warnings=(no_driver if why.startswith(NO_DRIVER) else f"{_ON_CPU}: {why}",))
     if policy.gpu_ids is not None:  # whoever wrote a number believes that there is a GPU
         numbers = ", ".join(map(str, policy.gpu_ids))
-        return Decision(warnings=(f"this call runs on the CPU though {NODE_IDS_KEY} is {numbers}: {why}",))
+        return Decision(warnings=(f"this call runs on the CPU though gpu-ids is {numbers}: {why}",))
     return Decision()
 
 

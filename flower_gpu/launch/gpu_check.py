@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from flower_gpu import options
 from flower_gpu.calls import leasing, where
-from flower_gpu.calls.settings import GPUSettings, HostSettings
+from flower_gpu.calls.settings import GPUSettings, call_settings
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu import inventory, policy, sharing
 from flower_gpu.gpu.gpus import GPU, Inventory
@@ -19,8 +19,8 @@ from flower_gpu.leases import admission
 from flower_gpu.leases.admission import Card, Claim, GPUNeed
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.request import NODE_KEYS, LeaseRequest
-from flower_gpu.options import CallOptions
+from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.options import CALL, CallOptions, flag
 from flower_gpu.printable import format_bytes
 
 
@@ -29,7 +29,6 @@ class Callers:
     """Callers whose calls may use the same GPUs, and ask for as much."""
 
     settings: GPUSettings
-    asked: str  # what they ask for as the user has written it, with the option or variable it is from
     names: list[str] = field(default_factory=list)
     are_all: bool = False
 
@@ -52,16 +51,14 @@ def callers_of(
 ) -> list[Callers]:
     """Put callers together that have the same policy and request; the rest is the same for all.
 
-    ``node_configs``: by the callers' names. Raises ConfigError or TypeError if a setting cannot be used.
+    ``node_configs``: by the callers' names. Raises ConfigError if a setting cannot be used.
     """
     groups: dict[tuple[policy.DevicePolicy, LeaseRequest], Callers] = {}
     for name, config in node_configs.items():
         env = options.node_environment(environ, config)
-        HostSettings.resolve(node_config=config, environ=env).check()
-        found = GPUSettings.resolve(node_config=config, run_config=run_config, environ=env)
-        own = next((f"--node-config {key}={config[key]!r}" for key in NODE_KEYS if key in config), None)
-        callers = Callers(found, own or where.asked(found.request, calls))
-        groups.setdefault((found.policy, found.request), callers).names.append(name)
+        settings = call_settings(calls, base=env, node_config=config, run_config=run_config, named=flag)
+        found = settings.gpu
+        groups.setdefault((found.policy, found.request), Callers(found)).names.append(name)
     for each in groups.values():
         each.are_all = len(groups) == 1
     return list(groups.values())
@@ -103,7 +100,7 @@ def check(
         elif not each.settings.request.is_auto:
             who = "all calls" if each.are_all else f"calls of {each}"
             why = where.why_on_cpu(each.settings, use_gpu, env)
-            lines.append(where.without_effect(each.asked, each.settings.request.count, who, why))
+            lines.append(where.without_effect(each.settings.request, who, why))
         elif each.are_all:
             lines.append(where.calls_run(each.settings, (), at_once, use_gpu, env))
     return list(dict.fromkeys(lines))
@@ -115,10 +112,10 @@ def _check_request(callers: Callers, gpus: Sequence[GPU], calls: CallOptions) ->
     request = settings.request
     why = why_never(request, gpus, settings.reserve_bytes)
     if why is not None:
-        dealt_out = policy.gpu_numbers(calls.get("gpu_ids"), "--gpu-ids") or ()
+        dealt_out = CALL["gpu_ids"].resolve(calls.get("gpu_ids")) or ()
         if request.count > 1 and len(gpus) < len(dealt_out):
             why += " (--gpu-ids gives each client one GPU; for more write --node-config 'gpu-ids=\"0,1\"')"
-        raise ConfigError(f"{callers.prefix}{callers.asked}: {why}")
+        raise ConfigError(f"{callers.prefix}{request.written}: {why}")
     if request.is_auto or request.count > 1:
         return [where.calls_run(settings, gpus, None, None, os.environ)] if callers.are_all else []
     sizes = Ledger(reserve_bytes=settings.reserve_bytes).sizes(gpus)

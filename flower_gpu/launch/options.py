@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
-from flower_gpu import kinds, options
-from flower_gpu.apps.app import ConfigValue, FlowerApp, parse_pairs
+from flower_gpu import options
+from flower_gpu.apps.app import ConfigValue
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu.policy import SERVER_KEY, gpu_numbers
 from flower_gpu.kinds import (
     ABSOLUTE_PATH,
     COUNT,
@@ -23,57 +20,46 @@ from flower_gpu.kinds import (
     POSITIVE,
     SWITCH,
     TEXT,
-    TRUE_OR_FALSE,
-    Option,
-    flag,
-    table_of,
+    Kind,
     words,
 )
-from flower_gpu.options import CALL, CallOptions
-
-DESCRIPTION: Final = """\
-Run a Flower app on this machine: a server, N clients and the run, each with its own log file, all of them
-stopped at the end. Nothing needs to be configured, and the user's Flower configuration is not touched."""
+from flower_gpu.options import CALL, USE_GPU, CallOptions, Option, flag, table_of
 
 CLIENTS_PER_ROUND_KEY: Final = "clients-per-round"
 NUM_ROUNDS_KEY: Final = "num-server-rounds"
 
-_RUN = "run config"
+#: Heading of the options that stand for keys of the run config.
+RUN_CONFIG_GROUP: Final = "run config"
 _HINT = (
-    f"add `{SERVER_KEY} = true` to [tool.flwr.app.config] in its pyproject.toml, and context=context to its "
-    "GPUClient"
+    f"add `{USE_GPU.run_config_key} = true` to [tool.flwr.app.config] in its pyproject.toml, and "
+    "context=context to its GPUClient"
 )
+
+
+def _key(help: str, kind: Kind) -> Option:
+    return Option(help, kind, group=RUN_CONFIG_GROUP)
+
 
 #: Options that stand for keys of the app's run config.
 RUN_CONFIG: Final[Mapping[str, Option]] = MappingProxyType(
     {
-        name: Option(help, kind, group=_RUN, run_config_key=key or name.replace("_", "-"), hint=hint)
-        for name, kind, help, key, hint in (
-            ("clients_per_round", COUNT, "clients that train in a round", CLIENTS_PER_ROUND_KEY, ""),
-            ("rounds", COUNT, "number of rounds", NUM_ROUNDS_KEY, ""),
-            ("dataset", TEXT, "data the app trains on", "", ""),
-            ("data_dir", ABSOLUTE_PATH, "folder of the data, if it is there already", "", ""),
-            ("partition", words("iid", "dirichlet"), "how the data is split between clients", "", ""),
-            (
-                "dirichlet_alpha",
-                POSITIVE,
-                "for --partition dirichlet: the smaller, the more the clients differ",
-                "",
-                "",
+        name: replace(option, run_config_key=option.run_config_key or name.replace("_", "-"))
+        for name, option in {
+            "clients_per_round": _key("clients that train in a round", COUNT),
+            "rounds": replace(_key("number of rounds", COUNT), run_config_key=NUM_ROUNDS_KEY),
+            "dataset": _key("data the app trains on", TEXT),
+            "data_dir": _key("folder of the data, if it is there already", ABSOLUTE_PATH),
+            "partition": _key("how the data is split between clients", words("iid", "dirichlet")),
+            "dirichlet_alpha": _key(
+                "for --partition dirichlet: the smaller, the more the clients differ", POSITIVE
             ),
-            ("model", TEXT, "model to train", "", ""),
-            ("batch_size", COUNT, "batch size", "", ""),
-            ("local_epochs", COUNT, "epochs a client trains in a round", "", ""),
-            ("learning_rate", POSITIVE, "learning rate", "", ""),
-            ("seed", NON_NEGATIVE, "seed of everything random", "", ""),
-            (
-                "use_gpu",
-                TRUE_OR_FALSE,
-                "whether the run wants GPUs; nodes have the last word, see --gpu",
-                SERVER_KEY,
-                _HINT,
-            ),
-        )
+            "model": _key("model to train", TEXT),
+            "batch_size": _key("batch size", COUNT),
+            "local_epochs": _key("epochs a client trains in a round", COUNT),
+            "learning_rate": _key("learning rate", POSITIVE),
+            "seed": _key("seed of everything random", NON_NEGATIVE),
+            "use_gpu": replace(USE_GPU, group=RUN_CONFIG_GROUP, hint=_HINT),
+        }.items()
     }
 )
 
@@ -105,7 +91,7 @@ class LaunchOptions:
         Option(
             "any keys of the app's run config (TOML values; may be repeated)",
             PAIRS,
-            group=_RUN,
+            group=RUN_CONFIG_GROUP,
             synonyms=("c",),  # as in flwr run
         ),
     ] = field(default_factory=dict)
@@ -120,7 +106,7 @@ class LaunchOptions:
     keep_going: Annotated[bool, options.KEEP_GOING] = False
     #: What the user asked for calls; what is left out is up to the environment and the app.
     calls: CallOptions = field(default_factory=CallOptions)
-    log_dir: Annotated[Path, options.LOG_DIR] = Path("runs")
+    log_dir: Annotated[Path, options.LOG_DIR] = options.LOG_DIR.default_value
     port: Annotated[
         int | None, Option("port of the server on 127.0.0.1 (default: a free one)", PORT, group="output")
     ] = None
@@ -128,89 +114,8 @@ class LaunchOptions:
     verbosity: int = 0  # 1 shows the server's log as well, -1 only the result, and errors
 
 
-_OWN: Final = MappingProxyType(table_of(LaunchOptions))
-_DEFAULTS: Final = {name: getattr(LaunchOptions, name, None) for name in _OWN}
-_GROUPS: Final = {
-    "federation": "",
-    _RUN: "Passed on only when given; the app must declare the key, and sets the default.",
-    "workers": "A client gets its share of the cores (OMP_NUM_THREADS), unless that variable is set.",
-    "GPUs": "Which GPUs calls may use, and what each of them leases there. The app's own values override\n"
-    "--num-gpus, --gpu-memory, --lease-timeout-s and --on-oom; --gpu and --gpu-ids override the app.",
-    "output": "",
-}
-_MORE: Final = {
-    "gpu": "; it holds for every client and for the server's own calls",
-    "gpu_ids": ": the first client uses the first, and so on round and round; the server's own calls may use "
-    "all of them (default: every call may)",
-}
-
-
-class _HelpWithAppDefaults(argparse.Action):
-    """``--help``; after an app's folder it also shows what that app declares."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="show this help and exit")
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        app_dir: Path = getattr(namespace, "app_dir", kinds.HERE)
-        try:
-            app = FlowerApp.load(app_dir)
-        except ConfigError as error:
-            if app_dir != kinds.HERE:
-                parser.error(str(error))
-        else:
-            lines = "\n".join(f"  {key} = {value!r}" for key, value in app.run_config.items())
-            parser.epilog = f"run config of {app.name} and its defaults:\n{lines or '  (empty)'}"
-        parser.print_help()
-        parser.exit()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``launch`` to a parser."""
-    kinds.add_app_folder(parser)
-    parser.add_argument("-h", "--help", action=_HelpWithAppDefaults)
-    table = {**RUN_CONFIG, **_OWN, **options.options_of("launch")}
-    by_group = sorted(table.items(), key=lambda item: [*_GROUPS].index(item[1].group))
-    kinds.add_arguments(parser, dict(by_group), _GROUPS, _MORE, _DEFAULTS)
-
-
-def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
-    """Turn parsed arguments into options.
-
-    Raises ConfigError if ``--run-config``, ``--node-config`` or ``--gpu-ids`` cannot be read.
-    """
-    values = {name: getattr(arguments, name) for name in _OWN}
-    pairs = {
-        name: parse_pairs(flag(name), values[name]) for name, option in _OWN.items() if option.kind is PAIRS
-    }
-    run_config_options = {
-        option.run_config_key: value
-        for name, option in RUN_CONFIG.items()
-        if (value := getattr(arguments, name)) is not None
-    }
-    return LaunchOptions(
-        app_dir=arguments.app_dir,
-        **{**values, **pairs, "tracker": tuple(chain(*arguments.tracker))},
-        run_config_options=run_config_options,
-        calls=given_calls(arguments),
-        verbosity=getattr(arguments, "verbosity", 0),
-    )
-
-
-def given_calls(arguments: argparse.Namespace) -> CallOptions:
-    """Return the call options of a command line.
-
-    Raises ConfigError if ``--gpu-ids`` is no list of GPUs.
-    """
-    calls = options.given(arguments)
-    gpu_numbers(calls.get("gpu_ids"), flag("gpu_ids"))
-    return calls
+#: The options of :class:`LaunchOptions`, by their names.
+OWN: Final = MappingProxyType(table_of(LaunchOptions))
 
 
 def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> None:
@@ -221,7 +126,9 @@ def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> Non
     for name in calls:
         key = CALL[name].node_key
         if CALL[name].is_nodes and key in node_config:
-            raise ConfigError(f"{flag(name)} and --node-config {key} say the same twice")
+            raise ConfigError(
+                f"{flag(name)} and --node-config {key} give the same setting twice: leave one out"
+            )
 
 
 def node_config_of(calls: CallOptions, client: int) -> dict[str, ConfigValue]:
@@ -229,6 +136,6 @@ def node_config_of(calls: CallOptions, client: int) -> dict[str, ConfigValue]:
     config: dict[str, ConfigValue] = {}
     if "gpu" in calls:
         config["gpu"] = str(calls["gpu"])
-    if ids := gpu_numbers(calls.get("gpu_ids"), flag("gpu_ids")):
+    if ids := CALL["gpu_ids"].resolve(calls.get("gpu_ids")):
         config["gpu-ids"] = ids[client % len(ids)]
     return config

@@ -14,8 +14,7 @@ from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.folder import check_log_dir
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.flower.commands import with_flowers
-from flower_gpu.gpu import guard, policy
-from flower_gpu.kinds import flag
+from flower_gpu.gpu import guard
 from flower_gpu.launch import gpu_check, ports
 from flower_gpu.launch.options import (
     CLIENTS_PER_ROUND_KEY,
@@ -25,6 +24,7 @@ from flower_gpu.launch.options import (
     check_node_config,
     node_config_of,
 )
+from flower_gpu.options import flag
 from flower_gpu.workers.forkserver import client as forkserver
 
 DEFAULT_CLIENTS: Final = 2
@@ -113,10 +113,10 @@ def _checked_on_gpus(plan: Plan) -> Plan:
     node_configs = {f"client {client}": plan.node_config_of(client) for client in range(plan.clients)}
     try:
         callers = gpu_check.callers_of({**node_configs, "the server": {}}, run_config, calls, env)
-        is_given = policy.SERVER_KEY in plan.overrides
+        is_given = call_options.USE_GPU.run_config_key in plan.overrides
         remarks = gpu_check.check(callers, calls, env, is_given=is_given, at_once=plan.clients_at_once)
-    except (TypeError, ConfigError, GPUUnavailableError, LeaseError) as error:
-        raise ConfigError(call_options.in_their_words(str(error), calls)) from error
+    except (GPUUnavailableError, LeaseError) as error:
+        raise ConfigError(str(error)) from error
     if unguarded := guard.outside_of_workers(os.environ):
         remarks.append(unguarded)
     return replace(

@@ -12,14 +12,13 @@ from flower_gpu import trace
 from flower_gpu.apps.failures import outcome_text
 from flower_gpu.apps.folder import RunFolder, short, write_json
 from flower_gpu.apps.recording import recorded_run
-from flower_gpu.gpu.policy import SERVER_KEY
 from flower_gpu.launch.display import Failures, LaunchDisplay
 from flower_gpu.launch.federation import Federation, client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.result import print_table, result_of
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
-from flower_gpu.options import CALL, RUN_DIR_VARIABLE
+from flower_gpu.options import CALL, RUN_DIR_VARIABLE, USE_GPU
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import machine
 from flower_gpu.watch.history import History
@@ -216,9 +215,10 @@ def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
 def remarks_at_end(plan: Plan, result: Mapping[str, Any], history: History) -> Iterator[str]:
     """Yield what the user should know of how the app used GPUs."""
     forced = plan.policies & {"force", "require"}
-    if plan.run_config.get(SERVER_KEY) is False and "leases" in result and not forced:
+    key = USE_GPU.run_config_key
+    if plan.run_config.get(key) is False and "leases" in result and not forced:
         yield (
-            f"{SERVER_KEY} is false, but {result['leases']['count']} calls leased a GPU: {plan.app.name} "
+            f"{key} is false, but {result['leases']['count']} calls leased a GPU: {plan.app.name} "
             "must give context=context to its GPUClient and gpu_evaluate"
         )
     is_on_gpus = history.gpus and history.messages_sent and plan.policies != {"never"}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flower_gpu import files
 from flower_gpu.errors import LeaseError
+from flower_gpu.options import LEDGER_DIR
 from flower_gpu.printable import account_name
 
 _PREFIX = "flower-gpu-leases-"
@@ -41,7 +42,7 @@ class LedgerFolder:
         Raises LeaseError if its folder is not there, or this account cannot write to it. Leases in another
         folder would be of the same GPUs.
         """
-        root = Path(os.environ.get("FLOWER_GPU_LEDGER_DIR") or "/tmp").absolute()
+        root = Path(LEDGER_DIR.resolve(None, os.environ)).absolute()
         try:
             is_there = root.is_dir()
         except PermissionError as error:

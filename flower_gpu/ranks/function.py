@@ -9,9 +9,7 @@ from types import MethodType
 from typing import Any, overload
 
 from flower_gpu.calls import notices
-from flower_gpu.errors import ConfigError
-from flower_gpu.kinds import is_duration, too_long
-from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.kinds import COUNT, SECONDS
 from flower_gpu.ranks import run
 from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
@@ -111,8 +109,8 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, timeou
 
     Raises
     ------
-    ConfigError
-        If a value cannot be used.
+    ConfigError, TypeError
+        If a value cannot be used, or has the wrong type.
     RankError
         When called: if a rank failed. The message says which and why; the others are ended.
 
@@ -126,19 +124,9 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, timeou
     ... def train(weights, config): ...
     >>> client = GPUClient(train, context=context)
     """
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not (is_number and is_duration(timeout_s)):
-        raise ConfigError(
-            f"timeout_s={timeout_s!r} of a distributed function is no positive number of seconds"
-            f"{too_long(timeout_s)}"
-        )
+    SECONDS.check(timeout_s, "timeout_s of a distributed function")
     if num_gpus is not None:
-        request = LeaseRequest(num_gpus=num_gpus)
-        if request.num_gpus != request.count:
-            raise ConfigError(
-                f"num_gpus={num_gpus!r} of a distributed function is not a whole number of GPUs"
-            )
-        num_gpus = request.count
+        COUNT.check(num_gpus, "num_gpus of a distributed function")
     if task is None:
         return lambda function: Distributed(function, timeout_s, num_gpus)
     return Distributed(task, timeout_s, num_gpus)

@@ -10,12 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Final, Literal, get_args
-
-#: Which messages of a round are handled first: those that take longest, or those that are sent first.
-OrderWord = Literal["longest", "sent"]
-ORDERS: Final[tuple[str, ...]] = get_args(OrderWord)
-LONGEST: Final = "longest"
 
 
 class Durations:

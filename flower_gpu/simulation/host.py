@@ -13,9 +13,9 @@ from flwr.clientapp import ClientApp
 
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.calls import leasing, where
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.options import CallOptions
+from flower_gpu.options import CallOptions, flag
 from flower_gpu.simulation import determinism, workers
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
@@ -67,7 +67,7 @@ class Host:
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._settings = settings = CallSettings.resolve(work.options)
+        self._settings = settings = call_settings(work.options, named=flag)
         env = dict(work.options.get("env") or {})
         self.gpus = workers.gpus()
         self._decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
@@ -123,9 +123,7 @@ class Host:
         gpu, env = self._settings.gpu, {**os.environ, **self._settings.worker.env}
         gpus = [one for one in self.gpus if one.uuid in self._decision.uuids]
         if not gpus and not gpu.request.is_auto:
-            asked = where.asked(gpu.request, self._work.options)
-            why = where.why_on_cpu(gpu, None, env)
-            return where.without_effect(asked, gpu.request.count, "all calls", why)
+            return where.without_effect(gpu.request, "all calls", where.why_on_cpu(gpu, None, env))
         at_once = None if gpus and gpu.request.is_auto else self.concurrency
         return where.calls_run(gpu, gpus, at_once, None, env)
 

@@ -15,7 +15,7 @@ from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.logger import log
 
 from flower_gpu import frameworks, trace
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import (
     FlowerGPUError,
     GPUError,
@@ -244,7 +244,7 @@ class MessageHandler:
     def _settings(self, context: Context) -> CallSettings:
         # The configs of nodes differ by their partition only.
         if self._resolved is None:
-            self._resolved = CallSettings.resolve({**self._options, "context": context})
+            self._resolved = call_settings({**self._options, "context": context})
         return self._resolved
 
     def idle(self) -> None:

@@ -13,18 +13,17 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_gpu.apps.app import FlowerApp
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
-from flower_gpu.kinds import memory_bytes
 from flower_gpu.options import CallOptions
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism
-from flower_gpu.simulation.durations import ORDERS, OrderWord
 from flower_gpu.simulation.engine import Engine
 from flower_gpu.simulation.host import Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.messages import MANY
+from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.threads import cores
@@ -74,79 +73,67 @@ class RunPlan:
     def of(
         cls,
         app: str | Path | tuple[ServerApp, ClientApp],
-        num_supernodes: int,
-        *,
-        run_config: Mapping[str, Any] | None,
-        max_workers: int | None,
-        calls_per_worker: int | None,
-        verify_recycling: bool,
-        order: OrderWord,
-        seed: int | None,
-        log_dir: str | Path | None,
-        resume: str | Path | None,
-        state_memory: int | str,
-        keep_going: bool,
-        deterministic: bool,
-        ray_address: str | None,
+        given: Mapping[str, Any],
+        run_config: Mapping[str, Any],
         trackers: str | Sequence[str] | None,
         options: CallOptions,
     ) -> RunPlan:
         """Check what was given, and join it with an earlier run's.
 
+        ``given``: values of the options of a simulation.
+        ``options``: those of its calls.
         Raises ConfigError if something cannot be used. Nothing was started or written.
         """
-        _check_numbers(num_supernodes, max_workers, calls_per_worker)
-        if order not in ORDERS:
-            raise ConfigError(f"order={order!r} is not one of {', '.join(ORDERS)}")
-        CallSettings.resolve(options).host.check()
+        values = {name: option.resolve(given[name]) for name, option in OPTIONS.items() if name in given}
+        log_dir, resume = given["log_dir"], values["resume"]
+        call_settings(options)
         guard.check(os.environ)
-        folder = ResultFolder.reopen(Path(resume)) if resume is not None else None
+        folder = ResultFolder.reopen(resume) if resume is not None else None
         before = folder.read_config() if folder is not None else {}
         name, where, server, client = _components(app)
         _check_same_app(before, name, where, resume)
-        given = {**before.get("run_config", {}), **(run_config or {})}
+        run_config = {**before.get("run_config", {}), **run_config}
+        seed = values["seed"]
         if seed is None:
             seed = before.get("seed")
         seed = secrets.randbelow(_SEEDS) if seed is None else seed
-        deterministic = deterministic or bool(before.get("deterministic"))
+        deterministic = values["deterministic"] or bool(before.get("deterministic"))
         server_env: dict[str, str] = {}
         env: dict[str, str] = dict(options.get("env") or {})
         if deterministic:
             determinism.check_interpreter()
             server_env = determinism.variables({**os.environ, **env}, before.get("threads", 1))
-        if calls_per_worker is None:
-            calls_per_worker = (
-                1 if deterministic else MANY
-            )  # what a client leaves in modules is not to be found
-        if verify_recycling:
-            _check_can_verify(calls_per_worker, ray_address)
+        # In a deterministic run no client finds what another one has left in modules.
+        calls_per_worker = values["calls_per_worker"] or (1 if deterministic else MANY)
+        if values["verify_recycling"]:
+            _check_can_verify(calls_per_worker, values["ray_address"])
         work = Work(
             name,
             client,
             {**options, "env": {**env, **server_env}},
-            num_supernodes,
+            values["num_supernodes"],
             seed,
-            max_workers,
+            values["max_workers"],
             calls_per_worker,
-            verify_recycling,
+            values["verify_recycling"],
             deterministic,
-            is_strict=deterministic and not keep_going,
+            is_strict=deterministic and not values["keep_going"],
         )
         return cls(
             work,
             determinism.run_id(seed) if deterministic else secrets.randbits(63),
             server,
             where,
-            given if where is None else FlowerApp.load(where).simulated(given, num_supernodes),
+            run_config if where is None else FlowerApp.load(where).simulated(run_config, work.num_supernodes),
             server_env,
             folder,
             before,
-            None if log_dir is None else Path(log_dir),
-            order,
-            keep_going,
+            None if log_dir is None else values["log_dir"],
+            values["order"],
+            values["keep_going"],
             _checked_trackers(trackers, folder, log_dir),
-            ray_address,
-            memory_bytes(state_memory, "state_memory"),
+            values["ray_address"],
+            values["state_memory"],
             options,
         )
 
@@ -176,16 +163,6 @@ class RunPlan:
             "cores": cores(),
             **engine.described(),
         }
-
-
-def _check_numbers(num_supernodes: int, max_workers: int | None, calls_per_worker: int | None) -> None:
-    for label, count in (
-        ("num_supernodes", num_supernodes),
-        ("max_workers", max_workers),
-        ("calls_per_worker", calls_per_worker),
-    ):
-        if count is not None and count < 1:
-            raise ConfigError(f"{label} is a number from 1 on, not {count}")
 
 
 def _components(

@@ -29,11 +29,11 @@ from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism, machine, verifying, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.durations import LONGEST, OrderWord
 from flower_gpu.simulation.engine import Engine, LocalEngine, Rounds
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.simulation.plan import RunPlan
 from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
@@ -41,9 +41,6 @@ from flower_gpu.simulation.simulation_result import SimulationResult
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.own_calls import restored_environment
-
-#: What states of nodes take in memory before they go to the disk.
-STATE_MEMORY: Final = "1GiB"
 
 _is_running: Final = threading.Lock()
 
@@ -56,13 +53,13 @@ def simulate(
     max_workers: int | None = None,
     calls_per_worker: int | None = None,
     verify_recycling: bool = False,
-    order: OrderWord = LONGEST,
+    order: OrderWord = OPTIONS["order"].default,
     seed: int | None = None,
-    log_dir: str | Path | None = "runs",
+    log_dir: str | Path | None = OPTIONS["log_dir"].default,
     resume: str | Path | None = None,
     progress: bool = True,
     verbose: bool | None = None,
-    state_memory: int | str = STATE_MEMORY,
+    state_memory: int | str = OPTIONS["state_memory"].default,
     keep_going: bool = False,
     deterministic: bool = False,
     ray_address: str | None = None,
@@ -148,24 +145,21 @@ def simulate(
     --------
     >>> result = simulate("examples/quickstart", 100, run_config={"num-server-rounds": 5})
     """
-    plan = RunPlan.of(
-        app,
-        num_supernodes,
-        run_config=run_config,
-        max_workers=max_workers,
-        calls_per_worker=calls_per_worker,
-        verify_recycling=verify_recycling,
-        order=order,
-        seed=seed,
-        log_dir=log_dir,
-        resume=resume,
-        state_memory=state_memory,
-        keep_going=keep_going,
-        deterministic=deterministic,
-        ray_address=ray_address,
-        trackers=trackers,
-        options=options,
-    )
+    given = {
+        "num_supernodes": num_supernodes,
+        "max_workers": max_workers,
+        "calls_per_worker": calls_per_worker,
+        "verify_recycling": verify_recycling,
+        "order": order,
+        "seed": seed,
+        "log_dir": log_dir,
+        "resume": resume,
+        "state_memory": state_memory,
+        "keep_going": keep_going,
+        "deterministic": deterministic,
+        "ray_address": ray_address,
+    }
+    plan = RunPlan.of(app, given, run_config or {}, trackers, options)
     with ExitStack() as stack:
         stack.enter_context(_alone())
         engine = _engine(plan, stack)
@@ -277,7 +271,9 @@ def _grid(
     plan: RunPlan, record: _Record, engine: Engine, nodes: VirtualNodes, report: Report, stack: ExitStack
 ) -> SimulationGrid:
     """Return the grid of a run whose messages the engine handles."""
-    has_longest_first = plan.order == LONGEST and engine.concurrency > 1  # with one worker no order is faster
+    has_longest_first = (
+        plan.order == "longest" and engine.concurrency > 1
+    )  # with one worker no order is faster
     rounds = Rounds(plan.run_id, nodes, record.states, record.checkpoints, record.state, has_longest_first)
     grid = engine.open(rounds, stack.callback)
     grid.tell = report.recorder.tell

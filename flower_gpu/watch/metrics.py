@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final
 import flower_gpu
 from flower_gpu.apps import registry
 from flower_gpu.apps.registry import RunningRun
-from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.gpus import GPU
@@ -32,6 +31,7 @@ from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.state import State
+from flower_gpu.options import RESERVE
 from flower_gpu.printable import printable
 from flower_gpu.watch import spans
 from flower_gpu.watch.followed_run import FollowedRun
@@ -131,7 +131,7 @@ class HostMetrics:
     """Looks at GPUs and ledger; what cannot be had is missing, and the reason is logged once."""
 
     def __init__(self) -> None:
-        self._reserve_bytes = reserve_bytes(os.environ)
+        self._reserve_bytes = RESERVE.resolve(None, os.environ)
         self._problem = ""
 
     def look(self) -> HostState:

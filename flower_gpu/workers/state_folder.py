@@ -9,13 +9,14 @@ from pathlib import Path
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
+from flower_gpu.options import STATE_DIR
 from flower_gpu.printable import path_text
 
 
 def state_parent() -> Path:
-    """Folder that the state folder is made in: ``FLOWER_GPU_STATE_DIR``, or ``/tmp``."""
+    """Folder that the state folder is made in."""
     # Not TMPDIR: it may be another one for each job or session, and they would not meet.
-    return Path(os.environ.get("FLOWER_GPU_STATE_DIR") or "/tmp").absolute()
+    return Path(STATE_DIR.resolve(None, os.environ)).absolute()
 
 
 def state_dir() -> Path:

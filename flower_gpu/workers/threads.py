@@ -21,7 +21,7 @@ from typing import Final
 
 from flower_gpu import control_group, frameworks
 from flower_gpu.frameworks.framework import Threads
-from flower_gpu.options import CONCURRENCY_VARIABLE, NUM_CPUS_VARIABLE, value_of
+from flower_gpu.options import CALL, CONCURRENCY
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 
@@ -259,12 +259,12 @@ def planned_threads(environ: Mapping[str, str]) -> int:
     equal share of the cores (``FLOWER_GPU_CONCURRENCY``). The load at the moment plays no part: another
     number of threads gives other bits.
     """
-    return openmp_threads(environ) or threads_for(value_of(NUM_CPUS_VARIABLE, environ), environ)
+    return openmp_threads(environ) or threads_for(CALL["num_cpus"].resolve(None, environ), environ)
 
 
 def threads_for(num_cpus: float | None, environ: Mapping[str, str]) -> int:
     """Return the threads of a call that asks for so many cores; None: for an equal share of them."""
-    at_once = value_of(CONCURRENCY_VARIABLE, environ)
+    at_once = CONCURRENCY.resolve(None, environ)
     return max(1, cores() // at_once if num_cpus is None else int(num_cpus))
 
 

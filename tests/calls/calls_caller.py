@@ -55,10 +55,10 @@ def run(task: str, *args: Any, weights: list[list[int]] | None = None, **options
 def run_confined(task: str, *args: Any, write: list[str], **options: Any) -> Any:
     """Run one call in a confined worker that can also write into these folders."""
     from flower_gpu.calls.runner import run_call
-    from flower_gpu.calls.settings import CallSettings
+    from flower_gpu.calls.settings import call_settings
     from flower_gpu.flower.confine import Allowed, for_message
 
-    settings = CallSettings.resolve(options)
+    settings = call_settings(options)
     with for_message(Allowed(write=tuple(write)), [str(Path(__file__).parents[1])]) as confinement:
         return run_call(task, args, settings=settings.confined(confinement), kind="train", by_name=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from flower_gpu import errors, run_in_worker
 from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.gpu import guard
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 def confined(**options: Any) -> Any:
     """Make the call as ``flower-gpu supernode --confine`` does."""
-    settings = CallSettings.resolve(options)
+    settings = call_settings(options)
     with for_message(Allowed(), []) as found:
         return run_call(
             "guard_tasks:opened", (CONFINED,), settings=settings.confined(found), kind="train", by_name=True

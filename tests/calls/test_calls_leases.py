@@ -266,7 +266,7 @@ def test_the_server_asks_and_the_node_decides(calls_host: CallsHost) -> None:
     error = caller.fails("fit", {}, {"gpu": "require", "gpu-ids": 7})
     assert error.name == "GPUUnavailableError" and "there is no GPU 7" in error.text
     error = caller.fails("fit", {"use-gpu": "yes"})
-    assert error.name == "TypeError" and "use-gpu in the config of this call" in error.text
+    assert error.name == "ConfigError" and "use-gpu in the config of the call" in error.text
     assert calls_host.holders() == []
 
 

@@ -20,14 +20,12 @@ USER = Path(__file__).with_name("lease_user.py")
 TIMEOUT_S = 100
 
 COMMAND = """
-import argparse, importlib, os, sys
-command = importlib.import_module(f"flower_gpu.cli.{sys.argv.pop(1)}")
+import os, sys
+from flower_gpu.cli import doctor, main
 if only := os.environ.pop("ONLY", None):
-    checks = command.checks
-    command.checks = lambda: {name: checks()[name] for name in only.split(",")}
-parser = argparse.ArgumentParser()
-command.add_arguments(parser)
-code = command.run(parser.parse_args())
+    checks = doctor.checks
+    doctor.checks = lambda: {name: checks()[name] for name in only.split(",")}
+code = main.main(sys.argv[1:])
 heavy = {"torch", "flwr", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 sys.exit(code)

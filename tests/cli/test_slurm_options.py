@@ -39,7 +39,7 @@ def parsed(line: list[str]) -> argparse.Namespace:
 def samples() -> Iterator[list[str]]:
     """Yield each option of simulate with a value that is not its default."""
     parser = argparse.ArgumentParser(add_help=False)
-    simulate.add_arguments(parser)
+    simulate.COMMAND.add_arguments(parser)
     values = {
         "N": "3",
         "X": "0.5",
@@ -143,7 +143,7 @@ def program(name: str, text: str) -> None:
         ([APP, "--clients", "3", "--", "-t", "3", "--output=x"], "--output cannot be given to sbatch here"),
         ([APP, "--clients", "3", "--", "--array", "1-9"], "start several with a loop"),
         ([APP, "--clients", "3", "--", "--comment", "a\nb"], "no line break in an option: 'a\\nb'"),
-        ([APP, "--clients", "3", "--ray-address", "auto"], "--ray-address is that of the job's own Ray"),
+        ([APP, "--clients", "3", "--ray-address", "auto"], "unknown: --ray-address auto"),
         ([APP, "--resume", "nothing"], "--resume nothing: there is no such folder"),
         ([APP, "--clients", "3", "--log-dir", "50%"], "Slurm reads % and \\ in the name of a log"),
         ([APP, "--clients", "3", "--log-dir", "bin/sbatch"], "bin/sbatch is not a folder"),
@@ -292,4 +292,4 @@ def test_a_job_that_slurm_does_not_take_is_an_error(run: Run, answer: str) -> No
 def test_the_reference_has_the_command_s_own_options() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs/reference/slurm.md").read_text().split())
     for name, option in command.OPTIONS.items():
-        assert option.help in page and name.replace("_", "-") in page
+        assert option.described in page and name.replace("_", "-") in page

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from nvml_stub import GIB, Host
 from run_programs import run_cli, run_python
 
 from flower_gpu.cli import main as cli
-from flower_gpu.cli import verbosity
+from flower_gpu.cli.arguments import verbosity
 from flower_gpu.cli.main import COMMANDS, build_parser
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,8 +74,8 @@ def test_every_command_takes_them(name: str) -> None:
 def test_they_may_stand_before_and_behind(name: str, flag: str, value: int) -> None:
     required = REQUIRED.get(name, [])
     for typed in ([flag, name, *required], [name, flag, *required], [name, *required, flag]):
-        assert verbosity.verbosity(build_parser().parse_args(typed)) == value
-    assert verbosity.verbosity(build_parser().parse_args([name, *required])) == 0
+        assert verbosity(build_parser().parse_args(typed)) == value
+    assert verbosity(build_parser().parse_args([name, *required])) == 0
 
 
 def test_both_at_once_are_refused(shell: Shell) -> None:
@@ -128,10 +129,10 @@ def test_quiet_doctor_tells_problems_and_the_sum(shell: Shell) -> None:
 
 LEVELS = """
 import logging, os, sys
-from flower_gpu.cli.verbosity import applied
+from flower_gpu.cli.main import logged
 if sys.argv[2] == "before":
     import flwr.common.logger
-with applied(int(sys.argv[1]), to_children=sys.argv[3] == "to children"):
+with logged(int(sys.argv[1]), to_children=sys.argv[3] == "to children"):
     if sys.argv[2] == "later":
         import flwr.common.logger
     for name in ("flwr", "flwr.flower_gpu"):
@@ -168,16 +169,17 @@ def test_quiet_holds_for_children(line: list[str], monkeypatch: pytest.MonkeyPat
 
     def run(_: object) -> int:
         seen.append(
-            (os.environ.get(verbosity.VARIABLE), logging.getLogger("flwr.flower_gpu").getEffectiveLevel())
+            (os.environ.get("FLWR_LOG_LEVEL"), logging.getLogger("flwr.flower_gpu").getEffectiveLevel())
         )
         return 0
 
-    monkeypatch.delenv(verbosity.VARIABLE, raising=False)
+    monkeypatch.delenv("FLWR_LOG_LEVEL", raising=False)
     monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [])  # as where Flower is not imported
     if name == "launch":
         monkeypatch.setattr("flower_gpu.launch.run.launch", run)
     else:
-        monkeypatch.setattr(COMMANDS[name], "run", run)
+        patched = {**COMMANDS, name: replace(COMMANDS[name], run=run)}
+        monkeypatch.setattr(cli, "COMMANDS", patched)
     assert cli.main([*line, *REQUIRED.get(name, []), "-q"]) == 0
     assert cli.main([*line, *REQUIRED.get(name, []), "-v"]) == 0
     has_log_files = name == "launch" or "--count" in line
@@ -189,14 +191,14 @@ def test_a_supernode_is_as_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_gpu.flower.commands.warm_up_in_background", lambda env: None)
     monkeypatch.setattr(os, "execvpe", lambda file, words, env: became.append(env))
     cli.main(["supernode", "-q", "--", "--insecure"])
-    assert became[0][verbosity.VARIABLE] == "ERROR"
+    assert became[0]["FLWR_LOG_LEVEL"] == "ERROR"
 
 
 LEASED = """
 import flower_gpu
-from flower_gpu.cli.verbosity import applied
+from flower_gpu.cli.main import logged
 
-with applied(1):
+with logged(1, to_children=True):
     print(flower_gpu.run_in_worker("math:sqrt", 4.0, gpu_memory="2GiB", name="3", start_method="spawn"))
 """
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import cuda_stub
-from flower_gpu.kinds import memory_bytes
+from flower_gpu.kinds import SIZE
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cuda-stub-") as new:
         folder = asked.host or Path(new)
-        host = cuda_stub.Host(folder, gpus=asked.gpus, total=memory_bytes(asked.total, "--total"))
+        host = cuda_stub.Host(folder, gpus=asked.gpus, total=SIZE.check(asked.total, "--total"))
         for index in range(asked.gpus):
             host.set(index, **dict(field.split("=", 1) for field in asked.set))
         # Leases and fork servers of their own: the user's know other cards.

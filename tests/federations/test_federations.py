@@ -23,8 +23,8 @@ from launched import (
 )
 from nvml_stub import GIB
 
-from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.leases.admission import SHARED_PART
+from flower_gpu.options import RESERVE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -171,7 +171,7 @@ def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
     granted = events_of(logs, "lease_granted")
     assert len(granted) == 3, "two nodes with use-gpu=true, one of them with false"
     sizes = sorted(event["gpus"][0]["memory_bytes"] for event in granted)
-    quarter = int(int((16 * GIB - reserve_bytes({})) * SHARED_PART) * 0.25)
+    quarter = int(int((16 * GIB - RESERVE.resolve()) * SHARED_PART) * 0.25)
     assert sizes == [2 * GIB, quarter, quarter], "each node's own, and not what the app asks for"
     assert_nothing_left(logs)
 

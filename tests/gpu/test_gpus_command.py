@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -14,8 +13,6 @@ import pytest
 from nvml_stub import GIB, Host
 from run_programs import run_python
 
-from flower_gpu.cli import gpus
-
 pytestmark = pytest.mark.timeout(60)
 
 MIB = 2**20
@@ -23,11 +20,9 @@ MIB = 2**20
 PAGE = Path(__file__).parents[2] / "docs/reference/gpus.md"
 
 COMMAND = """
-import argparse, sys
-from flower_gpu.cli import gpus
-parser = argparse.ArgumentParser()
-gpus.add_arguments(parser)
-code = gpus.run(parser.parse_args())
+import sys
+from flower_gpu.cli.main import main
+code = main(["gpus", *sys.argv[1:]])
 heavy = {"torch", "flwr", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 sys.exit(code)
@@ -168,12 +163,3 @@ def test_why_there_is_none(host: Host) -> None:
     assert output(host.env).startswith(
         "NVIDIA driver 550.54.14\nNo GPU: the NVIDIA driver runs and shows no GPU"
     )
-
-
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser(description=gpus.DESCRIPTION)
-    gpus.add_arguments(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
-    assert "--json" in capsys.readouterr().out
-    assert "\n" not in gpus.HELP

@@ -21,8 +21,8 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 PLANS = """
 import json, os, sys
 from flower_gpu.cli import main as cli
+from flower_gpu.cli.launch import from_arguments
 from flower_gpu.errors import ConfigError
-from flower_gpu.launch import options
 from flower_gpu.launch.plan import Plan, make_plan
 
 app, each, lines = json.load(sys.stdin)
@@ -34,7 +34,7 @@ def plan(line, variables):
     os.environ.update(variables)
     try:
         arguments = cli.build_parser().parse_args(["launch", app, *line.split()])
-        return [list(make_plan(options.from_arguments(arguments)).remarks), None]
+        return [list(make_plan(from_arguments(arguments)).remarks), None]
     except ConfigError as error:
         return [None, str(error)]
     finally:

@@ -14,9 +14,9 @@ from run_programs import run
 
 from flower_gpu import options
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.calls.settings import GPUSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.cli import main as cli
-from flower_gpu.launch import options as launch_options
+from flower_gpu.cli.launch import from_arguments
 from flower_gpu.launch.federation import client_environment, service_environment
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.run import remarks_at_end
@@ -116,7 +116,7 @@ def test_requests_of_the_environment_count_too(plan_on: PlanOn, host: Host) -> N
     lines += [(line, gpus) for line in ("", "--num-gpus 0.5", "--gpu-memory 1GiB")]
     answers = plan_on(host, *lines, ("", wanted), ("--gpu-ids 1", wanted))
     memory, share, policy = answers[:3], answers[3:6], answers[6:]
-    assert memory[0][1] is not None and memory[0][1].startswith("FLOWER_GPU_MEMORY=100.0 GiB: no GPU")
+    assert memory[0][1] is not None and memory[0][1].startswith("FLOWER_GPU_MEMORY=100GiB: no GPU")
     assert [refused for _, refused in memory[1:]] == [None, None], "an option takes a variable's place"
     assert share[0][1] is not None and share[0][1].startswith("FLOWER_GPU_NUM_GPUS=4: a call may use 2")
     assert [refused for _, refused in share[1:]] == [None, None]
@@ -175,7 +175,7 @@ def test_a_refused_plan_ends_the_launcher_with_2_and_leaves_nothing(tiny_app: Pa
 
 def plan_of(app: Path, line: str) -> Plan:
     parsed = cli.build_parser().parse_args(["launch", str(app), *line.split()])
-    return make_plan(launch_options.from_arguments(parsed))
+    return make_plan(from_arguments(parsed))
 
 
 def gpu_variables(env: dict[str, str]) -> dict[str, str]:
@@ -213,7 +213,7 @@ def test_code_with_and_without_context_gets_the_same_policy(
         service_environment(base, RunFolder(tiny_app), plan.options.calls), 0, 2, node_config
     )
     policies = [
-        GPUSettings.resolve({"gpu": "require"}, node_config=config, environ=env).policy
+        call_settings({"gpu": "require"}, base=env, node_config=config).gpu.policy
         for config in (node_config, {})
     ]
     assert policies[0] == policies[1]
@@ -226,12 +226,13 @@ def test_every_option_reaches_the_settings_of_a_call() -> None:
     env = options.environment(
         given, {"FLOWER_GPU_NUM_GPUS": "2", "FLOWER_GPU_ON_OOM": "fail", "HOME": "/root"}
     )
-    settings = GPUSettings.resolve(environ=env)
+    settings = call_settings({}, base=env).gpu
     assert (settings.policy.gpu, settings.policy.gpu_ids) == ("force", (0, 1))
     assert (settings.request.num_gpus, settings.request.memory_bytes) == (None, 2 * GIB)
     assert (settings.lease_timeout_s, settings.on_oom) == (12.5, "cpu")
     assert env["HOME"] == "/root"
-    assert GPUSettings.resolve(environ=options.environment({"num_gpus": 0.25}, env)).request.num_gpus == 0.25
+    share = call_settings({}, base=options.environment({"num_gpus": 0.25}, env)).gpu.request
+    assert share.num_gpus == 0.25
 
 
 @pytest.mark.parametrize(

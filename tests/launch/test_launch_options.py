@@ -10,11 +10,12 @@ import pytest
 from run_programs import run
 
 from flower_gpu.cli import main as cli
+from flower_gpu.cli.launch import from_arguments
 from flower_gpu.flower import commands
-from flower_gpu.kinds import flag
-from flower_gpu.launch import options as launch_options
 from flower_gpu.launch.federation import client_environment
+from flower_gpu.launch.options import RUN_CONFIG
 from flower_gpu.launch.plan import Plan, make_plan
+from flower_gpu.options import flag
 
 BAD_OPTIONS = [
     # arguments after the app's folder, and words its line must hold
@@ -59,9 +60,9 @@ BAD_OPTIONS = [
     ("--node-config gpu='sometimes'", "gpu node config 'sometimes' never offer force require"),
     ("--node-config gpu=true", "gpu node config words bool"),
     ("--node-config gpu-ids=1.5", "gpu-ids node config number float"),
-    ("--num-gpus 0", "--num-gpus above 0"),
+    ("--num-gpus 0", "--num-gpus share policy never"),
     ("--num-gpus half", "--num-gpus 'half' number"),
-    ("--num-gpus 1.5", "--num-gpus=1.5 share whole 1 or 2"),
+    ("--num-gpus 1.5", "--num-gpus 1.5 share whole 1 or 2"),
     ("--gpu-memory 4", "--gpu-memory 4 bytes 4GiB"),
     ("--gpu-memory 4G", "--gpu-memory '4G' GB GiB"),
     ("--gpu-memory -1GiB", "--gpu-memory"),
@@ -166,7 +167,7 @@ def test_missing_flower_commands(
 
 def plan_of(app: Path, arguments: str) -> Plan:
     parsed = cli.build_parser().parse_args(["launch", str(app), *arguments.split()])
-    return make_plan(launch_options.from_arguments(parsed))
+    return make_plan(from_arguments(parsed))
 
 
 @pytest.mark.parametrize(
@@ -246,5 +247,5 @@ def test_answers_without_dependencies(line: str) -> None:
 def test_help_shows_the_apps_defaults(tiny_app: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_main(["launch", str(tiny_app), "--help"], capsys)
     assert code == 0
-    assert all(flag(name) in out for name in launch_options.RUN_CONFIG)
+    assert all(flag(name) in out for name in RUN_CONFIG)
     assert "num-server-rounds = 2" in out

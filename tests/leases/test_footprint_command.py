@@ -40,7 +40,7 @@ def learned(state_dir: Path) -> Footprints:
 
 def run(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    command.COMMAND.add_arguments(parser)
     return command.run(parser.parse_args(arguments))
 
 

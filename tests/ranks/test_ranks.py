@@ -138,17 +138,17 @@ def test_a_client_says_it_in_one_place(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kind"),
     [
-        {"timeout_s": "10"},
-        {"timeout_s": 0},
-        {"timeout_s": float("nan")},
-        {"num_gpus": 0.5},
-        {"num_gpus": 0},
+        ({"timeout_s": "10"}, TypeError),
+        ({"timeout_s": 0}, ConfigError),
+        ({"timeout_s": float("nan")}, ConfigError),
+        ({"num_gpus": 0.5}, TypeError),
+        ({"num_gpus": 0}, ConfigError),
     ],
 )
-def test_options_that_cannot_be_used(options: dict[str, Any]) -> None:
+def test_options_that_cannot_be_used(options: dict[str, Any], kind: type[Exception]) -> None:
     from flower_gpu import distributed
 
-    with pytest.raises(ConfigError):
+    with pytest.raises(kind, match="of a distributed function must be"):
         distributed("ranks_tasks:train", **options)

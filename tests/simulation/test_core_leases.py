@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from waiting import until
 
-from flower_gpu.calls.settings import HostSettings
+from flower_gpu.calls.settings import HostSettings, call_settings
 from flower_gpu.control_group import all_cores
 from flower_gpu.leases.admission import CORES, HostNeed
 from flower_gpu.leases.ledger import Claimant, Ledger
@@ -45,7 +46,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     with ExitStack() as stack:
 
         def make(most: int, settings: HostSettings | None = None) -> CoreLeases:
-            found = CoreLeases(settings or HostSettings(is_leased=True), ALL // most, most, "messages of app")
+            found = CoreLeases(settings or call_settings({}).host, ALL // most, most, "messages of app")
             stack.callback(found.close)
             return found
 
@@ -119,5 +120,5 @@ def test_beside_others_short_messages_share_a_turn(
 
 
 def test_without_leases_nothing_is_asked(made: Callable[..., CoreLeases]) -> None:
-    with made(2, HostSettings(is_leased=False)).held():
+    with made(2, replace(call_settings({}).host, is_leased=False)).held():
         assert leased() == 0

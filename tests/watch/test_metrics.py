@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 
 from flower_gpu.cli import main as cli
-from flower_gpu.cli import metrics as command
+from flower_gpu.cli.watching import METRICS as COMMAND
 from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, MetricRow
 
 pytestmark = pytest.mark.timeout(120)
@@ -266,7 +266,7 @@ def test_the_documentation_has_the_same_table() -> None:
 
 def test_the_documentation_has_the_commands_own_options() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    command.add_arguments(parser)
+    COMMAND.add_arguments(parser)
     rows = dict(re.findall(r"^\| `(--[a-z-]+)(?: \w+)?` \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
     assert rows == {action.option_strings[0]: action.help for action in parser._actions}
 

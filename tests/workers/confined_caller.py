@@ -36,12 +36,12 @@ def main() -> None:
     sys.addaudithook(lambda event, args: seen.append(str(args)) if event == "pickle.find_class" else None)
 
     from flower_gpu.calls.runner import run_call
-    from flower_gpu.calls.settings import CallSettings
+    from flower_gpu.calls.settings import call_settings
     from flower_gpu.flower.confine import Allowed, for_message
 
     task, method, kind, arguments = sys.argv[1:]
     sys.path.insert(0, str(Path(__file__).parent))
-    settings = CallSettings.resolve({"start_method": method, "timeout_s": 100.0})
+    settings = call_settings({"start_method": method, "timeout_s": 100.0})
     found: dict[str, Any] = {}
     with for_message(Allowed(), [str(Path(__file__).parent)]) as confinement:
         try:

@@ -18,7 +18,7 @@ from live_processes import is_running
 from waiting import until
 
 from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError, WorkerTaskError
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.workers import confinement, state_folder
@@ -43,7 +43,7 @@ def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def call(task: str, *args: Any, start_method: str = "forkserver", gpus: int = 1, **allowed: Any) -> Any:
-    settings = CallSettings.resolve({"start_method": start_method, "num_gpus": gpus, "gpu": "never"})
+    settings = call_settings({"start_method": start_method, "num_gpus": gpus, "gpu": "never"})
     with for_message(Allowed(**allowed), [TASKS]) as found:
         return run_call(
             f"confinement_tasks:{task}", args, settings=settings.confined(found), kind="train", by_name=True

@@ -16,7 +16,7 @@ from worker_lines import Caller
 
 import flower_gpu
 from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.workers import events
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.output import MOST_IN_A_FILE, LineCutter, Stream, Tail, echo, output_of
@@ -179,7 +179,7 @@ def expected(prefix: str) -> list[str]:
 
 
 def call(task: str, client: str | None, server_round: int | None, start_method: str, *args: object) -> object:
-    settings = CallSettings.resolve({"start_method": start_method, "gpu": "never", "name": client})
+    settings = call_settings({"start_method": start_method, "gpu": "never", "name": client})
     return run_call(task, args, settings=settings, kind="fit", server_round=server_round)
 
 

@@ -17,7 +17,7 @@ import thread_name_tasks
 from thread_name_tasks import NAME
 
 from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.workers import confinement
 
@@ -44,7 +44,7 @@ def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(TASKS)
 
     def call(task: str, *args: Any) -> Any:
-        settings = CallSettings.resolve({"start_method": request.param, "gpu": "never"})
+        settings = call_settings({"start_method": request.param, "gpu": "never"})
         with for_message(Allowed(), [TASKS]) as found:
             name = f"thread_name_tasks:{task}"
             return run_call(name, args, settings=settings.confined(found), kind="train", by_name=True)
@@ -141,9 +141,9 @@ def test_where_threads_cannot_be_named_an_app_with_a_gpu_is_told(tmp_path: Path,
 _ON_GPU = """
 import json, os, sys
 from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.flower.confine import Allowed, for_message
-settings = CallSettings.resolve({"start_method": sys.argv[1], "gpu_memory": "2GiB"})
+settings = call_settings({"start_method": sys.argv[1], "gpu_memory": "2GiB"})
 with for_message(Allowed(write=(os.environ["NVML_STUB_DIR"],)), sys.argv[2:]) as told:
     name = "thread_name_tasks:starts_cuda"
     print(json.dumps(run_call(name, settings=settings.confined(told), kind="train", by_name=True)))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from processes import SUPERVISED, Run
 
 from flower_gpu import run_in_worker
-from flower_gpu.calls.settings import WorkerSettings
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers import threads
 from flower_gpu.workers.native import initialized_cuda_devices
@@ -98,12 +98,10 @@ def test_bad_concurrency(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_call_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert WorkerSettings.resolve({}).threads == 5
-    assert WorkerSettings.resolve({"env": {"OMP_NUM_THREADS": "7,2"}}).threads == 7
-    assert (
-        WorkerSettings.resolve({"env": {"OMP_NUM_THREADS": ""}}).threads == cores()
-    )  # as if it were not set
-    assert WorkerSettings.resolve({"env": {"FLOWER_GPU_CONCURRENCY": "2"}}).threads == 5
+    assert call_settings({}).worker.threads == 5
+    assert call_settings({"env": {"OMP_NUM_THREADS": "7,2"}}).worker.threads == 7
+    assert call_settings({"env": {"OMP_NUM_THREADS": ""}}).worker.threads == cores()  # as if it were not set
+    assert call_settings({"env": {"FLOWER_GPU_CONCURRENCY": "2"}}).worker.threads == 5
 
 
 TEXTS = [

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from flower_gpu.apps import registry
-from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.errors import ConfigError, GPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.state import State
+from flower_gpu.options import RESERVE
 from flower_gpu.printable import account_name, path_text
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.top import snapshot
@@ -42,7 +42,7 @@ class Watcher:
         self._runs = {} if folder is None else {(str(folder), 0.0): FollowedRun(folder.absolute())}
         self._ended: dict[tuple[str, float], float] = {}
         found = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
-        self._ledger = Ledger(found, reserve_bytes(os.environ))
+        self._ledger = Ledger(found, RESERVE.resolve(None, os.environ))
         self._labels: dict[str, str] = {}
         self._peaks: dict[str, int] = {}
         self._cores_times: tuple[int, int] | None = None

@@ -19,7 +19,7 @@ from typing import Any
 
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.gpu import device_files, guard
-from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, value_of
+from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, SERVER_IDLE
 from flower_gpu.workers import messages, threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import control, identity, program, sockets
@@ -63,7 +63,7 @@ class _ServerKind:
         return identity.server_name(environ, self.variables, self.without, more)
 
     def start(self, name: str, preload: Sequence[Any] = ()) -> dict[str, Any]:
-        idle_s = value_of("FLOWER_GPU_SERVER_IDLE_S", os.environ)
+        idle_s = SERVER_IDLE.resolve(None, os.environ)
         return {"name": name, "idle_s": idle_s, "without": sorted(self.without), "preload": preload}
 
 

@@ -129,8 +129,8 @@ def test_ctrl_c_at_the_client_ends_its_worker(
     [
         ({"num_gpu": 1}, TypeError, "no option 'num_gpu'; there are start_method, timeout_s"),
         ({"context": None}, TypeError, "no option 'context': each message brings its own"),
-        ({"num_gpus": "half"}, TypeError, "num_gpus must be a number such as 0.25, 1 or 2"),
-        ({"num_gpus": 0}, ValueError, "num_gpus=0 must be more than 0"),
+        ({"num_gpus": "half"}, TypeError, "num_gpus must be a share of one GPU such as 0.25"),
+        ({"num_gpus": 0}, ValueError, "num_gpus must be a share of one GPU"),
         ({"num_gpus": 1, "gpu_memory": "2GiB"}, ValueError, "are both given; give one"),
         ({"gpu_memory": "2G"}, ValueError, "G could mean GB or GiB"),
         ({"start_method": "thread"}, ValueError, "start_method='thread' is not one of auto, forkserver"),
@@ -181,7 +181,7 @@ def test_what_cannot_be_used_of_a_client_names_it() -> None:
     error = ask(resources=lambda its: {"gpus": 1})
     assert "train of client 3: TypeError: no option 'gpus'; there are" in str(error)
     error = ask(resources=lambda its: {"num_gpus": 1.5})
-    assert str(error).startswith("train of client 3: num_gpus=1.5 is neither a share")
+    assert str(error).startswith("train of client 3: num_gpus must be a share of one GPU")
     error = ask({"partition-id": None}, resources={3: {"num_gpus": 1}})
     assert str(error).startswith(
         "train of client 13: resources of gpu_mod is a table by partition-id, and th"
@@ -189,12 +189,12 @@ def test_what_cannot_be_used_of_a_client_names_it() -> None:
     assert "--node-config 'partition-id=0'" in str(error)
     error = ask({"num-gpus": 1, "gpu-memory": "2GiB"})
     assert str(error).startswith(
-        "train of client 3: num-gpus in the node config=1 and gpu-memory in the node"
+        "train of client 3: --node-config num-gpus=1 and --node-config gpu-memory='2GiB' are both given"
     )
     error = ask({"num-gpus": "half"})
-    assert str(error).startswith("train of client 3: TypeError: num-gpus in the node config must be a number")
+    assert str(error).startswith("train of client 3: --node-config num-gpus must be a share of one GPU")
     error = ask({"gpu-memory": "2G"})
-    assert str(error).startswith("train of client 3: gpu-memory in the node config='2G' is no size of memory")
+    assert str(error).startswith("train of client 3: --node-config gpu-memory='2G' is no size of memory")
     error = ask({"gpu": "maybe"})
     assert str(error).startswith("train of client 3: ") and "'maybe'" in str(error)
 

@@ -105,8 +105,8 @@ print(json.dumps(result))
     on_gpu = {name for name, one in found.items() if one["gpus"]}
     assert on_gpu == {"number", "own number", "the call goes before the run", "forced"}
     assert {one["visible"] for name, one in found.items() if name not in on_gpu} == {""}
-    assert wrong[0] == "ClientCallError"
-    assert wrong[1].startswith("train of client 3: TypeError: use-gpu in the config of this call")
+    assert wrong[0] == "ConfigError"
+    assert wrong[1].startswith("train of client 3: use-gpu in the config of the call or the run must be true")
 
 
 def test_footprints_are_known_by_the_users_function_and_by_sizes(run: Run, host: ModHost) -> None:

@@ -62,7 +62,7 @@ def test_what_is_named_reaches_the_messages(home: Path) -> None:
         ("--data-dir {home}/data", "--data-dir goes with --confine"),
         ("--allow-connect 443", "--allow-connect goes with --confine"),
         ("--confine --data-dir {home}/nothing", "there is no such folder"),
-        ("--confine -- --allow-runtime-dependency-installation", "cannot be had together"),
+        ("--confine -- --allow-runtime-dependency-installation", "--confine cannot be used with"),
         ("--confine --write-dir {home}/keys/node", "there is no such folder"),
         ("--confine --data-dir {home}", "what Flower keeps of this account"),
         ("--confine --data-dir /", "Name a folder that holds data alone"),
@@ -250,4 +250,4 @@ def test_packages_of_an_apps_choice_are_not_installed(tmp_path: Path) -> None:
         env={**os.environ, **Allowed().environment(), RULE_VARIABLE: "lease"},
     )
     assert done.returncode == 1
-    assert "--allow-runtime-dependency-installation cannot be had together" in done.stderr
+    assert "--confine cannot be used with --allow-runtime-dependency-installation" in done.stderr

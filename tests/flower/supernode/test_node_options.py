@@ -34,7 +34,7 @@ FLOWERS_OPTIONS = ("--insecure", "--superlink", "127.0.0.1:9")
 REFUSED = [
     ("supernode --gpu maybe", "--gpu 'maybe' never offer force require"),
     ("supernode --gpu-ids ,", '--gpu-ids empty "4,5"'),
-    ("supernode --gpu-ids GPU_0", "--gpu-ids='GPU_0' nvidia-smi -L"),
+    ("supernode --gpu-ids GPU_0", "--gpu-ids 'GPU_0' nvidia-smi -L"),
     ("supernode --num-gpus 0.5 --gpu-memory 1GiB", "--gpu-memory not allowed --num-gpus"),
     ("supernode --max-concurrent 0", "--max-concurrent 1 or more"),
     ("supernode --insecure", "unknown: --insecure --help flower-supernode go after two dashes, --"),

@@ -15,7 +15,7 @@ from nvml_stub import GIB
 from supernode_host import APP, Federation, Message, logs_of, results_of, sights
 from waiting import until
 
-from flower_gpu.calls.settings import reserve_bytes
+from flower_gpu.options import RESERVE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -126,7 +126,7 @@ def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) ->
 
         assert not fed.holders()
     per_gpu = [sum(gpus.get(uuid, 0) for gpus in look.values()) for look in looks for uuid in fed.host.uuids]
-    assert max(per_gpu) == 12 * GIB <= TOTAL - reserve_bytes({}), "two on a GPU, and never a third one"
+    assert max(per_gpu) == 12 * GIB <= TOTAL - RESERVE.resolve(), "two on a GPU, and never a third one"
     assert set().union(*looks) <= {event["lease"] for event in granted}, "all leases are in the trace"
     assert most_at_a_time([one for one in workers_of(trace) if "lease" in one]) == 4
 
@@ -190,7 +190,7 @@ def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> Non
         assert most_at_a_time(workers_of(logs_of(fed, cpu))) == 1
         assert not events_of(logs_of(fed, cpu), "lease_granted")
         assert_saw_their_leases([one for one in seen if one["partition"] == 2], fed.trace)
-        half = int((TOTAL - reserve_bytes({})) * 0.5)
+        half = int((TOTAL - RESERVE.resolve()) * 0.5)
         for event in events_of(fed.trace, "lease_granted"):
             assert event["client"] == "2" and 0.9 * half < event["gpus"][0]["memory_bytes"] <= half
         assert len(events_of(fed.trace, "lease_granted")) == 2

@@ -1,0 +1,155 @@
+"""What the parsers of all commands share: options of the table, the folder of an app, ``-v`` and ``-q``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.kinds import FOLDER, SWITCH, Kind
+from flower_gpu.options import CALL, CallOptions, Option, flag
+
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+#: The folder of an app that is not named.
+HERE: Final = Path()
+#: Of commands that print something else for programs than for people.
+JSON: Final = MappingProxyType({"json": Option("print JSON", SWITCH, default=False)})
+
+
+def _nothing_more(parser: argparse.ArgumentParser) -> None:
+    """Add nothing."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ``flower-gpu``."""
+
+    help: str
+    description: str
+    run: Callable[[argparse.Namespace], int]  # returns the exit status
+    options: Mapping[str, Option] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)  # what ``--help`` says about groups of options
+    more: Mapping[str, str] = field(default_factory=dict)  # what ``--help`` adds to an option
+    takes_app: bool = False
+    add: Callable[[argparse.ArgumentParser], None] = _nothing_more  # arguments that no table has
+    has_own_help: bool = False
+    after_dashes: str = ""  # whose options stand after two dashes
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add what the command takes to its parser."""
+        if self.takes_app:
+            parser.add_argument(
+                "app_dir",
+                metavar="APP_DIR",
+                nargs="?",
+                type=reader(FOLDER),
+                default=HERE,
+                help="folder of the Flower app (default: this folder)",
+            )
+        self.add(parser)
+        add_options(parser, self.options, self.groups, self.more)
+
+
+def reader(kind: Kind) -> Callable[[str], Any]:
+    """Return what argparse reads a text by."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind.from_text(text, "")
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).strip()) from None
+        return text if kind.keeps_text else value
+
+    return read
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    table: Mapping[str, Option],
+    groups: Mapping[str, str] = _NOTHING,
+    more: Mapping[str, str] = _NOTHING,
+) -> None:
+    """Add options to a parser; those that a variable can set, too, are None where they are not given.
+
+    ``table``: the options by name.
+    ``groups``: what ``--help`` says about each group.
+    ``more``: what this command's ``--help`` adds to an option.
+    """
+    known: dict[object, Any] = {"": parser}
+    for name, option in table.items():
+        if option.group not in known:
+            known[option.group] = parser.add_argument_group(option.group, _about(option.group, table, groups))
+        target = known[option.group]
+        if option.excludes:
+            pair = frozenset((name, option.excludes))
+            if pair not in known:
+                known[pair] = target.add_mutually_exclusive_group()
+            target = known[pair]
+        _add_option(target, name, option, f"{option.described}{more.get(name, '')}")
+
+
+def _add_option(target: Any, name: str, option: Option, help: str) -> None:
+    assert option.kind is not None
+    default = option.default if option.kind.keeps_text else option.default_value
+    if option.variable:
+        default = None
+    if option.kind is SWITCH:
+        written = flag(f"no_{name}" if default else name)
+        action = "store_false" if default else "store_true"
+        target.add_argument(written, dest=name, action=action, help=help)
+        return
+    more: dict[str, Any] = {"metavar": option.kind.metavar}
+    if option.kind.words:
+        more = {"choices": option.kind.words}
+        more |= {"nargs": "?", "const": option.alone} if option.alone else {}
+    elif option.kind.is_repeated:
+        more |= {"action": "append"}
+        default = []
+    if option.run_config_key:
+        help += f" [{option.run_config_key}]"
+    names = map(flag, (name, *option.synonyms))
+    target.add_argument(*names, dest=name, default=default, type=reader(option.kind), help=help, **more)
+
+
+def _about(group: str, table: Mapping[str, Option], groups: Mapping[str, str]) -> str | None:
+    """Return what ``--help`` says below a group's heading: about it, and what words of its options mean."""
+    lines = [groups[group]] if groups.get(group) else []
+    for name, option in table.items():
+        if option.group == group and option.kind is not None and option.kind.meanings:
+            width = max(map(len, option.kind.words))
+            rows = zip(option.kind.words, option.kind.meanings, strict=True)
+            lines += [f"{flag(name)} is one of:", *(f"  {word:{width}}  {meaning}" for word, meaning in rows)]
+    return "\n".join(lines) or None
+
+
+def given_calls(arguments: argparse.Namespace) -> CallOptions:
+    """Return the call options of a command line."""
+    found = {name: getattr(arguments, name, None) for name, option in CALL.items() if option.commands}
+    return {name: value for name, value in found.items() if value is not None}  # type: ignore[return-value]
+
+
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """Add ``-v`` and ``-q``, which mean the same for all commands."""
+    # Without defaults: they may stand before a command's own action, and behind it.
+    group = parser.add_mutually_exclusive_group()
+    for flags, value, text in (
+        (("-v", "--verbose"), 1, "say more: debug lines of the log, too"),
+        (("-q", "--quiet"), -1, "say the result only, and errors"),
+    ):
+        group.add_argument(
+            *flags, dest="verbosity", action="store_const", const=value, default=argparse.SUPPRESS, help=text
+        )
+
+
+def verbosity(arguments: argparse.Namespace) -> int:
+    """Return 1 for ``-v``, -1 for ``-q``, and else 0."""
+    return int(getattr(arguments, "verbosity", 0))
+
+
+def is_quiet(arguments: argparse.Namespace) -> bool:
+    """Tell whether only the result and errors are to be said."""
+    return verbosity(arguments) < 0

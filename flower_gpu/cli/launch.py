@@ -1,0 +1,105 @@
+"""``flower-gpu launch``: a Flower app with several clients on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final
+
+from flower_gpu.apps.app import FlowerApp, parse_pairs
+from flower_gpu.cli.arguments import HERE, Command, given_calls, verbosity
+from flower_gpu.errors import ConfigError
+from flower_gpu.kinds import PAIRS
+from flower_gpu.launch.options import OWN, RUN_CONFIG, RUN_CONFIG_GROUP, LaunchOptions
+from flower_gpu.options import flag, options_of
+
+_GROUPS: Final = {
+    "federation": "",
+    RUN_CONFIG_GROUP: "Passed on only when given; the app must declare the key, and sets the default.",
+    "workers": "A client gets its share of the cores (OMP_NUM_THREADS), unless that variable is set.",
+    "GPUs": "Which GPUs calls may use, and what each of them leases there. The app's own values override\n"
+    "--num-gpus, --gpu-memory, --lease-timeout-s and --on-oom; --gpu and --gpu-ids override the app.",
+    "output": "",
+}
+_MORE: Final = {
+    "gpu": "; it holds for every client and for the server's own calls",
+    "gpu_ids": ": the first client uses the first, and so on round and round; the server's own calls may use "
+    "all of them (default: every call may)",
+}
+_TABLE: Final = {**RUN_CONFIG, **OWN, **options_of("launch")}
+
+
+class _HelpWithAppDefaults(argparse.Action):
+    """``--help``; after an app's folder it also shows what that app declares."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show this help and exit")
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        app_dir = getattr(namespace, "app_dir", HERE)
+        try:
+            app = FlowerApp.load(app_dir)
+        except ConfigError as error:
+            if app_dir != HERE:
+                parser.error(str(error))
+        else:
+            lines = "\n".join(f"  {key} = {value!r}" for key, value in app.run_config.items())
+            parser.epilog = f"run config of {app.name} and its defaults:\n{lines or '  (empty)'}"
+        parser.print_help()
+        parser.exit()
+
+
+def _add_help(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-h", "--help", action=_HelpWithAppDefaults)
+
+
+def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
+    """Turn parsed arguments into options.
+
+    Raises ConfigError if ``--run-config`` or ``--node-config`` cannot be read.
+    """
+    values = {name: getattr(arguments, name) for name in OWN}
+    pairs = {
+        name: parse_pairs(flag(name), values[name]) for name, option in OWN.items() if option.kind is PAIRS
+    }
+    run_config_options = {
+        option.run_config_key: value
+        for name, option in RUN_CONFIG.items()
+        if (value := getattr(arguments, name)) is not None
+    }
+    return LaunchOptions(
+        app_dir=arguments.app_dir,
+        **{**values, **pairs, "tracker": tuple(chain(*arguments.tracker))},
+        run_config_options=run_config_options,
+        calls=given_calls(arguments),
+        verbosity=verbosity(arguments),
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    options = from_arguments(arguments)
+    from flower_gpu.launch import run
+
+    return run.launch(options)
+
+
+COMMAND: Final = Command(
+    "run a Flower app with several clients on this machine",
+    """\
+Run a Flower app on this machine: a server, N clients and the run, each with its own log file, all of them
+stopped at the end. Nothing needs to be configured, and the user's Flower configuration is not touched.""",
+    _run,
+    dict(sorted(_TABLE.items(), key=lambda item: [*_GROUPS].index(item[1].group))),
+    _GROUPS,
+    _MORE,
+    takes_app=True,
+    add=_add_help,
+    has_own_help=True,
+)

@@ -1,0 +1,126 @@
+"""``flower-gpu top``, ``report`` and ``metrics``: what runs and GPUs do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from flower_gpu.cli.arguments import Command, reader
+from flower_gpu.kinds import FOLDER, INTERVAL, PORT_OR_0, SWITCH, TEXT
+from flower_gpu.options import Option
+from flower_gpu.printable import path_text
+
+if TYPE_CHECKING:
+    from flower_gpu.watch.top.watcher import Watcher
+
+# What these commands need is imported when they run: no other command needs it.
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from flower_gpu.watch.top.watcher import Watcher
+
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # what the output does not have
+    watcher = Watcher(arguments.run_dir)
+    try:
+        if arguments.json or arguments.once:
+            return _once(watcher, as_json=arguments.json)
+        if not (sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")):
+            print(
+                "flower-gpu top: the output is no terminal to draw on, so this is one look (--once); "
+                "over ssh, use ssh -t",
+                file=sys.stderr,
+            )
+            return _once(watcher, as_json=False)
+        from flower_gpu.watch.top import terminal
+
+        return terminal.run(watcher, arguments.interval)
+    finally:
+        watcher.close()
+
+
+def _once(watcher: Watcher, *, as_json: bool) -> int:
+    watcher.look_for_runs()
+    watcher.read_on(math.inf)
+    snapshot = watcher.take()
+    if as_json:
+        print(json.dumps(snapshot.as_json(), indent=2))
+        return 0
+    from flower_gpu.watch.top.view import Frame, plain_lines
+
+    print(*plain_lines(Frame(snapshot, has_screen=False), shutil.get_terminal_size().columns), sep="\n")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from flower_gpu.watch.report.page import write_report
+
+    print(path_text(write_report(arguments.run_dir, arguments.output)))
+    return 0
+
+
+def _metrics(arguments: argparse.Namespace) -> int:
+    from flower_gpu.watch.metrics import Collector, HostMetrics, Runs, serve
+
+    collector = Collector(HostMetrics(), Runs(), per_client=arguments.per_client)
+    return serve(collector, arguments.address, arguments.port)
+
+
+TOP: Final = Command(
+    "watch GPUs, workers, the line for leases and rounds while they go on",
+    """\
+Shows, twice a second, this host's GPUs and who has how much of them, this account's runs and how far they
+are, their workers and what each does, and who waits for a lease. Keys sort and scroll; q or Ctrl-C ends
+it. It changes nothing.""",
+    _top,
+    {
+        "interval": Option(
+            "seconds between two looks (default: {default}, 0.1 or more)", INTERVAL, default=0.5
+        ),
+        "once": Option("print one look as plain text, and end", SWITCH),
+        "json": Option("print one look as JSON, and end", SWITCH),
+    },
+    add=lambda parser: _add_folder(parser, "show the run of this folder only", nargs="?"),
+)
+REPORT: Final = Command(
+    "write a page about a run: what its GPUs, workers and rounds did",
+    """\
+Write a report about a run, from its trace: GPU memory and leases over time, workers, sums, and tables of
+rounds and clients. It is one HTML file that needs no network. The run may be over, go on, or have been
+killed.""",
+    _report,
+    {
+        "output": Option(
+            "where the report goes (default: RUN_DIR/report.html)", replace(FOLDER, metavar="FILE")
+        ),
+    },
+    add=lambda parser: _add_folder(parser, "folder of the run"),
+)
+METRICS: Final = Command(
+    "serve figures of GPUs, leases and runs for Prometheus",
+    """\
+Answer Prometheus, over HTTP and until Ctrl-C: what the GPUs of this host do, how much of them is leased, and
+what the runs of this account do. It looks when it is asked, and changes nothing.
+
+    flower-gpu metrics
+    curl http://127.0.0.1:9460/metrics""",
+    _metrics,
+    {
+        "port": Option("port to listen on; 0: a free one (default: {default})", PORT_OR_0, default=9460),
+        "address": Option(
+            "address of this host to listen on (default: {default}, which other hosts cannot reach)",
+            replace(TEXT, metavar="HOST"),
+            default="127.0.0.1",
+        ),
+        "per_client": Option("count workers for each client: one more time series for each client", SWITCH),
+    },
+)
+
+
+def _add_folder(parser: argparse.ArgumentParser, help: str, nargs: str | None = None) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", nargs=nargs, type=reader(FOLDER), help=help)

@@ -1,0 +1,95 @@
+"""The options of a simulation: of :func:`flower_gpu.simulate`, and so of ``flower-gpu simulate``.
+
+Those of its calls are in :mod:`flower_gpu.options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final, Literal, get_args
+
+from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, SIZE, SWITCH, TEXT, words
+from flower_gpu.options import KEEP_GOING, LOG_DIR, Option
+
+#: Which messages of a round are handled first: those that take longest, or those that are sent first.
+OrderWord = Literal["longest", "sent"]
+
+_FEDERATION: Final = "federation"
+_WORKERS: Final = "workers"
+
+#: The options by their keywords.
+OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
+    {
+        name: replace(option, name=name)
+        for name, option in {
+            "num_supernodes": Option(
+                "how many virtual clients (with --resume by default as many as before)",
+                COUNT,
+                group=_FEDERATION,
+                synonyms=("clients",),
+            ),
+            "seed": Option(
+                "of the clients' ids and random numbers, and of sampling (default: drawn, and written down)",
+                NON_NEGATIVE,
+                group=_FEDERATION,
+            ),
+            "deterministic": Option(
+                "the same seed gives the same final model, bit for bit, with any number of workers, "
+                "after crashes and --resume; what would change it ends the run",
+                SWITCH,
+                default=False,
+                group=_FEDERATION,
+            ),
+            "max_workers": Option(
+                "how many messages are handled at a time, at most (default: the number of cores, or the "
+                "shares of GPUs if these are more)",
+                COUNT,
+                group=_WORKERS,
+            ),
+            "calls_per_worker": Option(
+                "how many messages one worker handles, at most; 1: each message has a process of its own "
+                "(default: 1000, or 1 with --deterministic)",
+                COUNT,
+                group=_WORKERS,
+            ),
+            "verify_recycling": Option(
+                "a check of the app, in which messages are handled more than once: have new workers handle "
+                "what used ones handle, and compare the results",
+                SWITCH,
+                default=False,
+                group=_WORKERS,
+            ),
+            "order": Option(
+                "which messages of a round are handled first: those whose clients were seen to take longest, "
+                "or those that are sent first (default: {default})",
+                words(*get_args(OrderWord)),
+                default="longest",
+                group=_WORKERS,
+            ),
+            "ray_address": Option(
+                "handle messages on all hosts of a Ray cluster: auto, HOST:PORT or ray://HOST:PORT (default: "
+                "on this machine)",
+                replace(TEXT, metavar="ADDRESS"),
+                group=_WORKERS,
+            ),
+            "state_memory": Option(
+                "memory for the clients' states, such as 500MiB; what does not fit goes to files (default: "
+                "{default})",
+                SIZE,
+                default="1GiB",
+                group=_WORKERS,
+            ),
+            "keep_going": KEEP_GOING,
+            "log_dir": replace(LOG_DIR, excludes="resume"),
+            "resume": Option(
+                "folder of an earlier run of the same app: go on after the last round that it finished",
+                FOLDER,
+                group="output",
+                excludes="log_dir",
+            ),
+            "progress": Option("show no bars and no summary", SWITCH, default=True, group="output"),
+        }.items()
+    }
+)
