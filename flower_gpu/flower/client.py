@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from logging import ERROR
 from typing import Any, TypeVar, Unpack
 
@@ -38,7 +37,8 @@ from flower_gpu.workers.call import Task, check_task, load_task, task_name
 Weights = list[NDArray[Any]]
 Config = dict[str, Any]
 
-R = TypeVar("R", FitRes, EvaluateRes, GetParametersRes, GetPropertiesRes)
+Ins = TypeVar("Ins", FitIns, EvaluateIns, GetParametersIns, GetPropertiesIns)
+Res = TypeVar("Res", FitRes, EvaluateRes, GetParametersRes, GetPropertiesRes)
 
 _OK = Status(Code.OK, "Success")
 _OF_A_PROCESS = ("start_method", "timeout_s", "env", "preload")  # what only another process can follow
@@ -334,47 +334,47 @@ class _WorkerClient(Client):
         self.numpy_client = client
 
     def fit(self, ins: FitIns) -> FitRes:
-        def fit() -> FitRes:
-            weights = parameters_to_ndarrays(ins.parameters)
-            weights, num_examples, metrics = self.numpy_client.fit(weights, ins.config)
-            return FitRes(_OK, ndarrays_to_parameters(weights), num_examples, metrics)
+        return self._answer("fit", self._fit, super().fit, ins)
 
-        return self._answer("fit", fit, partial(super().fit, ins))
+    def _fit(self, ins: FitIns) -> FitRes:
+        weights = parameters_to_ndarrays(ins.parameters)
+        weights, num_examples, metrics = self.numpy_client.fit(weights, ins.config)
+        return FitRes(_OK, ndarrays_to_parameters(weights), num_examples, metrics)
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
-        def evaluate() -> EvaluateRes:
-            weights = parameters_to_ndarrays(ins.parameters)
-            return EvaluateRes(_OK, *self.numpy_client.evaluate(weights, ins.config))
+        return self._answer("evaluate", self._evaluate, super().evaluate, ins)
 
-        return self._answer("evaluate", evaluate, partial(super().evaluate, ins))
+    def _evaluate(self, ins: EvaluateIns) -> EvaluateRes:
+        weights = parameters_to_ndarrays(ins.parameters)
+        return EvaluateRes(_OK, *self.numpy_client.evaluate(weights, ins.config))
 
     def get_parameters(self, ins: GetParametersIns) -> GetParametersRes:
-        def get_parameters() -> GetParametersRes:
-            weights = self.numpy_client.get_parameters(ins.config)
-            return GetParametersRes(_OK, ndarrays_to_parameters(weights))
+        return self._answer("get_parameters", self._get_parameters, super().get_parameters, ins)
 
-        return self._answer("get_parameters", get_parameters, partial(super().get_parameters, ins))
+    def _get_parameters(self, ins: GetParametersIns) -> GetParametersRes:
+        weights = self.numpy_client.get_parameters(ins.config)
+        return GetParametersRes(_OK, ndarrays_to_parameters(weights))
 
     def get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
-        def get_properties() -> GetPropertiesRes:
-            return GetPropertiesRes(_OK, self.numpy_client.get_properties(ins.config))
+        return self._answer("get_properties", self._get_properties, super().get_properties, ins)
 
-        return self._answer("get_properties", get_properties, partial(super().get_properties, ins))
+    def _get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
+        return GetPropertiesRes(_OK, self.numpy_client.get_properties(ins.config))
 
-    def _answer(self, call: str, run: Callable[[], R], refuse: Callable[[], R]) -> R:
+    def _answer(self, call: str, run: Callable[[Ins], Res], refuse: Callable[[Ins], Res], ins: Ins) -> Res:
         """Run one call, or refuse it as Flower does where a client does not implement it.
 
         In a ``start_client`` process a failure is told to the server in a refusal: Flower has no code for
         "failed", and a server counts any code but OK as a failure.
         """
         if not self.numpy_client.implements(call):
-            return refuse()
+            return refuse(ins)
         try:
-            return run()
+            return run(ins)
         except Exception as error:
             if _START_CLIENT_MODULE not in sys.modules:
                 raise  # Flower makes an error message of it, and this process is for this call only
             log(ERROR, "This call failed, the client goes on: %s", error, exc_info=error)
-            refusal = refuse()
+            refusal = refuse(ins)
             refusal.status.message = shortened(f"{type(error).__name__}: {error}")
             return refusal

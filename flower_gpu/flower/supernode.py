@@ -30,8 +30,6 @@ from flower_gpu.flower.waits.wakeup import NodeGroup, Waker, call_after, group_o
 from flower_gpu.options import IDLE_POLL, POLL
 from flower_gpu.workers.forkserver.control import Stays
 
-_REPLY_S: Final = 0.05  # between two looks for the reply, where nobody tells of it
-_REPLY_PART: Final = 0.05  # of the time it has waited already
 # What a part of a reply comes by.
 _REPLY: Final = ((NODE_STATE, "store_message"), (OBJECT_STORE, "put"))
 # What the programs import that Flower starts below a SuperNode.
@@ -60,9 +58,8 @@ def main() -> None:
         if is_on_this_host(sys.argv[1:]):  # over a network, it may be out of reach for a while, and come back
             send_heartbeats_often()
         idle_s = IDLE_POLL.resolve(None, os.environ)
-        loop = SuperNodeLoop(least_s, idle_s, group_of(os.environ))
-        loop.listen()
-        clock = SuperNodeTime(loop, _look_after(CommandFolder()))
+        clock = SuperNodeTime(least_s, idle_s, group_of(os.environ), _look_after(CommandFolder()))
+        clock.listen()
         sys.modules[NODE_LOOP].time = clock  # type: ignore[attr-defined]
         objects.ask_for_many()
         objects.answer_for_many(objects.SUPERNODE)
@@ -107,8 +104,8 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
     return look
 
 
-class SuperNodeLoop:
-    """What the loop of a SuperNode waits for, and whom it wakes.
+class SuperNodeTime:
+    """The module ``time`` for a SuperNode's loop: what the loop waits for, and whom it wakes.
 
     The loop asks its SuperLink for a message, makes a task of it, pulls what is in it, waits for the reply,
     and sends that. The SuperExec is woken when the wait begins: a ClientApp that asks too early for a part
@@ -117,6 +114,7 @@ class SuperNodeLoop:
     ``least_s``, ``idle_s``: the wait between two questions to the SuperLink: the shortest, and the one
     without work.
     ``group``: the SuperNodes that were started with this one.
+    ``before_waiting``: called before each wait.
     ``monotonic``: as in ``time``.
     """
 
@@ -125,20 +123,21 @@ class SuperNodeLoop:
         least_s: float,
         idle_s: float,
         group: NodeGroup | None = None,
+        before_waiting: Callable[[], object] = lambda: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._least_s, self._idle_s = least_s, idle_s
         self._group = group
         self._wake_ups = group.join() if group is not None else None
+        self._before_waiting = before_waiting
         self._monotonic = monotonic
         self._since: float | None = None  # when it began to ask for this message
-        self._waits_for_reply_since: float | None = None
         self._was_woken = False
         self._superexec = Waker()
         self._task_is_new = False
         self._has_part = threading.Event()
+        self._is_told_of_parts = False
         self._thread = threading.current_thread()
-        self._is_told = False
 
     def listen(self) -> None:
         """Have Flower's code in this process tell what it does; another Flower's may not."""
@@ -146,7 +145,7 @@ class SuperNodeLoop:
             call_after(NODE_STATE, "delete_messages", self._group.wake_server)  # the reply has been sent
         is_told = call_after(NODE_STATE, "create_task", self._note_task)
         if is_told and all(call_after(*each, self._has_part.set) for each in _REPLY):
-            self._is_told = True
+            self._is_told_of_parts = True
             self._superexec.announce()
 
     def _note_task(self) -> None:
@@ -157,14 +156,20 @@ class SuperNodeLoop:
         if self._group is not None and not self._was_woken:
             self._group.wake_nodes()
 
-    def wait_for_message(self) -> None:
+    def sleep(self, seconds: float) -> None:
+        """Wait for what Flower waits for when it waits so long."""
+        self._before_waiting()
+        if seconds > _ASKING_S:
+            self._wait_for_message()
+        else:
+            self._wait_for_reply(seconds)
+
+    def _wait_for_message(self) -> None:
         """Wait until it is time to ask for a message."""
         now = self._monotonic()
         if self._since is None:
             self._since = now
-        self._waits_for_reply_since = None
-        waited_s = now - self._since
-        seconds = pace.wait_s(waited_s, self._least_s, self._idle_s)
+        seconds = pace.wait_s(now - self._since, self._least_s, self._idle_s)
         if self._wake_ups is None:
             time.sleep(seconds)
             return
@@ -174,36 +179,17 @@ class SuperNodeLoop:
             # It may be that only others have a message. There is a run, so the next one may be for this node.
             self._since = max(self._since, self._monotonic() - pace.TOLD_S)
 
-    def wait_for_reply(self, longest_s: float) -> None:
+    def _wait_for_reply(self, longest_s: float) -> None:
         """Wait until a part of the reply is there, or this time is over."""
         self._since = None
         if self._task_is_new:
             self._task_is_new = False
             self._superexec.wake()
-        if self._is_told:
+        if self._is_told_of_parts:
             self._has_part.wait(longest_s)
             self._has_part.clear()
-            return
-        now = self._monotonic()
-        if self._waits_for_reply_since is None:
-            self._waits_for_reply_since = now
-        time.sleep(min(longest_s, max(_REPLY_S, _REPLY_PART * (now - self._waits_for_reply_since))))
-
-
-class SuperNodeTime:
-    """The module ``time`` for a SuperNode's loop; ``before_waiting`` is called before each wait."""
-
-    def __init__(self, loop: SuperNodeLoop, before_waiting: Callable[[], object] = lambda: None) -> None:
-        self._loop = loop
-        self._before_waiting = before_waiting
-
-    def sleep(self, seconds: float) -> None:
-        """Wait for what Flower waits for when it waits so long."""
-        self._before_waiting()
-        if seconds > _ASKING_S:
-            self._loop.wait_for_message()
         else:
-            self._loop.wait_for_reply(seconds)
+            time.sleep(longest_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)

@@ -112,8 +112,8 @@ def test_a_supernode_puts_back_what_was_removed(state: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(state)
     folder = commands.CommandFolder().make()
     as_in_supernode = (folder / "python" / "flower-supernode").read_text().splitlines()[0]
-    wait = "from flower_gpu.flower import commands, supernode as own; loop = own.SuperNodeLoop(0.01, 1.0)"
-    wait += "; own.SuperNodeTime(loop, commands.CommandFolder().make).sleep(3.0)"
+    wait = "from flower_gpu.flower import commands, supernode as own; make = commands.CommandFolder().make"
+    wait += "; own.SuperNodeTime(0.01, 1.0, before_waiting=make).sleep(3.0)"
     shutil.rmtree(folder)
     python = [sys.executable, *identity.interpreter_flags()]
     subprocess.run([*python, "-c", f"{as_in_supernode}\n{wait}"], timeout=60, check=True)

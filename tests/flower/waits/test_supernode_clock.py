@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_programs import run_python
 
-from flower_gpu.flower.supernode import SuperNodeLoop, SuperNodeTime, is_on_this_host
+from flower_gpu.flower.supernode import SuperNodeTime, is_on_this_host
 from flower_gpu.flower.waits import pace, wakeup
 
 pytestmark = pytest.mark.timeout(60)
@@ -30,8 +30,7 @@ def test_what_comes_is_noticed_soon_and_without_work_it_asks_rarely(waited_s: fl
 
 def test_without_a_group_a_node_waits_by_the_time_for_which_nothing_came() -> None:
     now_s = 1000.0
-    loop = SuperNodeLoop(0.01, 0.05, monotonic=lambda: now_s)
-    clock = SuperNodeTime(loop)
+    clock = SuperNodeTime(0.01, 0.05, monotonic=lambda: now_s)
     for after_s, least_s in ((0, 0.01), (0.4, 0.02), (100, 0.05)):
         now_s = 1000.0 + after_s
         began_s = time.monotonic()
@@ -69,7 +68,7 @@ def test_nodes_of_a_group_wake_each_other_once() -> None:
 
 
 def test_it_is_the_module_time_otherwise() -> None:
-    assert SuperNodeTime(SuperNodeLoop(0.5, 1.0)).time is time.time
+    assert SuperNodeTime(0.5, 1.0).time is time.time
 
 
 @pytest.mark.parametrize(

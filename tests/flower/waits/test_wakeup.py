@@ -122,11 +122,11 @@ from types import SimpleNamespace
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
 from flower_gpu.flower.waits import wakeup
-from flower_gpu.flower.supernode import SuperNodeLoop
+from flower_gpu.flower.supernode import SuperNodeTime
 
-loop = SuperNodeLoop(1.0, 1.0)
-loop.listen()
-wait_for_reply = loop.wait_for_reply
+clock = SuperNodeTime(1.0, 1.0)
+clock.listen()
+wait_for_reply = clock._wait_for_reply
 wake_ups = wakeup.found()
 state = NodeStateFactory(ObjectStoreFactory()).state()
 
