@@ -91,7 +91,7 @@ def launch(options: LaunchOptions) -> int:
         finally:
             _close(display)
     for pid in supervisor.left:
-        _complain(f"process {pid} could not be ended")
+        _complain(f"process {pid} could not be ended: it hangs in the kernel, as in the driver (see dmesg)")
         code = code or 1
     _conclude(plan, folder, code)
     return code

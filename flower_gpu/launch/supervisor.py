@@ -244,29 +244,24 @@ class Supervisor:
             self._raise_if_stopped()
             self._below()
 
-    def stop(self, *services: Service, grace_s: float = GRACE_S) -> None:
-        """End services in order, and by force where that takes too long or on a second Ctrl-C.
-
-        Without ``services``: all of them, and everything they have started.
-        """
-        stopping = services or tuple(self._services)
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End services and all that they have started; by force after a while, or on a second Ctrl-C."""
         asked_before = len(self._received)
-        for service in stopping:
+        for service in self._services:
             service.send(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while any(service.runs for service in stopping):
+        while any(service.runs for service in self._services):
             remaining = deadline - time.monotonic()
             if remaining <= 0 or len(self._received) > asked_before:
                 break
             select.select([self._wakeup], [], [], remaining)
             self._drain()
-        if not services:
-            if self._programs is not None:
-                self._programs.close()
-            self.left = self._kill_all()
-        for service in stopping:  # without /proc also where all were to be killed
+        if self._programs is not None:
+            self._programs.close()
+        self.left = self._kill_all()
+        for service in self._services:  # without /proc none of them was found
             service.send(signal.SIGKILL)
-            while not services and service.runs and service.pid not in self.left:
+            while service.runs and service.pid not in self.left:
                 time.sleep(0.01)
 
     def _kill_all(self) -> list[int]:
