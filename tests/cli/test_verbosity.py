@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_shell import Shell
-from nvml_stub import GIB, Host
+from nvml_stub import Host
 from run_programs import run_cli, run_python
 
 from flower_gpu.cli import main as cli
@@ -100,22 +100,6 @@ def test_verbose_shows_debug_lines_once_and_on_stderr(command: tuple[str, ...], 
 def test_quiet_leaves_out_that_there_is_nothing(command: tuple[str, ...], shell: Shell) -> None:
     quiet = run(shell, *command, "-q")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
-
-
-def test_quiet_leases_leave_out_the_note_only(
-    shell: Shell, host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from flower_gpu.leases.ledger_folder import LedgerFolder
-
-    shell.on(host).holder("fit of client 0", GIB)
-    alone = LedgerFolder(shell.ledger, "it is this account's alone")
-    monkeypatch.setattr(LedgerFolder, "find", lambda: alone)
-    leases = COMMANDS["leases"]
-    for arguments, has_note in ((["leases"], True), (["leases", "-q"], False)):
-        assert leases.run(build_parser().parse_args(arguments)) == 0
-        shown = capsys.readouterr().out
-        assert ("note: it is this account's alone" in shown) == has_note
-        assert "fit of client 0" in shown
 
 
 def test_quiet_doctor_tells_problems_and_the_sum(shell: Shell) -> None:
