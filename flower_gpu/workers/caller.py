@@ -181,7 +181,7 @@ class Line:
                     self._end_worker()
             else:
                 self._calls += 1
-            self.call_s, self.had_imports = time.monotonic() - began, seen.had_imports
+            self.call_s, self.had_imports = time.monotonic() - began, bool(seen.imported)
             self.peak_bytes = max(self.peak_bytes, seen.peak_bytes)
             outcome = None
             if seen.has_result:

@@ -157,23 +157,30 @@ class ImportTime:
 
 
 class ImportedModules:
-    """Which modules a call has imported, told now and then."""
+    """Which modules a worker had to import, told to its caller now and then.
 
-    def __init__(self, tell: Callable[[], object]) -> None:
-        self._tell = tell
-        self._count = len(sys.modules)
+    ``names`` returns all that it had to by now.
+    """
+
+    def __init__(self, names: Callable[[], list[str]], send: Callable[[dict[str, Any]], None]) -> None:
+        self._names = names
+        self._send = send
+        self._told_count = self._count()
         self._told_at = 0.0
 
     def look(self, _: str) -> None:
-        """Tell it, if it is something else than the last time, and that was not just now."""
+        """Tell it, unless it was told just now."""
         if time.monotonic() - self._told_at >= _TELL_S:
             self.tell()
 
     def tell(self) -> None:
-        """Tell it, if it is something else than the last time."""
-        if len(sys.modules) != self._count:
-            self._count, self._told_at = len(sys.modules), time.monotonic()
-            self._tell()
+        """Tell it, if it is more than the last time."""
+        if self._count() != self._told_count:
+            self._told_count, self._told_at = self._count(), time.monotonic()
+            self._send({"event": "imported", "names": self._names()})
+
+    def _count(self) -> int:
+        return len(sys.modules) + len(facts.imported_by_forks or ())
 
 
 def note_imported(names: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -48,10 +48,11 @@ class Process(Protocol):
         """Whether it is gone; its pid is still its own."""
         ...
 
-    def reap(self) -> int | None:
+    def reap(self, imported: Sequence[str]) -> int | None:
         """Give its pid back, once it has exited, and return the exit status (``-n`` for signal ``n``).
 
         None where somebody else took the status: the program ignores SIGCHLD, or waits for every child.
+        ``imported``: what it had to import; a fork server has that for the next ones.
         """
         ...
 
@@ -88,7 +89,7 @@ class OwnChild:
             self._exited = True
         return self._exited
 
-    def reap(self) -> int | None:
+    def reap(self, _: Sequence[str] = ()) -> int | None:
         """Give its pid back and return the exit status, where it is known."""
         with suppress(ChildProcessError):
             self._reap()

@@ -55,8 +55,8 @@ class CallWatch:
     sys_exit: str = ""
     #: Seconds that it has been importing, at least.
     import_s: float = 0.0
-    #: Whether these were libraries that its fork server did not have.
-    had_imports: bool = False
+    #: The modules that its worker had to import by now, if it told more of them during the call.
+    imported: list[str] = field(default_factory=list)
     peak_bytes: int = 0
 
     @property
@@ -98,8 +98,8 @@ class CallWatch:
         elif kind == "sys_exit":
             self.sys_exit = str(event["where"])
         elif kind == "imported":
-            self.had_imports = bool(event["names"])
-            note_imported(event["names"])
+            self.imported = event["names"]
+            note_imported(self.imported)
         elif kind == "set_too_late":
             self.set_too_late = event["variables"]
         elif self.on_event is not None:
@@ -121,6 +121,7 @@ class StartedWorker:
             self._end_left()
             raise
         self._seen: CallWatch | None = None
+        self._imported: list[str] = []  # before the last call
         self._streams: dict[int, Stream] = {}
         self._calls = self._lines.calls.fileno()
         self._pidfd = _open_pidfd(self.pid)
@@ -140,6 +141,11 @@ class StartedWorker:
         """What can be read once it is gone."""
         return self._pidfd if self._pidfd >= 0 else self._calls
 
+    @property
+    def imported(self) -> list[str]:
+        """The modules that it had to import, as far as it has told."""
+        return (self._seen.imported if self._seen is not None else []) or self._imported
+
     def has_exited(self) -> bool:
         """Whether it is gone; its pid is still its own."""
         return self._process.has_exited()
@@ -158,7 +164,7 @@ class StartedWorker:
 
     def watch(self, seen: CallWatch, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
         """Wait for the end of the worker, or for the result where it stays; or for a limit or an order."""
-        self._seen = seen
+        self._seen, self._imported = seen, self.imported
         for descriptor, target in ((self._lines.stdout, sys.stdout), (self._lines.stderr, sys.stderr)):
             self._streams[descriptor] = Stream(descriptor, output_of(seen.call, target, seen.tail))
         order = -1 if stopped_by is None else stopped_by.descriptor
@@ -203,7 +209,7 @@ class StartedWorker:
         finally:
             self._end_group()  # before its pid is free for others
             socket_folder.remove(self.pid)
-            exitcode = self._process.reap()
+            exitcode = self._process.reap(self.imported)
         if self._seen is not None:
             self._seen.exitcode = exitcode
             self._seen.peak_bytes = max(self._seen.peak_bytes, self._process.peak_bytes)

@@ -244,9 +244,7 @@ class _Calls:
     def _outcome(self, message: Mapping[str, Any], files: Mapping[str, int]) -> Outcome | None:
         with ExitStack() as seen:
             if (imported := self._origin.imported) is not None:
-                modules = events.ImportedModules(
-                    lambda: self._send({"event": "imported", "names": imported()})
-                )
+                modules = events.ImportedModules(imported, self._send)
                 seen.enter_context(events.imports_seen_by(modules.look))
                 seen.callback(modules.tell)
             return self._run(message, files)

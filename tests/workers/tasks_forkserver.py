@@ -76,14 +76,6 @@ def uses_in_fork(*modules: str) -> list[list[bool]]:
     return [caller.run(Call(uses, modules[: count + 1]), methods.FORK) for count in range(len(modules))]
 
 
-def imports_without_descriptors(folder: str, module: str) -> None:
-    os.closerange(3, 256)
-    files = [(Path(folder) / str(number)).open("w") for number in range(60)]
-    import_module(module)
-    for file in files:
-        file.close()
-
-
 def variables(*names: str) -> list[str | None]:
     return [os.environ.get(name) for name in names]
 

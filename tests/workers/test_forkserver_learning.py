@@ -124,14 +124,6 @@ class TestLibraries:
             until_only(lambda status: "slow" in status.libraries)
             assert caller.call("tasks_forkserver:uses", "slow", timeout_s=60) == [True]
 
-    def test_a_task_that_closes_all_descriptors_and_opens_its_own_keeps_them(
-        self, python: str, tmp_path: Path
-    ) -> None:
-        """What a worker imports is not written into a file of the task's."""
-        with Client(python) as caller, pytest.raises(forkservers.CallError, match="WorkerDiedError"):
-            caller.call("tasks_forkserver:imports_without_descriptors", str(tmp_path), "harmless_too")
-        assert {path.read_text() for path in tmp_path.iterdir()} == {""}
-
     def test_a_process_can_have_it_learn_before_its_first_call(self, python: str) -> None:
         names = ("harmless_too", "harmless_too.VALUE", "nowhere", "starts_thread", "tasks_forkserver", "")
         with Client(python) as caller:

@@ -152,10 +152,10 @@ class Forked:
         """Whether it is gone; its pid is still its own."""
         return messages.can_be_read(self.pidfd, 0)
 
-    def reap(self) -> int | None:
+    def reap(self, imported: Sequence[str] = ()) -> int | None:
         """Give its pid back and return the exit status; None where the server is gone that knew it."""
         try:
-            answer = self._place.ask({"op": "reap"})
+            answer = self._place.ask({"op": "reap", "imported": list(imported)})
         except Gone:
             return None
         finally:

@@ -84,7 +84,6 @@ class Session:
     label: str = ""  # what it does
     has_forked: bool = False  # whether there was one
     own: int = -1  # memory file with what only workers are to know
-    imported: int = -1  # memory file in which the worker tells what it had to import, or -1
     stays: bool = False  # whether this is no call, but a process that may have some
 
     def close(self) -> None:
@@ -92,11 +91,11 @@ class Session:
         self.connection.close()
         for descriptor in self.files() - {-1}:
             os.close(descriptor)
-        self.folder = self.own = self.imported = -1
+        self.folder = self.own = -1
 
     def files(self) -> set[int]:
         """Return its descriptors but for the connection; -1 for what is not there."""
-        return {self.folder, self.own, self.imported}
+        return {self.folder, self.own}
 
 
 class ChildWatch:

@@ -288,10 +288,6 @@ def _is_ours(name: str) -> bool:
     return name.partition(".")[0] == _PACKAGE
 
 
-#: Of the memory file in which a worker writes what it had to import.
-REPORT_NAME = "flower-gpu-imported"
-
-
 class Learning:
     """Collects what workers had to import, and what of it the server ``name`` has by now.
 
@@ -331,34 +327,17 @@ class Learning:
             import_all(names)
         self._take_over(names)
 
-    def report(self, count: int, report: int) -> None:
-        """Write down, in a worker, what it had to import since there were ``count`` modules.
-
-        And what forks of it had to. In the place of what it has written before.
-        """
-        with suppress(OSError):  # the task has closed all descriptors
-            if not os.readlink(f"/proc/self/fd/{report}").startswith(f"/memfd:{REPORT_NAME}"):
-                return  # and has opened a file of its own
-            names = dict.fromkeys([*self.imported(count), *(facts.imported_by_forks or ())])
-            data = json.dumps(list(names)).encode()
-            os.pwrite(report, data, 0)
-            os.ftruncate(report, len(data))
-
     def imported(self, count: int) -> list[str]:
-        """Return what this worker had to import since there were ``count`` modules."""
-        return imported_since(count, self._folders)
-
-    def take(self, report: int, *whose: int | str) -> None:
-        """Read what a worker has written down. ``whose``: its caller, and what kind of call it was."""
-        if size := os.fstat(report).st_size:
-            with suppress(ValueError):  # it was killed while writing
-                self._note(json.loads(os.pread(report, size, 0)), whose)
+        """Return what this worker, and forks of it, had to import since there were ``count`` modules."""
+        own = imported_since(count, self._folders)
+        return list(dict.fromkeys([*own, *(facts.imported_by_forks or ())]))
 
     def ask(self, names: Sequence[str], *whose: int | str) -> None:
-        """Note what workers are about to import; only installed libraries count. ``whose``: as above."""
-        self._note([name for name in names if is_installed(name, self._folders)], whose)
+        """Note what workers are about to import; only installed libraries count."""
+        self.note([name for name in names if is_installed(name, self._folders)], *whose)
 
-    def _note(self, names: Sequence[str], whose: Sequence[int | str]) -> None:
+    def note(self, names: Sequence[str], *whose: int | str) -> None:
+        """Note what a worker had to import. ``whose``: its caller, and what kind of call it was."""
         self._reported = list(dict.fromkeys([*self._reported, *names]))
         self._reporters.update(whose)
 

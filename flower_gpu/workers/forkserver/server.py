@@ -17,15 +17,16 @@ from functools import partial
 from typing import Any, NoReturn
 
 from flower_gpu import __version__, frameworks
+from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.cuda_answers import ANSWERS
-from flower_gpu.workers import events, interpreter, messages, socket_folder, threads
+from flower_gpu.workers import interpreter, messages, socket_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
 from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.workers.forkserver.forking import READY, Become, Loop, Session, Start, become, describe
 from flower_gpu.workers.forkserver.identity import Inherited
-from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
+from flower_gpu.workers.forkserver.libraries import Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, die_with_the_caller, end_with_parent, explained
 from flower_gpu.workers.native import release_openmp_threads
 from flower_gpu.workers.own_process import facts
@@ -213,7 +214,7 @@ class Server:
             self._be_program(session, message, *descriptors)
 
         def fork() -> int:
-            kept = {session.imported, session.folder, session.own, *descriptors}
+            kept = {session.folder, session.own, *descriptors}
             return self._derive(kept, begin)
 
         return self._forked(session, message, fork)
@@ -223,8 +224,6 @@ class Server:
             raise ValueError("fork without open")
         if session.has_forked and (self._draining or not self._is_as_it_was()):
             raise messages.Gone("another server is better by now")
-        if session.imported < 0 and not session.record["is_confined"]:  # what that writes is not read here
-            session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
         threads.prepare(session.record["threads"])
         session.label, session.has_forked = message["label"], True
@@ -235,14 +234,14 @@ class Server:
         self._loop.forked()
         return {"pid": session.pid}
 
-    def _on_reap(self, session: Session, _: _Message, __: list[int]) -> _Answer:
+    def _on_reap(self, session: Session, message: _Message, _: list[int]) -> _Answer:
         """Give the pid of a worker that has exited back, and tell how it ended."""
         if session.pid < 0:
             raise ValueError("reap without fork")
         status, usage = os.wait4(session.pid, 0)[1:]
         session.pid = -1
         self._end_sessions()  # also of what has left the worker's group only now
-        self._take_imported(session)
+        self._learning.note(message["imported"], session.caller, session.record["kind"])
         self._grow()
         return {"exitcode": os.waitstatus_to_exitcode(status), "peak_bytes": usage.ru_maxrss << 10}
 
@@ -308,9 +307,8 @@ class Server:
 
     def _work(self, session: Session, ends: child.Ends) -> None:
         """Be a worker (in the fork)."""
-        imported = session.imported
         adopt_orphans()  # while this process lives, what it has started stays below it
-        self._leave_parent({imported, session.folder, session.own, *ends.all()})
+        self._leave_parent({session.folder, session.own, *ends.all()})
         own = self._take_over(session)
         frameworks.seed_fork()
         sys.argv[:] = ["-c", f"flower-gpu: {session.label}"]
@@ -319,22 +317,25 @@ class Server:
             set_too_late=self._use.set_too_late,
             imported=partial(self._learning.imported, self._modules),
         )
-        report = partial(self._learning.report, self._modules, imported)
         facts.imported_by_forks = {}
-        with events.imports_seen_by(events.ImportedModules(report).look):
-            child.forked(ends, origin)
-        report()
+        child.forked(ends, origin)
         child.leave()
 
     def _be_program(self, session: Session, message: _Message, life: int, *streams: int) -> NoReturn:
         """Be a program (in the fork)."""
-        report = partial(self._learning.report, self._modules, session.imported)
         self._take_over(session)
         die_with_the_caller(life)
         adopt_orphans()  # while this process lives, what it has started stays below it
         interpreter.begin(message["argv"], streams, interpreter.with_all_cores(os.environ))
-        with events.imports_seen_by(events.ImportedModules(report).look):
-            interpreter.run_to_end(lambda: load_task(message["function"])(), report)
+        tell = partial(self._tell_imported, session.record["kind"])
+        interpreter.run_to_end(lambda: load_task(message["function"])(), tell)
+
+    def _tell_imported(self, kind: str) -> None:
+        """Tell the server what this program had to import (in the fork)."""
+        names = self._learning.imported(self._modules)
+        with suppress(messages.Gone, ConfigError), sockets.connect(self._start.name, _TICK_S) as connection:
+            messages.send(connection, {"op": "learn", "names": names, "kind": kind})
+            messages.receive_answer(connection)
 
     def _take_over(self, session: Session) -> dict[str, Any]:
         """Take over what the caller has (in the fork); returns what only forks are to know."""
@@ -345,19 +346,11 @@ class Server:
         ANSWERS.ask_cuda()
         return own
 
-    def _take_imported(self, session: Session) -> None:
-        """Read what a worker had to import; those that come for the same will wait until it is here."""
-        if session.imported >= 0:
-            self._learning.take(session.imported, session.caller, session.record["kind"])
-            os.close(session.imported)
-            session.imported = -1
-
     def _forget(self, session: Session) -> None:
         """Drop a connection whose other end is gone; the kernel ends its worker."""
         self._selector.unregister(session.connection)
         del self._sessions[session.connection.fileno()]
         if session.pid >= 0:
-            self._take_imported(session)
             self._orphans.add(session.pid)
             self._on_signal()  # it may have been a zombie for long
         session.close()
