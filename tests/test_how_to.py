@@ -23,11 +23,11 @@ REPOSITORY = PAGES.parents[1]
 INSTALL = {"cluster.md", "lora.md", "ray.md", "tensorflow-and-jax.md", "trackers.md"}
 #: Where the first command runs; these tests take it from the page.
 ELSEWHERE = {
-    "confine.md": "tests/flower/supernode/test_supernode_pages.py",
+    "confine.md": "tests/flower/supernode/test_confined_apps.py",
     "from-start-client.md": "tests/test_first_pages.py",
     "keys.md": "tests/launch/keyed_superlink.py",
     "simulate.md": "tests/test_simulate_docs.py",
-    "supernodes.md": "tests/flower/supernode/test_supernode_pages.py",
+    "supernodes.md": "tests/flower/supernode/test_confined_apps.py",
 }
 #: Flower's own command, with options of ours: they are read here.
 READ = {"existing-app.md"}

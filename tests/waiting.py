@@ -11,8 +11,9 @@ T = TypeVar("T")
 
 def until(condition: Callable[[], T], what: object = "", timeout_s: float = 120.0) -> T:
     """Wait until a condition gives something true, and return that; fail after more than enough time."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.01)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(min(max(0.01, waited_s / 20), 0.1))  # a look may cost much: at all processes
     return found

@@ -26,6 +26,14 @@ from waiting import until
 from flower_gpu.launch import ports
 from flower_gpu.workers.forkserver.identity import script_folders
 
+#: `flower-gpu` whose SuperNodes ask again after a second where their keys are not registered.
+SOON_AGAIN = """
+import sys
+from flower_gpu.cli import main, supernode
+supernode._TURNED_AWAY_PAUSE_S = 1.0
+sys.exit(main.main(sys.argv[1:]))
+"""
+
 
 @dataclass(frozen=True)
 class SuperLink:
@@ -51,7 +59,7 @@ class SuperLink:
         words = shlex.split(re.sub(r"--count \d+", "--count 2", line))
         with said.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "flower_gpu.cli", *words[1:]],
+                [sys.executable, "-P", "-c", SOON_AGAIN, *words[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -1,4 +1,4 @@
-"""Two simulations in a script, with everything defined in it. Argument: a folder for what happened."""
+"""A simulation in a script, with everything defined in it. Argument: a folder for what happened."""
 
 import json
 import os
@@ -9,11 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerAppComponents, ServerConfig
-from flwr.server import strategy as legacy
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
@@ -22,7 +18,6 @@ from flower_gpu import gpu_mod
 
 CLIENTS = 4
 FOLDER = Path(sys.argv[1])
-TABLE = {1: {"gpu_memory": "3GiB"}, 2: {"gpu_memory": "9GiB"}}
 
 
 def note(name, **what):
@@ -63,7 +58,14 @@ def calls_counted(context):
 def train(message, context):
     partition, server_round = context.node_config["partition-id"], message.content["config"]["server-round"]
     count = calls_counted(context)
-    note("trains", pid=os.getpid(), partition=partition, loaded_by=Loaded.by, count=count)
+    note(
+        "trains",
+        pid=os.getpid(),
+        partition=partition,
+        loaded_by=Loaded.by,
+        count=count,
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
     if server_round == 2:
         if partition == 1:
             raise ValueError(f"client {partition} has no data")
@@ -106,45 +108,6 @@ def main(grid, context):
             note("server", **dict(reply.content["answer"]))
 
 
-class Client(NumPyClient):
-    def __init__(self, context):
-        self.context = context
-
-    def fit(self, weights, config):
-        note("fits", pid=os.getpid(), visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return [array + 1 for array in weights], 1, {"calls": calls_counted(self.context)}
-
-    def evaluate(self, weights, config):
-        return float(weights[0].mean()), 1, {"pid": os.getpid()}
-
-
-client_app = ClientApp(
-    client_fn=lambda context: Client(context).to_client(), mods=[gpu_mod(gpu_memory="2GiB", resources=TABLE)]
-)
-
-
-class Strategy(legacy.FedAvg):
-    def aggregate_fit(self, server_round, results, failures):
-        calls = [result.metrics["calls"] for _, result in results]
-        note("legacy", round=server_round, calls=calls, failures=len(failures))
-        return super().aggregate_fit(server_round, results, failures)
-
-    def aggregate_evaluate(self, server_round, results, failures):
-        note("legacy", round=server_round, losses=[result.loss for _, result in results])
-        return super().aggregate_evaluate(server_round, results, failures)
-
-
-def server_fn(context):
-    strategy = Strategy(
-        initial_parameters=ndarrays_to_parameters([np.zeros(4, np.float32)]),
-        min_fit_clients=CLIENTS,  # or it begins with those that are there already
-        min_evaluate_clients=CLIENTS,
-        min_available_clients=CLIENTS,
-    )
-    return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
-
-
 if __name__ == "__main__":
     backend = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, app, CLIENTS, backend_config=backend)
-    run_simulation(ServerApp(server_fn=server_fn), client_app, CLIENTS, backend_config=backend)

@@ -31,7 +31,7 @@ def test_six_supernodes_with_three_requests_of_which_three_fail_in_the_first_rou
     with host.observed() as seen:
         done = launcher(tmp_path)(
             FOLDER / "leases_app",
-            *("--clients", "6", "--timeout-s", "25"),
+            *("--clients", "6", "--timeout-s", "15"),
             command=[sys.executable, str(FOLDER / "mod_launcher.py")],
             # The app imports the stub, to use what it has leased.
             env={
@@ -51,7 +51,7 @@ def test_six_supernodes_with_three_requests_of_which_three_fail_in_the_first_rou
     assert "train of client 1: ValueError: the data are gone" in log
     assert "train of client 2: the worker (pid " in log and "was killed by SIGKILL (9)" in log
     assert "these are the last words" in log
-    assert "train of client 3: no result within timeout_s=25" in log
+    assert "train of client 3: no result within timeout_s=15" in log
     # The state of the failed calls was not taken over: their next round is their first.
     assert f"round 2: state has counted {(3 * 2 + 3 * 1) / 6:.4f} rounds" in log
 

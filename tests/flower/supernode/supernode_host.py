@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ from flower_gpu.workers.forkserver.identity import script_folders
 
 APP = Path(__file__).parent / "unchanged_app"
 
-_COMMAND = (sys.executable, "-P", "-m", "flower_gpu.cli")
+#: `flower-gpu`. Other flags of Python would mean other fork servers.
+COMMAND = (sys.executable, "-P", "-m", "flower_gpu.cli")
 
 
 class Message(NamedTuple):
@@ -92,8 +93,30 @@ class Federation:
         if kind is None:
             assert not left, left
         elif error is not None:
-            logs = sorted([*self.folder.glob("*.log"), *self.folder.glob("runs/*/*.log")])
-            error.add_note("\n".join(f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs))
+            error.add_note(self._ends_of_logs())
+
+    @contextmanager
+    def one_test(self) -> Iterator[None]:
+        """For several tests with one SuperLink: what is started in this block ends with it.
+
+        Pauses and trace are of this block alone.
+        """
+        there = len(self._processes)
+        self.pauses, self.trace = (self.folder / f"{name}-{there}" for name in ("pauses", "trace"))
+        for made in (self.pauses, self.trace):
+            made.mkdir(mode=0o700)
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(self._ends_of_logs())
+            raise
+        finally:
+            for process in reversed(self._processes[there:]):
+                process.end()
+
+    def _ends_of_logs(self) -> str:
+        logs = sorted([*self.folder.glob("*.log"), *self.folder.glob("runs/*/*.log")])
+        return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Process:
         """Start a process of this host."""
@@ -103,7 +126,7 @@ class Federation:
 
     def supernodes(self, count: int, *options: str, flower: tuple[str, ...] = ()) -> Process:
         """Start `flower-gpu supernode --count N`; their trace is in the folder of their logs."""
-        command = (*_COMMAND, "supernode", "--count", str(count), *options, "--log-dir", str(self.runs))
+        command = (*COMMAND, "supernode", "--count", str(count), *options, "--log-dir", str(self.runs))
         return self.start(f"supernodes-{len(self._processes)}", *command, "--", *self._flower, *flower)
 
     def supernode(self, *options: str, node_config: str, env: Mapping[str, str] | None = None) -> Process:
@@ -112,11 +135,11 @@ class Federation:
         flower = (*self._flower, "--port", port, "--node-config", node_config)
         name = f"supernode-{len(self._processes)}"
         env = {"FLOWER_GPU_RUN_DIR": str(self.trace), **(env or {})}
-        return self.start(name, *_COMMAND, "supernode", *options, "--", *flower, env=env)
+        return self.start(name, *COMMAND, "supernode", *options, "--", *flower, env=env)
 
     def users_of_fork_servers(self) -> int:
         """Return how many processes the fork servers of this host stay for."""
-        command = [*_COMMAND, "workers", "status"]
+        command = [*COMMAND, "workers", "status"]
         done = run_programs.run(command, env=self.env)
         return sum(map(int, re.findall(r"used by (\d+) process", done.stdout)))
 

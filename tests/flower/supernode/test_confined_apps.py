@@ -1,9 +1,11 @@
-"""A hostile app under ``flower-gpu supernode --confine``, and the same app without it."""
+"""Apps under ``flower-gpu supernode --confine``: a hostile one, and an ordinary one with its data named."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,19 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from how_to_pages import first_command
 from live_processes import processes_with
-from supernode_host import Federation
+from run_programs import run_python
+from supernode_host import COMMAND, Federation, results_of
 from waiting import until
 
 import flower_gpu
+from flower_gpu.launch import ports
 from flower_gpu.workers import confinement
 
 pytestmark = [
+    pytest.mark.e2e,
     pytest.mark.timeout(300),
     pytest.mark.skipif(confinement.problem() is not None, reason=f"no confinement: {confinement.problem()}"),
 ]
 
 HOSTILE = Path(__file__).parent / "hostile_app"
+CONFINED = ("--confine", "--gpu", "never")
+TRY = """
+import json, sys
+from hostile_app.attempts import attempts
+print(json.dumps(attempts(json.load(open(sys.argv[1])))))
+"""
 
 #: What is not refused, by the lines of the list that `--confine` prints.
 ALLOWED = {
@@ -57,6 +70,14 @@ POSSIBLE = {
 }
 
 
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """A SuperLink, and one fork server for all SuperNodes of these tests."""
+    with Federation(tmp_path_factory.mktemp("confined")) as found:
+        (found.folder / "data").mkdir()
+        yield found
+
+
 @contextmanager
 def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
     """Yield what there is on this host that no app should get at."""
@@ -71,6 +92,11 @@ def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
     shared = Path(f"/dev/shm/flower-gpu-test-{os.getpid()}")
     shared.write_text("somebody's")
     abstract = f"flower-gpu-test-{os.getpid()}"
+    ledger = Path(fed.host.env["FLOWER_GPU_LEDGER_DIR"])
+    leases, mutex = ledger / f"flower-gpu-leases-{os.getuid()}", ledger / "flower-gpu-leases.mutex"
+    leases.mkdir(exist_ok=True)
+    mutex.touch()
+    (home / "s").unlink(missing_ok=True)
     with ExitStack() as stack:
         stack.callback(shared.unlink)
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -92,8 +118,8 @@ def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
             "key": str(home / "node.key"),
             "victims": [str(home / f"victim-{number}") for number in range(3)],
             "ssh": str(ssh / "id_ed25519"),
-            "ledger": str(next(Path(fed.host.env["FLOWER_GPU_LEDGER_DIR"]).glob("flower-gpu-leases-*/"))),
-            "mutex": str(Path(fed.host.env["FLOWER_GPU_LEDGER_DIR"]) / "flower-gpu-leases.mutex"),
+            "ledger": str(leases),
+            "mutex": str(mutex),
             "state": str(fed.state / f"flower-gpu-{os.getuid()}"),
             "package": flower_gpu.__file__,
             "port": listening.getsockname()[1],
@@ -108,52 +134,70 @@ def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
         }
 
 
-def found_by(fed: Federation, leaves: bool, *options: str) -> tuple[dict[str, str], str]:
-    """Return what the app could do under SuperNodes with these options, and what they have printed."""
-    (fed.folder / "data").mkdir()
-    nodes = fed.supernodes(1, *options)
-    until(lambda: (fed.state / f"flower-gpu-{os.getuid()}").exists(), "the state folder is there")
-    made = Path(fed.host.env["FLOWER_GPU_LEDGER_DIR"])
-    (made / f"flower-gpu-leases-{os.getuid()}").mkdir(exist_ok=True)
-    (made / "flower-gpu-leases.mutex").touch()
-    with targets(fed, leaves) as given:
-        told = fed.folder / "targets.json"
-        told.write_text(json.dumps(given))
-        run = fed.run(HOSTILE, targets=str(told), found=str(fed.folder / "found.json"))
+def told(fed: Federation, given: dict[str, Any]) -> str:
+    path = fed.folder / "targets.json"
+    path.write_text(json.dumps(given))
+    return str(path)
+
+
+def test_a_confined_app_gets_at_nothing_but_what_is_listed(fed: Federation) -> None:
+    state = fed.state / f"flower-gpu-{os.getuid()}"
+    with fed.one_test():
+        nodes = fed.supernodes(1, *CONFINED, "--data-dir", str(fed.folder / "data"))
+        until(state.exists, "the state folder is there")
+        with targets(fed, leaves=True) as given:
+            found_file = fed.folder / "found.json"
+            run = fed.run(HOSTILE, targets=told(fed, given), found=str(found_file))
+            assert run.wait(200) == 0, run.output
+        [found] = json.loads(found_file.read_text())
+        assert "error" not in found, found
+    own, left = found.pop("own"), json.loads(found.pop("left"))
+    assert len(left) >= 2, left
+    could = {name for name, how in found.items() if how == "done"}
+    assert could <= set(ALLOWED), found
+    for name in could:
+        assert ALLOWED[name] in nodes.output, (name, nodes.output)
+    assert set(POSSIBLE) <= set(found)
+    assert "not for apps" not in json.dumps(found)
+    # What it left is gone, and nothing else is.
+    folder = Path(json.loads(own))
+    assert folder.parent.parent == state / "confined"
+    assert not list(folder.parent.parent.iterdir())
+    until(lambda: not processes_with("TMPDIR", folder), "the processes that were left have ended")
+    until(lambda: not list((state / "sockets").iterdir()), "so are the folders of sockets")
+    outside = fed.folder / "outside"
+    assert {path.name for path in outside.iterdir()} == {
+        *("secret", "data-of-client-1", "node.key", "victim-0", "victim-1", "victim-2", "s")
+    }
+    assert {path.read_text() for path in outside.glob("victim-*")} == {"not for apps"}
+
+
+def test_the_attempts_are_real_ones(fed: Federation) -> None:
+    """A process of the account that is not confined succeeds."""
+    with targets(fed, leaves=False) as given:
+        env = {**fed.env, "PYTHONPATH": str(HOSTILE)}
+        done = run_python(TRY, told(fed, given), env=env)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name: found[name] for name in POSSIBLE if found[name] != "done"} == {}
+
+
+def test_nodes_that_are_started_as_the_pages_say_train(fed: Federation) -> None:
+    """One of them is confined, with its data named."""
+    labels = torch.arange(64) % 4
+    for partition in range(2):
+        torch.save((torch.eye(4).repeat(1, 4)[labels], labels), fed.folder / "data" / f"{partition}.pt")
+    with fed.one_test():
+        for page in ("supernodes.md", "confine.md"):
+            port = str(ports.free_ports(1)[0])
+            line = first_command(page, superlink=f"127.0.0.1:{fed.port}", port=port, data="data")
+            if page == "confine.md":
+                line += f" --port {port} --node-config partition-id=1"
+            node = fed.start(page, *COMMAND, *shlex.split(line)[1:])
+        run = fed.run(data_folder=str(fed.folder / "data"), num_server_rounds=2)
         assert run.wait(200) == 0, run.output
-        replies = json.loads((fed.folder / "found.json").read_text())
-    output = nodes.output
-    nodes.end()
-    assert "error" not in replies[0], replies[0]
-    return replies[0], output
-
-
-def test_a_confined_app_gets_at_nothing_but_what_is_listed(tmp_path: Path) -> None:
-    with Federation(tmp_path) as fed:
-        data = str(fed.folder / "data")
-        found, output = found_by(fed, True, "--confine", "--data-dir", data, "--gpu", "never")
-        own, left = found.pop("own"), json.loads(found.pop("left"))
-        assert len(left) >= 2, left
-        could = {name for name, how in found.items() if how == "done"}
-        assert could <= set(ALLOWED), found
-        for name in could:
-            assert ALLOWED[name] in output, (name, output)
-        assert set(POSSIBLE) <= set(found)
-        assert "not for apps" not in json.dumps(found)
-        # What it left is gone, and nothing else is.
-        folder, state = Path(json.loads(own)), fed.state / f"flower-gpu-{os.getuid()}"
-        assert folder.parent.parent == state / "confined"
-        assert not list(folder.parent.parent.iterdir())
-        until(lambda: not processes_with("TMPDIR", folder), "the processes that were left have ended")
-        until(lambda: not list((state / "sockets").iterdir()), "so are the folders of sockets")
-        outside = fed.folder / "outside"
-        assert {path.name for path in outside.iterdir()} == {
-            *("secret", "data-of-client-1", "node.key", "victim-0", "victim-1", "victim-2", "s")
-        }
-        assert {path.read_text() for path in outside.glob("victim-*")} == {"not for apps"}
-
-
-def test_the_same_app_without_confinement(tmp_path: Path) -> None:
-    with Federation(tmp_path) as fed:
-        found, _ = found_by(fed, False, "--gpu", "never")
-        assert {name: found[name] for name in POSSIBLE if found[name] != "done"} == {}
+        for server_round in (1, 2):
+            assert results_of(run, server_round) == ("2 results and 0 failures", [])
+        losses = [float(loss) for loss in re.findall(r"'train_loss': ([0-9.]+)", run.server_output)]
+        assert losses[0] > losses[1], run.server_output
+        assert f"apps are confined; they may also read {fed.folder / 'data'}. " in node.output
