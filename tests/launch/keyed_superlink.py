@@ -26,11 +26,11 @@ from waiting import until
 from flower_gpu.launch import ports
 from flower_gpu.workers.forkserver.identity import script_folders
 
-#: `flower-gpu` whose SuperNodes ask again after a second where their keys are not registered.
+#: `flower-gpu` whose SuperNodes ask again after 3 s where their keys are not registered.
 SOON_AGAIN = """
 import sys
 from flower_gpu.cli import main, supernode
-supernode._TURNED_AWAY_PAUSE_S = 1.0
+supernode._TURNED_AWAY_PAUSE_S = 3.0
 sys.exit(main.main(sys.argv[1:]))
 """
 

@@ -53,7 +53,6 @@ def test_nodes_are_let_in_once_their_keys_are_registered_as_is_said(
             superlink.flwr(command)
         told = [*(f"\nSuperNode {number} is let in\n" for number in range(2)), "2 of 2 SuperNodes\n"]
         until(lambda: [said.read_text().count(text) for text in told] == [1] * 3, "both are let in", 180)
-        until(lambda: statuses(superlink) == ["online"] * 2, "which the SuperLink says, too", 60)
 
         # The SuperLink takes one that was killed for connected still; it comes back as the same node.
         before = {node["node-id"] for node in superlink.nodes()}
@@ -66,7 +65,6 @@ def test_nodes_are_let_in_once_their_keys_are_registered_as_is_said(
         # Between the two it is offline, for less than a look at the SuperLink may take.
         until(lambda: entries(tmp_path, "supernode-1") > entered, "the SuperLink lets it in again", 240)
         until(lambda: said.read_text().count(told[1]) == 2, "which is said again", 60)
-        until(lambda: statuses(superlink) == ["online"] * 2, "both are there", 120)
         assert {node["node-id"] for node in superlink.nodes()} == before
 
         process.send_signal(signal.SIGINT)
@@ -83,7 +81,3 @@ def starts(folder: Path, log: str) -> int:
 
 def entries(folder: Path, log: str) -> int:
     return sum(path.read_text().count("SuperNode ID:") for path in folder.glob(f"runs/*/{log}.log"))
-
-
-def statuses(superlink: SuperLink) -> list[object]:
-    return sorted(str(node["status"]) for node in superlink.nodes())

@@ -60,25 +60,20 @@ def test_what_is_named_reaches_the_messages(home: Path) -> None:
     ("line", "text"),
     [
         ("--data-dir {home}/data", "--data-dir goes with --confine"),
-        ("--allow-connect 443", "--allow-connect goes with --confine"),
         ("--confine --data-dir {home}/nothing", "there is no such folder"),
         ("--confine -- --allow-runtime-dependency-installation", "--confine cannot be used with"),
-        ("--confine --write-dir {home}/keys/node", "there is no such folder"),
         ("--confine --data-dir {home}", "what Flower keeps of this account"),
         ("--confine --data-dir /", "Name a folder that holds data alone"),
         ("--confine --data-dir {home}/keys -- --auth-supernode-private-key {home}/keys/node", "a key of"),
-        ("--confine --data-dir {home}/keys -- --auth-supernode-private-key={home}/keys/node", "a key of"),
         ("--confine --write-dir {prefix}", "apps could change programs or libraries"),
         ("--confine --write-dir /usr/share", "apps could change programs or libraries"),
         ("--confine --write-dir {state}", "what flower-gpu keeps of this account"),
-        ("--confine --data-dir {state}/inside", "what flower-gpu keeps of this account"),
         ("--confine --data-dir {home}/keys -- --ssl-keyfile {home}/keys/node", "a key of"),
         (
             "--confine --write-dir {home}/data --data-dir {home}/data/one",
             "is within --write-dir .*Leave it out",
         ),
         ("--confine --write-dir {home}/data --data-dir {home}/link", "is within --write-dir .*Leave it out"),
-        ("--confine --write-dir {home}/data --write-dir {home}/data/one", "is within --write-dir"),
     ],
 )
 def test_what_would_give_an_app_too_much_is_refused(home: Path, line: str, text: str) -> None:
@@ -100,14 +95,11 @@ def test_a_link_to_a_folder_of_keys_is_refused(home: Path) -> None:
         environment("--confine", "--data-dir", str(home / "data" / "link"))
 
 
-@pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "CUDA_HOME"])
-def test_libraries_beside_secrets_are_refused(
-    home: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv(variable, str(home))
-    with pytest.raises(ConfigError, match=f"what Flower keeps of this account.*{variable}"):
+def test_libraries_beside_secrets_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    with pytest.raises(ConfigError, match=r"what Flower keeps of this account.*CUDA_HOME"):
         environment("--confine")
-    monkeypatch.setenv(variable, str(home / "data"))
+    monkeypatch.setenv("CUDA_HOME", str(home / "data"))
     with pytest.raises(ConfigError, match="apps could change programs or libraries"):
         environment("--confine", "--write-dir", str(home / "data"))
 
@@ -166,15 +158,10 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def on_kernel_without_landlock(*line: str) -> subprocess.CompletedProcess[str]:
-    no_such_call = "38"  # ENOSYS
-    return run_python(_OLDER, no_such_call, *line)
-
-
-@pytest.mark.parametrize("option", ["--confine", "--confine=strict"])
-def test_a_kernel_without_landlock_is_refused(option: str) -> None:
+def test_a_kernel_without_landlock_is_refused() -> None:
     seccomp.check()
-    done = on_kernel_without_landlock("supernode", option, "--", "--insecure")
+    no_such_call = "38"  # ENOSYS
+    done = run_python(_OLDER, no_such_call, "supernode", "--confine", "--", "--insecure")
     assert done.returncode == 2, done.stderr
     assert "apps cannot be confined on this host: the kernel has no Landlock" in done.stderr
 
@@ -182,7 +169,7 @@ def test_a_kernel_without_landlock_is_refused(option: str) -> None:
 @pytest.mark.parametrize("ports", [(), ("--allow-connect", "443")])
 @pytest.mark.parametrize(
     ("version", "missing"),
-    [(2, ["emptying files", "TCP", "signals"]), (3, ["TCP", "signals"]), (4, ["signals"]), (6, [])],
+    [(2, ["emptying files", "TCP", "signals"]), (4, ["signals"]), (6, [])],
 )
 def test_strict_refuses_a_kernel_that_cannot_do_all(
     monkeypatch: pytest.MonkeyPatch, version: int, missing: list[str], ports: tuple[str, ...]
