@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ledger_observer import observed
 from nvml_stub import Host
 
@@ -133,7 +134,8 @@ def launcher(folder: Path) -> Launch:
 def assert_nothing_left(folder: Path) -> None:
     """No process mentions the run's folder in its environment or command line any more, or soon will not.
 
-    Flower's own processes look once in a while whether their parent has ended; on a busy machine, later.
+    Flower's own processes look once in a while whether their parent has ended; on a busy machine, later. A
+    fork server that the run has started stays for others. Its workers do not.
     """
     deadline = time.monotonic() + 60
     while (left := _processes_of(folder)) and time.monotonic() < deadline:
@@ -141,13 +143,13 @@ def assert_nothing_left(folder: Path) -> None:
     assert not left, left
 
 
-def _processes_of(folder: Path) -> dict[str, str]:
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in text and int(process.name) != os.getpid():
-            found[process.name] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
+def _processes_of(folder: Path) -> dict[int, str]:
+    found, parents = {}, {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            if str(folder) in command or any(str(folder) in value for value in process.environ().values()):
+                found[process.pid], parents[process.pid] = command, process.ppid()
+    servers = {pid for pid, command in found.items() if "flower_gpu.workers.forkserver" in command}
+    stay = {pid for pid in servers if parents[pid] not in servers}
+    return {pid: command for pid, command in found.items() if pid not in stay | {os.getpid()}}

@@ -61,11 +61,6 @@ def test_every_event_of_the_trace_is_documented() -> None:
     assert not {event for event in events if f"`{event}`" not in page}
 
 
-def test_who_reports_a_bug_is_asked_what_doctor_says() -> None:
-    bug = (REPOSITORY / ".github/ISSUE_TEMPLATE/bug.yml").read_text()
-    assert "flower-gpu doctor" in bug and "render: text" in bug
-
-
 def test_the_workflow_runs_all_checks_on_each_python_of_the_metadata() -> None:
     workflow = (REPOSITORY / ".github/workflows/ci.yml").read_text()
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

@@ -14,10 +14,9 @@ Figures = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.timeout(480)
 
 
-def test_isolation_measures_calls_and_waiting_clients(figures: Figures) -> None:
+def test_isolation_measures_calls(figures: Figures) -> None:
     ways = ["in-process", "ours-forkserver"]
-    result = figures("isolation", "--quick", "--only", "calls,memory", "--ways", ",".join(ways))
-    rows = result["calls"]
+    rows = figures("isolation", "--quick", "--only", "calls", "--ways", ",".join(ways))["calls"]
     assert all(list(row) == CALL_KEYS for row in rows)
     for call in ("update", "return"):
         assert ways == [row["way"] for row in rows if row["call"] == call]
@@ -25,13 +24,6 @@ def test_isolation_measures_calls_and_waiting_clients(figures: Figures) -> None:
         assert (row["weights_mb"], row["runs"]) == (0.1, 1)
         assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
         assert row["caller_peak_mb"] > 10
-
-    imported = {row["way"]: row["torch_in_client"] for row in result["memory"]}
-    assert imported == {"plain": False, "in-process": True, "ours-forkserver": False}
-    assert all(row["clients"] == 2 and row["client_mb"] > 0 for row in result["memory"])
-    processes = {row["way"]: row["processes"] for row in result["memory"]}
-    assert processes["plain"] == processes["in-process"] == 2
-    assert processes["ours-forkserver"] > 2  # the server is counted
 
 
 def test_a_way_whose_calls_lose_something_gets_no_figure() -> None:

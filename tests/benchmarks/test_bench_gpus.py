@@ -40,15 +40,12 @@ def stand_in(cuda_host: Callable[..., Host], tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_gpu_benchmark_runs_and_draws(figures: Figures, stand_in: dict[str, str], tmp_path: Path) -> None:
-    """Two of its parts. The others run in the rehearsal of host.sh, by hand."""
+    """One of its parts. The others run in the rehearsal of host.sh, by hand."""
     picture = tmp_path / "gpu.png"
     options = "--model", "elementwise", "--quick", "--runs", 1, "--plot", picture
-    result = figures("gpu", *options, "--only", "cap,memory", env=stand_in)
+    cap = figures("gpu", *options, "--only", "cap", env=stand_in)["cap"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    article, ours = result["memory"]["ways"]
-    assert (article["trained"], ours["trained"]) == (2, 2)
-    assert article["kept_per_client_mb"] > 400 and ours["back_at_start"]  # contexts
-    assert result["cap"]["greedy"]["error"] == "GPUOutOfMemoryError" and result["cap"]["neighbour"]["same"]
+    assert cap["greedy"]["error"] == "GPUOutOfMemoryError" and cap["neighbour"]["same"]
 
 
 # host.sh ---------------------------------------------------------------------------------------------------

@@ -123,15 +123,10 @@ def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
     assert leased.pop("server") <= {0, 1}
     assert leased == {"0": {1}, "1": {0}, "2": {1}, "3": {0}, "4": {1}}
 
-    log = here.log("run")
-    assert "received 2 results and 3 failures" in log
-    for words in (
-        "ValueError: the data are gone",
-        "fit of client 1: the worker (pid ",
-        "was killed by SIGKILL",
-        "fit of client 4: no result within timeout_s=15",
-    ):
-        assert words in log, words
+    assert "received 2 results and 3 failures" in here.log("run")
+    failures = here.log("failures")
+    for words in ("the data are gone", "was killed by SIGKILL", "no result within timeout_s=15"):
+        assert words in failures, words
     outcomes = {one["client"]: one["outcome"] for one in here.events("worker_finished")}
     of_clients = {"0": "ok", "1": "died", "2": "ok", "3": "error", "4": "timeout"}
     assert outcomes == {**of_clients, "server": "ok"}

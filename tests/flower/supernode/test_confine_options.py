@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import os
@@ -16,6 +15,7 @@ from flwr.cli import install
 from run_programs import run_python
 
 from flower_gpu import seccomp
+from flower_gpu.cli import main as cli
 from flower_gpu.cli import supernode
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import clientapp
@@ -30,10 +30,7 @@ pytestmark = [
 
 
 def environment(*line: str) -> dict[str, str]:
-    parser = argparse.ArgumentParser()
-    supernode.add_arguments(parser)
-    arguments = parser.parse_args(line)
-    arguments.command = "supernode"
+    arguments = cli.build_parser().parse_args(["supernode", *line])
     return supernode.environment(arguments, os.environ)
 
 
@@ -237,4 +234,4 @@ def test_packages_of_an_apps_choice_are_not_installed(tmp_path: Path) -> None:
         env={**os.environ, **Allowed().environment(), RULE_VARIABLE: "lease"},
     )
     assert done.returncode == 1
-    assert "--confine cannot be used with --allow-runtime-dependency-installation" in done.stderr
+    assert "--confine and --allow-runtime-dependency-installation cannot be had together" in done.stderr

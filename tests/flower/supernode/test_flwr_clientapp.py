@@ -99,9 +99,11 @@ def test_wrong_arguments_are_answered_as_by_flower(commands: Commands) -> None:
 def test_an_app_finds_the_process_that_it_has_with_flower(
     commands: Commands, node: SuperNode, tmp_path: Path
 ) -> None:
+    """And what it writes comes out: to a file by stdout, and to a pipe by stderr."""
     folder = tmp_path / 'a folder\'s "name"'
     folder.mkdir()
     odd = {"EMPTY": "", "ODD": "a 'b' \"c\"\\\n$HOME \u00e9", "PYTHONUNBUFFERED": "1", "LONG": "x" * 100_000}
+    config = {"print": "line one\r\nline two \u00e9\u4e2d\U0001f600 " + "x" * 200_000, "complain": "oh no"}
     (processor, *_) = os.sched_getaffinity(0)
 
     def set_up() -> None:
@@ -111,10 +113,20 @@ def test_an_app_finds_the_process_that_it_has_with_flower(
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    told = {
-        way: commands.tell(way, node, cwd=folder, env={**odd, "PWD": str(folder)}, preexec_fn=set_up)[0]
-        for way in WAYS
-    }
+    told, written = {}, {}
+    for way in WAYS:
+        with (tmp_path / "stdout").open("wb") as file:
+            options = {
+                "cwd": folder,
+                "env": {**odd, "PWD": str(folder)},
+                "preexec_fn": set_up,
+                "stdout": file,
+            }
+            told[way], done = commands.tell(way, node, config, **options)
+        stdout = (tmp_path / "stdout").read_bytes().decode()
+        # What Flower says of the app's installation comes from the first of them.
+        written[way] = (stdout[stdout.index("line one") :], done.stderr)
+    assert written[FAST] == written[LEASED] == written[FLOWERS]
     environs = {way: one.pop("environ") for way, one in told.items()}
     for one in told.values():
         del one["pid"]
@@ -129,22 +141,6 @@ def test_an_app_finds_the_process_that_it_has_with_flower(
         changed = {name for name in {**expected, **found} if expected.get(name) != found.get(name)}
         assert changed - {"OMP_NUM_THREADS"} == {"FLOWER_GPU_SUPERNODE"} | added
         assert all(found[name] == "" for name in added)  # the run has not asked for a GPU
-
-
-def test_what_an_app_writes_comes_out_as_from_flower(
-    commands: Commands, node: SuperNode, tmp_path: Path
-) -> None:
-    """To a file by stdout, and to a pipe by stderr."""
-    config = {"print": "line one\r\nline two \u00e9\u4e2d\U0001f600 " + "x" * 200_000, "complain": "oh no"}
-    texts = []
-    for way in WAYS:
-        path = tmp_path / "stdout"
-        with path.open("wb") as file:
-            done = commands.tell(way, node, config, stdout=file)[1]
-        stdout = path.read_bytes().decode()
-        # What Flower says of the app's installation comes from the first of them.
-        texts.append((stdout[stdout.index("line one") :], done.stderr))
-    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize("way", OURS)
@@ -183,8 +179,9 @@ SILENT_ENDS: list[tuple[dict[str, Any], str]] = [
 def test_an_app_that_fails_ends_as_with_flower(
     commands: Commands, node: SuperNode, config: dict[str, Any], env: dict[str, str], words: str
 ) -> None:
-    ends = {}
-    for way in WAYS:
+    # Of one that is killed nothing is said.
+    ends: dict[str, Any] = {FLOWERS: (128 + signal.SIGKILL, ("", ""), [])} if "kill" in config else {}
+    for way in OURS if ends else WAYS:
         handed = node.hand_out(config)
         done = commands.run(way, handed.arguments, env=env)
         replies = node.replies(handed)
