@@ -30,9 +30,9 @@ def _top(arguments: argparse.Namespace) -> int:
     try:
         if arguments.json or arguments.once:
             return _once(watcher, as_json=arguments.json)
-        if not (sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")):
+        if not _has_screen():
             print(
-                "flower-gpu top: the output is no terminal to draw on, so this is one look (--once); "
+                "flower-gpu top: here is no terminal to draw on and with keys, so this is one look (--once); "
                 "over ssh, use ssh -t",
                 file=sys.stderr,
             )
@@ -51,10 +51,17 @@ def _once(watcher: Watcher, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(snapshot.as_json(), indent=2))
         return 0
-    from flower_gpu.watch.top.view import Frame, plain_lines
+    from flower_gpu.watch.top.lines import plain
+    from flower_gpu.watch.top.view import Size, draw
 
-    print(*plain_lines(Frame(snapshot, has_screen=False), shutil.get_terminal_size().columns), sep="\n")
+    for line in draw(snapshot, Size(shutil.get_terminal_size().columns)):
+        print(plain(line).rstrip())
     return 0
+
+
+def _has_screen() -> bool:
+    is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    return is_terminal and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -67,12 +74,11 @@ def _report(arguments: argparse.Namespace) -> int:
 def _metrics(arguments: argparse.Namespace) -> int:
     from flower_gpu.watch.metrics import Collector, HostMetrics, Runs, serve
 
-    collector = Collector(HostMetrics(), Runs(), per_client=arguments.per_client)
-    return serve(collector, arguments.address, arguments.port)
+    return serve(Collector(HostMetrics(), Runs()), arguments.address, arguments.port)
 
 
 TOP: Final = Command(
-    "watch GPUs, workers, the line for leases and rounds while they go on",
+    "watch GPUs, workers and the line for leases while runs go on",
     """\
 Shows, twice a second, this host's GPUs and who has how much of them, this account's runs and how far they
 are, their workers and what each does, and who waits for a lease. Keys sort and scroll; q or Ctrl-C ends
@@ -88,7 +94,7 @@ it. It changes nothing.""",
     add=lambda parser: _add_folder(parser, "show the run of this folder only", nargs="?"),
 )
 REPORT: Final = Command(
-    "write a page about a run: what its GPUs, workers and rounds did",
+    "write a page about a run, with pictures of its GPUs and its workers",
     """\
 Write a report about a run, from its trace: GPU memory and leases over time, workers, sums, and tables of
 rounds and clients. It is one HTML file that needs no network. The run may be over, go on, or have been
@@ -117,7 +123,6 @@ what the runs of this account do. It looks when it is asked, and changes nothing
             replace(TEXT, metavar="HOST"),
             default="127.0.0.1",
         ),
-        "per_client": Option("count workers for each client: one more time series for each client", SWITCH),
     },
 )
 

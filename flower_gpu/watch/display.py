@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from flower_gpu.printable import duration_text
 from flower_gpu.trace import SERVER_EVALUATE, Event
-from flower_gpu.watch import pace
 from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, text, whole
 from flower_gpu.watch.history import History
 from flower_gpu.watch.output_above import OutputAbove
+from flower_gpu.watch.spans import OpenRound
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LINE_INTERVAL_S: Final = 10.0
 _DRAW_INTERVAL_S: Final = 0.1
+_LEAST_REPLIES: Final = 10  # by which the pace of a round is told
 #: Of the columns of a line: round, task, clients, seconds.
 _LEAST_WIDTHS: Final = (0, len(SERVER_EVALUATE), len("100/100 clients"), len("10.0 s"))
 
@@ -71,11 +72,31 @@ class Display:
         return f"round {server_round:>{len(str(num_rounds))}}/{num_rounds}"
 
     def pace_texts(self) -> list[str]:
-        """Tell how fast the open round goes, and how long it takes, as far as that is known yet."""
-        one, now = self.history.open_round, time.time()
-        rate, left_s = pace.rate(one, now), pace.left_s(one, now)
-        per_s = [] if rate is None else [f"{rate:.3g} clients/s"]
-        return per_s if left_s is None else [*per_s, f"{duration_text(left_s)} left"]
+        """Tell how fast the open round goes, and how long it takes, once there are some replies."""
+        one = self.history.open_round
+        if one is None or (per_s := _replies_per_s(one)) is None:
+            return []
+        told = [f"{per_s:.3g} clients/s"]
+        if one.messages is not None:
+            told.append(f"{duration_text(max(one.messages - one.replies, 0) / per_s)} left")
+        return told
+
+
+def _replies_per_s(one: OpenRound) -> float | None:
+    """Return the pace of a round without its start, when workers import libraries and load data."""
+    seconds = time.time() - one.replied_at[0] if len(one.replied_at) >= _LEAST_REPLIES else 0.0
+    return (len(one.replied_at) - 1) / seconds if seconds > 0 else None
+
+
+def _rounds_left_s(history: History) -> float | None:
+    """Return how long the rounds take that are left, by those that are over; None while that is unknown."""
+    began, done = history.strategy_started_at, history.highest_round - (history.resumed_round or 0)
+    if began is None or not history.num_rounds or done <= 0:
+        return None
+    ends = [one.time for one in history.evaluations if (one.round or 0) <= history.highest_round]
+    each_s = (max(ends, default=began) - began) / done
+    left_s = each_s * (history.num_rounds - history.highest_round) - (time.time() - max(ends, default=began))
+    return left_s if left_s > 0 else None  # it takes longer than thought
 
 
 class RoundLines(Display):
@@ -135,73 +156,51 @@ class _Bars(Display):
         super().__init__(history, stream)
         self._drawn_at_s = float("-inf")
         self._shown_at_s = time.monotonic()
-        self._rounds_left = pace.RoundsLeft()
-        self._round = 0
-        self._done_rounds = 0  # as shown: the last round may be done only when the display is closed
-        self._last_finished = 0
-        self._metrics = ""
+        self._is_over = False
 
     def _draw(self) -> None:
         """Draw the bars as the history is now."""
         raise NotImplementedError
 
+    def show(self, event: Event) -> None:
+        """Draw what an event has changed."""
+        match event.get("event"):
+            case "run_waits":
+                self.say(text(event.get("text")))
+            case "reply" | "progress":
+                self.tick()
+            case "strategy_started" | "strategy_resumed" | "round_started" | "round_finished" | "round":
+                self._drawn_at_s = float("-inf")
+                self.tick()
+
     def tick(self) -> None:
         """Draw the bars, if the last time is long enough ago."""
-        with suppress(OSError, ValueError):
-            if time.monotonic() - self._drawn_at_s >= _DRAW_INTERVAL_S:
-                self._draw_now()
+        now = time.monotonic()
+        if now - self._drawn_at_s >= _DRAW_INTERVAL_S:
+            self._drawn_at_s = now
+            with suppress(OSError, ValueError):
+                self._draw()
 
-    def _on_run_waits(self, event: Event) -> None:
-        self.say(text(event.get("text")))
-
-    def _on_strategy_started(self, _: Event) -> None:
-        if self._round:  # an app may start a strategy after another one
-            self._shown_at_s = time.monotonic()
-        self._rounds_left = pace.RoundsLeft()
-        self._round = self._done_rounds = self._last_finished = 0
-        self._metrics = ""
-        self._draw_now()
-
-    def _on_strategy_resumed(self, event: Event) -> None:
-        self._round = self._last_finished = self._done_rounds = whole(event.get("round")) or 0
-        self._draw_now()
-
-    def _on_round_started(self, event: Event) -> None:
-        self._reach(whole(event.get("round")))
-        self._draw_now()
-
-    def _on_reply(self, _: Event) -> None:
-        self._rounds_left.replied(self.history.open_round)
-        self.tick()
-
-    def _on_progress(self, _: Event) -> None:
-        self.tick()
-
-    def _on_round_finished(self, event: Event) -> None:
-        self._reach(whole(event.get("round")))
-        self._metrics = metrics_text(mapping(event.get("metrics"))) or self._metrics
-        self._last_finished = self._round
-        self._draw_now()
-
-    def _draw_now(self) -> None:
-        self._drawn_at_s = time.monotonic()
-        self._draw()
-
-    def _reach(self, server_round: int | None) -> None:
-        """Note that the rounds before this one are over."""
-        if server_round is not None and server_round > self._round:
-            self._round, self._done_rounds = server_round, server_round - 1
-            self._rounds_left.begin(server_round, time.time())
+    @property
+    def _done_rounds(self) -> int:
+        """The rounds that are over. Whether the last one is, is known only when the display is closed."""
+        done = max(self.history.highest_round, self.history.resumed_round or 0)
+        finished = [one.round or 0 for one in self.history.evaluations] if self._is_over else []
+        return max([done, *finished])
 
     def _rounds_text(self) -> str:
         """Return what stands behind the bar over the rounds."""
-        of = f"/{self.history.num_rounds}" if self.history.num_rounds else ""
-        num_rounds = self.history.num_rounds
-        is_over = num_rounds is not None and self._done_rounds >= num_rounds
-        left_s = None if is_over else self._rounds_left.left_s(num_rounds, time.time())
-        left = "" if left_s is None else f"{duration_text(left_s)} left"
-        elapsed = duration_text(time.monotonic() - self._shown_at_s)
-        return ", ".join(filter(None, [f"{self._done_rounds}{of}", elapsed, left, self._metrics]))
+        done, num_rounds = self._done_rounds, self.history.num_rounds
+        is_over = num_rounds is not None and done >= num_rounds
+        left_s = None if is_over else _rounds_left_s(self.history)
+        metrics = [text for told in self.history.last_metrics.values() if (text := metrics_text(told))]
+        parts = [
+            f"{done}/{num_rounds}" if num_rounds else str(done),
+            duration_text(time.monotonic() - self._shown_at_s),
+            "" if left_s is None else f"{duration_text(left_s)} left",
+            *metrics[-1:],
+        ]
+        return ", ".join(filter(None, parts))
 
     def _clients_label(self) -> str:
         """Return what stands in front of the bar over the clients of the open round."""
@@ -273,7 +272,7 @@ class TerminalBars(_Bars):
         """Leave the bar over the rounds as it is, and remove the others."""
         if self._above is not None:
             above, self._above = self._above, None
-            self._done_rounds = self._last_finished
+            self._is_over = True
             with suppress(OSError, ValueError):
                 self._live.stop()
             above.end()
@@ -325,7 +324,7 @@ class Notebook(_Bars):
     def close(self) -> None:
         """Leave the bar over the rounds as it is, and remove the other one."""
         with suppress(OSError, ValueError):
-            self._done_rounds = self._last_finished
+            self._is_over = True
             if self._clients is not None:
                 self._clients.close()
             if self._rounds is not None:

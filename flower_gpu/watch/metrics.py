@@ -211,17 +211,12 @@ _BUSY_S: Final = 30.0  # longer than anybody waits for an answer
 
 
 class Collector:
-    """The object that :mod:`prometheus_client` asks for metrics, as its ``registry.Collector`` says."""
+    """The object that :mod:`prometheus_client` asks for metrics."""
 
-    def __init__(self, host: HostMetrics, runs: Runs, *, per_client: bool = False) -> None:
+    def __init__(self, host: HostMetrics, runs: Runs) -> None:
         self._host = host
         self._runs = runs
-        self._more_labels = ("client",) if per_client else ()  # of workers
         self._lock = threading.Lock()
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield all metrics without samples; the registry asks this to know their names."""
-        yield from _Families(self._more_labels).families.values()
 
     def collect(self) -> Iterator[Metric]:
         """Look, and yield all metrics.
@@ -231,9 +226,9 @@ class Collector:
         if not self._lock.acquire(timeout=_BUSY_S):
             raise TimeoutError("an earlier look at the GPUs goes on: does nvidia-smi answer?")
         try:
-            found = _Families(self._more_labels)
+            found = _Families()
             _add_host(found, self._host.look())
-            _add_runs(found, self._runs.look(), per_client=bool(self._more_labels))
+            _add_runs(found, self._runs.look())
             _add_tally(found, self._runs.tally)
         finally:
             self._lock.release()
@@ -252,7 +247,7 @@ class Collector:
 class _Families:
     """All metrics, that samples are added to."""
 
-    def __init__(self, more_labels: tuple[str, ...]) -> None:
+    def __init__(self) -> None:
         from prometheus_client import core
 
         kinds = {
@@ -261,10 +256,7 @@ class _Families:
             "histogram": core.HistogramMetricFamily,
         }
         self.families: dict[str, Any] = {
-            name: kinds[row.kind](
-                PREFIX + name, row.help, labels=(*row.labels, *(more_labels if name == "workers" else ()))
-            )
-            for name, row in METRICS.items()
+            name: kinds[row.kind](PREFIX + name, row.help, labels=row.labels) for name, row in METRICS.items()
         }
         self._seen: set[tuple[str, ...]] = set()
 
@@ -306,7 +298,7 @@ def _add_host(found: _Families, state: HostState) -> None:
         found.add("temperature_celsius", state.celsius.get(gpu.uuid), *labels)
 
 
-def _add_runs(found: _Families, runs: Iterable[FollowedRun], *, per_client: bool) -> None:
+def _add_runs(found: _Families, runs: Iterable[FollowedRun]) -> None:
     kinds = Counter(dict.fromkeys(_KINDS, 0))
     for followed in runs:
         label, run, history = followed.label, followed.run, followed.history
@@ -318,12 +310,8 @@ def _add_runs(found: _Families, runs: Iterable[FollowedRun], *, per_client: bool
         found.add("run_rounds", history.num_rounds, label)
         # With a killed run go its workers, whose ends nobody has written down.
         workers = followed.workers() if followed.is_registered else []
-        if per_client:
-            for (phase, client), count in Counter((one.phase, one.client) for one in workers).items():
-                found.add("workers", count, label, phase, client)
-        else:
-            for phase in _PHASES:
-                found.add("workers", sum(one.phase == phase for one in workers), label, phase)
+        for phase in _PHASES:
+            found.add("workers", sum(one.phase == phase for one in workers), label, phase)
         for host in history.hosts.values():
             if host.nodes or host.is_lost:
                 messages = history.messages_under_way(host.name) if followed.is_registered else 0

@@ -1,4 +1,4 @@
-"""What a run's history, result and report say of cores and main memory."""
+"""What a run's history and result say of cores and main memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from flower_gpu.launch.result import result_of
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import RunClock, tries_of
-from flower_gpu.watch.report.totals import CoresTotals
 
 MIB = 1 << 20
 
@@ -34,7 +33,6 @@ def test_cores_of_a_run_are_summed_up_and_the_wait_is_a_part_of_the_call() -> No
     history = History()
     history.feed(sorted(events, key=lambda one: one["time"]))
     clock = RunClock.of(history)
-    assert CoresTotals.of(history, clock) == CoresTotals(8.0, 2.0, 200 * MIB)
     waited = {one.whose.call: one.parts[0].seconds for one in tries_of(history, clock)}
     assert len(waited) == 3 and waited["3"] == 8.0
     result = result_of(history)

@@ -220,19 +220,6 @@ def test_columns_stay_aligned_when_figures_grow(capfd: pytest.CaptureFixture[str
     ]
 
 
-def test_a_line_comes_before_what_flower_says_next(capfd: pytest.CaptureFixture[str]) -> None:
-    """What has finished is told when it has finished, so that all that is told is in the order of rounds."""
-    shown = Shown(2)
-    for server_round in (1, 2):
-        print(f"[ROUND {server_round}]", file=sys.stderr)
-        which = {"round": server_round, "task": "train"}
-        shown.tell("round_started", **which, messages=1)
-        shown.tell("reply", **which, node=0, error=None)
-        shown.tell("round_finished", **which, messages=1, failed=0, seconds=0.5, metrics={})
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["[ROUND 1]", "round 1/2", "[ROUND 2]", "round 2/2"]
-
-
 def test_within_a_long_round_there_is_a_line_now_and_then(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

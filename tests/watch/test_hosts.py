@@ -19,8 +19,7 @@ from flower_gpu.leases.state import State
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import HOST_LOST
-from flower_gpu.watch.top.host_rows import run_host_rows
-from flower_gpu.watch.top.snapshot import Seen, WorkerRow, run_row, waiting_rows, worker_rows
+from flower_gpu.watch.top.snapshot import Seen, WorkerRow, waiting_rows, worker_rows
 from flower_gpu.watch.trackers.points import Points
 
 pytestmark = pytest.mark.timeout(60)
@@ -133,7 +132,7 @@ def test_hosts_of_a_run_that_was_killed_are_not_those_of_the_run_that_goes_on_wi
     trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
     trace.join("c")
     run = read(trace)
-    assert [row.host for row in run_host_rows(run, trace.time)] == ["c"]
+    assert [name for name, host in run.history.hosts.items() if host.nodes] == ["c"]
     assert list(told_by(trace, keep_finished=True).hosts) == ["a", "b", "c"]
 
 
@@ -171,14 +170,11 @@ def test_other_hosts_workers_are_neither_looked_for_here_nor_taken_for_processes
 def test_with_a_killed_driver_all_is_over(trace: Trace) -> None:
     trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=NOBODY)
     trace.join("a", gpus=1)
-    trace.write("gpu_sample", gpus=[{"uuid": "a-0", "used_bytes": 5, "utilization_percent": 50}])
     begin(trace, "a", 0, pid=os.getpid())
     begin(trace, "a", 1, 1)
     run = read(trace)
     assert (run.outcome(), run.workers()) == ("gone", [])
     assert rows_of(run, Seen(trace.time, Inventory((), None, "no driver"))) == []
-    (row,) = run_host_rows(run, trace.time)
-    assert (row.messages, row.leased_bytes, row.used_bytes, row.utilization_percent) == (0, None, None, None)
 
 
 # What `top` shows ------------------------------------------------------------------------------------------
@@ -192,11 +188,10 @@ def entry(ticket: str, pid: int = 7, **more: object) -> Entry:
 
 def seen(trace: Trace, *holders: Entry, waiting: tuple[Entry, ...] = ()) -> Seen:
     gpu = GPU(5, "here-1", "NVIDIA Stub 16GB", 2**34, 0, 0, None, None, 0, None)
-    labels = {one.id: "fit of client 1" for one in waiting}
     reports = {one.id: (one.pid, {"here-1": 3}) for one in holders}
     state = State((gpu,), (), (), holders, waiting)
     inventory = Inventory((gpu,), None, None)
-    return Seen(trace.time, inventory, state=state, labels=labels, reports=reports)
+    return Seen(trace.time, inventory, state=state, reports=reports)
 
 
 def rows_of(run: FollowedRun, look: Seen) -> list[WorkerRow]:
@@ -239,41 +234,15 @@ def test_a_lease_of_a_host_that_is_this_machine_is_shown_once_with_what_the_ledg
     assert rows[0].cores == 0.5
 
 
-def test_a_request_on_another_host_is_none_of_those_that_wait_here(trace: Trace) -> None:
+def test_a_request_on_another_host_is_none_of_those_that_wait_here(trace: Trace, tmp_path: Path) -> None:
     """Though it has the number of a process that waits here for the same call."""
     begin(trace, "a", 1, 1)
-    look = seen(trace, waiting=(entry("w"),))
+    (tmp_path / "w.label").write_text("fit of client 1")
+    look = seen(trace, waiting=(entry("w", path=tmp_path / "w.ticket"),))
     assert [row.run for row in waiting_rows(look, [read(trace)])] == [""]
     trace.join(platform.node())
     begin(trace, platform.node(), 101, 1)
     assert [row.run for row in waiting_rows(look, [read(trace)])] == ["app"]
-
-
-def test_a_host_has_a_row_with_its_gpus(trace: Trace) -> None:
-    trace.write("round_started", round=1, task="fit", messages=2)
-    begin(trace, "a", 0, 8)
-    rest = begin(trace, "a", 1)
-    begin(trace, "b", 2, 8)
-    samples = [("a-0", 2, 20.0), ("a-1", 5, 60.0)]
-    gpus = [{"uuid": uuid, "used_bytes": used, "utilization_percent": busy} for uuid, used, busy in samples]
-    trace.host = "a"
-    trace.write("gpu_sample", gpus=gpus)
-    run = read(trace)
-    row, other = run_host_rows(run, trace.time)
-    assert (row.host, row.messages, row.concurrency, row.calls_done) == ("a", 1, 4, 1)
-    assert (row.gpus, row.cores, row.total_bytes, row.leased_bytes) == (2, 8, 2**35, 2**32)
-    assert (row.used_bytes, row.utilization_percent) == (7, 40.0)
-    assert (other.used_bytes, other.utilization_percent, other.lost) == (
-        None,
-        None,
-        None,
-    )  # not all its GPUs tell
-    # A message that a host had handled before it was lost is handled once more.
-    trace.lose("b")
-    trace.write_text("".join(rest))
-    run = read(trace)
-    assert run_host_rows(run, trace.time)[1].lost == "its agent died"
-    assert run_row(seen(trace), run).messages_done == 2
 
 
 # Trackers --------------------------------------------------------------------------------------------------

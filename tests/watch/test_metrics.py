@@ -10,9 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli.command_shell import Shell
@@ -23,7 +21,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from flower_gpu.cli import main as cli
 from flower_gpu.cli.watching import METRICS as COMMAND
-from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, MetricRow
+from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, HostMetrics, MetricRow, Runs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -158,22 +156,21 @@ def test_workers_that_were_killed_with_their_caller_are_gone(
         one.worker("b", pid=os.getpid())
         found = exporter()()
         assert value(found, "workers", phase="starting") == 1
-        assert not [labels for _, labels in found if "client" in dict(labels)]  # without --per-client
 
 
-def test_what_clients_are_called_breaks_nothing(
+def test_what_others_have_named_breaks_nothing(
     shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:
     with run(shell, tmp_path / "runs" / 'a "run"\n', name="\ud800\\") as one:
-        one.worker("a", client='x"} 1\nflower_gpu_gpus 99\n')
+        one.write("round", round=1, metrics={'x"} 1\nflower_gpu_gpus 99\n': 4.0})
         one.write("round", round=10**400, num_rounds=10**400, metrics={"loss": 1.0})
         one.write("round", round=1, metrics={"\ud800": 1.0, "\x00": 2.0, "huge": 10**400, "long" * 100: 3.0})
-        ask = exporter("--per-client")
+        ask = exporter()
         found = ask()
         assert value(found, "gpus") == 0
-        assert value(found, "workers", client='x"} 1?flower_gpu_gpus 99?') == 1
+        assert value(found, "evaluation", metric='x"} 1?flower_gpu_gpus 99?') == 4.0
         assert value(found, "evaluation", metric="?") == 1.0
-        assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 2
+        assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 3
         assert ask.process.poll() is None
 
 
@@ -214,21 +211,6 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_without_port_it_is_the_documented_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        with suppress(OSError):  # another process has it: as good
-            taken.bind(("127.0.0.1", 9460))
-            taken.listen()
-        assert refused() == 2
-    assert "--port 9460: Address already in use" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may listen on every port")
-def test_a_port_that_is_not_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused("--port", "1") == 2
-    assert "may not listen there" in capsys.readouterr().err
-
-
 # The table --------------------------------------------------------------------------------------------------
 
 
@@ -237,15 +219,8 @@ def name_of(row: MetricRow) -> str:
 
 
 def test_what_is_served_has_these_types_and_help_texts() -> None:
-    class Described(Collector):
-        def __init__(self) -> None:
-            self._more_labels = ()
-
-        def collect(self) -> Any:
-            return self.describe()
-
     registry = CollectorRegistry()
-    registry.register(Described())  # type: ignore[arg-type]
+    registry.register(Collector(HostMetrics(), Runs(list)))  # type: ignore[arg-type]
     text = generate_latest(registry).decode()
     assert re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE) == [
         (name_of(row), row.help) for row in METRICS.values()

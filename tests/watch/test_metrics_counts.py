@@ -167,17 +167,6 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run.tally.out_of_memory.keys() == {"other"}
 
 
-def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it is, and with lines that are longer than a piece."""
-    monkeypatch.setattr("flower_gpu.watch.followed_run._CHUNK_BYTES", 50)
-    with (tmp_path / trace.FILE_NAME).open("w") as file:
-        for number in range(20):
-            file.write(line({"event": "worker_finished", "outcome": "ok", "error": "x" * 10 * number}))
-    runs = Runs(lambda: [RunningRun(str(tmp_path), "launch", "app", 1, 0.0)])
-    runs.look()
-    assert runs.tally.workers_finished == {"ok": 20}
-
-
 def test_a_run_that_is_over_before_anybody_asks_is_counted(tmp_path: Path) -> None:
     running = [RunningRun(str(tmp_path), "launch", "app", 1, 0.0)]
     runs = Runs(lambda: running)

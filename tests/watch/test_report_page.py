@@ -7,7 +7,6 @@ import random
 import re
 import xml.etree.ElementTree
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.timeout(170)
 
 #: A run with everything in it: a line, failures, several rounds, a worker that nobody heard of again.
 RICH = Run(clients=7, gpus=2, rounds=3, lease_gib=7.0, failing=0.3, lost=0.05, seed=3)
-CUTS = 12
 
 
 class Page(HTMLParser):
@@ -116,19 +114,6 @@ def test_a_whole_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.Cap
     assert not [one for _, one in page.seen if {"src", "srcset", "href"} & one.keys()]
     assert not {"script", "link", "iframe", "object", "img"} & {tag for tag, _ in page.seen}
     assert not re.search(r"@import|url\(", page.text)
-
-
-def test_a_trace_that_is_cut_anywhere_gives_a_page(tmp_path: Path) -> None:
-    events = Run(clients=4, lease_gib=7.0, failing=0.3, seed=3).events()
-    whole = write(tmp_path / "whole", events).read_bytes()
-    draw = random.Random(0)
-    # One somewhere in each part, so that none of them is left out.
-    starts = [len(whole) * part // CUTS for part in range(CUTS + 1)]
-    anywhere = [draw.randrange(start, end) for start, end in pairwise(starts)]
-    for cut in [0, 1, len(whole) - 2, *(min(cut, len(whole) - 2) for cut in anywhere)]:
-        (tmp_path / trace.FILE_NAME).write_bytes(whole[:cut])
-        page = page_of(tmp_path)
-        assert cut < 1000 or page.has("no end in the trace"), cut
 
 
 @settings(max_examples=25)

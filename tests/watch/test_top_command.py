@@ -69,8 +69,7 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
         shell.waiter("fit of client 3", "1.0", count=2),
         shell.waiter("fit of client \x1b[2J4", 12 * GIB),
     ]
-    with run_of(shell, tmp_path / "a") as trace, run_of(shell, tmp_path / "b"):
-        trace.join("node1", gpus=2)
+    with run_of(shell, tmp_path / "a"), run_of(shell, tmp_path / "b"):
         told = look(shell)
     first, second = told["gpus"]
     assert (first["index"], first["uuid"]) == (0, host.uuids[0])
@@ -88,13 +87,12 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
     asked = [[row[f"asked_{how}"] for how in ("bytes", "share", "alone")] for row in told["waiting"]]
     assert asked == [[None, None, True], [None, 1.0, False], [12 * GIB, None, False]]
     assert [row["count"] for row in told["waiting"]] == [1, 2, 1]
-    assert told["resources"]["cores_busy_percent"] is None  # one look says nothing of the time before
     # Runs of one name are told apart.
     one, other = told["runs"]
     assert one["run"].startswith("quickstart:") and one["folder"] != other["folder"]
     # Every key is documented.
     keys = [list(told), *(list(told[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
-    keys += [list(told["resources"]), list(told["hosts"][0])]
+    keys.append(list(told["resources"]))
     _, _, page = PAGE.read_text().partition("## JSON")
     tables = [
         re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?`) \|", part, re.MULTILINE)))
@@ -122,12 +120,12 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
         assert (run["run"], run["kind"], run["folder"]) == ("quickstart", "launch", str(folder))
         assert (row["run"], row["client"], row["task"]) == ("quickstart", "7", "train")
         assert (row["phase"], row["progress"], row["progress_total"]) == ("running", "epoch \x1b[2J1", 40)
-        assert (row["lease_bytes"], row["used_bytes"], row["peak_bytes"]) == (4 * GIB, GIB, GIB)
+        assert (row["lease_bytes"], row["used_bytes"]) == (4 * GIB, GIB)
         (used,) = [gpu for gpu in told["gpus"] if gpu["own_leased_bytes"]]
         assert row["gpus"] == [used["index"]]
         assert (used["own_used_bytes"], used["programs_bytes"]) == (GIB, 0)
         text = shell("top", "--once", env={"COLUMNS": "120"})
-        assert re.search(r"quickstart +7 +train .* 4\.0 +1\.0 +1\.0 .* running epoch \?\[2J1 13/40", text)
+        assert re.search(r"quickstart +7 +train .* 4\.0 +1\.0 .* running epoch \?\[2J1 13/40", text)
         shell.waiter("fit of client 8", "alone", count=2)
         asks = client(shell, folder, "4GiB")
         # The run alone, and the whole line: what others wait for is before what it asks. In the ledger that

@@ -24,9 +24,9 @@ from flower_gpu.leases.admission import CORES, HostNeed
 from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
-from flower_gpu.watch.top.host_rows import run_host_rows
+from flower_gpu.watch.top.lines import plain
 from flower_gpu.watch.top.snapshot import RunRow, Seen, Snapshot, run_row, waiting_rows, worker_rows
-from flower_gpu.watch.top.view import Frame, plain_lines
+from flower_gpu.watch.top.view import Size, draw
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -191,52 +191,24 @@ def test_rounds_of_a_simulation(trace: Trace) -> None:
     trace.write("round_finished", round=4, task="train", messages=100, failed=0, metrics={"x": 1.25})
     row = row_of(read(trace.path.parent), trace.time)
     assert (row.messages_done, row.messages) == (None, None)
-    assert (row.metrics, row.metrics_round, row.metrics_task) == ({"accuracy": 0.5}, 3, "evaluate")
+    assert (row.metrics, row.metrics_round) == ({"accuracy": 0.5}, 3)
 
 
-@pytest.mark.parametrize("kind", ["simulate", "launch"])
-def test_cores_of_a_simulation_are_in_its_line_with_the_time_left(
-    kind: str, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cores_of_a_simulation_are_a_lease_of_it(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds them for all its messages; a launch has leases for its calls, one by one."""
+    """It holds them for all its messages."""
     monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
-    trace.write("run_started", kind=kind, name="app", host=platform.node(), pid=os.getpid())
-    trace.write("strategy_started", strategy="FedAvg", num_rounds=6)
-    for number in (1, 2):
-        trace.write("round_finished", round=number, task="train", messages=2, failed=0, metrics={})
-    trace.write("round_started", round=3, task="train", messages=2)
+    trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
     watch, ledger = read(trace.path.parent), Ledger()
+    watch.label = "app"
     ticket = ledger.acquire(Claimant(count=0, host_needs=lambda: (HostNeed(CORES, 1000, 1000),)))
     try:
-        now = watch.history.strategy_started_at + 10.0
-        seen = Seen(now, Inventory((), None, "no driver"), state=ledger.status())
-        row = run_row(seen, watch)
-        others = worker_rows(seen, [watch], others=True)
+        seen = Seen(trace.time, Inventory((), None, "no driver"), state=ledger.status())
+        (row,) = worker_rows(seen, [watch], others=True)
     finally:
         ledger.release(ticket)
-    assert row.seconds_left == 20.0
-    is_in_line = kind == "simulate"
-    assert (row.cores, len(others)) == ((1.0, 0) if is_in_line else (None, 1))
-    shown = Snapshot(now, "host", "me", None, None, (), (row,), (), ())
-    (line,) = [line for line in plain_lines(Frame(shown), 160) if "round 3/6" in line]
-    assert ("cores 1" in line) == is_in_line and "0:20 left" in line
-
-
-def test_curves_are_the_metrics_of_one_kind_of_evaluation(trace: Trace) -> None:
-    started(trace)
-    for number in range(1, 1301):
-        trace.write("round_finished", task="train", round=number, metrics={"train_loss": 1.0})
-        told = {"loss": 1 / number, "f1": 0.5, "accuracy": number / 1300, "name": "x"}
-        trace.write("round_finished", task="evaluate", round=number, metrics=told)
-        if number == 2:
-            curves = row_of(read(trace.path.parent), trace.time).curves
-            assert curves == {"accuracy": [(1, 1 / 1300), (2, 2 / 1300)], "loss": [(1, 1.0), (2, 0.5)]}
-    curves = row_of(read(trace.path.parent), trace.time).curves
-    assert curves["loss"][-1] == (1300, 1 / 1300)
-    assert 500 < len(curves["loss"]) < 1300, "a long run does not make the view grow"
-    # The server's own go before those of clients.
-    trace.write("round", round=1, metrics={"accuracy": 0.75})
-    assert row_of(read(trace.path.parent), trace.time).curves == {"accuracy": [(1, 0.75)]}
+    assert (row.run, row.phase, row.cores) == ("app", "held", 1.0)
 
 
 def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None:
@@ -247,25 +219,6 @@ def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None
         trace.write("reply", round=number, task=task, node=7, error=None, metrics={})
     row = row_of(read(trace.path.parent), trace.time)
     assert (row.messages_done, row.messages) == (1, 2)
-
-
-def test_clients_that_are_still_to_come_are_counted(trace: Trace) -> None:
-    started(trace, num_rounds=5)
-    trace.write("round_started", round=2, task="fit", messages=10)
-    for number in range(3):
-        trace.write_text("".join(trace.call(number, round=2)))
-    for number in range(3, 5):  # they run
-        trace.write_text("".join(list(trace.call(number, pid=os.getpid(), round=2))[:3]))
-    trace.write_text(next(trace.call(5, round=2)))  # it waits
-    trace.write_text("".join(list(trace.call(6, round=1))[:3]))  # of the round before
-    trace.write_text("".join(list(trace.call(7, round=2, client="server"))[:3]))
-    watch = read(trace.path.parent)
-    row = row_of(watch, trace.time)
-    assert (row.messages_done, row.messages) == (3, 10)
-    assert (row.messages_running, row.messages_waiting, row.messages_to_come) == (2, 1, 4)
-    trace.write("round_finished", round=2, task="fit", messages=10, failed=0, seconds=1.0, metrics={})
-    watch.read_on(math.inf)
-    assert row_of(watch, trace.time).messages_to_come is None
 
 
 def test_calls_of_a_round_that_tells_no_messages(trace: Trace) -> None:
@@ -343,7 +296,6 @@ def test_no_trace_ends_the_view(tmp_path: Path, events: list[dict[str, object]],
         runs=(run_row(seen, watch),),
         workers=worker_rows(seen, [watch], others=True),
         waiting=waiting_rows(seen, [watch]),
-        hosts=tuple(run_host_rows(watch, seen.now)),
     )
     json.dumps(shown.as_json())
-    assert all(line.isprintable() for line in plain_lines(Frame(shown), width))
+    assert all(plain(line).isprintable() for line in draw(shown, Size(width)))

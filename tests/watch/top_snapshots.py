@@ -7,7 +7,6 @@ from typing import Any
 
 from nvml_stub import GIB
 
-from flower_gpu.watch.top.host_rows import RunHostRow
 from flower_gpu.watch.top.snapshot import GPURow, HostRow, RunRow, Snapshot, WaitingRow, WorkerRow
 
 WORKER = WorkerRow(
@@ -22,7 +21,6 @@ WORKER = WorkerRow(
     lease="1f",
     lease_bytes=4 * GIB,
     used_bytes=2 * GIB,
-    peak_bytes=3 * GIB,
     seconds=42.0,
     phase="running",
     progress="epoch 1",
@@ -30,7 +28,7 @@ WORKER = WorkerRow(
     progress_total=40,
 )
 #: What is not known of a worker that holds a lease, starts, or is on the CPU.
-UNTOLD: dict[str, Any] = {"used_bytes": None, "peak_bytes": None}
+UNTOLD: dict[str, Any] = {"used_bytes": None}
 UNTOLD |= {"progress": "", "progress_done": None, "progress_total": None}
 HELD = replace(WORKER, run="", client="", task="", round=None, lease="2f", phase="held", **UNTOLD)
 WAITING = WaitingRow(
@@ -60,7 +58,6 @@ RUN = RunRow(
     calls_done={"fit": 5},
     metrics={"loss": 0.912, "accuracy": 0.7125},
     metrics_round=1,
-    metrics_task="server-evaluate",
     outcome="",
     read_part=1.0,
 )
@@ -75,11 +72,6 @@ SIMULATION = replace(
     task="train",
     messages_done=40,
     messages=100,
-    messages_running=4,
-    messages_waiting=2,
-    messages_to_come=54,
-    cores=2.0,
-    seconds_left=754.0,
     calls_done={},
     metrics={"accuracy": 0.875, "loss": 0.5},
     metrics_round=12,
@@ -104,28 +96,7 @@ RESOURCES = HostRow(
     cores_leased=6.0,
     memory_capacity_bytes=32 * GIB,
     memory_leased_bytes=3 * GIB,
-    cores_busy_percent=50.0,
 )
-
-
-HOST = RunHostRow(
-    run="digits",
-    host="node1",
-    seconds=3880.0,
-    messages=4,
-    concurrency=4,
-    calls_done=612,
-    calls_failed=1,
-    cores=32,
-    gpus=2,
-    total_bytes=32 * GIB,
-    used_bytes=9 * GIB,
-    leased_bytes=16 * GIB,
-    utilization_percent=80.5,
-    lost=None,
-)
-LOST = replace(HOST, host="node3", messages=0, concurrency=0, calls_done=340, calls_failed=0)
-LOST = replace(LOST, used_bytes=None, leased_bytes=None, utilization_percent=None, lost="its agent died")
 
 
 def gpu(index: int = 0) -> GPURow:
@@ -150,25 +121,6 @@ def gpu(index: int = 0) -> GPURow:
 
 def workers(count: int) -> tuple[WorkerRow, ...]:
     return tuple(replace(WORKER, client=str(number), pid=5000 + number) for number in range(count))
-
-
-def hosts(count: int) -> tuple[RunHostRow, ...]:
-    return tuple(replace(HOST if number % 5 else LOST, host=f"node{number}") for number in range(count))
-
-
-def on_cluster() -> Snapshot:
-    """Return what is seen of a run on a Ray cluster, with its server's evaluation on this machine."""
-    calls = replace(WORKER, run="digits", task="train", round=12, used_bytes=None, peak_bytes=None)
-    return snapshot(
-        runs=(SIMULATION,),
-        hosts=(HOST, replace(HOST, host="node2", messages=3, calls_done=598, calls_failed=0), LOST),
-        workers=(
-            replace(calls, host="node1", pid=811, progress_done=12),
-            replace(calls, host="node1", client="8", pid=812, gpus=(1,), seconds=3.0, progress_done=2),
-            replace(calls, host="node2", client="5", pid=811, seconds=30.0, progress_done=9),
-        ),
-        waiting=(),
-    )
 
 
 def waiting(count: int) -> tuple[WaitingRow, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -170,14 +169,9 @@ def _parts(clock: RunClock, phases: Sequence[str], times: Sequence[float]) -> tu
     return tuple(found) or (CallPhase(phases[-1], at, at),)
 
 
-def client_key(client: str) -> tuple[bool, list[tuple[int, int, str]]]:
-    """Return what sorts clients as people do: numbers by their value, the server first."""
-    words = [word for word in re.split(r"([0-9]+)", client) if word]
-    key = [
-        (0, int(word), word) if word.isdecimal() and len(word) <= _MOST_DIGITS else (1, 0, word)
-        for word in words
-    ]
-    return client != SERVER, key
+def client_key(client: str) -> tuple[bool, int, str]:
+    """Return what sorts clients as people do: the server first, then numbers by their value, then names."""
+    return client != SERVER, len(client) if client.isdecimal() else _MOST_DIGITS, client
 
 
 def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -194,21 +194,7 @@ def _memory_panel(
         return panel.height * (1 - nbytes / top)
 
     panel.ticks = [(y(tick * _GIB), f"{tick:g}") for tick in ticks(top / _GIB, 4)]
-    if not kinds:
-        means = axis.means((one.begin_s, one.end_s, one.memory_bytes) for one in holdings)
-        panel.bars.append(Bar("leased", path=_area([panel.height] * len(means), map(y, means))))
-    for one, begin_s, end_s, bottom in stacked(holdings, axis.pixel_s) if kinds else ():
-        panel.bars.append(
-            Bar(
-                kinds[one.client],
-                f"{client_name(one.client)}: {one.memory_bytes / _GIB:.2f} GiB"
-                f" for {duration_text(one.end_s - one.begin_s)}",
-                x=axis.x(begin_s),
-                width=axis.x(end_s) - axis.x(begin_s),
-                y=y(bottom + one.memory_bytes),
-                height=y(0) - y(one.memory_bytes),
-            )
-        )
+    panel.bars = _lease_bars(axis, holdings, kinds, y)
     if gpu.capacity_bytes:
         panel.lines["limit"] = f"M{LEFT} {y(gpu.capacity_bytes):.1f}H{WIDTH - RIGHT}"
     if samples:
@@ -224,6 +210,26 @@ def _memory_panel(
         if event.uuid == gpu.uuid
     ]
     return panel
+
+
+def _lease_bars(
+    axis: TimeAxis, holdings: Sequence[HeldPart], kinds: Mapping[str, str], y: Callable[[float], float]
+) -> list[Bar]:
+    if not kinds:
+        means = axis.means((one.begin_s, one.end_s, one.memory_bytes) for one in holdings)
+        return [Bar("leased", path=_area([y(0)] * len(means), map(y, means)))]
+    return [
+        Bar(
+            kinds[one.client],
+            f"{client_name(one.client)}: {one.memory_bytes / _GIB:.2f} GiB"
+            f" for {duration_text(one.end_s - one.begin_s)}",
+            x=axis.x(begin_s),
+            width=axis.x(end_s) - axis.x(begin_s),
+            y=y(bottom + one.memory_bytes),
+            height=y(0) - y(one.memory_bytes),
+        )
+        for one, begin_s, end_s, bottom in stacked(holdings, axis.pixel_s)
+    ]
 
 
 def stacked(holdings: Sequence[HeldPart], least_s: float) -> list[tuple[HeldPart, float, float, int]]:
@@ -311,7 +317,8 @@ def _counts_panel(title: str, axis: TimeAxis, parts: Mapping[str, Sequence[CallP
         if own
     }
     top = max(float(sum(means.values(), np.zeros(1)).max()), 1.0) * 1.04
-    panel.ticks = [(panel.height * (1 - tick / top), f"{tick:g}") for tick in ticks(top, 3)]
+    whole = [tick for tick in ticks(top, 3) if tick == int(tick)]
+    panel.ticks = [(panel.height * (1 - tick / top), f"{tick:g}") for tick in whole]
     floor = np.full(1, panel.height)
     for phase, own in means.items():
         above = floor - panel.height * own / top

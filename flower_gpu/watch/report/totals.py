@@ -119,29 +119,6 @@ class GPUTotals:
 
 
 @dataclass(frozen=True)
-class CoresTotals:
-    """The sums of a run's leases on cores and main memory."""
-
-    waited_s: float  # by all of them together
-    most_cores: float  # at a time
-    most_memory_bytes: float
-
-    @classmethod
-    def of(cls, history: History, clock: RunClock) -> CoresTotals | None:
-        """Sum up leases of calls on the CPU, and what leases on GPUs have beside these."""
-        waited_s, cores, memory = 0.0, [], []
-        for lease in (*history.leases, *history.cores_leases):
-            if lease.granted_at is None or (lease.cores is None and lease.host_memory_bytes is None):
-                continue
-            waited_s += lease.waited_s
-            end = lease.released_at
-            end = history.over_at(lease.granted_at, clock.end) if end is None else end
-            cores.append((lease.granted_at, end, lease.cores or 0.0))
-            memory.append((lease.granted_at, end, lease.host_memory_bytes or 0))
-        return cls(waited_s, max(steps(cores)[1]), max(steps(memory)[1])) if cores else None
-
-
-@dataclass(frozen=True)
 class HostTotals:
     """What one host of a Ray cluster did during a run."""
 
@@ -209,7 +186,6 @@ class Totals:
     failures: Mapping[str, int]  # of these, the ones without a result
     errors: Sequence[AlikeFailures]  # of failed calls
     peak_bytes: int | None  # the most memory that one worker was seen to use on one GPU
-    cores: CoresTotals | None  # None: none were leased
     hosts: tuple[HostTotals, ...]  # of a Ray cluster
 
     @classmethod
@@ -243,7 +219,6 @@ class Totals:
             failures=dict(Counter(one.outcome for one in tries if one.has_failed).most_common()),
             errors=AlikeFailures.all_of(tries),
             peak_bytes=highest_peak(tries),
-            cores=CoresTotals.of(history, clock),
             hosts=tuple(
                 HostTotals.of(history, clock, host, on_host.get(name, ()))
                 for name, host in history.hosts.items()

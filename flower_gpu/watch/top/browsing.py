@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 #: Cursor keys and others that send several bytes, a key together with Alt, or one byte.
 _KEY: Final = re.compile(rb"\x1b[\[O][0-9;]*[@-~]|\x1b.|.", re.DOTALL)
 _UP, _DOWN, _HOME, _END = ((b"\x1b[" + key, b"\x1bO" + key) for key in (b"A", b"B", b"H", b"F"))
-_PAGE_UP, _PAGE_DOWN, _BACK_TAB, _ESCAPE = b"\x1b[5~", b"\x1b[6~", b"\x1b[Z", b"\x1b"
+_PAGE_UP, _PAGE_DOWN = b"\x1b[5~", b"\x1b[6~"
 #: The less important ones last.
-HELP: Final = ("Tab table", "arrows PgUp PgDn Home End scroll", "< > sort", "r reverse", "Esc all tables")
-_FIRST_TABLE: Final = "Workers"  # that keys are for as long as none is chosen
-#: Columns that a table can be sorted by.
-_COLUMNS: Final = {
-    "Hosts": ("host", "done", "failed", "used", "busy", "age"),
-    "Workers": ("run", "client", "round", "share", "used", "peak", "cores", "age", "phase"),
-    "Waiting": ("for", "run", "age"),
-}
-#: Fields of rows that have other names than their columns.
-_FIELDS: Final = {
-    **{"done": "calls_done", "failed": "calls_failed", "busy": "utilization_percent", "for": "label"},
-    **{"share": "lease_bytes", "used": "used_bytes", "peak": "peak_bytes", "age": "seconds"},
-}
+HELP: Final = ("q quits", "< > sort", "r reverse", "arrows PgUp PgDn Home End scroll", "Tab other table")
+WORKERS, WAITING = "Workers", "Waiting"
 
 
 def keys_of(data: bytes) -> Iterator[bytes]:
@@ -33,18 +22,16 @@ def keys_of(data: bytes) -> Iterator[bytes]:
 
 
 class Browsing:
-    """The table that has all the lines it needs, its first row on the screen, and the order of each table.
+    """The table that keys are for, the first of its rows on the screen, and the order of each table.
 
-    ``table``: the table's name; empty where all tables share the lines.
-    ``first``: the first of its rows that is shown: in range once the table is drawn.
+    ``first`` is in range once the table is drawn.
     """
 
     def __init__(self) -> None:
-        self.table = ""
+        self.table = WORKERS
         self.first = 0
         self._page = 1  # rows that were drawn
-        self._tables: list[str] = []  # that were drawn
-        self._sortable: dict[str, list[str]] = {}  # their columns that have values
+        self._sortable: dict[str, list[str]] = {}  # columns of each table
         self._sorted_by: dict[str, str] = {}
         self._reversed: dict[str, bool] = {}
 
@@ -53,33 +40,23 @@ class Browsing:
         steps = dict.fromkeys(_UP, -1) | dict.fromkeys(_DOWN, 1) | dict.fromkeys(_HOME, -sys.maxsize)
         steps |= dict.fromkeys(_END, sys.maxsize) | {_PAGE_UP: -self._page, _PAGE_DOWN: self._page}
         steps |= {b"\x1b[1~": -sys.maxsize, b"\x1b[4~": sys.maxsize}
-        name = self.table or _FIRST_TABLE
         if key in steps:
-            self.table, self.first = name, max(0, self.first + steps[key])
-        elif key in (b"\t", _BACK_TAB, _ESCAPE):
-            step = 1 if key == b"\t" else -1
-            self.table = "" if key == _ESCAPE else _next(["", *self._tables], self.table, step)
-            self.first = 0
+            self.first = max(0, self.first + steps[key])
+        elif key == b"\t":
+            self.table, self.first = WAITING if self.table == WORKERS else WORKERS, 0
         elif key in (b"<", b">", b",", b"."):  # with and without Shift
-            step = 1 if key in b">." else -1
-            columns = ["", *self._sortable.get(name, ())]
-            self._sorted_by[name] = _next(columns, self.sorted_by(name), step)
-            self._reversed[name] = False
+            columns = ["", *self._sortable.get(self.table, ())]
+            place = columns.index(self.sorted_by(self.table)) if self.sorted_by(self.table) in columns else 0
+            self._sorted_by[self.table] = columns[(place + (1 if key in b">." else -1)) % len(columns)]
+            self._reversed[self.table] = False
         elif key in (b"r", b"R"):
-            self._reversed[name] = not self._reversed.get(name, False)
-
-    def drawing(self, tables: Sequence[str]) -> None:
-        """Take note of the tables that are there."""
-        self._tables = list(tables)
-        if self.table not in tables:
-            self.table, self.first = "", 0
+            self._reversed[self.table] = not self._reversed.get(self.table, False)
 
     def window(self, table: str, count: int, room: int) -> range:
         """Return the rows of a table to show, of so many, where there is room for that many of them."""
-        if table == (self.table or _FIRST_TABLE):
-            self._page = max(1, room)
         if table != self.table:
             return range(min(count, room))
+        self._page = max(1, room)
         self.first = min(self.first, max(0, count - self._page))
         return range(self.first, min(count, self.first + room))
 
@@ -87,26 +64,21 @@ class Browsing:
         """Return the column that a table is sorted by; empty where its rows are as they came."""
         return self._sorted_by.get(table, "")
 
-    def in_order(self, table: str, rows: Sequence[Any]) -> tuple[list[int], bool]:
-        """Return the places of a table's rows in the chosen order, and whether their values fall."""
-        values = {
-            column: [getattr(row, _FIELDS.get(column, column)) for row in rows]
-            for column in _COLUMNS.get(table, ())
-        }
+    def in_order(self, table: str, values: Mapping[str, Sequence[Any]], count: int) -> tuple[list[int], bool]:
+        """Return the places of a table's rows in the chosen order, and whether their values fall.
+
+        ``values``: of each column by which rows can be sorted, one for each row; unknown ones come last.
+        """
         self._sortable[table] = [column for column, told in values.items() if any(map(_is_known, told))]
         is_reversed, told = self._reversed.get(table, False), values.get(self.sorted_by(table))
         if told is None:
-            return list(range(len(rows)))[:: -1 if is_reversed else 1], False
+            return list(range(count))[:: -1 if is_reversed else 1], False
         known = [place for place, value in enumerate(told) if _is_known(value)]
         unknown = [place for place, value in enumerate(told) if not _is_known(value)]
         # What is most comes first, and names by the alphabet.
         falls = is_reversed == any(isinstance(told[place], str) for place in known[:1])
         known.sort(key=lambda place: _size(told[place]), reverse=falls)
         return known + unknown, falls
-
-
-def _next(names: list[str], name: str, step: int) -> str:
-    return names[((names.index(name) if name in names else 0) + step) % len(names)]
 
 
 def _is_known(value: Any) -> bool:

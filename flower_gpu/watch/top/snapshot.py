@@ -12,21 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.entries import Entry, pid_namespace
 from flower_gpu.leases.state import State
 from flower_gpu.printable import account_name
-from flower_gpu.trace import SERVER_EVALUATE
-from flower_gpu.watch.fields import metric_rank
+from flower_gpu.watch.fields import call_label
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import LeaseSpan, RoundPart, WorkerSpan
-from flower_gpu.watch.top.host_rows import RunHostRow
-
-_MOST_CURVES: Final = 2  # of a run
+from flower_gpu.watch.spans import LeaseSpan, WorkerSpan
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,6 @@ class HostRow:
     cores_leased: float
     memory_capacity_bytes: int | None  # what leases can have of it now, those that are held included
     memory_leased_bytes: int
-    cores_busy_percent: float | None = None  # of all cores of the host; None at the first look
 
 
 @dataclass(frozen=True)
@@ -78,16 +73,8 @@ class RunRow:
     calls_done: dict[str, int]  # of this round, by task
     metrics: dict[str, float]  # of the last evaluation
     metrics_round: int | None
-    metrics_task: str
     outcome: str  # "completed", "failed", "interrupted", or "gone" where it was killed
     read_part: float  # of its trace: less than 1 only in the first seconds with a long one
-    # Of the messages under way, where it is known how many there are:
-    messages_running: int | None = None  # a worker computes
-    messages_waiting: int | None = None  # for a lease
-    messages_to_come: int | None = None  # of clients that are chosen for this round and have not begun
-    cores: float | None = None  # that it has leased for its messages; None: none
-    seconds_left: float | None = None  # if its rounds go on as those before; None: not known
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # metrics by round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +92,6 @@ class WorkerRow:
     lease: str  # its ticket; empty on the CPU
     lease_bytes: int | None
     used_bytes: int | None
-    peak_bytes: int | None
     cores: float | None = None  # that it has leased; None: they are not counted
     host_memory_bytes: int | None = None  # the same of main memory
     seconds: float  # since it began
@@ -149,14 +135,10 @@ class Snapshot:
     workers: tuple[WorkerRow, ...]
     waiting: tuple[WaitingRow, ...]  # in the order of the line
     resources: HostRow | None = None  # cores and main memory; None: the ledger cannot be used
-    hosts: tuple[RunHostRow, ...] = ()  # of runs on Ray clusters
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        told = asdict(self)
-        for run in told["runs"]:
-            del run["curves"]  # which would be most of the lines
-        return told
+        return asdict(self)
 
 
 # How it is put together
@@ -172,11 +154,8 @@ class Seen:
     inventory: Inventory
     temperatures: Mapping[str, int] = field(default_factory=dict)  # by UUID of the card
     state: State | None = None  # None: the ledger cannot be used
-    # By ticket: labels of this account's, and what holders have reported: pid, bytes by UUID, bytes at most.
-    labels: Mapping[str, str] = field(default_factory=dict)
+    # By ticket, what its holder has reported: pid, bytes by UUID.
     reports: Mapping[str, tuple[int, Mapping[str, int]]] = field(default_factory=dict)
-    peaks: Mapping[str, int] = field(default_factory=dict)
-    cores_busy_percent: float | None = None
 
     @property
     def holders(self) -> tuple[Entry, ...]:
@@ -258,7 +237,6 @@ def host_row(seen: Seen) -> HostRow | None:
         cores_leased=seen.state.leased_bytes(CORES) / 1000,
         memory_capacity_bytes=capacity.get(MEMORY),
         memory_leased_bytes=seen.state.leased_bytes(MEMORY),
-        cores_busy_percent=seen.cores_busy_percent,
     )
 
 
@@ -267,7 +245,9 @@ def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
     history, run, open_round = followed.history, followed.run, followed.history.open_round
     began = run.since if run else history.started_at
     until = seen.now if history.finished_at is None else history.finished_at
-    last = _last_evaluation(history)
+    told = [one for one in history.evaluations if one.metrics]
+    # Those of training where nothing else has any.
+    last = next((one for one in reversed(told) if one.task != "train"), told[-1] if told else None)
     return RunRow(
         run=followed.label,
         kind=run.kind if run else history.kind,
@@ -282,67 +262,9 @@ def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
         calls_done=history.calls_done,
         metrics=dict(last.metrics) if last else {},
         metrics_round=last.round if last else None,
-        metrics_task=last.task if last else "",
         outcome=followed.outcome(),
         read_part=followed.read_part,
-        cores=sum(entry.cores or 0.0 for entry in seen.holders if _is_of_run(entry, followed)) or None,
-        seconds_left=_seconds_left(history, seen.now),
-        curves=_curves(history),
-        **_under_way(history),
     )
-
-
-def _is_of_run(entry: Entry, followed: FollowedRun) -> bool:
-    """Tell whether a lease is one on cores that a simulation has for any of its messages."""
-    is_own = entry.user == os.getuid() and entry.pid_namespace == pid_namespace()
-    is_simulation = followed.history.kind == "simulate" and followed.is_of_this_host
-    return is_own and is_simulation and entry.pid == followed.pid and not entry.gpu_parts
-
-
-def _seconds_left(history: History, now: float) -> float | None:
-    """Return how long a run takes yet, by what its rounds have taken so far."""
-    began, done = history.strategy_started_at, history.highest_round - (history.resumed_round or 0)
-    if began is None or history.num_rounds is None or done <= 0 or history.finished_at is not None:
-        return None
-    return (now - began) / done * max(0, history.num_rounds - history.highest_round)
-
-
-def _under_way(history: History) -> dict[str, int]:
-    """Return how many messages of the open round run, wait, and are to come."""
-    one = history.open_round
-    if one is None or one.messages is None:
-        return {}
-
-    def is_of_it(call: WorkerSpan | LeaseSpan) -> bool:
-        return call.round in (one.round, None) and call.client != "server"
-
-    running = sum(map(is_of_it, history.running))
-    waiting = sum(map(is_of_it, history.waiting))
-    return {
-        "messages_running": running,
-        "messages_waiting": waiting,
-        "messages_to_come": max(0, one.messages - one.finished - running - waiting),
-    }
-
-
-def _last_evaluation(history: History) -> RoundPart | None:
-    """Return the last metrics of an evaluation, or of training where nothing else has any."""
-    told = [one for one in history.evaluations if one.metrics]
-    return next((one for one in reversed(told) if one.task != "train"), told[-1] if told else None)
-
-
-def _curves(history: History) -> dict[str, list[tuple[int, float]]]:
-    """Return the first metrics of one kind of evaluation, by round."""
-    told = [one for one in history.evaluations if one.metrics]
-    if not told:
-        return {}
-    # The server's, else the clients', and those of training where nothing else has any.
-    task = min((one.task for one in told), key=lambda name: (name == "train", name != SERVER_EVALUATE, name))
-    parts = [one for one in told if one.task == task]
-    return {
-        name: [(one.round or 0, one.metrics[name]) for one in parts if name in one.metrics]
-        for name in sorted(parts[-1].metrics, key=metric_rank)[:_MOST_CURVES]
-    }
 
 
 def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tuple[WorkerRow, ...]:
@@ -362,11 +284,7 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
         ]
     if others:
         known = {row.lease for row in rows}
-        rest = [
-            _of_entry(seen, entry, label=seen.labels.get(entry.id, ""), pid=entry.pid)
-            for entry in seen.holders
-            if entry.id not in known and not any(_is_of_run(entry, run) for run in runs)
-        ]
+        rest = [_of_entry(seen, entry, runs) for entry in seen.holders if entry.id not in known]
         rows += sorted(rest, key=lambda row: not row.label)  # this account's first
     return tuple(rows)
 
@@ -374,18 +292,12 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
 def _of_worker(
     seen: Seen, followed: FollowedRun, worker: WorkerSpan, holders: Mapping[str, Entry]
 ) -> WorkerRow:
-    ticket = worker.lease or worker.cores_lease
-    lease = followed.history.lease_of(worker)
-    if (entry := holders.get(ticket)) is not None:
-        known = _of_ticket(seen, ticket, _parts(entry)) | _of_host(entry)
-    elif worker.host:
-        known = _told(followed.history, ticket, lease)
-    else:
-        known = _of_ticket(seen, ticket, lease.memory_bytes if lease else {})
+    """Return a worker."""
+    ticket, lease = worker.lease or worker.cores_lease, followed.history.lease_of(worker)
     desc, done, total = worker.progress
     has_progress = worker.phase == "running" and worker.progress != ("", 0, None)
     return WorkerRow(
-        **known,
+        **_held(seen, ticket, holders.get(ticket) or lease, followed.history),
         host=worker.host,
         run=followed.label,
         client=worker.client,
@@ -403,58 +315,62 @@ def _of_worker(
 
 def _of_lease(seen: Seen, followed: FollowedRun, span: LeaseSpan, entry: Entry | None) -> WorkerRow:
     """Return a lease whose worker is about to start, or waits for its next message."""
-    known: dict[str, Any] = {"run": followed.label, "host": span.host, "phase": "idle"}
+    since = entry.since if entry else seen.now if span.granted_at is None else span.granted_at
+    known: dict[str, Any] = {"phase": "idle"}
     if not span.is_used:  # else the next message may be another client's
-        known |= {"client": span.client, "task": span.task, "round": span.round, "phase": "starting"}
-    if entry is not None:
-        return _of_entry(seen, entry, pid=seen.report(entry.id)[0] or None, **known)
-    known |= _told(followed.history, span.id, span)
-    since = seen.now if span.granted_at is None else span.granted_at
-    return WorkerRow(user=_name_of(os.getuid()), pid=None, seconds=seen.age(since), **known)
+        known = {"client": span.client, "task": span.task, "round": span.round, "phase": "starting"}
+    return WorkerRow(
+        **_held(seen, span.id, entry or span, followed.history),
+        **known,
+        host=span.host,
+        run=followed.label,
+        user=_name_of(os.getuid()),
+        pid=seen.report(span.id)[0] or None,
+        seconds=seen.age(since),
+    )
 
 
-def _of_entry(seen: Seen, entry: Entry, *, pid: int | None, **known: Any) -> WorkerRow:
-    ticket = _of_ticket(seen, entry.id, _parts(entry)) | _of_host(entry)
-    return WorkerRow(**ticket, user=_name_of(entry.user), pid=pid, seconds=seen.age(entry.since), **known)
+def _of_entry(seen: Seen, entry: Entry, runs: Sequence[FollowedRun]) -> WorkerRow:
+    """Return a lease of which only the ledger tells; of a simulation are the cores for all its messages."""
+    is_own = entry.user == os.getuid() and entry.pid_namespace == pid_namespace()
+    of_run = {run.pid: run.label for run in runs if run.is_of_this_host} if is_own else {}
+    return WorkerRow(
+        **_held(seen, entry.id, entry, None),
+        run=of_run.get(entry.pid, ""),
+        label=entry.label(),
+        user=_name_of(entry.user),
+        pid=entry.pid,
+        seconds=seen.age(entry.since),
+    )
 
 
-def _parts(entry: Entry) -> dict[str, int]:
-    return {part.uuid: part.memory_bytes for part in entry.gpu_parts}
-
-
-def _of_host(lease: Entry | LeaseSpan) -> dict[str, Any]:
-    """Return what a lease has of cores and main memory."""
-    return {"cores": lease.cores, "host_memory_bytes": lease.host_memory_bytes}
-
-
-def _told(history: History, ticket: str, lease: LeaseSpan | None) -> dict[str, Any]:
-    """Return what the trace tells of a lease on another host."""
-    parts = lease.memory_bytes if lease else {}
-    return {
-        "gpus": tuple(sorted(history.gpus[uuid].index for uuid in parts)),
-        "lease": ticket,
-        "lease_bytes": sum(parts.values()) if parts else None,
-        "used_bytes": None,
-        "peak_bytes": None,
-        **(_of_host(lease) if lease else {}),
-    }
-
-
-def _of_ticket(seen: Seen, ticket: str, parts: Mapping[str, int]) -> dict[str, Any]:
+def _held(
+    seen: Seen, ticket: str, lease: Entry | LeaseSpan | None, history: History | None
+) -> dict[str, Any]:
+    """Return what a lease has, as the ledger tells it, or the trace."""
+    parts: Mapping[str, int] = {}
+    numbers: tuple[int, ...] | None = None
+    if isinstance(lease, Entry):
+        parts = {part.uuid: part.memory_bytes for part in lease.gpu_parts}
+    elif lease is not None:
+        parts = lease.memory_bytes
+        if history is not None and lease.host:  # its GPUs are not here
+            numbers = tuple(sorted(history.gpus[uuid].index for uuid in parts))
     pid, used = seen.report(ticket)
     return {
-        "gpus": seen.numbers(parts),
+        "gpus": seen.numbers(parts) if numbers is None else numbers,
         "lease": ticket,
         "lease_bytes": sum(parts.values()) if parts else None,
         "used_bytes": sum(used.values()) if pid and parts else None,
-        "peak_bytes": seen.peaks.get(ticket),
+        "cores": lease.cores if lease else None,
+        "host_memory_bytes": lease.host_memory_bytes if lease else None,
     }
 
 
 def waiting_rows(seen: Seen, runs: Sequence[FollowedRun]) -> tuple[WaitingRow, ...]:
     """Return the ledger's line."""
     of_run = {
-        (request.caller_pid, _label(request)): followed.label
+        (request.caller_pid, call_label(asdict(request))): followed.label
         for followed in runs
         for request in followed.history.waiting
         if followed.is_of_this_host and request.host in ("", platform.node())
@@ -464,7 +380,7 @@ def waiting_rows(seen: Seen, runs: Sequence[FollowedRun]) -> tuple[WaitingRow, .
 
 def _waiting_row(seen: Seen, entry: Entry, of_run: Mapping[tuple[int | None, str], str]) -> WaitingRow:
     first = entry.gpu_needs[0] if entry.gpu_needs else None
-    label = seen.labels.get(entry.id, "")
+    label = entry.label()
     is_here = entry.pid_namespace == pid_namespace()
     return WaitingRow(
         lease=entry.id,
@@ -481,10 +397,3 @@ def _waiting_row(seen: Seen, entry: Entry, of_run: Mapping[tuple[int | None, str
         asked_cores=entry.cores,
         asked_host_memory_bytes=entry.host_memory_bytes,
     )
-
-
-def _label(request: LeaseSpan) -> str:
-    """Return the label of a request's ticket."""
-    if request.client == "server":
-        return f"{request.task} on the server"
-    return f"{request.task} of client {request.client}"

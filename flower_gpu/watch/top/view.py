@@ -1,328 +1,283 @@
-"""A snapshot as rich draws it on a terminal of a certain size."""
+"""A snapshot as lines of text for a terminal of a certain size."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from flower_gpu.printable import format_bytes
 from flower_gpu.watch.fields import metric_rank
-from flower_gpu.watch.top import wide
-from flower_gpu.watch.top.browsing import HELP, Browsing
-from flower_gpu.watch.top.host_rows import RunHostRow
-from flower_gpu.watch.top.past import Past
-from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow
-from flower_gpu.watch.top.tables import Column, duration, gpu_lines, host_line, joined, table, text
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.text import Text
+from flower_gpu.watch.top.browsing import HELP, WAITING, WORKERS, Browsing
+from flower_gpu.watch.top.lines import Column, Line, cut, duration, joined, line, table, width_of
+from flower_gpu.watch.top.snapshot import GPURow, RunRow, Snapshot, WaitingRow, WorkerRow
 
 _GIB = 2**30
-_Mark = tuple[str, str]  # a column's title, and what is written after it
 _PHASES: Final = {"starting": "yellow", "running": "green", "exiting": "cyan", "idle": "dim", "held": "blue"}
 _OUTCOMES: Final = {"completed": "green", "failed": "red", "interrupted": "yellow", "gone": "red"}
 _SPACIOUS: Final = 40  # a terminal of so many lines has room for empty ones
 _WIDE: Final = 100  # cells of a terminal in which nothing is said shortly
-_ROOM_FOR_KEYS: Final = 40
 _ROOM_FOR_HELP: Final = 16  # lines
+_LONGEST_BAR: Final = 64
+_NOTHING: Final = 0.05  # of a cell
+#: The parts of a bar: letter, letter of a terminal that knows ASCII only, style, meaning.
+_PARTS: Final = (
+    ("█", "#", "green", "used"),
+    ("▒", "+", "green", "leased"),
+    ("▚", "o", "magenta", "other users"),
+    ("▬", "=", "yellow", "other programs"),
+    ("·", ".", "dim", "free"),
+)
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What is shown."""
+class Size:
+    """What a terminal has room for; ``height`` is None where nobody limits it."""
 
-    snapshot: Snapshot
-    keys: str = ""  # what ends the view
-    has_screen: bool = True  # no more lines than the terminal has
-    past: Past | None = None  # what a wide terminal has graphs of
-    browsing: Browsing | None = None  # what keys have chosen
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Draw it."""
-        shown, width = self.snapshot, options.max_width
-        height = console.size.height if self.has_screen else None
-        browsing = self.browsing or Browsing()
-        top: list[RenderableType] = [*_header(shown, width, self.keys)]
-        if self.browsing is not None and height is not None and height >= _ROOM_FOR_HELP:
-            top.append(joined(width, *((rank, told, "dim") for rank, told in enumerate(HELP))))
-        most = None if height is None else max(1, height // 3)
-        block = wide.block_lines(shown, width, height) if self.past is not None else 0
-        if self.past is not None and block:
-            top += wide.lines(shown, self.past, width, block, is_ascii=options.ascii_only)
-        else:
-            top += gpu_lines(shown, width, most, is_ascii=options.ascii_only)
-            top += host_line(shown, width)
-        blank = [text()] if height is None or height >= _SPACIOUS else []
-        hosts = [_hosts(shown.hosts, width)] if shown.hosts else []
-        waiting = _waiting(shown, width, has_heads=bool(browsing.sorted_by("Waiting")))
-        sections = [_runs(shown.runs, width), *hosts, _workers(shown, width), waiting]
-        names = [section.name for section in sections]
-        browsing.drawing(names)
-        curves = wide.curves(shown.runs, width, height, is_ascii=options.ascii_only) if block else []
-        left = None if height is None else height - len(top) - len(curves) - len(sections) * len(blank)
-        limits = _limits(sections, left, names.index(browsing.table) if browsing.table else None)
-        yield from top[:height]
-        for section, limit in zip(sections, limits, strict=True):
-            if left is not None and limit is not None:
-                limit = max(0, min(limit, left))  # there may not be a line for each
-                left -= limit
-            yield from blank
-            yield from section.lines(limit, browsing, "^v" if options.ascii_only else "▲▼")
-            if section is sections[0]:
-                yield from curves
+    width: int
+    height: int | None = None
+    is_ascii: bool = False  # it knows no other letters
 
 
-def plain_lines(frame: Frame, width: int) -> list[str]:
-    """Return a frame as text, as it is where nobody limits its height."""
-    from rich.console import Console
-
-    console = Console(width=width, color_system=None, highlight=False)
-    with console.capture() as capture:
-        console.print(frame, crop=True, no_wrap=True)
-    return [line.rstrip() for line in capture.get().splitlines()]
-
-
-@dataclass(frozen=True)
-class _Section:
-    """Lines under a title."""
-
-    name: str
-    told: str  # how many there are
-    rows: Sequence[Any] = ()
-    # Draws the rows of these places; the column that they are sorted by has a mark.
-    draw: Callable[[Sequence[int], _Mark], RenderableType] = field(default=lambda places, mark: text())
-    has_heads: bool = False  # the columns have titles
-
-    @property
-    def height(self) -> int:
-        return 1 + len(self.rows) + self.has_heads
-
-    def lines(self, most: int | None, browsing: Browsing, marks: str) -> Iterator[RenderableType]:
-        """Yield as many lines as there is room for: the window of the chosen table, else the first rows."""
-        if most is not None and most < 1:
-            return
-        is_chosen, count = browsing.table == self.name, len(self.rows)
-        is_cut = most is not None and self.height > most
-        # The last line has how many were left out; of the chosen table, the title says which these are.
-        room = max(0, (most or 0) - (1 if is_chosen else 2) - self.has_heads) if is_cut else count
-        window = browsing.window(self.name, count, room)
-        position = f"  {window.start + 1}-{window.stop} of {count}" if is_chosen and window and is_cut else ""
-        yield text(
-            (self.name, "bold reverse" if is_chosen else "bold"), (position, ""), (f"  {self.told}", "dim")
-        )
-        if window:
-            places, falls = browsing.in_order(self.name, self.rows)
-            yield self.draw(places[window.start : window.stop], (browsing.sorted_by(self.name), marks[falls]))
-        if room < count and window and not is_chosen:
-            yield text((f"  ... {count - room} more", "dim"))
+def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[Line]:
+    """Return the lines; with ``browsing`` there is a line of the keys, too."""
+    width, height = size.width, size.height
+    top = _header(shown, width)
+    if browsing is not None and (height or 0) >= _ROOM_FOR_HELP:
+        top.append(joined(width, *((rank, told, "dim") for rank, told in enumerate(HELP))))
+    top += _gpus(shown, size) + _host(shown, width)
+    browsing = browsing or Browsing()
+    blank: list[Line] = [[]] if height is None or height >= _SPACIOUS else []
+    sections = {WORKERS: _workers(shown, size), WAITING: _waiting(shown, size)}
+    runs = [line(("Runs", "bold"), (f"  {len(shown.runs) or 'none of this account goes on here'}", "dim"))]
+    runs += [_run(run, width) for run in shown.runs]
+    if height is not None:
+        left = height - len(top) - 3 * len(blank)
+        runs = _shortened(runs, max(2, left // 4), "")
+        limits = _limits(sections, browsing.table, left - len(runs))
+    else:
+        limits = dict.fromkeys(sections)
+    found = [*top, *blank, *runs]
+    for name, section in sections.items():
+        found += [*blank, *section.lines(name, limits[name], browsing, size)]
+    found = [cut(one, width) for one in found[:height]]
+    if size.is_ascii:
+        found = [[(text.replace("…", "~"), style) for text, style in one] for one in found]
+    return found
 
 
-def _limits(sections: Sequence[_Section], left: int | None, chosen: int | None) -> list[int | None]:
-    """Divide lines among runs, hosts, workers and waiting.
-
-    Runs get a quarter of them at most, and hosts a third of the rest, or what nobody else needs. Those that
-    work and wait share what is left: workers get two thirds where both need more. A chosen table gets all
-    that it needs but for the titles of the others, and a run or two.
-    """
-    if left is None:
-        return [None] * len(sections)
-    if chosen is not None:
-        limits: list[int | None] = [1] * len(sections)
-        left -= len(sections)
-        for number, most in ((0, min(2, left // 3)), (chosen, left), *enumerate([left] * len(sections))):
-            more = max(0, min(most, left, sections[number].height - (limits[number] or 0)))
-            limits[number], left = (limits[number] or 0) + more, left - more
-        return limits
-    runs, *hosts, workers, waiting = (section.height for section in sections)
-    of_runs = min(runs, max(2, left // 4))
-    left -= of_runs
-    of_hosts = [min(height, max(2, left // 3, left - workers - waiting)) for height in hosts]
-    left -= sum(of_hosts)
-    of_waiting = min(waiting, max(2, left // 3, left - workers))
-    return [of_runs, *of_hosts, left - of_waiting, of_waiting]
+def _shortened(lines: list[Line], most: int, what: str) -> list[Line]:
+    """Return the first lines, and how many more there are."""
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], line((f"  ... {len(lines) - most + 1} more{what}", "dim"))]
 
 
-def _header(snapshot: Snapshot, width: int, keys: str) -> list[Text]:
-    clock = time.strftime("%H:%M:%S", time.localtime(snapshot.time))
-    keys = keys if width >= _ROOM_FOR_KEYS else ""
-    title = joined(
-        width - len(keys) - 2,
-        (0, "flower-gpu top", "bold"),
-        (1, snapshot.host, ""),
-        (2, clock, "dim"),
+def _header(shown: Snapshot, width: int) -> list[Line]:
+    clock = time.strftime("%H:%M:%S", time.localtime(shown.time))
+    title = joined(width, (0, "flower-gpu top", "bold"), (1, shown.host, ""), (2, clock, "dim"))
+    problem = shown.ledger_problem
+    return [title, line((f"leases: {problem}", "yellow"))] if problem else [title]
+
+
+# GPUs
+
+
+def _gpus(shown: Snapshot, size: Size) -> list[Line]:
+    if not shown.gpus:
+        return [line(("No GPU: ", "bold"), (shown.gpu_problem or "see flower-gpu gpus", ""))]
+    letters = [(plain if size.is_ascii else letter, style, told) for letter, plain, style, told in _PARTS]
+    meanings = [part for letter, style, told in letters for part in ((letter, style), (f" {told}  ", "dim"))]
+    lines = [_gpu(gpu, size) for gpu in shown.gpus]
+    if size.height is not None:
+        lines = _shortened(lines, max(1, size.height // 3 - 1), " GPUs")
+    return [*lines, line(("  ", ""), *meanings)]
+
+
+def _gpu(gpu: GPURow, size: Size) -> Line:
+    """Return a bar of the GPU's memory, by who has it, and numbers."""
+    name = f"GPU {gpu.index}" + (" MIG" if gpu.mig_parent else "")
+    if problem := gpu.problem or ("" if gpu.total_bytes else "its memory is not told"):
+        return line((name, "bold"), (f" {gpu.name or 'model unknown'}: ", ""), (problem, "red"))
+    degree = "C" if size.is_ascii else "°C"
+    leased = None if gpu.capacity_bytes is None else gpu.own_leased_bytes + gpu.other_leased_bytes
+    bar = _bar(gpu, max(4, min(_LONGEST_BAR, size.width - 60)), size.is_ascii)
+    start = line((f"{name:<6} ", "bold"), *bar, ("  ", ""))
+    percent = "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent}%"
+    return start + joined(
+        max(1, size.width - width_of(start)),
+        (0, f"used {_gib(gpu.used_bytes, '?')} of {_gib(gpu.total_bytes, '?')} GiB", ""),
+        (1, f"leased {_gib(leased, '?')} of {_gib(gpu.capacity_bytes, '?')}", ""),
+        (2, f"busy {percent}", ""),
+        (3, "" if gpu.temperature_c is None else f"{gpu.temperature_c} {degree}", ""),
+        (4, gpu.name, "dim"),
     )
-    title.append(" " * (width - title.cell_len - len(keys))).append(keys, "dim")
-    problem = snapshot.ledger_problem
-    return [title, text((f"leases: {problem}", "yellow"))] if problem else [title]
 
 
-def _runs(runs: Sequence[RunRow], width: int) -> _Section:
-    if not runs:
-        return _Section("Runs", "none of this account goes on here")
+def _bar(gpu: GPURow, cells: int, is_ascii: bool) -> Line:
+    parts = [
+        gpu.own_used_bytes,
+        max(0, gpu.own_leased_bytes - gpu.own_used_bytes),
+        max(gpu.other_leased_bytes, gpu.other_used_bytes),
+        gpu.programs_bytes or 0,
+    ]
+    lengths = divided(cells, parts, gpu.total_bytes or 1)
+    lengths.append(cells - sum(lengths))
+    return [
+        ((plain if is_ascii else letter) * length, style)
+        for (letter, plain, style, _), length in zip(_PARTS, lengths, strict=True)
+    ]
 
-    def draw(places: Sequence[int], mark: _Mark) -> RenderableType:
-        from rich.console import Group
 
-        return Group(*(_run_line(runs[place], width) for place in places))
+def divided(cells: int, parts: Sequence[int], total: int) -> list[int]:
+    """Return how many cells of a bar each part of a total gets: one at least for more than nothing."""
+    whole = max(total, sum(parts), 1)
+    shares = [cells * part / whole for part in parts]
+    lengths = [max(1, round(share)) if share > _NOTHING else 0 for share in shares]
+    while sum(lengths) > cells:  # by rounding up: the longest has most to spare
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        lengths[longest] -= 1
+    return lengths
 
-    return _Section("Runs", str(len(runs)), runs, draw)
+
+def _host(shown: Snapshot, width: int) -> list[Line]:
+    """Return a line with the cores and the main memory that are leased; none where that is not known."""
+    host = shown.resources
+    if host is None:
+        return []
+    memory = f"{_gib(host.memory_leased_bytes)} of {_gib(host.memory_capacity_bytes, '?')} GiB"
+    return [
+        joined(
+            width,
+            (0, "Cores", "bold"),
+            (0, f"leased {host.cores_leased:.3g} of {host.cores:g}", ""),
+            (1, f"memory leased {memory}", ""),
+        )
+    ]
 
 
-def _run_line(run: RunRow, width: int) -> Text:
+# Runs
+
+
+def _run(run: RunRow, width: int) -> Line:
     read = "" if run.read_part >= 1 else f"reading its trace: {100 * run.read_part:.0f} %"
-    line = joined(
+    metrics = [f"{name} {run.metrics[name]:.4g}" for name in sorted(run.metrics, key=metric_rank)[:3]]
+    if metrics and run.metrics_round != run.round:
+        metrics[0] += f" in round {run.metrics_round}"
+    fields = joined(
         width - 2,
         (0, run.run, "cyan"),
         (6, run.kind, "dim"),
         (0, read, "yellow"),
         (0, "" if run.round is None else f"round {run.round}{_of(run.num_rounds)}", ""),
-        (2, _messages(run, is_short=width < _WIDE), ""),
-        (6, "" if run.cores is None else f"cores {run.cores:.3g}", ""),
-        (5, "" if run.seconds_left is None else f"{duration(run.seconds_left)} left", ""),
-        *((3 + place, metric, "") for place, metric in enumerate(_metrics(run, 3))),
+        (2, _messages(run), ""),
+        *((3 + place, metric, "") for place, metric in enumerate(metrics)),
         (0, run.outcome, _OUTCOMES.get(run.outcome, "")),
         (7, "" if run.seconds is None else duration(run.seconds), "dim"),
         (8, "" if run.pid is None else f"pid {run.pid}", "dim"),
         (9, run.folder, "dim"),
     )
-    return text(("  ", "")).append_text(line)
+    return [("  ", ""), *fields]
 
 
 def _of(total: int | None) -> str:
     return "" if total is None else f"/{total}"
 
 
-def _messages(run: RunRow, *, is_short: bool) -> str:
-    if run.messages_done is None:
-        calls = [f"{count} {task}" for task, count in run.calls_done.items()]
-        return f"{', '.join(calls)} done" if calls else ""
-    done = f"{run.messages_done}{_of(run.messages)}"
-    if run.messages_to_come is None:
-        return f"{run.task} {done} messages".strip()
-    to_come = f"{run.messages_to_come} to come"
-    if is_short:
-        return f"{run.task} {done}, {to_come}".strip()
-    now = [(run.messages_running, "running"), (run.messages_waiting, "waiting")]
-    parts = [f"{run.task} {done} done".strip(), *(f"{count} {what}" for count, what in now if count), to_come]
-    return ", ".join(parts)
+def _messages(run: RunRow) -> str:
+    """Say how many messages of this round are done; where the trace tells none, how many calls."""
+    if run.messages_done is not None:
+        return f"{run.task} {run.messages_done}{_of(run.messages)} done".strip()
+    calls = [f"{count} {task}" for task, count in run.calls_done.items()]
+    return f"{', '.join(calls)} done" if calls else ""
 
 
-def _metrics(run: RunRow, most: int) -> list[str]:
-    texts = [f"{name} {run.metrics[name]:.4g}" for name in sorted(run.metrics, key=metric_rank)[:most]]
-    if texts and run.metrics_round != run.round:
-        texts[0] += f" in round {run.metrics_round}"
-    return texts
+# Tables
 
 
-def _hosts(rows: Sequence[RunHostRow], width: int) -> _Section:
-    lost, has_gpus = sum(row.lost is not None for row in rows), any(row.gpus for row in rows)
-    told = ", ".join([str(len(rows))] + [f"{lost} lost"] * bool(lost))
+@dataclass(frozen=True)
+class _Section:
+    """A table under a title."""
 
-    def draw(places: Sequence[int], mark: _Mark) -> RenderableType:
-        columns = _host_columns([rows[place] for place in places], has_gpus)
-        return table(_marked(columns, mark), width, has_titles=True)
+    told: str  # how many there are
+    rows: Sequence[Any]
+    columns: Sequence[Column]
 
-    return _Section("Hosts", told + "; memory in GiB" * has_gpus, rows, draw, has_heads=True)
+    @property
+    def height(self) -> int:
+        return 1 + len(self.rows) + bool(self.rows)
 
-
-def _host_columns(rows: Sequence[RunHostRow], has_gpus: bool) -> list[Column]:
-    columns = [
-        Column("host", [(row.host, "cyan") for row in rows], 0, least=20),
-        _figures(
-            "under way",
-            0,
-            ["-" if row.lost is not None else f"{row.messages}/{row.concurrency}" for row in rows],
-        ),
-        _figures("done", 1, [str(row.calls_done) for row in rows]),
-        Column(
-            "failed", [(str(row.calls_failed), "red" if row.calls_failed else "") for row in rows], 1, "right"
-        ),
-        _figures("cores", 5, ["-" if row.cores is None else str(row.cores) for row in rows]),
-    ]
-    if len({row.run for row in rows}) > 1:
-        columns.insert(0, Column("run", [(row.run, "cyan") for row in rows], 5, least=10))
-    if has_gpus:
-        busy = [row.utilization_percent for row in rows]
-        used = [f"{_gib(row.used_bytes)}/{_gib(row.total_bytes)}" for row in rows]
-        columns += [
-            _figures("gpus", 4, [str(row.gpus) for row in rows]),
-            _figures("share", 3, [_gib(row.leased_bytes) for row in rows]),
-            _figures("used", 2, ["-" if told == "-/-" else told for told in used]),
-            _figures("busy", 2, ["-" if percent is None else f"{percent:.0f}%" for percent in busy]),
-        ]
-    ages = ["-" if row.seconds is None else duration(row.seconds) for row in rows]
-    columns.append(_figures("age", 6, ages))
-    if any(lost := ["" if row.lost is None else f"lost: {row.lost}" for row in rows]):
-        columns.append(Column("", [(told, "red") for told in lost], 0, least=16))
-    return columns
+    def lines(self, name: str, most: int | None, browsing: Browsing, size: Size) -> list[Line]:
+        """Return as many lines as there is room for: of the chosen table a window, else the first rows."""
+        count, is_chosen = len(self.rows), browsing.table == name and most is not None
+        is_cut = most is not None and self.height > most
+        room = max(0, (most or 0) - (2 if is_chosen else 3)) if is_cut else count
+        window = browsing.window(name, count, room)
+        where = f"  {window.start + 1}-{window.stop} of {count}" if is_chosen and is_cut and window else ""
+        title = line((name, "bold reverse" if is_chosen else "bold"), (where, ""), (f"  {self.told}", "dim"))
+        if not window:
+            return [title][:most]
+        values = {one.title: [one.key(row) for row in self.rows] for one in self.columns if one.key}
+        places, falls = browsing.in_order(name, values, count)
+        mark = ("^v" if size.is_ascii else "▲▼")[falls]
+        rows = [self.rows[place] for place in places[window.start : window.stop]]
+        lines = [title, *table(self.columns, rows, size.width, (browsing.sorted_by(name), mark))]
+        if is_cut and not is_chosen:
+            lines.append(line((f"  ... {count - room} more", "dim")))
+        return lines
 
 
-def _workers(snapshot: Snapshot, width: int) -> _Section:
-    rows = snapshot.workers
-    if not rows:
-        return _Section("Workers", "none")
+def _limits(sections: dict[str, _Section], chosen: str, left: int) -> dict[str, int | None]:
+    """Divide lines: the chosen table gets two thirds where both need more."""
+    (other,) = (name for name in sections if name != chosen)
+    of_other = min(sections[other].height, max(2, left // 3, left - sections[chosen].height))
+    return {chosen: max(0, left - of_other), other: max(0, min(left, of_other))}
+
+
+def _workers(shown: Snapshot, size: Size) -> _Section:
+    rows = shown.workers
     counts = Counter(row.phase for row in rows)
     told = ", ".join(f"{counts[phase]} {phase}" for phase in _PHASES if counts[phase])
-    has_leases = any(row.gpus or row.lease_bytes for row in rows)
-
-    def draw(places: Sequence[int], mark: _Mark) -> RenderableType:
-        columns = _worker_columns(snapshot, [rows[place] for place in places], width, has_leases=has_leases)
-        return table(_marked(columns, mark), width, has_titles=True)
-
-    return _Section("Workers", told + "; memory in GiB" * has_leases, rows, draw, has_heads=True)
-
-
-def _worker_columns(
-    snapshot: Snapshot, rows: Sequence[WorkerRow], width: int, *, has_leases: bool
-) -> list[Column]:
-    own, is_short = snapshot.account, width < _WIDE
-    has_hosts = any(row.host for row in rows)
+    has_leases, has_hosts = any(row.lease_bytes for row in rows), any(row.host for row in rows)
+    rank_of_gpu = 3 if len(shown.gpus) > 1 or has_hosts else 8
+    own, is_short = shown.account, size.width < _WIDE
     columns = [
-        Column("run", [(row.run or "-", "cyan") for row in rows], 5, least=10),
-        *([Column("host", [(row.host or "-", "cyan") for row in rows], 4, least=14)] if has_hosts else []),
-        Column("client", [(row.client or _whose(row, own), "") for row in rows], 0, least=10),
-        Column("task", [(row.task or "-", "") for row in rows], 2, least=8),
-        _figures("round", 6, ["-" if row.round is None else str(row.round) for row in rows]),
-        _figures("pid", 9, ["-" if row.pid is None else str(row.pid) for row in rows]),
+        Column("run", 5, lambda row: row.run or "-", lambda row: row.run, "cyan", False, 10),
+        Column("host", 4, lambda row: row.host or "-", lambda row: row.host, "cyan", False, 14),
+        Column(
+            "client", 0, lambda row: row.client or _whose(row, own), lambda row: row.client, "", False, 10
+        ),
+        Column("task", 2, lambda row: row.task or "-", None, "", False, 8),
+        Column("round", 6, lambda row: _number(row.round), lambda row: row.round),
+        Column("pid", 9, lambda row: _number(row.pid)),
+        Column("gpu", rank_of_gpu, lambda row: _numbers(row) or "-"),
+        Column("share", 1, lambda row: _gib(row.lease_bytes), lambda row: row.lease_bytes),
+        Column("used", 4, lambda row: _gib(row.used_bytes), lambda row: row.used_bytes, _of_use),
+        Column("cores", 5, lambda row: _number(row.cores), lambda row: row.cores),
+        Column("age", 1, lambda row: duration(row.seconds), lambda row: row.seconds),
+        Column(
+            "phase",
+            0,
+            lambda row: _phase(row, is_short=is_short),
+            lambda row: row.phase,
+            lambda row: _PHASES.get(row.phase, ""),
+            False,
+            16,
+        ),
     ]
-    if has_leases or snapshot.gpus:
-        used = [
-            (_gib(row.used_bytes), "red" if (row.used_bytes or 0) > (row.lease_bytes or 0) else "")
-            for row in rows
-        ]
-        columns += [
-            _figures(
-                "gpu", 3 if len(snapshot.gpus) > 1 or has_hosts else 8, [_numbers(row) or "-" for row in rows]
-            ),
-            _figures("share", 1, [_gib(row.lease_bytes) for row in rows]),
-            Column("used", used, 4, "right"),
-            _figures("peak", 7, [_gib(row.peak_bytes) for row in rows]),
-        ]
-    if any(row.cores is not None for row in rows):
-        columns.append(_figures("cores", 5, [_cores(row.cores) for row in rows]))
-    phases = [(_phase(row, is_short=is_short), _PHASES.get(row.phase, "")) for row in rows]
-    columns += [
-        _figures("age", 1, [duration(row.seconds) for row in rows]),
-        Column("phase", phases, 0, least=16),
-    ]
-    return columns
+    unused = {
+        "host": has_hosts,
+        **dict.fromkeys(("gpu", "share", "used"), has_leases or bool(shown.gpus)),
+        "cores": any(row.cores is not None for row in rows),
+    }
+    told += "; memory in GiB" * has_leases
+    return _Section(told or "none", rows, [one for one in columns if unused.get(one.title, True)])
 
 
-def _marked(columns: Sequence[Column], mark: _Mark) -> list[Column]:
-    """Mark the column that the rows are sorted by; it does not give way."""
-    title, letter = mark
-    return [
-        replace(one, title=f"{title}{letter}", rank=0) if title and one.title == title else one
-        for one in columns
-    ]
-
-
-def _figures(title: str, rank: int, figures: Sequence[str], style: str = "") -> Column:
-    return Column(title, [(figure, style) for figure in figures], rank, "right")
+def _of_use(row: WorkerRow) -> str:
+    return "red" if (row.used_bytes or 0) > (row.lease_bytes or 0) else ""
 
 
 def _whose(row: WorkerRow | WaitingRow, own: str) -> str:
@@ -338,34 +293,30 @@ def _phase(row: WorkerRow, *, is_short: bool) -> str:
     return progress if is_short else f"{row.phase} {progress}"
 
 
-def _cores(cores: float | None) -> str:
-    return "-" if cores is None else f"{cores:.3g}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _gib(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / _GIB:.1f}"
+def _gib(nbytes: int | None, unknown: str = "-") -> str:
+    return unknown if nbytes is None else f"{nbytes / _GIB:.1f}"
 
 
 def _numbers(row: WorkerRow | WaitingRow) -> str:
     return ",".join(map(str, row.gpus))
 
 
-def _waiting(snapshot: Snapshot, width: int, *, has_heads: bool) -> _Section:
-    rows, own = snapshot.waiting, snapshot.account
-
-    def draw(places: Sequence[int], mark: _Mark) -> RenderableType:
-        shown = [rows[place] for place in places]
-        columns = [
-            _figures("", 2, [f"{place + 1}." for place in places]),
-            Column("", [(_asked(row), "") for row in shown], 0),
-            Column("for" * has_heads, [(_whose(row, own), "") for row in shown], 0, least=8),
-            Column("run" * has_heads, [(row.run or "-", "cyan") for row in shown], 3, least=8),
-            _figures("", 4, [f"pid {row.pid}" for row in shown], "dim"),
-            _figures("age" * has_heads, 1, [duration(row.seconds) for row in shown]),
-        ]
-        return table(_marked(columns, mark), width, has_titles=has_heads)
-
-    return _Section("Waiting", str(len(rows) or "nobody"), rows, draw, has_heads and bool(rows))
+def _waiting(shown: Snapshot, size: Size) -> _Section:
+    rows, own = shown.waiting, shown.account
+    places = {id(row): place for place, row in enumerate(rows, start=1)}
+    columns = [
+        Column("", 2, lambda row: f"{places[id(row)]}."),
+        Column("asks for", 0, _asked, None, "", False, 12),
+        Column("for", 0, lambda row: _whose(row, own), lambda row: row.label, "", False, 8),
+        Column("run", 3, lambda row: row.run or "-", lambda row: row.run, "cyan", False, 8),
+        Column("pid", 4, lambda row: str(row.pid), None, "dim"),
+        Column("age", 1, lambda row: duration(row.seconds), lambda row: row.seconds),
+    ]
+    return _Section(str(len(rows) or "nobody"), rows, columns)
 
 
 def _asked(row: WaitingRow) -> str:

@@ -15,12 +15,10 @@ from flower_gpu.errors import ConfigError, GPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.state import State
 from flower_gpu.options import RESERVE
 from flower_gpu.printable import account_name, path_text
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.top import snapshot
-from flower_gpu.watch.top.host_rows import run_host_rows
 from flower_gpu.watch.top.snapshot import Snapshot
 
 #: It is held for milliseconds. A process that holds it longer is shown, and the view goes on.
@@ -43,9 +41,6 @@ class Watcher:
         self._ended: dict[tuple[str, float], float] = {}
         found = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
         self._ledger = Ledger(found, RESERVE.resolve(None, os.environ))
-        self._labels: dict[str, str] = {}
-        self._peaks: dict[str, int] = {}
-        self._cores_times: tuple[int, int] | None = None
 
     def look_for_runs(self) -> None:
         """See which runs have begun, and which have ended."""
@@ -77,17 +72,12 @@ class Watcher:
             state = self._ledger.status()
         except GPUError as error:
             problem = str(error)
-        reports = {entry.id: entry.reported() for entry in (state.holders if state else ())}
-        self._note(state, reports)
         seen = snapshot.Seen(
             now=time.time(),
             inventory=inventory.take(processes=False),
             temperatures=inventory.temperatures(),
             state=state,
-            labels=self._labels,
-            reports=reports,
-            peaks=self._peaks,
-            cores_busy_percent=self._cores_busy_percent(),
+            reports={entry.id: entry.reported() for entry in (state.holders if state else ())},
         )
         runs = self._labelled_runs()
         workers = snapshot.worker_rows(seen, runs, others=not self._is_of_one_run)
@@ -103,32 +93,11 @@ class Watcher:
             workers=workers,
             waiting=snapshot.waiting_rows(seen, runs),
             resources=snapshot.host_row(seen),
-            hosts=tuple(row for run in runs for row in run_host_rows(run, seen.now)),
         )
 
     def close(self) -> None:
         """Give the driver back."""
         inventory.close()
-
-    def _note(self, state: State | None, reports: dict[str, tuple[int, dict[str, int]]]) -> None:
-        """Keep labels, which never change, and the most that each worker has reported."""
-        if state is None:
-            return
-        entries = (*state.holders, *state.waiting)
-        self._labels = {entry.id: self._labels.get(entry.id) or entry.label() for entry in entries}
-        self._peaks = {
-            id_: max(self._peaks.get(id_, 0), sum(used.values()))
-            for id_, (pid, used) in reports.items()
-            if pid
-        }
-
-    def _cores_busy_percent(self) -> float | None:
-        """Return how busy all cores have been since the last look."""
-        before, self._cores_times = self._cores_times, _cores_times()
-        if before is None or self._cores_times is None or self._cores_times[1] <= before[1]:
-            return None
-        busy, total = (now - then for now, then in zip(self._cores_times, before, strict=True))
-        return round(min(100.0, max(0.0, 100 * busy / total)), 1)
 
     def _labelled_runs(self) -> list[FollowedRun]:
         """Return the runs, the oldest first, each with a label that no other has."""
@@ -139,14 +108,3 @@ class Watcher:
         for run in runs:
             run.label = run.name if names[run.name] == 1 else f"{run.name}:{run.pid}"
         return runs
-
-
-def _cores_times() -> tuple[int, int] | None:
-    """Return how long all cores have been busy, and have been there, in ticks; None where not told."""
-    try:
-        with open("/proc/stat") as file:
-            # user, nice, system, idle, iowait, irq, softirq, steal; time of guests is in user's
-            ticks = [int(number) for number in file.readline().split()[1:9]]
-    except (OSError, ValueError):
-        return None
-    return (sum(ticks) - sum(ticks[3:5]), sum(ticks)) if len(ticks) > 4 else None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from flower_gpu.watch.trackers.tracker import FailedMessage, Point, TrackedRun, Value
+from flower_gpu.watch.trackers.points import FailedMessage, Point, TrackedRun, Value
 
 _MOST_AT_ONCE: Final = 1000  # metrics in one request, which MLflow limits
 _MOST_PARAMS: Final = 100  # the same
@@ -47,7 +47,7 @@ class MLflow:
             self._id = self._client.create_run(
                 self._experiment(run.app), run_name=run.name, tags=tags
             ).info.run_id
-        self.describe(run.config)
+        self._describe(run.config)
         see = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
         return {"id": self._id, "uri": uri, "see": see}
 
@@ -58,7 +58,7 @@ class MLflow:
         found = self._client.get_experiment_by_name(name)
         return str(self._client.create_experiment(name) if found is None else found.experiment_id)
 
-    def describe(self, config: Mapping[str, Value]) -> None:
+    def _describe(self, config: Mapping[str, Value]) -> None:
         """Keep it as params; as tags, where a resumed run changes a param, which MLflow refuses."""
         before = self._client.get_run(self._id).data.params
         texts = {_name(key): str(value) for key, value in config.items() if value is not None}

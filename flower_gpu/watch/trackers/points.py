@@ -1,31 +1,90 @@
-"""What a tracker is sent of a history: figures of rounds, of their clients and of GPUs."""
+"""What a tracker is sent of a history: figures of rounds, of their clients and of GPUs, and failures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from flower_gpu.apps.failures import LABEL
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.trace import SERVER_EVALUATE, Event
 from flower_gpu.watch.fields import first_line, node_id, number, text, whole
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import OpenRound, RoundPart
-from flower_gpu.watch.trackers.tracker import ROUND, SECONDS, Axis, FailedMessage, Point, Value
 
 #: With more clients in a round only their mean, least and most are sent: trackers get slow with many series.
 MOST_CLIENTS: Final = 20
-#: Seconds between two looks at the GPUs. The trace has one each half second.
-GPU_INTERVAL_S: Final = 5.0
-#: Failed messages that a tracker is told of; all of them are in ``failures.log``.
-MOST_FAILED: Final = 100
-
+_GPU_INTERVAL_S: Final = 5.0  # between two looks at the GPUs; the trace has one each half second
+_MOST_FAILED: Final = 100  # messages that a tracker is told of; all of them are in ``failures.log``
 _GIB: Final = 1 << 30
 _ON_SERVER: Final = ("", "server")
-
+ROUND, SECONDS = "round", "seconds"  # what steps count
 
 #: What :class:`Points` is asked about; of other events it sends nothing.
-EVENTS: Final = ("round_finished", "round", "gpu_sample", "strategy_started", "reply", "run_finished")
+EVENTS: Final = ("round_finished", "round", "gpu_sample", "reply", "run_finished")
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Point:
+    """Figures of one moment, by name, such as ``train/loss``."""
+
+    number: int  # points before this one, also of the run before it was resumed
+    axis: str  # what ``step`` counts: rounds, or whole seconds since the run has begun
+    step: int
+    time: float  # Unix seconds
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class FailedMessage:
+    """A message to a client that failed."""
+
+    step: int  # the round; 0 where the message says none
+    time: float
+    text: str  # round, type of the message, client and error, in one line
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker follows."""
+
+    folder: RunFolder
+    app: str
+    config: Mapping[str, Value]  # what the run was started with, flat
+    ids: Mapping[str, str]  # what Tracker.start returned when the run began; empty for a new run
+
+    @property
+    def name(self) -> str:
+        """What the run is called: its folder's name."""
+        return self.folder.path.name
+
+
+class Tracker(Protocol):
+    """One tracker.
+
+    The constructor is called before anything of the run starts: it imports the library, and raises
+    :class:`~flower_gpu.errors.ConfigError` where the library cannot be used. The methods are called in one
+    thread, one after the other, and may raise any exception.
+    """
+
+    def start(self, run: TrackedRun) -> Mapping[str, str]:
+        """Open the tracker's own run, or go on with it.
+
+        Returns its ids, and under ``see`` the address or the command by which to look at it.
+        """
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Take figures, the oldest first."""
+
+    def failed(self, messages: Sequence[FailedMessage]) -> None:
+        """Take failed messages, the oldest first."""
+
+    def close(self, outcome: str) -> None:
+        """End the tracker's own run; ``outcome`` is empty for a run that does not say how it has ended."""
 
 
 class Points:
@@ -35,11 +94,10 @@ class Points:
     """
 
     def __init__(self, history: History, client_of: Callable[[int], str] = str) -> None:
-        self._history = history
+        self.history = history
         self._client_of = client_of
-        self._sent = 0
+        self._sent = self._failed = 0
         self._looked_at: float | None = None
-        self._failed = 0
 
     def of(self, event: Event) -> Iterator[Point]:
         """Yield the figures that an event has completed."""
@@ -49,43 +107,37 @@ class Points:
         match event.get("event"):
             case "round_finished":
                 yield from self._of_part(at, event, text(event.get("task")))
-            case "round" if self._history.strategy is None:  # else a strategy's recorder tells it, too
+            case "round" if self.history.strategy is None:  # else a strategy's recorder tells it, too
                 yield from self._of_part(at, event, SERVER_EVALUATE)
-            case "gpu_sample" if self._looked_at is None or at - self._looked_at >= GPU_INTERVAL_S:
+            case "gpu_sample" if self._looked_at is None or at - self._looked_at >= _GPU_INTERVAL_S:
                 self._looked_at = at
                 yield from self._point(SECONDS, self._seconds(at), at, self._gpus())
             case "run_finished":  # the last look at the GPUs, when all workers are gone
                 yield from self._point(SECONDS, self._seconds(at), at, self._gpus())
 
-    def failed(self, event: Event) -> FailedMessage | None:
-        """Return the failed message that an event tells of; None where there is none, or were too many."""
-        if event.get("event") != "reply" or event.get("error") is None or self._failed >= MOST_FAILED:
-            return None
+    def failed(self, event: Event) -> Iterator[FailedMessage]:
+        """Yield the failed message that an event tells of, unless there were too many."""
+        if event.get("event") != "reply" or event.get("error") is None or self._failed >= _MOST_FAILED:
+            return
         self._failed += 1
         server_round, node = whole(event.get("round")), node_id(event.get("node"))
         client = "a client" if node is None else f"client {self._client_of(node)}"
         where = "" if server_round is None else f"round {server_round}, "
         error = LABEL.sub("", first_line(event.get("error")))  # it may name the client, too
         at = number(event.get("time")) or 0.0
-        return FailedMessage(server_round or 0, at, f"{where}{text(event.get('task'))}, {client}: {error}")
-
-    def described(self, event: Event) -> dict[str, Value]:
-        """Return what an event tells of the run as a whole."""
-        if event.get("event") != "strategy_started":
-            return {}
-        return {"strategy": self._history.strategy, "num_rounds": self._history.num_rounds}
+        yield FailedMessage(server_round or 0, at, f"{where}{text(event.get('task'))}, {client}: {error}")
 
     def _of_part(self, at: float, event: Event, task: str) -> Iterator[Point]:
         key = (whole(event.get("round")), task)
-        part = next((one for one in self._history.rounds if (one.round, one.task) == key), None)
+        part = next((one for one in self.history.rounds if (one.round, one.task) == key), None)
         if part is None:
             return
         values = _of_round(part)
-        if (oom := self._history.tally.out_of_memory.total()) > 0:
+        if (oom := self.history.tally.out_of_memory.total()) > 0:
             values["rounds/out_of_memory"] = float(oom)
-        closed = self._history.closed_round
+        closed = self.history.closed_round
         if closed is not None and (closed.round, closed.task) == key and part.messages:
-            values.update(self._of_clients(closed))
+            values |= self._of_clients(closed)
         if part.round is None:
             yield from self._point(SECONDS, self._seconds(at), at, values)
         else:
@@ -98,15 +150,15 @@ class Points:
             for name, value in metrics.items():
                 figures.setdefault(name, {})[self._client_of(node)] = value
         for call in closed.calls:
-            if call.client not in _ON_SERVER:
-                if call.seconds is not None:
-                    figures.setdefault("call_seconds", {})[call.client] = call.seconds
-                if call.peak_bytes:
-                    figures.setdefault("gpu_peak_gib", {})[call.client] = max(call.peak_bytes.values()) / _GIB
+            if call.client in _ON_SERVER:
+                continue
+            if call.seconds is not None:
+                figures.setdefault("call_seconds", {})[call.client] = call.seconds
+            if call.peak_bytes:
+                figures.setdefault("gpu_peak_gib", {})[call.client] = max(call.peak_bytes.values()) / _GIB
         values: dict[str, float] = {}
         for name, by_client in figures.items():
-            found = list(by_client.values())
-            prefix = f"clients/{closed.task}/{name}"
+            found, prefix = list(by_client.values()), f"clients/{closed.task}/{name}"
             values |= {
                 f"{prefix}/mean": fmean(found),
                 f"{prefix}/min": min(found),
@@ -118,34 +170,26 @@ class Points:
 
     def _gpus(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for gpu in self._history.gpus_of_run:
-            samples = self._history.samples.get(gpu.uuid)
-            if not samples:
+        held = [one for one in self.history.leases if one.granted_at is not None and one.released_at is None]
+        for gpu in self.history.gpus_of_run:
+            if not (samples := self.history.samples.get(gpu.uuid)):
                 continue
-            leased = sum(
-                lease.memory_bytes.get(gpu.uuid, 0)
-                for lease in self._history.leases
-                if lease.granted_at is not None and lease.released_at is None
-            )
             told = {
                 "used_gib": None if samples[-1].used_bytes is None else samples[-1].used_bytes / _GIB,
-                "leased_gib": leased / _GIB,
+                "leased_gib": sum(lease.memory_bytes.get(gpu.uuid, 0) for lease in held) / _GIB,
                 "utilization_percent": samples[-1].utilization_percent,
                 "temperature_c": samples[-1].temperature_c,
             }
             # Other hosts' GPUs have these numbers, too.
-            whose = "" if gpu.host in ("", self._history.host) else f"{gpu.host}/"
-            values |= {
-                f"gpu/{whose}{gpu.index}/{name}": float(each)
-                for name, each in told.items()
-                if each is not None
-            }
+            whose = "" if gpu.host in ("", self.history.host) else f"{gpu.host}/"
+            names = f"gpu/{whose}{gpu.index}"
+            values |= {f"{names}/{name}": float(each) for name, each in told.items() if each is not None}
         return values
 
     def _seconds(self, at: float) -> int:
-        return max(0, int(at - (self._history.started_at or at)))
+        return max(0, int(at - (self.history.started_at or at)))
 
-    def _point(self, axis: Axis, step: int, at: float, values: Mapping[str, float]) -> Iterator[Point]:
+    def _point(self, axis: str, step: int, at: float, values: Mapping[str, float]) -> Iterator[Point]:
         if values:
             yield Point(self._sent, axis, step, at, values)
             self._sent += 1
@@ -170,8 +214,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
         elif value is None or isinstance(value, str | int | float | bool):
             found[f"{prefix}{key}"] = value
         elif isinstance(value, Sequence) and all(isinstance(each, Mapping) for each in value):
-            for index, each in enumerate(value):
-                found |= flat(each, f"{prefix}{key}.{index}.")
+            found |= flat({str(index): each for index, each in enumerate(value)}, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = str(value)
     return found

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from flower_gpu.apps.folder import short
-from flower_gpu.watch.trackers.tracker import FailedMessage, Point, TrackedRun, Value
-
-_TEXT: Final = "text"  # the plugin's name
+from flower_gpu.watch.trackers.points import FailedMessage, Point, TrackedRun
 
 
 class TensorBoard:
@@ -31,14 +28,10 @@ class TensorBoard:
         self._writer = self._writer_at(str(folder))
         known = {key: value for key, value in run.config.items() if value is not None}
         self._add(self._hparams_pb(known, trial_id=run.name), time.time(), 0)
-        self.describe(run.config)
-        return {"see": f"tensorboard --logdir {short(folder)}"}
-
-    def describe(self, config: Mapping[str, Value]) -> None:
-        """Keep it as a table."""
-        rows = "".join(f"\n| {key} | {value} |" for key, value in config.items())
+        rows = "".join(f"\n| {key} | {value} |" for key, value in run.config.items())
         self._add_text("config", f"| | |\n| --- | --- |{rows}", time.time(), 0)
         self._writer.flush()
+        return {"see": f"tensorboard --logdir {short(folder)}"}
 
     def log(self, points: Sequence[Point]) -> None:
         """Take figures."""
@@ -60,7 +53,7 @@ class TensorBoard:
         self._writer.close()
 
     def _add_text(self, tag: str, text: str, at: float, step: int) -> None:
-        plugin = self._summary.SummaryMetadata.PluginData(plugin_name=_TEXT)
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
         value = self._summary.Summary.Value(
             tag=tag,
             metadata=self._summary.SummaryMetadata(plugin_data=plugin),

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,14 +19,23 @@ from flower_gpu.errors import ConfigError, shortened
 from flower_gpu.options import TRACKERS
 from flower_gpu.watch.fields import first_line
 from flower_gpu.watch.history import History
-from flower_gpu.watch.trackers.points import EVENTS, Points, flat
-from flower_gpu.watch.trackers.tracker import FailedMessage, Point, TrackedRun, Tracker, Value
+from flower_gpu.watch.trackers.points import (
+    EVENTS,
+    FailedMessage,
+    Point,
+    Points,
+    TrackedRun,
+    Tracker,
+    flat,
+)
 
 #: Seconds between two looks at the trace.
 INTERVAL_S: Final = 0.5
 #: Seconds that the end of a run waits for its trackers, all of them together.
 PATIENCE_S: Final = 30.0
 _CHUNK_BYTES: Final = 256 << 10
+#: Events with which a tracker's run begins.
+_BEGIN: Final = ("round_started", "round_finished", "round", "run_finished")
 
 
 def checked(names: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -80,18 +90,18 @@ class Tracking:
         """Have the trackers follow the run in a folder, while in the context.
 
         The run's end has to be in the trace before the context ends. ``client_of`` returns the client of a
-        node's id. Nothing is sent, and nothing written, before the first event of the run.
+        node's id. Nothing is sent, and nothing written, before the first round of the run.
         """
-        found = RunFolder(folder)
-        before = _ids(found) if resumes else {}
-        ids = _IdFile(found, before)
+        run_folder, lock = RunFolder(folder), threading.Lock()
+        before = _ids(run_folder) if resumes else {}
+        config = flat({**config, "app": app})
         threads = [
             _TrackerFeed(
                 name,
                 tracker,
-                TrackedRun(found, app, flat({**config, "app": app}), before.get(name, {})),
-                ids,
-                client_of,
+                TrackedRun(run_folder, app, config, before.get(name, {})),
+                Points(History(keep_finished=False), client_of),
+                lock,
                 resumes=resumes,
             )
             for name, tracker in self._trackers.items()
@@ -115,15 +125,18 @@ class Tracking:
 
 
 class _TrackerFeed(threading.Thread):
-    """Sends what is new in a trace to one tracker. The trace keeps what the tracker has no time for yet."""
+    """Sends what is new in a trace to one tracker. The trace keeps what the tracker has no time for yet.
+
+    The tracker's run begins once there are rounds, or the end: by then the strategy is known.
+    """
 
     def __init__(
         self,
         name: str,
         tracker: Tracker,
         run: TrackedRun,
-        ids: _IdFile,
-        client_of: Callable[[int], str],
+        points: Points,
+        lock: threading.Lock,
         *,
         resumes: bool,
     ) -> None:
@@ -133,26 +146,25 @@ class _TrackerFeed(threading.Thread):
         self._label = name
         self._tracker = tracker
         self._run = run
-        self._ids = ids
-        self._history = History(keep_finished=False)
-        self._points = Points(self._history, client_of)
+        self._points = points
+        self._lock = lock  # of the file with the ids of all trackers
         self._events = trace.Follower(run.folder.trace)
-        self._has_started = False
-        self._has_warned = False
+        self._has_begun = self._has_started = self._has_warned = False
         # What the tracker was sent before is counted, and not sent again.
         self._old_bytes = _size(run.folder.trace) if resumes else 0
-        self._has_news = False
+        self._waiting: tuple[list[Point], list[FailedMessage]] = ([], [])
 
     def run(self) -> None:
         """Follow the trace until the end; the first error is a warning, and then nothing more is sent."""
         try:
             while self._events.position < self._old_bytes:
                 self._read(self._old_bytes - self._events.position)
+            self._waiting, self._has_begun = ([], []), False
             while not self.end.wait(INTERVAL_S):
                 self._send()
             self._send()
             if self._has_started:
-                self._tracker.close(self._history.outcome)
+                self._tracker.close(self._points.history.outcome)
         except Exception as error:
             text = ": ".join(filter(None, (type(error).__name__, first_line(str(error)))))
             self.warn(f"{text}; the run goes on without it")
@@ -166,58 +178,40 @@ class _TrackerFeed(threading.Thread):
             )
 
     def _send(self) -> None:
-        while True:
+        is_all_read = False
+        while not is_all_read:
             before = self._events.position
-            self._pass_on(*self._read(_CHUNK_BYTES))
-            if self._events.position - before < _CHUNK_BYTES:
-                return
+            self._read(_CHUNK_BYTES)
+            is_all_read = self._events.position - before < _CHUNK_BYTES
+            if not (self._has_begun and self.may_start):
+                continue
+            if not self._has_started:
+                self._has_started = True
+                self._start()
+            (points, failed), self._waiting = self._waiting, ([], [])
+            if points:
+                self._tracker.log(points)
+            if failed:
+                self._tracker.failed(failed)
 
-    def _pass_on(self, points: list[Point], failed: list[FailedMessage], described: dict[str, Value]) -> None:
-        if not self._has_started:
-            if not (self._has_news and self.may_start):
-                return
-            self._has_started = True
-            self._ids.add(self._label, self._tracker.start(self._run))
-        if described:
-            self._tracker.describe(described)
-        if points:
-            self._tracker.log(points)
-        if failed:
-            self._tracker.failed(failed)
-
-    def _read(self, most_bytes: int) -> tuple[list[Point], list[FailedMessage], dict[str, Value]]:
-        points: list[Point] = []
-        failed: list[FailedMessage] = []
-        described: dict[str, Value] = {}
-        events = self._events.read_new(most_bytes)
-        self._has_news = bool(events)
-        unread: list[trace.Event] = []  # each call of feed() takes time with what is open
-        for event in events:
-            unread.append(event)
-            if event.get("event") in EVENTS:
-                self._history.feed(unread)
-                unread.clear()
-                points += self._points.of(event)
-                described |= self._points.described(event)
-                if (one := self._points.failed(event)) is not None:
-                    failed.append(one)
-        self._history.feed(unread)
-        return points, failed, described
-
-
-class _IdFile:
-    """The file with the ids of trackers, which their threads write."""
-
-    def __init__(self, folder: RunFolder, before: Mapping[str, Mapping[str, str]]) -> None:
-        self._path = folder.trackers
-        self._ids = dict(before)
-        self._lock = threading.Lock()
-
-    def add(self, name: str, ids: Mapping[str, str]) -> None:
-        """Keep the ids of one tracker."""
+    def _start(self) -> None:
+        history, run = self._points.history, self._run
+        told = {"strategy": history.strategy, "num_rounds": history.num_rounds} if history.strategy else {}
+        ids = self._tracker.start(replace(run, config={**run.config, **told}))
         with self._lock:
-            self._ids[name] = dict(ids)
-            write_json(self._path, self._ids)
+            write_json(run.folder.trackers, {**_ids(run.folder), self._label: dict(ids)})
+
+    def _read(self, most_bytes: int) -> None:
+        unread: list[trace.Event] = []  # each call of feed() takes time with what is open
+        for event in self._events.read_new(most_bytes):
+            unread.append(event)
+            self._has_begun |= event.get("event") in _BEGIN
+            if event.get("event") in EVENTS:
+                self._points.history.feed(unread)
+                unread.clear()
+                self._waiting[0].extend(self._points.of(event))
+                self._waiting[1].extend(self._points.failed(event))
+        self._points.history.feed(unread)
 
 
 def _size(path: Path) -> int:

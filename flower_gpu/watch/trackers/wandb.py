@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from netrc import NetrcParseError, netrc
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from flower_gpu.apps.folder import short
 from flower_gpu.errors import ConfigError
-from flower_gpu.watch.trackers.tracker import FailedMessage, Point, TrackedRun, Value
+from flower_gpu.watch.trackers.points import FailedMessage, Point, TrackedRun
 
 _OFFLINE: Final = ("offline", "dryrun", "disabled")
 _FAILURES: Final = "failures"  # in the summary
@@ -34,9 +33,8 @@ class WandB:
             raise ConfigError(_NO_KEY)
         self._has_other = wandb.run is not None
         # Here and not in start(): the service process is there before the first one of the run, so that the
-        # end of the run's processes leaves it alone; and no other thread writes to the streams meanwhile.
-        with _without_streams():
-            wandb.setup().ensure_service()
+        # end of the run's processes leaves it alone.
+        wandb.setup().ensure_service()
         self._axes: set[str] = set()
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
@@ -61,10 +59,6 @@ class WandB:
             "id": id_,
             "see": url or f"wandb sync {short(run.folder.path)}/wandb/offline-run-*-{id_}",
         }
-
-    def describe(self, config: Mapping[str, Value]) -> None:
-        """Take what was not known at the start."""
-        self._run.config.update(dict(config), allow_val_change=True)
 
     def log(self, points: Sequence[Point]) -> None:
         """Take figures."""
@@ -98,23 +92,3 @@ def _has_key(wandb: Any) -> bool:
         return netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, NetrcParseError):
         return False
-
-
-@contextmanager
-def _without_streams() -> Iterator[None]:
-    """Let a process that is started inherit none of stdin, stdout and stderr: it may outlive this one."""
-    kept = {}
-    null = os.open(os.devnull, os.O_RDWR)
-    try:
-        for stream in (0, 1, 2):
-            try:
-                kept[stream] = os.dup(stream)
-            except OSError:  # closed
-                continue
-            os.dup2(null, stream)
-        yield
-    finally:
-        for stream, copy in kept.items():
-            os.dup2(copy, stream)
-            os.close(copy)
-        os.close(null)
