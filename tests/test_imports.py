@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,16 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
 def test_class_names_are_unique() -> None:
     """One word for one thing: whoever reads a name need not ask which one it is."""
     places: dict[str, list[str]] = {}
-    for module, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(module)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
@@ -212,7 +218,7 @@ def circles(graph: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    graph = {name: imports_of_ours(name, ast.parse(path.read_text())) for name, path in FILES.items()}
+    graph = {name: imports_of_ours(name, tree_of(name)) for name in FILES}
     assert circles(graph) == set()
     late = ast.parse("def function():\n    from flower_gpu.gpu import policy")
     assert imports_of_ours("flower_gpu.gpu.nvml", late) == {"flower_gpu.gpu.policy"}
