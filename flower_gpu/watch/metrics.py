@@ -352,7 +352,6 @@ def _add_tally(found: _Families, counts: Tally) -> None:
 
 # The server
 
-_HIGHEST_PORT: Final = 65535
 _NOTICE_S: Final = 0.5  # a run of less than this may be overlooked
 _END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -385,8 +384,6 @@ def _listen(collector: Collector, address: str, port: int) -> int:
     """Answer from now on, in threads that end with this process; return the port."""
     from prometheus_client import CollectorRegistry, start_http_server
 
-    if not 0 <= port <= _HIGHEST_PORT:
-        raise ConfigError(f"--port {port} is none: ports go from 1 to {_HIGHEST_PORT}, and 0 is a free one")
     registry = CollectorRegistry()  # of our own: the library's has metrics of this process in it
     registry.register(collector)
     try:

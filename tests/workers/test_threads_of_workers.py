@@ -88,7 +88,7 @@ def test_what_is_no_number_is_ignored(text: str, concurrency: int) -> None:
     assert 1 <= threads < 2**31
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "all", "1 2", "٣", "1_0", "9" * 5000])
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "all", "1 2", "٣", "1_0", "9" * 21])
 def test_bad_concurrency(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_GPU_CONCURRENCY", text)
     with pytest.raises(ConfigError) as caught:

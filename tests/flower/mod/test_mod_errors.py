@@ -138,7 +138,7 @@ def test_ctrl_c_at_the_client_ends_its_worker(
         ({"resources": 0.5}, TypeError, "a function of the Context or a table by partition-id, not a float"),
         ({"resources": {0: 0.5}}, TypeError, 'must give options such as {"num_gpus": 0.5}, or None, not 0.5'),
         ({"resources": {0: {"num_gpu": 1}}}, TypeError, "no option 'num_gpu'"),
-        ({"resources": {0: {"num_gpus": 1.5}}}, ValueError, "a call can have 1 or 2"),
+        ({"resources": {0: {"num_gpus": 1.5}}}, ValueError, "num_gpus must be a share of one GPU"),
     ],
     ids=str,
 )
