@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from flower_gpu.options import CallOptions
     from flower_gpu.pytorch.device import device, to_device, to_numpy
     from flower_gpu.ranks.function import distributed
-    from flower_gpu.simulation.results import SimulationStoppedError
     from flower_gpu.simulation.run import simulate
-    from flower_gpu.simulation.simulation_result import SimulationResult
+    from flower_gpu.simulation.simulation_result import SimulationResult, SimulationStoppedError
     from flower_gpu.workers.events import progress
 
 __version__ = "0.1.0"
@@ -62,8 +61,7 @@ _HOMES = {
     "flower_gpu.flower.mod": "gpu_mod",
     "flower_gpu.workers.events": "progress",
     "flower_gpu.calls.runner": "run_in_worker",
-    "flower_gpu.simulation.simulation_result": "SimulationResult",
-    "flower_gpu.simulation.results": "SimulationStoppedError",
+    "flower_gpu.simulation.simulation_result": "SimulationResult SimulationStoppedError",
     "flower_gpu.simulation.run": "simulate",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -24,6 +24,8 @@ from flower_gpu import trace
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.state import State
+from flower_gpu.watch.history import History
+from flower_gpu.watch.spans import WorkerSpan
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
@@ -84,6 +86,15 @@ class Launched:
     def result(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
         return loaded
+
+    @property
+    def workers(self) -> list[WorkerSpan]:
+        """Every call in a worker."""
+        return self.history.workers
+
+    @property
+    def history(self) -> History:
+        return History.read(self.folder / trace.FILE_NAME)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()

@@ -123,5 +123,5 @@ def test_start_client_scripts_as_an_app(tmp_path: Path) -> None:
     assert len(words) == 1
     end(start(tmp_path, "-c", COMMANDS, json.dumps(words)))
     for folder in (tmp_path / "runs").iterdir():
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = json.loads((folder / "result.json").read_text())
         assert (summary["outcome"], summary["failed"]) == ("completed", 0)

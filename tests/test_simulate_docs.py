@@ -18,7 +18,9 @@ from how_to_pages import PAGES, blocks, write_app
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-REFERENCE = (PAGES.parent / "reference" / "simulate.md").read_text()
+REFERENCE = "".join(
+    (PAGES.parent / "reference" / f"{page}.md").read_text() for page in ("simulate", "result")
+)
 
 # Instead of the numbers of clients, rounds and megabytes in the page.
 SMALL = ((r"\b1000\b", "3"), (r"num-server-rounds=\d+", "num-server-rounds=1"), (r"\d+MiB", "1MiB"))
@@ -65,7 +67,7 @@ for number, (variables, words) in enumerate(json.loads(sys.argv[1])):
     words = [str(newest) if word == "A_RUN" else word for word in words]
     assert main(words) == 0, words
     newest = max(Path("runs").iterdir(), key=os.path.getmtime)
-    print((newest / "summary.json").read_text().replace(chr(10), ""))
+    print((newest / "result.json").read_text().replace(chr(10), ""))
 """
 
 Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
@@ -154,10 +156,8 @@ def test_the_reference_names_every_file_and_key_of_a_run(here: Path, run: Run) -
     first_column = " ".join(re.findall(r"^\| (.+?) \|", REFERENCE, re.MULTILINE))
     for path in folder.iterdir():
         assert f"`{path.name}{'/' * path.is_dir()}`" in first_column, path.name
-    for name in ("config.json", "summary.json"):
-        for key in json.loads((folder / name).read_text()):
-            assert f"`{key}`" in first_column, f"{key} of {name}"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert {line["kind"] for line in lines} == {"failure", "train"}
-    for key in {key for line in lines for key in line}:
+    result = json.loads((folder / "result.json").read_text())
+    for key in [*result, *result["settings"]]:
+        assert f"`{key}`" in first_column, key
+    for key in result["rounds"][0]:
         assert f"`{key}`" in REFERENCE, key

@@ -21,6 +21,7 @@ from benchmarks.cluster import network
 from benchmarks.shared.processes import ROOT, BenchmarkError
 from benchmarks.shared.weights import MB
 from benchmarks.simulation.engines import TIMEOUT_S, Run
+from flower_gpu import trace
 
 if TYPE_CHECKING:
     import cluster_hosts
@@ -173,6 +174,8 @@ class Watch:
         self._hosts = cluster.hosts
         self._run = run
         self._pids: dict[tuple[int, str], list[int]] = {}
+        self._events: trace.Follower | None = None
+        self._trained = 0  # rounds
 
     def look(self, timeout_s: float) -> None:
         """Look until the run is over."""
@@ -189,8 +192,11 @@ class Watch:
     def _rounds(self) -> int:
         if not self._run.has_folder:
             return 0
-        lines: str = (self._run.folder / "metrics.jsonl").read_text()
-        return lines.count('"kind": "train"')
+        if self._events is None:
+            self._events = trace.Follower(self._run.folder / trace.FILE_NAME)
+        new = [(event["event"], event.get("task")) for event in self._events.read_new()]
+        self._trained += new.count(("round_finished", "train"))
+        return self._trained
 
     def _add(self, rounds: int) -> None:
         for key, pids in self._pids.items():

@@ -93,7 +93,7 @@ class Done:
     model : list of arrays
         The final one, if the app leaves it.
     summary : dict
-        Ours: ``summary.json``.
+        Ours: ``result.json``.
     replied : list of float
         Ours: when each worker finished, as ``time.time()`` gives it.
     cpu_s : list of float
@@ -282,4 +282,4 @@ def _results(
     for event in events:
         calls_s.setdefault(event["round"], []).append(event["seconds"])
     replied = [event["time"] for event in events]
-    return json.loads((results / "summary.json").read_text()), replied, of_rounds, calls_s
+    return json.loads((results / "result.json").read_text()), replied, of_rounds, calls_s

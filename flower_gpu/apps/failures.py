@@ -27,7 +27,6 @@ import flower_gpu
 from flower_gpu.errors import shortened
 from flower_gpu.printable import printable
 
-FILE_NAME: Final = "failures.log"
 COMPLETED: Final = "completed"
 
 #: What calls put in front of an error: without it, the same failure of many clients is one.

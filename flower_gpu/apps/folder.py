@@ -6,21 +6,33 @@ import itertools
 import json
 import os
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flower_gpu import files, trace
-from flower_gpu.apps import failures
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths of one run's files; nothing else in the package knows their names."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shown = short(path)  # for a message: relative where that is shorter
+        self.trace = path / trace.FILE_NAME  # events of the run
+        self.result = path / "result.json"  # what came of it
+        self.metrics = path / "metrics.csv"  # by round
+        self.report = path / "report.html"  # a page with pictures
+        self.failures = path / "failures.log"  # why messages to clients failed; there if any did
+        self.model = path / "model.safetensors"  # the final one
+        self.checkpoint = path / "checkpoint"  # folder of the last finished round of a simulation
+        self.states = path / "states"  # folder of what virtual clients keep and the memory has no room for
+        self.tensorboard = path / "tensorboard"  # folder of event files
+        self.flwr_home = path / "flwr"  # Flower's configuration and state of this run only
+        self.app = path / "app"  # a copy of the app, where one is needed
+        self.flower_status = path / "flwr-list.json"  # what Flower says of the run at its end
 
     @classmethod
     def create(cls, log_dir: Path) -> RunFolder:
@@ -39,64 +51,17 @@ class RunFolder:
             raise ConfigError(f"--log-dir {path_text(log_dir)}: {error.strerror}") from None
         raise AssertionError("count() does not end")
 
-    @property
-    def shown(self) -> str:
-        """The path for a message: relative where that is shorter."""
-        return short(self.path)
-
-    @property
-    def trace(self) -> Path:
-        """Events of the run."""
-        return self.path / trace.FILE_NAME
-
-    @property
-    def result(self) -> Path:
-        """Metrics by round and the workers, as JSON."""
-        return self.path / "result.json"
-
-    @property
-    def failures(self) -> Path:
-        """Why messages to clients failed, with tracebacks; there if any did."""
-        return self.path / failures.FILE_NAME
-
-    @property
-    def trackers(self) -> Path:
-        """Ids of the run in trackers, as JSON; a run that is resumed goes on with them."""
-        return self.path / "trackers.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def settings(self) -> Path:
-        """What was launched, as JSON."""
-        return self.path / "launch.json"
-
-    @property
-    def model(self) -> Path:
-        """Where an app that uses safetensors leaves its final global model."""
-        return self.path / "model.safetensors"
-
-    @property
-    def flwr_home(self) -> Path:
-        """Flower's configuration and state of this run only."""
-        return self.path / "flwr"
-
-    @property
-    def app(self) -> Path:
-        """A copy of the app, where one is needed."""
-        return self.path / "app"
-
-    @property
-    def flower_status(self) -> Path:
-        """What Flower says of the run at its end."""
-        return self.path / "flwr-list.json"
-
     def log(self, process: str) -> Path:
         """Log file of a process."""
         return self.path / f"{process}.log"
+
+    def settings(self) -> dict[str, Any] | None:
+        """Return what the run was started with, the first time; None where the trace does not say so."""
+        with suppress(OSError):
+            for event in trace.read(self.trace, only="run_started"):
+                found = event.get("settings")
+                return found if isinstance(found, dict) else None
+        return None
 
 
 def short(path: Path) -> str:

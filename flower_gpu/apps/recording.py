@@ -42,18 +42,17 @@ def look_at_gpus(folder: Path) -> bool:
 
 
 class RecordedRun:
-    """A run that is being recorded in the trace of a folder; ``facts`` are for its ``run_started``."""
+    """A run that is being recorded in the trace of a folder; ``told`` is what its ``run_started`` tells."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], is_elsewhere: bool) -> None:
+    def __init__(self, folder: Path, told: Mapping[str, Any], is_elsewhere: bool) -> None:
         #: How it has ended: ``"completed"``, ``"failed"`` or ``"interrupted"``.
         self.outcome = COMPLETED
-        #: How many messages were sent to clients, and how many failed, where that is known.
-        self.messages: int | None = None
-        self.failed: int | None = None
+        #: What else its ``run_finished`` tells.
+        self.end_told: dict[str, Any] = {}
         #: Whether another process of this host has this run, and records it.
         self.is_elsewhere = is_elsewhere
         self._folder = folder
-        self._facts = facts
+        self._told = told
         self._began: float | None = None
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -67,7 +66,7 @@ class RecordedRun:
         trace.write_to(
             self._folder,
             "run_started",
-            **self._facts,
+            **self._told,
             pid=os.getpid(),
             host=platform.node(),
             cores=cores(),
@@ -93,9 +92,7 @@ class RecordedRun:
             look_at_gpus(self._folder)
             inventory.close()
         seconds = round(time.monotonic() - self._began, 3)
-        counts = {"messages": self.messages, "failed": self.failed}
-        known = {name: count for name, count in counts.items() if count is not None}
-        trace.write_to(self._folder, "run_finished", outcome=self.outcome, seconds=seconds, **known)
+        trace.write_to(self._folder, "run_finished", outcome=self.outcome, seconds=seconds, **self.end_told)
         trace.let_go(self._folder)
 
 
@@ -107,16 +104,17 @@ def recorded_run(
     *,
     clients: int | None = None,
     num_rounds: int | None = None,
+    settings: Mapping[str, Any] | None = None,
     begins: bool = True,
 ) -> Iterator[RecordedRun]:
     """Record a run of an app, while in the context; ``kind`` is as in :mod:`flower_gpu.apps.registry`.
 
-    An exception is a failure, a KeyboardInterrupt an interruption. Without ``begins`` nothing is written
-    before :meth:`RecordedRun.begin` is called.
+    ``settings`` is what it was started with. An exception is a failure, a KeyboardInterrupt an interruption.
+    Without ``begins`` nothing is written before :meth:`RecordedRun.begin` is called.
     """
-    facts = {"kind": kind, "name": name, "clients": clients, "num_rounds": num_rounds}
+    told = {"kind": kind, "name": name, "clients": clients, "num_rounds": num_rounds, "settings": settings}
     with registered(folder, kind, name) as is_first:
-        run = RecordedRun(folder, facts, is_elsewhere=not is_first)
+        run = RecordedRun(folder, told, is_elsewhere=not is_first)
         try:
             if begins:
                 run.begin()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs
 from flower_gpu.apps.app_imports import libraries_of
-from flower_gpu.apps.failures import FILE_NAME
-from flower_gpu.apps.folder import check_log_dir, short
+from flower_gpu.apps.folder import RunFolder, check_log_dir, short
 from flower_gpu.calls.settings import call_settings, checked_environment
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
@@ -74,22 +72,16 @@ def begin_command(arguments: argparse.Namespace) -> None:
     replaced by one that has them. Where an option of Python is against it, the run itself says so.
     """
     arguments.may_fork = arguments.ray_address is None and not facts.is_program
-    if not (arguments.deterministic or _earlier_config(arguments.resume).get("deterministic")):
+    if not (arguments.deterministic or _earlier_settings(arguments.resume).get("deterministic")):
         return
     if has_fixed_hashes() or os.environ.get(HASH_SEED) == FIXED or sys.flags.ignore_environment:
         return
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED: FIXED})
 
 
-def _earlier_config(folder: Path | None) -> Mapping[str, Any]:
+def _earlier_settings(folder: Path | None) -> Mapping[str, Any]:
     """Return what an earlier run was started with; nothing where that cannot be read, which is told later."""
-    if folder is None:
-        return {}
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return {} if folder is None else RunFolder(folder).settings() or {}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -165,9 +157,9 @@ def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigVal
                 "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"
             )
         return arguments.num_supernodes, given
-    from flower_gpu.simulation.results import ResultFolder
+    from flower_gpu.simulation.plan import earlier_run
 
-    before = ResultFolder.reopen(arguments.resume).read_config()
+    _, before = earlier_run(arguments.resume)
     return arguments.num_supernodes or before["num_supernodes"], given
 
 
@@ -235,9 +227,9 @@ class _Shown:
 def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> int:
     # Here: what they import takes a second, and an error in an option is there at once.
     with told_if_slow(shown.say, "importing Flower"):
-        from flower_gpu.simulation.reporting import FOLDER, error_text, summary_lines
-        from flower_gpu.simulation.results import SimulationStoppedError
+        from flower_gpu.simulation.reporting import FOLDER, error_text, lines_of
         from flower_gpu.simulation.run import simulate
+        from flower_gpu.simulation.simulation_result import SimulationStoppedError
         from flower_gpu.watch.trackers import tracking
 
     try:
@@ -261,8 +253,8 @@ def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> 
             _say(f"{error_text(error)} (the traceback is above)")
         return 1
     if shown.progress and shown.is_quiet:
-        where = None if result.folder is None else short(result.folder)
-        print("\n".join(summary_lines(result.summary, where)), file=sys.stderr, flush=True)
+        run_folder = None if result.folder is None else RunFolder(result.folder)
+        print("\n".join(lines_of(result.summary, run_folder)), file=sys.stderr, flush=True)
     if result.folder is not None:
         for line in tracking.where(result.folder) if shown.progress else ():
             print(f"tracker  {line}", file=sys.stderr, flush=True)
@@ -304,7 +296,7 @@ def _once_mended(path: Path | None, can_resume: bool) -> str:
     more = "--keep-going lets such a run go on"
     if path is None:
         return more
-    more = f"all failures are in {short(path / FILE_NAME)}; {more}"
+    more = f"all failures are in {short(RunFolder(path).failures)}; {more}"
     if can_resume:
         more += f"; once that is mended, add this to the same command: --resume {short(path)}"
     return more
@@ -322,7 +314,7 @@ clients in a worker process with a lease. How many run at a time follows from le
 
     flower-gpu simulate my-app --clients 1000 --rounds 5
 
-Metrics, the final model and a summary are left in a folder under --log-dir.""",
+Metrics, the final model and the result are left in a folder under --log-dir.""",
     run,
     _TABLE,
     {

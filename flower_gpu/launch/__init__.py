@@ -11,7 +11,7 @@
     supervisor: starts, watches and ends all processes; guard ends them if the launcher is killed
                                  │  trace of the server, logs
                                  ▼
-    History ──> display while it runs, result.json and tables at the end, failures.log
+    History ──> display while it runs, result and tables at the end, failures.log
 
 ``flower-gpu supernode --count`` has its SuperNodes run by ``supervisor``, too, with keys from ``node_keys``;
 ``node_notices`` says what is in their logs.

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from flower_gpu import trace
-from flower_gpu.apps.failures import outcome_text
-from flower_gpu.apps.folder import RunFolder, short, write_json
+from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.launch.display import Failures, LaunchDisplay
 from flower_gpu.launch.federation import Federation, client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
-from flower_gpu.launch.result import print_table, result_of
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
 from flower_gpu.options import CALL, RUN_DIR_VARIABLE, USE_GPU
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import machine
 from flower_gpu.watch.history import History
+from flower_gpu.watch.result import result_lines, result_of, write_results
 from flower_gpu.watch.trackers import tracking
 
 _NO_ROUNDS: Final = (
@@ -50,18 +49,26 @@ def launch(options: LaunchOptions) -> int:
     settings = settings_of(plan)
     followers = tracking.Tracking(plan.options.tracker)
     folder = RunFolder.create(plan.options.log_dir)
-    write_json(folder.settings, settings)
     code = 0
     federation: Federation | None = None
+
+    def client_of(node: int) -> str:
+        return str(node) if federation is None else federation.client_of(node)
+
     with (
         followers.following(
             folder.path,
             plan.app.name,
-            {**settings, "app_folder": str(plan.app.path), "clients": plan.clients},
-            client_of=lambda node: str(node) if federation is None else federation.client_of(node),
+            {**settings, "clients": plan.clients},
+            client_of=client_of,
         ),
         recorded_run(
-            folder.path, "launch", plan.app.name, clients=plan.clients, num_rounds=plan.num_rounds
+            folder.path,
+            "launch",
+            plan.app.name,
+            clients=plan.clients,
+            num_rounds=plan.num_rounds,
+            settings=settings,
         ) as run,
         Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
@@ -76,7 +83,8 @@ def launch(options: LaunchOptions) -> int:
             try:
                 _follow(federation, supervisor, display, failures, options)
             finally:
-                run.messages, run.failed = display.history.messages_sent, display.history.messages_failed
+                sent, failed = display.history.messages_sent, display.history.messages_failed
+                run.end_told = {"messages": sent, "failed": failed}
             supervisor.stop(grace_s=_GRACE_AT_END_S)
         except LaunchStoppedError as stopped:
             code = 128 + stopped.signum
@@ -86,14 +94,17 @@ def launch(options: LaunchOptions) -> int:
         except LaunchFailedError as failure:
             code = 1
             run.outcome = "failed"
+            run.end_told["error"] = str(failure)
             _close(display)
             _explain(failure)
         finally:
             _close(display)
+            if folder.model.exists():
+                run.end_told["facts"] = {"model": folder.model.name}
     for pid in supervisor.left:
         _complain(f"process {pid} could not be ended: it hangs in the kernel, as in the driver (see dmesg)")
         code = code or 1
-    _conclude(plan, folder, code)
+    _conclude(plan, folder, code, client_of)
     return code
 
 
@@ -108,7 +119,8 @@ def headline(plan: Plan, folder: RunFolder) -> str:
 def settings_of(plan: Plan) -> dict[str, object]:
     """Collect what a run was started with."""
     return {
-        "app": str(plan.app.path),
+        "app": plan.app.name,
+        "app_folder": str(plan.app.path),
         "serverapp": plan.app.serverapp,
         "clientapp": plan.app.clientapp,
         "run_config": plan.run_config,
@@ -182,11 +194,11 @@ def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
         print(f"{prefix}{text}", file=sys.stderr, flush=True)
 
 
-def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
+def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int], str]) -> None:
     """Write the result, also of a run that failed: its rounds so far are real."""
     history = History.read(folder.trace)
-    result = result_of(history)
-    write_json(folder.result, result)
+    result = result_of(history, client_of)
+    write_results(folder, history.rounds, result)
     if code != 0:
         if folder.failures.exists():
             _complain(f"all failures are in {short(folder.failures)}")
@@ -194,31 +206,22 @@ def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
             _complain(f"report: flower-gpu report {folder.shown}")
         _complain(f"all logs are in {folder.shown}")
         return
-    if result["rounds"] or result["initial"]:
-        print_table(result)
-    else:
+    if not result["rounds"] and not result["initial"]:
         print(_NO_ROUNDS)
-    for remark in remarks_at_end(plan, result, history):
+    more = [("tracker", line) for line in tracking.where(folder.path)]
+    more.append(("report", f"flower-gpu report {folder.shown}"))
+    print("\n".join(result_lines(result, folder.shown, more)), flush=True)
+    for remark in remarks_at_end(plan, history):
         _complain(remark)
-    if result["failed"]:
-        print(f"outcome     {outcome_text('completed', result['failed'], result['messages'])}")
-        print(f"failures    {short(folder.failures)}")
-    if folder.model.exists():
-        print(f"model       {short(folder.model)}")
-    print(f"result      {short(folder.result)}", flush=True)
-    for line in tracking.where(folder.path):
-        print(f"tracker     {line}")
-    print(f"report      flower-gpu report {folder.shown}")
-    print(f"run folder  {folder.shown}", flush=True)
 
 
-def remarks_at_end(plan: Plan, result: Mapping[str, Any], history: History) -> Iterator[str]:
+def remarks_at_end(plan: Plan, history: History) -> Iterator[str]:
     """Yield what the user should know of how the app used GPUs."""
     forced = plan.policies & {"force", "require"}
-    key = USE_GPU.run_config_key
-    if plan.run_config.get(key) is False and "leases" in result and not forced:
+    key, leased = USE_GPU.run_config_key, history.tally.leases.granted
+    if plan.run_config.get(key) is False and leased and not forced:
         yield (
-            f"{key} is false, but {result['leases']['count']} calls leased a GPU: {plan.app.name} "
+            f"{key} is false, but {leased} calls leased a GPU: {plan.app.name} "
             "must give context=context to its GPUClient and gpu_evaluate"
         )
     is_on_gpus = history.gpus and history.messages_sent and plan.policies != {"never"}

@@ -16,5 +16,5 @@
        ▼
     checkpoint (index in SQLite, states and models as files: record_files)
     durations: what messages take; the grid hands out the longest of a round first
-    reporting: trace, History, display, summary; results: the files of a run
+    reporting: trace, History, display, result; model_file: the final model
 """

@@ -55,7 +55,7 @@ class Engine(Protocol):
         """What messages take; from :meth:`open` on."""
 
     def described(self) -> dict[str, Any]:
-        """Return the models of processors and GPUs, and versions, as ``config.json`` has them."""
+        """Return the models of processors and GPUs, and versions, as the settings of a run have them."""
 
     def open(self, rounds: Rounds, close_later: Callable[[Callable[[], Any]], Any]) -> SimulationGrid:
         """Get ready for messages; ``close_later`` takes what is called at the end, the last one first."""
@@ -70,7 +70,7 @@ class Engine(Protocol):
         """Load what calls find loaded, where there is something to load."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the summary is to hold of this."""
+        """Return what the result is to hold of this."""
 
 
 class LocalEngine:
@@ -124,5 +124,5 @@ class LocalEngine:
         self._host.load_data()
 
     def facts(self) -> dict[str, Any]:
-        """Return what the summary is to hold of the workers."""
+        """Return what the result is to hold of the workers."""
         return self._handler.facts()

@@ -14,13 +14,13 @@ import flower_gpu
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.gpus import GPU
 
-#: Keys of ``config.json`` that a deterministic run goes on with.
+#: Settings that a deterministic run goes on with.
 KEYS: Final = ("cpu", "gpus", "versions")
 _LIBRARIES: Final = ("flwr", "numpy", "torch", "tensorflow", "jax")
 
 
 def described(gpus: Sequence[GPU]) -> dict[str, Any]:
-    """Return the models of processors and GPUs, and versions, as ``config.json`` has them."""
+    """Return the models of processors and GPUs, and versions, as the settings of a run have them."""
     return {"cpu": _cpu_model(), "gpus": [gpu.name for gpu in gpus], "versions": versions()}
 
 

@@ -286,7 +286,7 @@ class MessageHandler:
             return max(min(waiting), self._worked_at) if waiting and len(waiting) == len(since) else None
 
     def facts(self) -> dict[str, Any]:
-        """Return what the summary is to hold of this."""
+        """Return what the result is to hold of this."""
         verified = {} if self._verifier is None else self._verifier.facts()
         return {
             "workers_started": self._others_started + sum(slot.workers_started for slot in self._slots),

@@ -13,18 +13,19 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_gpu.apps.app import FlowerApp
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
 from flower_gpu.options import CallOptions
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism
+from flower_gpu.simulation.checkpoint import has_checkpoint
 from flower_gpu.simulation.engine import Engine
 from flower_gpu.simulation.host import Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.messages import MANY
 from flower_gpu.simulation.options import OPTIONS, OrderWord
-from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.threads import cores
 
@@ -54,7 +55,7 @@ class RunPlan:
     where: Path | None
     run_config: Mapping[str, Any]
     server_env: Mapping[str, str]
-    folder: ResultFolder | None
+    folder: RunFolder | None
     before: Mapping[str, Any]
     log_dir: Path | None
     order: OrderWord
@@ -88,8 +89,7 @@ class RunPlan:
         log_dir, resume = given["log_dir"], values["resume"]
         call_settings(options)
         guard.check(os.environ)
-        folder = ResultFolder.reopen(resume) if resume is not None else None
-        before = folder.read_config() if folder is not None else {}
+        folder, before = (None, {}) if resume is None else earlier_run(resume)
         name, where, server, client = _components(app)
         _check_same_app(before, name, where, resume)
         run_config = {**before.get("run_config", {}), **run_config}
@@ -145,8 +145,8 @@ class RunPlan:
             found |= {"deterministic": True, "threads": engine.threads}
         return found
 
-    def config(self, engine: Engine) -> dict[str, Any]:
-        """Return what is written down of a new run."""
+    def settings(self, engine: Engine) -> dict[str, Any]:
+        """Return what the trace of a new run says that it was started with."""
         work = self.work
         return {
             "deterministic": work.is_deterministic,
@@ -163,6 +163,28 @@ class RunPlan:
             "cores": cores(),
             **engine.described(),
         }
+
+
+def earlier_run(path: Path) -> tuple[RunFolder, dict[str, Any]]:
+    """Return the folder of a run that is to go on, and what it was started with.
+
+    Raises ConfigError if it is no folder of a simulation, or has no checkpoint.
+    """
+    folder = RunFolder(path.expanduser().resolve())
+    if not folder.path.is_dir():
+        raise ConfigError(f"--resume {path_text(path)}: there is no such folder")
+    settings = folder.settings()
+    if settings is None or "num_supernodes" not in settings:
+        raise ConfigError(
+            f"--resume {path_text(path)}: it has no {folder.trace.name} of a simulation; the folder of a run "
+            "of `flower-gpu simulate` is needed, such as runs/2026-01-31_12-00-00"
+        )
+    if not has_checkpoint(folder):
+        raise ConfigError(
+            f"--resume {path_text(path)}: it has no checkpoint. One is written after each round of "
+            "Flower's own strategies and of flower_gpu's FedAvg: start this run anew"
+        )
+    return folder, settings
 
 
 def _components(
@@ -200,7 +222,7 @@ def _check_can_verify(calls_per_worker: int, ray_address: str | None) -> None:
 
 
 def _checked_trackers(
-    trackers: str | Sequence[str] | None, folder: ResultFolder | None, log_dir: str | Path | None
+    trackers: str | Sequence[str] | None, folder: RunFolder | None, log_dir: str | Path | None
 ) -> tuple[str, ...]:
     if trackers is None and folder is not None:
         trackers = tracking.known(folder.path)

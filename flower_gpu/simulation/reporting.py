@@ -1,35 +1,37 @@
-"""One run, shown and written down: its events go to the history, the trace, the display and the results.
+"""One run, shown and written down: its events go to the history, the trace and the display.
 
-The summary, as ``summary.json`` and as the lines at the end, is a view on the history.
+Its result, as ``result.json`` and as the lines at the end, is made of the trace when the run is over.
 """
 
 from __future__ import annotations
 
 import sys
-import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
-from flower_gpu.apps.failures import Failure, FailureLog, outcome_text
-from flower_gpu.apps.folder import short
+from flower_gpu import trace
+from flower_gpu.apps.failures import COMPLETED, Failure, FailureLog
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
-from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, write_event
+from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, finite, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.strategy_state import OURS
-from flower_gpu.printable import duration_text
+from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import verifying
-from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError, model_sha256
+from flower_gpu.simulation.checkpoint import has_checkpoint
+from flower_gpu.simulation.model_file import model_sha256, write_model
+from flower_gpu.simulation.record_files import disk_error
+from flower_gpu.simulation.simulation_result import SimulationStoppedError
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
-from flower_gpu.watch.fields import metrics_text
+from flower_gpu.watch.fields import first_line
 from flower_gpu.watch.flower_log import flower_lines
 from flower_gpu.watch.history import History
+from flower_gpu.watch.result import result_lines, result_of, write_results, write_table
+from flower_gpu.watch.spans import RoundPart
 
-#: Events that are in the trace for trackers only: each call of a simulation has lines of its own there.
-_ONLY_HERE: Final = ("reply", "round_grew")
 _CANNOT_RESUME: Final = (
     "this run cannot go on with {}: only Flower's own strategies (flwr.serverapp.strategy), as they are, and "
     "flower_gpu.FedAvg say after each round all that the next one needs. Others keep what nobody else knows "
@@ -42,139 +44,220 @@ _OTHER_STRATEGY: Final = (
 
 #: The attribute of an error that has ended a run which says where its results are.
 FOLDER: Final = "folder_of_run"
-_MOST_FAILURES: Final = 10  # reasons
-_MOST_CLIENTS: Final = 5  # of one reason
-_MOST_HOSTS: Final = 8
-_MOST_ROUNDS: Final = 5
-_MOST_METRICS: Final = 8
-_REASON_CHARACTERS: Final = 120
+_SMALL_BYTES: Final = 4096  # of a table or a result, about
 
 
-@dataclass
 class Report:
-    """What is known of a run. Its recorder has the model; ``summary`` is empty until the run is over."""
+    """What is known of a run. ``recorder`` has the model; ``summary`` is empty until the run is over.
+
+    ``run`` records it in the trace of ``folder``; without a folder nothing is written. A run that goes on
+    with an earlier one has the round of the checkpoint for ``resumed_round``, and its kind of strategy for
+    ``resumed_strategy``. With ``is_tracked`` all events are in the trace, for those who follow it.
+    """
 
     recorder: Recorder
-    history: History
-    say: Callable[[str], None]  # shows a line, if progress is shown
-    facts: dict[str, Any] = field(default_factory=dict)  # for the summary, such as ``workers_started``
-    summary: dict[str, Any] = field(default_factory=dict)  # as in ``summary.json``
+
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        run: RecordedRun | None,
+        *,
+        progress: bool = True,
+        resumed_round: int | None = None,
+        resumed_strategy: str = OURS,
+        on_resume: Callable[[], None] = lambda: None,
+        is_tracked: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.history = History(keep_finished=False, keep_rounds=True)
+        self.facts: dict[str, Any] = {}  # of the engine, for the result
+        self.summary: dict[str, Any] = {}  # as in ``result.json``
+        self.is_refused = False
+        self._run = run
+        self._is_shown = progress
+        self._resumed_strategy = resumed_strategy
+        self._on_resume = on_resume
+        self._is_tracked = is_tracked
+        self._end: Event | None = None
+        self._is_disk_full = False
+        self._display = make_display(self.history, _stream(), is_shown=progress)
+        self.failures = FailureLog(None if folder is None else folder.failures, self._display.say)
+        self._has_begun = resumed_round is None
+        if self._has_begun and folder is not None:
+            self.history.feed(trace.read(folder.trace))
+
+    def say(self, text: str) -> None:
+        """Show a line, if progress is shown."""
+        if self._is_shown:
+            self._display.say(text)
+
+    def on_event(self, event: Event) -> None:
+        """Take an event of the recorder."""
+        if not self._has_begun:
+            self._resume(event)
+        self.history.feed([event])
+        if self.folder is not None:
+            self._keep(event, self.folder)
+        self._display.show(event)
+        if event["event"] == "reply" and (error := event["error"]) is not None:
+            client = "unknown" if event["node"] is None else str(event["node"])
+            failure = Failure(client, event["task"], event["round"], error, event.get("traceback", ""))
+            self.failures.add(failure, is_said=error != NOT_PULLED)
+
+    def _resume(self, event: Event) -> None:
+        """Go on with what the trace tells so far; nothing is changed in the folder of a run that cannot."""
+        if event["event"] == "strategy_started" and event["resumes"] != self._resumed_strategy:
+            self.is_refused = True
+            if event["resumes"] is None:
+                raise ConfigError(_CANNOT_RESUME.format(event["strategy"]))
+            raise ConfigError(_OTHER_STRATEGY.format(event["resumes"], self._resumed_strategy))
+        self._has_begun = True
+        self._on_resume()
+        assert self.folder is not None
+        with told_if_slow(self.say, f"reading {self.folder.trace.name} of the run"):
+            self.history.feed(trace.read(self.folder.trace))
+
+    def _keep(self, event: Event, folder: RunFolder) -> None:
+        """Write an event into the trace; before a new round, what has finished into the table.
+
+        Replies that a strategy aggregates are in the trace for trackers only: each call has lines of its own.
+        """
+        match event["event"]:
+            case "reply":
+                error = event["error"]
+                if self._is_tracked or error is not None or (event["metrics"] and not event["aggregated"]):
+                    told = None if error is None else shortened(first_line(error))
+                    write_event({**event, "error": told, "traceback": ""})
+            case "round_grew" if not self._is_tracked:
+                pass
+            case "round_started":
+                write_event(event)
+                parts = self.history.rounds
+                if parts and parts[-1].round != event["round"]:
+                    self._write_table(folder, parts)
+            case _:
+                write_event(event)
+
+    def _write_table(self, folder: RunFolder, parts: Sequence[RoundPart]) -> None:
+        try:
+            write_table(folder, parts)
+        except OSError as error:
+            text = "Free space, and continue with --resume if there is a checkpoint"
+            raise disk_error(error, folder.path, _SMALL_BYTES, text) from error
+
+    def end(self, outcome: str, error: BaseException | None) -> None:
+        """Write the model, and note for the trace how the run has ended.
+
+        Raises DiskError if there is no room for the model of a run that was complete.
+        """
+        self._display.close()
+        if self.is_refused:
+            return
+        model, full = self.recorder.model, None
+        facts = {**self.facts, "model": None, "model_sha256": model_sha256(model)}
+        try:
+            if self.folder is not None:
+                facts["model"] = write_model(model, self.folder)
+        except DiskError as no_room:
+            full = no_room
+            if error is None:
+                outcome, error = "failed", no_room
+        self._is_disk_full = isinstance(error, DiskError)
+        told = {
+            "messages": self.history.messages_sent,
+            "failed": self.history.failures.counts.total(),
+            "error": None if error is None or outcome == "interrupted" else error_text(error),
+            "facts": finite(facts),
+        }
+        self._end = trace.make("run_finished", outcome=outcome, **told)
+        self.history.feed([self._end])
+        if self._run is not None:
+            self._run.end_told = told
+        if full is not None:
+            if error is full:
+                raise full
+            if not self._is_disk_full:
+                _print([f"not all results are written: {full}"])  # what ended the run is told as well
+
+    def conclude(self) -> None:
+        """Write the results and show them, once the trace has the end of the run.
+
+        Raises DiskError if there is no room for the results of a run that was complete.
+        """
+        if self._end is None:
+            return
+        history = self.history
+        if self.folder is not None:
+            with told_if_slow(self.say, f"reading {self.folder.trace.name} for the result"):
+                history = History.read(self.folder.trace, keep_finished=False)
+            if history.finished_at is None:  # the disk was full
+                history.feed([self._end])
+        self.summary = result_of(history)
+        try:
+            if self.folder is not None:
+                write_results(self.folder, history.rounds, self.summary)
+        except OSError as error:
+            assert self.folder is not None
+            full = disk_error(error, self.folder.path, _SMALL_BYTES, "Free space for the results")
+            if self._end["outcome"] == COMPLETED:
+                raise full from error
+            if not self._is_disk_full:
+                _print([f"not all results are written: {full}"])
+        finally:
+            if self._is_shown:
+                _print(lines_of(self.summary, self.folder))
 
 
 @contextmanager
-def reported_run(
-    folder: ResultFolder | None,
-    clients: int,
+def reported(
+    report: Report,
     partition_of: Callable[[int], int],
     *,
-    progress: bool = True,
     verbose: bool | None = None,
-    resumed_round: int | None = None,
-    resumed_strategy: str = OURS,
-    on_resume: Callable[[], None] = lambda: None,
     keep_going: bool = False,
-    is_tracked: bool = False,
 ) -> Iterator[Report]:
-    """Show a run and write it down in ``folder``, while in the context.
+    """Show a run and write it down, while in the context.
 
     ``verbose``: whether Flower's log lines are shown, or are written into the folder. None: shown, but not in
     a notebook.
 
-    A run that goes on with an earlier one in this folder has the round of the checkpoint for
-    ``resumed_round``, and its kind of strategy for ``resumed_strategy``. ``on_resume`` is called when it is
-    clear that it can go on. With ``is_tracked`` all events are in the trace, for those who follow it.
-
     Raises SimulationStoppedError in the place of a KeyboardInterrupt.
     Raises RunEndedError if all clients fail, or one in a way that ends the run, and not ``keep_going``.
     """
-    began_s = time.monotonic()
-    history = History(keep_finished=False, keep_rounds=True)
-    messages_before = 0
-    is_refused, is_resumed = False, resumed_round is None
-    display = make_display(history, _stream(), is_shown=progress)
-    failures = FailureLog(None if folder is None else folder.failures, display.say)
-
-    def resume(event: Event) -> None:
-        nonlocal is_refused, is_resumed, messages_before
-        if event["event"] == "strategy_started" and event["resumes"] != resumed_strategy:
-            is_refused = True
-            if event["resumes"] is None:
-                raise ConfigError(_CANNOT_RESUME.format(event["strategy"]))
-            raise ConfigError(_OTHER_STRATEGY.format(event["resumes"], resumed_strategy))
-        is_resumed = True
-        # Only now: nothing is changed in the folder of a run that cannot go on.
-        assert folder is not None and resumed_round is not None
-        history.feed(folder.cut(resumed_round))
-        messages_before = history.messages_sent
-        on_resume()
-
-    def on_event(event: Event) -> None:
-        if not is_resumed:
-            resume(event)
-        history.feed([event])
-        if folder is not None:
-            folder.on_event(event)
-            if is_tracked or event["event"] not in _ONLY_HERE:
-                write_event(event)
-        display.show(event)
-        if event["event"] == "reply" and event["error"] is not None:
-            client = "unknown" if event["node"] is None else str(event["node"])
-            failure = Failure(
-                client, event["task"], event["round"], event["error"], event.get("traceback", "")
-            )
-            failures.add(failure, is_said=event["error"] != NOT_PULLED)
-
-    outcome, why, is_told = "completed", None, False
-    report: Report | None = None
+    folder = report.folder
+    log = None if folder is None else folder.log("run")
+    are_shown = not in_notebook() if verbose is None else verbose
+    pointer = None if keep_going else lambda: report.failures.pointer
     try:
-        pointer = None if keep_going else lambda: failures.pointer
         with (
-            flower_lines(
-                not in_notebook() if verbose is None else verbose, None if folder is None else folder.log
-            ),
-            recorded_rounds(on_event, partition_of, pointer, streams=True) as recorder,
+            flower_lines(are_shown, log),
+            recorded_rounds(report.on_event, partition_of, pointer, streams=True) as recorder,
         ):
-            report = Report(recorder, history, display.say if progress else lambda _: None)
+            report.recorder = recorder
             yield report
             recorder.close()
             recorder.check()
-    except KeyboardInterrupt:
-        outcome = "interrupted"
+    except KeyboardInterrupt as error:
+        report.end("interrupted", error)
         raise SimulationStoppedError(
-            None if folder is None else folder.path, folder is not None and folder.can_resume
+            None if folder is None else folder.path, folder is not None and has_checkpoint(folder)
         ) from None
     except BaseException as error:
-        if isinstance(error, RunEndedError) and folder is not None:
-            error.folder, error.can_resume = folder.path, folder.can_resume
-        outcome, why, is_told = "failed", error_text(error), isinstance(error, DiskError)
-        if folder is not None and not is_refused:
-            error.__dict__[FOLDER] = folder.path
+        if folder is not None:
+            if isinstance(error, RunEndedError):
+                error.folder, error.can_resume = folder.path, has_checkpoint(folder)
+            if not report.is_refused:
+                error.__dict__[FOLDER] = folder.path
+        report.end("failed", error)
         raise
-    finally:
-        display.close()
-        if report is not None and not is_refused:
-            report.summary = summary_of(
-                history,
-                outcome,
-                clients=clients,
-                seconds=time.monotonic() - began_s,
-                messages_before=messages_before,
-                **report.facts,
-            )
-            report.summary["model_sha256"] = model_sha256(report.recorder.model)
-            if why is not None:
-                report.summary["error"] = why
-            try:
-                if folder is not None:
-                    folder.finish(report.recorder.model, report.summary)
-            except DiskError as error:
-                if outcome == "completed":
-                    raise
-                if not is_told:
-                    _print([f"not all results are written: {error}"])  # what ended the run is told as well
-            finally:
-                if progress:
-                    _print(summary_lines(report.summary, None if folder is None else short(folder.path)))
+    report.end(COMPLETED, None)
+
+
+def lines_of(summary: Mapping[str, Any], folder: RunFolder | None) -> list[str]:
+    """Write the result of a simulation for people."""
+    recycling = summary.get("recycling") or {}
+    more = [("recycling", verifying.text(recycling))] if "compared" in recycling else []
+    return result_lines(summary, None if folder is None else folder.shown, more)
 
 
 def error_text(error: BaseException) -> str:
@@ -191,102 +274,3 @@ def _print(lines: list[str]) -> None:
 def _stream() -> TextIO | None:
     """Return where progress and summary are shown: in a notebook, what is on stderr looks like an error."""
     return sys.stdout if in_notebook() else sys.stderr
-
-
-def summary_of(
-    history: History,
-    outcome: str,
-    *,
-    clients: int,
-    seconds: float,
-    messages_before: int = 0,
-    **facts: Any,
-) -> dict[str, Any]:
-    """Return the summary of a run: ``messages_before`` were sent before it was resumed."""
-    failures, messages = history.failures, history.messages_sent
-    failed = failures.counts.total()
-    return {
-        "outcome": outcome_text(outcome, failed, messages),
-        "strategy": history.strategy,
-        "rounds": history.highest_round,
-        "num_rounds": history.num_rounds,
-        "resumed_after_round": history.resumed_round,
-        "clients": clients,
-        "messages": messages,
-        "failed": failed,
-        "failures": [
-            {"reason": reason, "count": count, "messages": failures.named[reason]}
-            for reason, count in failures.counts.most_common()
-        ],
-        "seconds": round(seconds, 3),  # of this process: a resumed run has had more
-        "waited_s": round(history.waited_s, 3),  # without any worker, for what others had
-        "messages_per_s": round((messages - messages_before) / seconds, 3) if seconds > 0 else None,
-        **facts,
-        "metrics": {kind: dict(metrics) for kind, metrics in history.last_metrics.items()},
-    }
-
-
-def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
-    """Write a summary for people; ``where`` is the folder of the results, if there is one."""
-    of = f" of {summary['num_rounds']}" if summary["num_rounds"] else ""
-    rate = summary["messages_per_s"]
-    rows = [
-        ("outcome", summary["outcome"]),
-        ("rounds", f"{summary['rounds']}{of}"),
-        ("clients", f"{summary['clients']}, {summary['messages']} messages, {summary['failed']} failed"),
-        ("time", duration_text(summary["seconds"]) + (f", {rate:.3g} messages/s" if rate else "")),
-    ]
-    if summary["waited_s"]:
-        rows.append(("waiting", f"{duration_text(summary['waited_s'])} of that without any worker"))
-    if summary.get("hosts"):
-        rows.append(("hosts", _hosts_text(summary["hosts"])))
-    if summary.get("workers_started"):
-        text = f"{summary['workers_started']} started"
-        if summary.get("peak_worker_bytes"):
-            text += f", with {summary['peak_worker_bytes'] / 2**20:.0f} MiB at most"
-        rows.append(("workers", text))
-    if "compared" in (recycling := summary.get("recycling") or {}):
-        rows.append(("recycling", verifying.text(recycling)))
-    for kind, metrics in summary["metrics"].items():
-        if text := metrics_text(metrics, _MOST_METRICS):
-            rows.append((kind, text))
-    if sha256 := summary.get("model_sha256"):
-        rows.append(("model sha256", sha256))
-    if where is not None:
-        rows.append(("results", where))
-    width = max(len(name) for name, _ in rows)
-    return [*(f"{name:{width}}  {text}" for name, text in rows), *_failures(summary)]
-
-
-def _failures(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line for each reason, with the clients."""
-    reasons = summary["failures"][:_MOST_FAILURES]
-    lines = []
-    for reason in reasons:
-        messages = reason["messages"]
-        clients = sorted({message["client"] for message in messages} - {None})
-        others = len(clients) - _MOST_CLIENTS
-        names = ", ".join(map(str, clients[:_MOST_CLIENTS])) + (f" and {others} others" if others > 0 else "")
-        kinds = " and ".join(dict.fromkeys(message["type"] for message in messages))
-        rounds = _in_rounds([message["round"] for message in messages])
-        count = f" ({reason['count']} messages)" if reason["count"] > len(clients) else ""
-        text = textwrap.shorten(reason["reason"], _REASON_CHARACTERS, placeholder=" ...") or "no reason given"
-        lines.append(f"  client{'s' * (len(clients) > 1)} {names}, {kinds}{rounds}{count}: {text}")
-    if more := summary["failed"] - sum(reason["count"] for reason in reasons):
-        lines.append(f"  and {more} more failed messages")
-    return ["failed:", *lines] if lines else []
-
-
-def _hosts_text(hosts: Sequence[Mapping[str, Any]]) -> str:
-    lost = sum(host["is_lost"] for host in hosts)
-    most = ", ".join(f"{host['host']} {host['messages']}" for host in hosts[:_MOST_HOSTS])
-    more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
-    return f"{len(hosts)}{f', {lost} lost' if lost else ''}; messages: {most}{more}"
-
-
-def _in_rounds(rounds: list[Any]) -> str:
-    numbers = [str(number) for number in dict.fromkeys(rounds) if number is not None]
-    if not numbers:
-        return ""
-    more = f" and {len(numbers) - _MOST_ROUNDS} more" if len(numbers) > _MOST_ROUNDS else ""
-    return f" in round{'s' * (len(numbers) > 1)} {', '.join(numbers[:_MOST_ROUNDS])}{more}"

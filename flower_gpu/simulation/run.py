@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Unpack
 
@@ -18,11 +17,13 @@ from flwr.serverapp.server_app import LoadServerAppError
 from flwr.supercore.object_ref import load_app
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_gpu import files
+from flower_gpu import files, trace
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
+from flower_gpu.flower.recording.recorder import finite
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
@@ -35,8 +36,7 @@ from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.simulation.plan import RunPlan
-from flower_gpu.simulation.reporting import Report, reported_run
-from flower_gpu.simulation.results import ResultFolder
+from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.simulation.simulation_result import SimulationResult
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.watch.trackers import tracking
@@ -126,7 +126,7 @@ def simulate(
     Returns
     -------
     SimulationResult
-        The server's context, the model, a summary, and the rounds.
+        The server's context, the model, what came of the run, and the rounds.
 
     Raises
     ------
@@ -165,7 +165,7 @@ def simulate(
         engine = _engine(plan, stack)
         if plan.work.is_deterministic:
             machine.check_same(plan.before, engine.described(), is_strict=plan.work.is_strict)
-        record = _Record.begun(plan, engine, stack)
+        record = _Record(plan, engine, stack)
         if plan.work.is_deterministic:
             stack.enter_context(determinism.here(seed_of(f"{plan.work.seed} server"), plan.server_env))
         nodes = VirtualNodes(num_supernodes, plan.work.seed, plan.run_id, plan.run_config, record.states)
@@ -180,46 +180,61 @@ def simulate(
     return SimulationResult(context, model, report.summary, path, plan.work.name, report.history.rounds)
 
 
-@dataclass(frozen=True)
 class _Record:
     """Where a run is written down, and what it goes on from; without a folder nothing stays but states."""
 
-    folder: ResultFolder | None
-    states: StateStore
-    checkpoints: Checkpoints | None
-    state: RoundState | None  # of the run that goes on
-    trace: RecordedRun | None
-    is_tracked: bool
-
-    @classmethod
-    def begun(cls, plan: RunPlan, engine: Engine, stack: ExitStack) -> _Record:
+    def __init__(self, plan: RunPlan, engine: Engine, stack: ExitStack) -> None:
         """Make the folder, or go on in that of the earlier run; ``stack`` closes all that."""
-        folder, trace, followers = plan.folder, None, tracking.Tracking(plan.trackers)
-        config = dict(plan.before)
-        if folder is None and plan.log_dir is not None:
-            config = plan.config(engine)
-            folder = ResultFolder.create(plan.log_dir, config)
-        if folder is not None:
-            stack.enter_context(restored_environment([RUN_DIR_VARIABLE]))
-            os.environ[RUN_DIR_VARIABLE] = str(folder.path)
-            name, clients = plan.work.name, plan.work.num_supernodes
-            told = {"run_config": plan.run_config, "clients": clients, "engine": "simulate"}
-            told = config | plan.identity(engine) | told
-            # First in, last out: the last look at the GPUs is when all workers are gone, and trackers get it.
-            stack.enter_context(followers.following(folder.path, name, told, resumes=plan.resumes))
-            trace = stack.enter_context(
-                recorded_run(folder.path, "simulate", name, clients=clients, begins=not plan.resumes)
+        self.folder = plan.folder
+        settings = dict(plan.before)
+        if self.folder is None and plan.log_dir is not None:
+            settings = plan.settings(engine)
+            self.folder = RunFolder.create(plan.log_dir)
+        self._report: Report | None = None
+        self._run: RecordedRun | None = None
+        self._followers = tracking.Tracking(plan.trackers)
+        if self.folder is None:
+            stack.callback(self._conclude)
+        else:
+            self._begin(self.folder, plan, engine, settings, stack)
+        self.states = StateStore(_state_folder(self.folder, stack), plan.state_memory_bytes)
+        stack.callback(self.states.close)
+        self.checkpoints: Checkpoints | None = None
+        self.state: RoundState | None = None  # of the run that goes on
+        if self.folder is not None:
+            self.checkpoints = Checkpoints(self.folder.checkpoint, self.states, plan.identity(engine))
+            stack.callback(self.checkpoints.close)
+            self.state = self.checkpoints.read() if plan.resumes else None
+
+    def _begin(
+        self,
+        folder: RunFolder,
+        plan: RunPlan,
+        engine: Engine,
+        settings: Mapping[str, Any],
+        stack: ExitStack,
+    ) -> None:
+        """Begin the trace; the one of a run that goes on says so only when it is clear that it can."""
+        stack.enter_context(restored_environment([RUN_DIR_VARIABLE]))
+        os.environ[RUN_DIR_VARIABLE] = str(folder.path)
+        name, clients = plan.work.name, plan.work.num_supernodes
+        told = {"run_config": plan.run_config, "clients": clients, "engine": "simulate"}
+        told = {**settings, **plan.identity(engine), **told}
+        # First in, last out: the last look at the GPUs is when all workers are gone, and trackers get it.
+        stack.enter_context(self._followers.following(folder.path, name, told, resumes=plan.resumes))
+        stack.callback(self._conclude)
+        self._run = stack.enter_context(
+            recorded_run(
+                folder.path,
+                "simulate",
+                name,
+                clients=clients,
+                settings=finite(settings),
+                begins=not plan.resumes,
             )
-            if trace.is_elsewhere:
-                raise ConfigError(f"--resume {folder.path}: another process goes on with this run already")
-        states = StateStore(_state_folder(folder, stack), plan.state_memory_bytes)
-        stack.callback(states.close)
-        checkpoints = state = None
-        if folder is not None:
-            checkpoints = Checkpoints(folder.checkpoint, states, plan.identity(engine))
-            stack.callback(checkpoints.close)
-            state = checkpoints.read() if plan.resumes else None
-        return cls(folder, states, checkpoints, state, trace, followers.is_on)
+        )
+        if self._run.is_elsewhere:
+            raise ConfigError(f"--resume {folder.path}: another process goes on with this run already")
 
     def report(
         self,
@@ -232,39 +247,31 @@ class _Record:
         verbose: bool | None,
     ) -> Report:
         """Begin to show and to write down what happens."""
-        reports: list[Report] = []
-        stack.callback(lambda: self._count(reports))  # once its summary is there
-        state = self.state
-        report = stack.enter_context(
-            reported_run(
-                self.folder,
-                plan.work.num_supernodes,
-                nodes.partition_of,
-                progress=progress,
-                verbose=verbose,
-                resumed_round=None if state is None else state.server_round,
-                resumed_strategy=OURS if state is None else state.strategy,
-                on_resume=lambda: self._begin_again(engine),
-                keep_going=plan.keep_going,
-                is_tracked=self.is_tracked,
-            )
+
+        def begin_again() -> None:
+            if self._run is not None:
+                self._run.begin()
+            engine.has_begun()
+
+        self._report = report = Report(
+            self.folder,
+            self._run,
+            progress=progress,
+            resumed_round=None if self.state is None else self.state.server_round,
+            resumed_strategy=OURS if self.state is None else self.state.strategy,
+            on_resume=begin_again,
+            is_tracked=self._followers.is_on,
         )
-        reports.append(report)
+        if self.folder is None:
+            name, clients = plan.work.name, plan.work.num_supernodes
+            report.history.feed([trace.make("run_started", kind="simulate", name=name, clients=clients)])
+        stack.enter_context(reported(report, nodes.partition_of, verbose=verbose, keep_going=plan.keep_going))
         report.recorder.concurrency = engine.concurrency
         return report
 
-    def _begin_again(self, engine: Engine) -> None:
-        """Have the trace say that a run which goes on has begun again."""
-        if self.trace is not None:
-            self.trace.begin()
-        engine.has_begun()
-
-    def _count(self, reports: Sequence[Report]) -> None:
-        """Have the run's end in the trace say how many messages failed."""
-        for report in reports:
-            if self.trace is not None:
-                self.trace.messages = report.summary.get("messages")
-                self.trace.failed = report.summary.get("failed")
+    def _conclude(self) -> None:
+        if self._report is not None:
+            self._report.conclude()
 
 
 def _grid(
@@ -349,7 +356,7 @@ def _identity(run_id: int) -> Iterator[None]:
             setattr(TaskIdentity, name, value)
 
 
-def _state_folder(folder: ResultFolder | None, stack: ExitStack) -> Path:
+def _state_folder(folder: RunFolder | None, stack: ExitStack) -> Path:
     if folder is not None:
-        return folder.path / "states"
+        return folder.states
     return stack.enter_context(files.temporary_folder("states"))

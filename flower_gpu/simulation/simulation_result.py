@@ -1,4 +1,4 @@
-"""What a simulation returns."""
+"""What a simulation returns, or raises when it is interrupted."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ from flower_gpu.watch.fields import metrics_text
 from flower_gpu.watch.spans import RoundPart
 
 
+class SimulationStoppedError(KeyboardInterrupt):
+    """Ctrl-C during a run.
+
+    ``folder``: where its results are.
+    ``can_resume``: whether there is a checkpoint.
+    """
+
+    def __init__(self, folder: Path | None, can_resume: bool) -> None:
+        super().__init__("the simulation was interrupted")
+        self.folder = folder
+        self.can_resume = can_resume
+
+
 @dataclass(frozen=True, repr=False)
 class SimulationResult:
     """What a simulation leaves. As the last value of a notebook's cell, it shows its rounds.
@@ -27,7 +40,7 @@ class SimulationResult:
     model : ArrayRecord, Parameters or None
         The final global model, if the app has used a strategy.
     summary : dict
-        Rounds, messages, failures by client, times, and the last metrics, as in ``summary.json``.
+        What came of the run, as in ``result.json``.
     folder : Path or None
         Where the results are.
     app : str
@@ -95,7 +108,12 @@ class SimulationResult:
     def __repr__(self) -> str:
         told = self.summary
         of = f" of {told['num_rounds']}" if told.get("num_rounds") else ""
-        parts = [self.app, f"{told['clients']} clients", f"{told['rounds']}{of} rounds", told["outcome"]]
+        parts = [
+            self.app,
+            f"{told['clients']} clients",
+            f"{told['rounds_finished']}{of} rounds",
+            told["outcome"],
+        ]
         if told.get("metrics"):
             task, metrics = list(told["metrics"].items())[-1]
             parts.append(f"{task}: {text}" if (text := metrics_text(metrics)) else "")

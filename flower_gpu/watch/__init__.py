@@ -5,7 +5,7 @@
       History ──┬── display: bars or lines while the run goes on
                 ├── top/, report/, metrics
                 ├── trackers/: TensorBoard, Weights & Biases, MLflow
-                └── result.json, summary.json and the tables of launch and simulate
+                └── result: result.json and metrics.csv of launch and simulate
 
 A history is the only thing that folds events; all others are views on it.
 """

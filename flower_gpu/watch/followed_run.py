@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from flower_gpu import trace
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.registry import RunningRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import Tally, WorkerSpan
@@ -27,7 +28,7 @@ class FollowedRun:
         self.label = ""  # names it among the other runs
         self.history = History(keep_finished=False, tally=tally)
         self._is_all_read = False
-        self._path = folder / trace.FILE_NAME
+        self._path = RunFolder(folder).trace
         self._follower = trace.Follower(self._path)
 
     @property

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.apps.failures import COMPLETED
-from flower_gpu.watch.fields import mappings, metric_rank, number, text, whole, whose
-from flower_gpu.watch.lease_history import LeaseHistory
-from flower_gpu.watch.round_history import RoundHistory
+from flower_gpu.trace import SERVER_EVALUATE, Event
+from flower_gpu.watch.fields import mapping, mappings, metric_rank, number, text, whole, whose
 from flower_gpu.watch.spans import (
     CONSEQUENCES,
     HOST_LOST,
@@ -21,11 +20,15 @@ from flower_gpu.watch.spans import (
     OUT_OF_MEMORY,
     OUTCOMES,
     CallFigures,
+    FailureReasons,
     GPUInfo,
     GPUSample,
     HostSpan,
+    LeaseCounts,
     LeaseSpan,
+    OpenRound,
     OutOfMemory,
+    RoundPart,
     Tally,
     WorkerSpan,
     drop_oldest,
@@ -36,41 +39,54 @@ _FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
 _MOST_OPEN: Final = 10_000
 _MOST_PARTS: Final = 1_500  # of rounds: curves need more than the last few
 _CURVES: Final = 3  # metrics that are kept of those
+_MOST_UNFORGOTTEN: Final = 1_000  # events
 #: Events that a host which is lost is named in, too.
 _OF_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
 
 
-class History(RoundHistory):
+class History:
     """A run, as far as its events tell; fed event by event, so that it can be followed while it goes on.
 
     Everything that shows a run or writes it down reads it here. With ``keep_finished=False`` what is over is
     forgotten, so that a long run takes no more and more memory. Then ``leases`` and ``workers`` are those
     that go on, ``samples`` the last of each GPU, ``out_of_memory`` the last few, ``rounds`` many of the last;
     with ``keep_rounds`` all rounds stay. Counts go into ``tally``, which runs may share.
+
+    A method ``_on_<name>`` takes in the events of that name.
     """
 
     def __init__(
         self, *, keep_finished: bool = True, keep_rounds: bool = False, tally: Tally | None = None
     ) -> None:
-        super().__init__(Tally() if tally is None else tally)
         self._keep_finished = keep_finished
         self._keep_rounds = keep_rounds
+        self._unforgotten = 0  # events since the last time
+        self.tally = Tally() if tally is None else tally
         # Of the run; empty or None as long as that is not told.
         self.kind = self.name = self.host = self.version = ""
+        self.settings: Mapping[str, Any] = {}  # that it was started with, the first time
         self.outcome = ""  # also empty for a run that was killed
+        self.error = ""  # why it has failed
+        self.facts: Mapping[str, Any] = {}  # what its engine tells at the end
         self.pid: int | None = None
         self.clients: int | None = None
         self.cores: int | None = None
         self.started_at: float | None = None
+        self.begun_at: float | None = None  # the last time: a run may be resumed
         self.finished_at: float | None = None
         self.first_at: float | None = None  # of all events
         self.last_at: float | None = None
         self.waited_s = 0.0  # without any worker, since others had what its calls need
         self.pauses: list[tuple[float, float]] = []  # from the end of a run to when it was resumed
+        self.cut_lines = 0  # of the trace, which are left out
+        self._before: float | None = None  # the time of the event before this one
         self.hosts: dict[str, HostSpan] = {}  # of a Ray cluster, by name; empty for a run on one machine
         self.gpus: dict[str, GPUInfo] = {}  # by UUID, as the samples
         self.samples: dict[str, list[GPUSample]] = {}
-        self._gpu_leases, self._core_leases = LeaseHistory(), LeaseHistory()
+        # Leases: on GPUs, and on cores and main memory alone.
+        self._leases: list[LeaseSpan] = []  # and requests, in the order of their starts
+        self._waiting: dict[str, LeaseSpan] = {}  # requests without a lease, by call
+        self._granted: dict[str, LeaseSpan] = {}  # by id
         self.workers: list[WorkerSpan] = []  # in the order of their starts
         self.out_of_memory: list[OutOfMemory] = []
         self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
@@ -79,17 +95,39 @@ class History(RoundHistory):
         self._last_round: int | None = None  # of a worker
         self._calls_round: int | None = None
         self._calls_done: Counter[str] = Counter()  # of that round
-        self._before: float | None = None  # the time of the event before this one
         self._worked_at = 0.0  # when a worker was done last
+        # Rounds, and their messages.
+        self.strategy: str | None = None
+        self.strategy_started_at: float | None = None
+        self.num_rounds: int | None = None
+        self.resumed_round: int | None = None
+        self.highest_round = 0  # of those that have finished, in all their parts
+        self._counted_round = 0  # the same, also where a resumed run does rounds again
+        self._latest_round = 0  # of which a part has finished
+        self._has_strategy = False  # one that is under way
+        self.open_round: OpenRound | None = None  # messages that are under way
+        self.closed_round: OpenRound | None = None  # the ones before, all of which are over
+        self._parts: dict[tuple[int | None, str], RoundPart] = {}  # that have finished, by round and task
+        self._sent = self._failed = 0  # messages of these parts
+        self._sent_before = 0  # of which so many were sent before the run was resumed
+        # Replies of the parts that are under way, by round, task and whether they are errors.
+        self._replied: Counter[tuple[int | None, str, bool]] = Counter()
+        self._told_counts: tuple[int, int] | None = None  # messages and failed ones, as told at the end
+        self.failures = FailureReasons()  # of replies that are errors
+        self.all_failed = ""  # why the run computes nothing, once that is so
 
     @classmethod
-    def read(cls, path: Path) -> History:
-        """Read a whole trace."""
-        history = cls()
-        history.feed(trace.read(path))
+    def read(cls, path: Path, *, keep_finished: bool = True) -> History:
+        """Read a whole trace, and keep all its rounds."""
+        history = cls(keep_finished=keep_finished, keep_rounds=True)
+
+        def count() -> None:
+            history.cut_lines += 1
+
+        history.feed(trace.read(path, on_cut=count))
         return history
 
-    def feed(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def feed(self, events: Iterable[Event]) -> None:
         """Take in events, oldest first. What is not understood is left out: a trace may be cut anywhere."""
         for event in events:
             time = number(event.get("time"))
@@ -100,23 +138,27 @@ class History(RoundHistory):
             self._before, self.last_at = self.last_at, max(self.last_at or time, time)
             if handler is not None and not self._is_late(event):
                 handler(time, event)
-        if not self._keep_finished:
-            self._forget_finished()
+            self._unforgotten += 1
+            if self._unforgotten >= _MOST_UNFORGOTTEN:
+                self._forget_finished()
+        self._forget_finished()
+
+    # What there is now
 
     @property
     def leases(self) -> list[LeaseSpan]:
         """Requests for GPUs and leases on them, in the order of their starts."""
-        return self._gpu_leases.spans
+        return [span for span in self._leases if not span.is_of_cores]
 
     @property
     def cores_leases(self) -> list[LeaseSpan]:
         """Requests for cores and leases on them, of calls on the CPU, in the order of their starts."""
-        return self._core_leases.spans
+        return [span for span in self._leases if span.is_of_cores]
 
     @property
     def waiting(self) -> list[LeaseSpan]:
-        """Requests that wait for a lease: those for GPUs, then those for cores, each the oldest first."""
-        return [*self._gpu_leases.waiting.values(), *self._core_leases.waiting.values()]
+        """Requests that wait for a lease, the oldest first."""
+        return list(self._waiting.values())
 
     @property
     def running(self) -> list[WorkerSpan]:
@@ -136,8 +178,7 @@ class History(RoundHistory):
 
     def lease_of(self, worker: WorkerSpan) -> LeaseSpan | None:
         """Return the lease that a worker has; on the CPU the one on cores; None where it has neither."""
-        on_gpus, on_cores = self._gpu_leases.granted, self._core_leases.granted
-        return on_gpus.get(worker.lease) or on_cores.get(worker.cores_lease)
+        return self._granted.get(worker.lease) or self._granted.get(worker.cores_lease)
 
     @property
     def current_round(self) -> int | None:
@@ -156,22 +197,67 @@ class History(RoundHistory):
     @property
     def gpus_of_run(self) -> list[GPUInfo]:
         """The GPUs that the run could use, by their numbers. Samples tell of all GPUs of the host."""
-        leased = {uuid for lease in self.leases for uuid in lease.memory_bytes}
+        leased = {uuid for lease in self._leases for uuid in lease.memory_bytes}
         told = [gpu for gpu in self.gpus.values() if gpu.index >= 0 or gpu.uuid in leased]
         return sorted(told or self.gpus.values(), key=lambda gpu: (gpu.host, gpu.index, gpu.uuid))
+
+    # What came of it
+
+    @property
+    def rounds(self) -> list[RoundPart]:
+        """What has finished of each round, by task; ``round`` is None for messages that say none."""
+        return list(self._parts.values())
+
+    @property
+    def evaluations(self) -> list[RoundPart]:
+        """What has finished, of rounds with a number."""
+        return [part for part in self._parts.values() if part.round is not None]
+
+    @property
+    def last_metrics(self) -> dict[str, Mapping[str, Any]]:
+        """The last metrics of each task, as told; the latest at the end."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for part in sorted(self._parts.values(), key=lambda part: part.time):
+            if part.told:
+                found.pop(part.task, None)
+                found[part.task] = part.told
+        return found
+
+    @property
+    def messages_sent(self) -> int:
+        """How many messages are over: those of parts that have finished, and those with a reply."""
+        return self._sent + self._replied.total() if self._told_counts is None else self._told_counts[0]
+
+    @property
+    def messages_failed(self) -> int:
+        """How many of these have failed."""
+        if self._told_counts is not None:
+            return self._told_counts[1]
+        return self._failed + sum(count for (*_, is_error), count in self._replied.items() if is_error)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the run has taken since it has begun, or was resumed, the last time."""
+        end = self.last_at if self.finished_at is None else self.finished_at
+        return None if self.begun_at is None or end is None else max(0.0, end - self.begun_at)
+
+    @property
+    def messages_per_s(self) -> float | None:
+        """How many messages a second were over in this time."""
+        return (self.messages_sent - self._sent_before) / self.seconds if self.seconds else None
 
     def over_at(self, since: float, end: float) -> float:
         """Return the latest possible end of a span: the end of its part of the run, or of the trace."""
         return min((begin for begin, _ in self.pauses if begin >= since), default=end)
 
-    def _is_late(self, event: Mapping[str, Any]) -> bool:
-        """Tell whether a host says this that is lost: all that it had has ended."""
-        host = self.hosts.get(text(event.get("host")))
-        return host is not None and host.is_lost and event.get("event") not in _OF_LOST_HOSTS
-
     def _forget_finished(self) -> None:
-        for leases in (self._gpu_leases, self._core_leases):
-            leases.forget_finished(_MOST_OPEN)
+        self._unforgotten = 0
+        if self._keep_finished:
+            return
+        drop_oldest(self._waiting, _MOST_OPEN)
+        drop_oldest(self._granted, _MOST_OPEN)
+        self._granted = {id_: span for id_, span in self._granted.items() if span.released_at is None}
+        self._leases = [*self._waiting.values(), *self._granted.values()]
         drop_oldest(self._running, _MOST_OPEN)
         drop_oldest(self._processes, _MOST_OPEN)
         if not self._keep_rounds:
@@ -180,7 +266,6 @@ class History(RoundHistory):
                 if part.told:  # a curve needs no more of it
                     kept = sorted(part.metrics, key=metric_rank)[:_CURVES]
                     part.told, part.metrics = {}, {name: part.metrics[name] for name in kept}
-        drop_oldest(self.last_metrics, _FEW)
         drop_oldest(self.hosts, MOST_HOSTS)
         self.workers = list(self._running.values())
         for samples in self.samples.values():
@@ -190,44 +275,51 @@ class History(RoundHistory):
 
     # The run
 
-    def _on_run_started(self, time: float, event: Mapping[str, Any]) -> None:
+    def _on_run_started(self, time: float, event: Event) -> None:
+        is_simulation = event.get("kind") == "simulate"
         # Of two hosts that share a folder, each says that the run begins: then nothing has ended.
-        goes_on = self.finished_at is not None or event.get("kind") == "simulate"
+        goes_on = self.finished_at is not None or is_simulation
         before = self._before if self.finished_at is None else self.finished_at
         if self.started_at is not None and goes_on and before is not None and before < time:
             self.pauses.append((before, time))
             self._leave_hosts(before)
-        if event.get("kind") == "simulate":  # whoever goes on sends again what says no round
-            self._parts = {key: part for key, part in self._parts.items() if key[0] is not None}
+        self._told_counts = None
+        if is_simulation:  # whoever goes on sends again what says no round, and what had no end
+            self._replied.clear()
+            self._take_back(lambda server_round: server_round is None)
+        self._sent_before = self._sent
         # A run that is resumed begins again; its times are those of the first.
         self.started_at = time if self.started_at is None else self.started_at
-        self.finished_at, self.outcome = None, ""
+        self.begun_at = time
+        self.finished_at, self.outcome, self.error, self.facts = None, "", "", {}
         if not self._keep_finished:  # what the one before has left open was killed with it
-            self._gpu_leases, self._core_leases = LeaseHistory(), LeaseHistory()
-            self._running = {}
+            self._waiting, self._granted, self._running = {}, {}, {}
         self.kind, self.name = text(event.get("kind")), text(event.get("name"))
         self.host, self.pid = text(event.get("host")), whole(event.get("pid"))
         self.version = text(event.get("version"))
+        self.settings = self.settings or mapping(event.get("settings"))
         self.clients, self.cores = whole(event.get("clients")), whole(event.get("cores"))
         self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
-        for told in mappings(event.get("gpus")):
-            self._learn_gpu(told, self.host)
+        self._learn_gpus(event, self.host)
 
-    def _on_run_finished(self, time: float, event: Mapping[str, Any]) -> None:
+    def _on_run_finished(self, time: float, event: Event) -> None:
         self.finished_at, self.outcome = time, text(event.get("outcome"))
+        self.error, self.facts = text(event.get("error")), mapping(event.get("facts"))
         if (messages := whole(event.get("messages"))) is not None:  # the trace may lack replies
-            self._sent, self._failed = messages, whole(event.get("failed")) or 0
-            self._replied.clear()
+            self._told_counts = messages, whole(event.get("failed")) or 0
         if self.outcome == COMPLETED:
             self._finish_rounds(self._latest_round)
         self.open_round = None
 
-    def _on_run_waited(self, time: float, event: Mapping[str, Any]) -> None:
+    def _on_run_waited(self, time: float, event: Event) -> None:
         self.waited_s += max(0.0, number(event.get("seconds")) or 0.0)
 
-    def _on_gpu_sample(self, time: float, event: Mapping[str, Any]) -> None:
+    def _on_all_failed(self, time: float, event: Event) -> None:
+        self.all_failed = self.all_failed or text(event.get("reason"))
+
+    def _on_gpu_sample(self, time: float, event: Event) -> None:
+        self._learn_gpus(event, text(event.get("host")))
         for told in mappings(event.get("gpus")):
-            self._learn_gpu(told, text(event.get("host")))
             self.samples.setdefault(text(told.get("uuid")), []).append(
                 GPUSample(
                     time,
@@ -237,32 +329,31 @@ class History(RoundHistory):
                 )
             )
 
-    def _learn_gpu(self, told: Mapping[str, Any], host: str) -> None:
-        gpu = self.gpus.setdefault(text(told.get("uuid")), GPUInfo(text(told.get("uuid"))))
-        gpu.host = host or gpu.host
-        index = whole(told.get("index"))
-        gpu.index = gpu.index if index is None else index
-        gpu.name = text(told.get("name")) or gpu.name
-        gpu.total_bytes = whole(told.get("total_bytes")) or gpu.total_bytes
-        gpu.capacity_bytes = whole(told.get("capacity_bytes")) or gpu.capacity_bytes
+    def _learn_gpus(self, event: Event, host: str) -> None:
+        for told in mappings(event.get("gpus")):
+            uuid = text(told.get("uuid"))
+            self.gpus.setdefault(uuid, GPUInfo(uuid)).learn(told, host)
 
     # Hosts
 
-    def _host(self, event: Mapping[str, Any]) -> HostSpan | None:
+    def _is_late(self, event: Event) -> bool:
+        """Tell whether a host says this that is lost: all that it had has ended."""
+        host = self.hosts.get(text(event.get("host")))
+        return host is not None and host.is_lost and event.get("event") not in _OF_LOST_HOSTS
+
+    def _host(self, event: Event) -> HostSpan | None:
         name = text(event.get("host"))
         if not name:
             return None
         self.tally.calls_of(name)  # from zero on
         return self.hosts.setdefault(name, HostSpan(name))
 
-    def _on_host_joined(self, time: float, event: Mapping[str, Any]) -> None:
-        if (host := self._host(event)) is None:
-            return
-        host.join(time, event)
-        for told in mappings(event.get("gpus")):
-            self._learn_gpu(told, host.name)
+    def _on_host_joined(self, time: float, event: Event) -> None:
+        if (host := self._host(event)) is not None:
+            host.join(time, event)
+            self._learn_gpus(event, host.name)
 
-    def _on_host_lost(self, time: float, event: Mapping[str, Any]) -> None:
+    def _on_host_lost(self, time: float, event: Event) -> None:
         """End what the host has had: nobody writes that down."""
         if (host := self._host(event)) is None:
             return
@@ -273,8 +364,13 @@ class History(RoundHistory):
                 worker.finished_at, worker.outcome = time, HOST_LOST
                 self.tally.workers_finished[HOST_LOST] += 1
                 self._count_call(worker)
-        for leases in (self._gpu_leases, self._core_leases):
-            leases.lose_host(time, host.name)
+        for request in self.waiting:
+            if request.host == host.name:
+                del self._waiting[request.call]
+                request.refused_at, request.is_lost = time, True
+        for lease in self._granted.values():
+            if lease.host == host.name and lease.released_at is None:
+                lease.released_at, lease.is_lost = time, True
 
     def _leave_hosts(self, until: float) -> None:
         """Forget that hosts are there that joined until then: the run has other agents now."""
@@ -291,45 +387,46 @@ class History(RoundHistory):
 
     # Leases
 
-    def _on_lease_requested(self, time: float, event: Mapping[str, Any]) -> None:
-        self._gpu_leases.request(time, event)
+    def _on_lease_requested(self, time: float, event: Event) -> None:
+        span = self._new_lease(event)
+        span.requested_at, span.caller_pid = time, whole(event.get("caller_pid"))
+        self._waiting[span.call] = span
 
-    def _on_lease_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._gpu_leases.grant(time, event)
-        for told in mappings(event.get("gpus")):
-            self._learn_gpu(told, span.host)
-            span.memory_bytes[text(told.get("uuid"))] = whole(told.get("memory_bytes")) or 0
-        self.tally.leases_granted += 1
-        self.tally.lease_waits.add(span.waited_s)
+    def _on_lease_granted(self, time: float, event: Event) -> None:
+        span = self._waiting.pop(text(event.get("call")), None)
+        if span is None:  # the line of its request was cut off
+            span = self._new_lease(event)
+        span.grant(time, event)
+        self._granted[span.id] = span
+        self._learn_gpus(event, span.host)
+        self._counts_of(event).grant(span.waited_s)
 
-    def _on_lease_not_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        self._gpu_leases.refuse(time, event)
-        self.tally.leases_not_granted += 1
+    def _on_lease_not_granted(self, time: float, event: Event) -> None:
+        if (span := self._waiting.pop(text(event.get("call")), None)) is not None:
+            span.refuse(time, event)
+        self._counts_of(event).refused += 1
 
-    def _on_lease_released(self, time: float, event: Mapping[str, Any]) -> None:
-        self._gpu_leases.release(time, event)
+    def _on_lease_released(self, time: float, event: Event) -> None:
+        if (span := self._granted.get(text(event.get("lease")))) is not None:
+            span.released_at = time
 
-    def _on_cores_requested(self, time: float, event: Mapping[str, Any]) -> None:
-        self._core_leases.request(time, event)
+    _on_cores_requested, _on_cores_granted = _on_lease_requested, _on_lease_granted
+    _on_cores_not_granted, _on_cores_released = _on_lease_not_granted, _on_lease_released
 
-    def _on_cores_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._core_leases.grant(time, event)
-        self.tally.cores_granted += 1
-        self.tally.cores_waits.add(span.waited_s)
+    def _new_lease(self, event: Event) -> LeaseSpan:
+        span = LeaseSpan(**whose(event), is_of_cores=_is_of_cores(event))
+        self._leases.append(span)
+        return span
 
-    def _on_cores_not_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        self._core_leases.refuse(time, event)
-        self.tally.cores_not_granted += 1
-
-    def _on_cores_released(self, time: float, event: Mapping[str, Any]) -> None:
-        self._core_leases.release(time, event)
+    def _counts_of(self, event: Event) -> LeaseCounts:
+        return self.tally.cores if _is_of_cores(event) else self.tally.leases
 
     # Workers
 
-    def _on_worker_started(self, time: float, event: Mapping[str, Any]) -> None:
+    def _on_worker_started(self, time: float, event: Event) -> None:
         self._begin_worker(time, event)
 
-    def _begin_worker(self, time: float, event: Mapping[str, Any]) -> WorkerSpan:
+    def _begin_worker(self, time: float, event: Event) -> WorkerSpan:
         worker = WorkerSpan(
             **whose(event),
             pid=whole(event.get("pid")) or 0,
@@ -349,23 +446,22 @@ class History(RoundHistory):
         self.workers.append(worker)
         return worker
 
-    def _on_task_started(self, time: float, event: Mapping[str, Any]) -> None:
-        if (worker := self._of(event)) is not None:
+    def _on_task_started(self, time: float, event: Event) -> None:
+        if (worker := self._worker_of(event)) is not None:
             worker.task_at = time
 
-    def _on_worker_result(self, time: float, event: Mapping[str, Any]) -> None:
-        if (worker := self._of(event)) is not None:
+    def _on_worker_result(self, time: float, event: Event) -> None:
+        if (worker := self._worker_of(event)) is not None:
             worker.result_at = time
 
-    def _on_progress(self, time: float, event: Mapping[str, Any]) -> None:
-        if (worker := self._of(event)) is not None:
+    def _on_progress(self, time: float, event: Event) -> None:
+        if (worker := self._worker_of(event)) is not None:
             worker.task_at = worker.task_at or time
-            worker.progress = (
-                text(event.get("desc")), whole(event.get("n")) or 0, whole(event.get("total")),
-            )  # fmt: skip
+            done, total = whole(event.get("n")) or 0, whole(event.get("total"))
+            worker.progress = text(event.get("desc")), done, total
 
-    def _on_worker_finished(self, time: float, event: Mapping[str, Any]) -> None:
-        worker, outcome = self._of(event), text(event.get("outcome"))
+    def _on_worker_finished(self, time: float, event: Event) -> None:
+        worker, outcome = self._worker_of(event), text(event.get("outcome"))
         self.tally.workers_finished[outcome if outcome in OUTCOMES else OTHER] += 1
         if worker is None:  # the line of its start was cut off
             worker = self._begin_worker(time - (number(event.get("seconds")) or 0.0), event)
@@ -377,25 +473,100 @@ class History(RoundHistory):
         if (lease := self.lease_of(worker)) is not None:
             lease.is_used = True
         del self._running[worker.call, worker.pid]
-        worker.finished_at, worker.seconds = time, number(event.get("seconds"))
         self._worked_at = time
-        worker.outcome, worker.error = outcome, text(event.get("error"))
-        worker.traceback = text(event.get("traceback"))
+        worker.finish(time, event)
         self._count_call(worker)
-        worker.task_at = number(event.get("task_at")) or worker.task_at
-        worker.result_at = number(event.get("result_at")) or worker.result_at
-        for told in mappings(event.get("gpus")):
-            if (nbytes := whole(told.get("peak_bytes"))) is not None:
-                worker.peak_bytes[text(told.get("uuid"))] = nbytes
-        is_of_round = self.open_round is not None and worker.round == self.open_round.round
-        if self.open_round is not None and is_of_round:
+        if self.open_round is not None and worker.round == self.open_round.round:
             self.open_round.workers_finished += 1
             self.open_round.calls.append(CallFigures(worker.client, worker.seconds, worker.peak_bytes))
 
-    def _on_out_of_memory(self, time: float, event: Mapping[str, Any]) -> None:
+    def _worker_of(self, event: Event) -> WorkerSpan | None:
+        return self._running.get((text(event.get("call")), whole(event.get("pid")) or 0))
+
+    def _on_out_of_memory(self, time: float, event: Event) -> None:
         then = text(event.get("then"))
         self.tally.out_of_memory[then if then in CONSEQUENCES else OTHER] += 1
         self.out_of_memory.append(OutOfMemory(time, text(event.get("uuid")), then))
 
-    def _of(self, event: Mapping[str, Any]) -> WorkerSpan | None:
-        return self._running.get((text(event.get("call")), whole(event.get("pid")) or 0))
+    # Rounds
+
+    def _on_strategy_started(self, time: float, event: Event) -> None:
+        self.strategy, self.strategy_started_at = text(event.get("strategy")), time
+        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        self._has_strategy = True
+
+    def _on_strategy_finished(self, time: float, event: Event) -> None:
+        self._has_strategy = False
+        self._finish_rounds(self._latest_round)
+
+    def _on_strategy_resumed(self, time: float, event: Event) -> None:
+        self.resumed_round = after = whole(event.get("round"))
+        if after is not None:
+            self._take_back(lambda server_round: (server_round or 0) > after)
+            self._latest_round = self.highest_round = min(self.highest_round, after)
+
+    def _take_back(self, is_again: Callable[[int | None], bool]) -> None:
+        """Forget the rounds that a resumed run does again."""
+        for key in [key for key in self._parts if is_again(key[0])]:
+            part = self._parts.pop(key)
+            self._sent -= part.messages
+            self._sent_before -= part.messages
+            self._failed -= part.failed
+        self.failures.take_back(is_again)
+
+    def _on_round_started(self, time: float, event: Event) -> None:
+        server_round = whole(event.get("round"))
+        self.open_round = OpenRound(server_round, text(event.get("task")), whole(event.get("messages")), time)
+        self._finish_rounds(min(self._latest_round, (server_round or 0) - 1))
+
+    def _on_round_grew(self, time: float, event: Event) -> None:
+        if (open_round := self._open_round_of(event)) is not None:
+            open_round.messages = whole(event.get("messages"))
+
+    def _on_reply(self, time: float, event: Event) -> None:
+        has_failed = event.get("error") is not None
+        self._replied[whole(event.get("round")), text(event.get("task")), has_failed] += 1
+        if (open_round := self._open_round_of(event)) is not None:
+            open_round.reply(time, event)
+        if has_failed:
+            self.failures.add(event)
+
+    def _open_round_of(self, event: Event) -> OpenRound | None:
+        told = (whole(event.get("round")), text(event.get("task")))
+        one = self.open_round
+        return one if one is not None and (one.round, one.task) == told else None
+
+    def _on_round_finished(self, time: float, event: Event) -> None:
+        task = text(event.get("task"))
+        if self.open_round is not None and self.open_round.task == task:
+            self.closed_round, self.open_round = self.open_round, None
+        self._finish_part(time, event, task)
+
+    def _on_round(self, time: float, event: Event) -> None:
+        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        self._finish_part(time, event, SERVER_EVALUATE)
+
+    def _finish_part(self, time: float, event: Event, task: str) -> None:
+        server_round = whole(event.get("round"))
+        self._latest_round = max(self._latest_round, server_round or 0)
+        if not self._has_strategy:
+            self._finish_rounds(self._latest_round)
+        messages, failed = whole(event.get("messages")) or 0, whole(event.get("failed")) or 0
+        part = self._parts.setdefault((server_round, task), RoundPart(time, server_round, task))
+        part.finish(time, event, messages, failed)
+        self._sent += messages
+        self._failed += failed
+        for key in list(self._replied):
+            if key[0] in (server_round, None) and key[1] == task:  # its round may be known at the end only
+                del self._replied[key]
+
+    def _finish_rounds(self, last: int) -> None:
+        """Take note that all rounds up to this one are over."""
+        self.highest_round = max(self.highest_round, last)
+        if last > self._counted_round:
+            self.tally.rounds_finished += 1
+            self._counted_round = last
+
+
+def _is_of_cores(event: Event) -> bool:
+    return text(event.get("event")).startswith("cores_")

@@ -328,15 +328,14 @@ def _add_runs(found: _Families, runs: Iterable[FollowedRun]) -> None:
 
 
 def _add_tally(found: _Families, counts: Tally) -> None:
-    for name in (
-        "workers_started",
-        "leases_granted",
-        "leases_not_granted",
-        "cores_granted",
-        "cores_not_granted",
-        "rounds_finished",
-    ):
-        found.add(name, getattr(counts, name))
+    found.add("workers_started", counts.workers_started)
+    found.add("rounds_finished", counts.rounds_finished)
+    for name, leases in (("lease", counts.leases), ("cores", counts.cores)):
+        granted = "leases" if name == "lease" else name
+        found.add(f"{granted}_granted", leases.granted)
+        found.add(f"{granted}_not_granted", leases.refused)
+        waits = found.families[f"{name}_wait_seconds"]
+        waits.add_metric([], buckets=leases.buckets(), sum_value=leases.waited_s)
     # From zero on: what is there only after it happened looks to Prometheus as if it never did.
     for outcome in (*spans.OUTCOMES, spans.OTHER):
         found.add("workers_finished", counts.workers_finished[outcome], outcome)
@@ -344,10 +343,6 @@ def _add_tally(found: _Families, counts: Tally) -> None:
             found.add("host_calls", calls[outcome], host, outcome)
     for then in (*spans.CONSEQUENCES, spans.OTHER):
         found.add("out_of_memory", counts.out_of_memory[then], then)
-    waits = found.families["lease_wait_seconds"]
-    waits.add_metric([], buckets=counts.lease_waits.buckets(), sum_value=counts.lease_waits.sum_s)
-    waits = found.families["cores_wait_seconds"]
-    waits.add_metric([], buckets=counts.cores_waits.buckets(), sum_value=counts.cores_waits.sum_s)
 
 
 # The server

@@ -43,7 +43,7 @@ def _heading(app: str, summary: Mapping[str, Any], folder: str) -> str:
     of = f" of {summary['num_rounds']}" if summary.get("num_rounds") else ""
     facts = [
         str(summary["outcome"]),
-        f"{summary['rounds']}{of} rounds",
+        f"{summary['rounds_finished']}{of} rounds",
         f"{summary['clients']} clients",
         f"{summary['messages']} messages",
         duration_text(summary["seconds"]),

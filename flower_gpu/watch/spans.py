@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, Final
@@ -12,12 +13,14 @@ from typing import Any, Final
 from flower_gpu.apps.failures import LABEL
 from flower_gpu.errors import shortened
 from flower_gpu.trace import Event
-from flower_gpu.watch.fields import first_line, mappings, text, whole
+from flower_gpu.watch.fields import first_line, mappings, node_id, number, text, whole
 
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
 
-
+_MOST_METRICS: Final = 1000  # of an evaluation
 _MOST_REPLIES: Final = 1000  # whose times are kept
+#: Errors by which a request is given up: its run ends, its message is cancelled, or it takes an idle worker.
+_GIVEN_UP: Final = ("WorkerIdlesError", "WorkerDiedError", "KeyboardInterrupt")
 MOST_HOSTS: Final = 1000  # of a run, and of all runs
 _MOST_NODES: Final = 50  # of one name
 
@@ -32,6 +35,15 @@ class GPUInfo:
     host: str = ""  # the machine's name
     total_bytes: int | None = None
     capacity_bytes: int | None = None
+
+    def learn(self, told: Mapping[str, Any], host: str) -> None:
+        """Take in what an event tells of it."""
+        self.host = host or self.host
+        index = whole(told.get("index"))
+        self.index = self.index if index is None else index
+        self.name = text(told.get("name")) or self.name
+        self.total_bytes = whole(told.get("total_bytes")) or self.total_bytes
+        self.capacity_bytes = whole(told.get("capacity_bytes")) or self.capacity_bytes
 
 
 @dataclass
@@ -50,9 +62,8 @@ class HostSpan:
 
     name: str
     joined_at: float | None = None  # the first time
-    nodes: dict[str, tuple[float, int]] = field(
-        default_factory=dict
-    )  # that are there: since when, concurrency
+    #: Those that are there: since when, and their concurrency.
+    nodes: dict[str, tuple[float, int]] = field(default_factory=dict)
     cores: int | None = None
     gpus: tuple[str, ...] = ()  # UUIDs
     is_lost: bool = False
@@ -96,17 +107,17 @@ class HostSpan:
 class LeaseSpan:
     """One request for GPUs, and the lease that came of it: of the first call, where a worker runs several.
 
-    Or one for cores and main memory alone; then ``memory_bytes`` is empty.
-
-    Times are None where that did not happen, or the trace is cut; ``memory_bytes`` is by UUID.
+    With ``is_of_cores`` it is for cores and main memory alone. Times are None where that did not happen, or
+    the trace is cut; ``memory_bytes`` is by UUID.
     """
 
     call: str
     client: str
     task: str
     round: int | None
-    requested_at: float | None
+    requested_at: float | None = None
     caller_pid: int | None = None
+    is_of_cores: bool = False
     granted_at: float | None = None
     refused_at: float | None = None  # the wait ended without a lease
     is_given_up: bool = False  # before there was one, by who had asked
@@ -119,6 +130,19 @@ class LeaseSpan:
     host_memory_bytes: int | None = None  # the same of main memory
     host: str = ""  # of a Ray cluster; empty: the machine of the run itself
     is_lost: bool = False  # it has ended with its host
+
+    def grant(self, time: float, event: Event) -> None:
+        """Become a lease."""
+        self.granted_at, self.id = time, text(event.get("lease"))
+        self.cores, self.host_memory_bytes = number(event.get("cores")), whole(event.get("host_memory_bytes"))
+        self.waited_s = max(0.0, number(event.get("waited_s")) or 0.0)
+        for told in mappings(event.get("gpus")):
+            self.memory_bytes[text(told.get("uuid"))] = whole(told.get("memory_bytes")) or 0
+
+    def refuse(self, time: float, event: Event) -> None:
+        """End without a lease."""
+        self.refused_at = time
+        self.is_given_up = text(event.get("reason")) in _GIVEN_UP
 
 
 @dataclass
@@ -155,6 +179,17 @@ class WorkerSpan:
             return EXITING
         return STARTING if self.task_at is None else RUNNING
 
+    def finish(self, time: float, event: Event) -> None:
+        """Take in its end."""
+        self.finished_at, self.seconds = time, number(event.get("seconds"))
+        self.outcome, self.error = text(event.get("outcome")), text(event.get("error"))
+        self.traceback = text(event.get("traceback"))
+        self.task_at = number(event.get("task_at")) or self.task_at
+        self.result_at = number(event.get("result_at")) or self.result_at
+        for told in mappings(event.get("gpus")):
+            if (nbytes := whole(told.get("peak_bytes"))) is not None:
+                self.peak_bytes[text(told.get("uuid"))] = nbytes
+
 
 @dataclass
 class OutOfMemory:
@@ -177,6 +212,15 @@ class RoundPart:
     seconds: float | None = None
     messages: int = 0  # that were sent
     failed: int = 0
+
+    def finish(self, time: float, event: Event, messages: int, failed: int) -> None:
+        """Take in what has finished. A strategy and a simulation may both tell it, each a part of it."""
+        self.time, self.told = time, first_metrics({**self.told, **first_metrics(event.get("metrics"))})
+        self.metrics = figures(self.told)
+        seconds = number(event.get("seconds"))
+        self.seconds = self.seconds if seconds is None else seconds
+        self.messages += messages
+        self.failed += failed
 
 
 @dataclass(frozen=True)
@@ -210,6 +254,27 @@ class OpenRound:
         done = max(self.workers_finished, self.replies)
         return done if self.messages is None else min(done, self.messages)
 
+    def reply(self, time: float, event: Event) -> None:
+        """Take in a reply."""
+        self.replies += 1
+        self.failed += event.get("error") is not None
+        self.replied_at.append(time)
+        self.first_reply_at = time if self.first_reply_at is None else self.first_reply_at
+        node, numbers = node_id(event.get("node")), figures(event.get("metrics"))
+        if node is not None and numbers:
+            self.client_metrics[node] = numbers
+
+
+def first_metrics(metrics: object) -> dict[Any, Any]:
+    """Return the first of these metrics: there may be any number of names."""
+    return dict(islice(metrics.items(), _MOST_METRICS)) if isinstance(metrics, Mapping) else {}
+
+
+def figures(metrics: object) -> dict[str, float]:
+    """Return the first of these metrics, as far as they are numbers."""
+    found = {str(name): number(value) for name, value in first_metrics(metrics).items()}
+    return {name: figure for name, figure in found.items() if figure is not None}
+
 
 # Counts that never go down
 
@@ -229,26 +294,30 @@ WAIT_BUCKETS_S: Final = (0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 180
 _MOST_REASONS: Final = 200
 _MOST_NAMED: Final = 100  # of one reason
 _MOST_CHARACTERS: Final = 1000  # of one message
+_MOST_ROUNDS_AGAIN: Final = 100  # that a resumed run may do again; it goes on after the last one or two
 _OTHER_REASONS: Final = "other reasons"
 _OF_ONE_WORKER: Final = re.compile(r" \(pid \d+\)| after \d+\.\d s(?=, before)")
 
 
-class LeaseWaits:
-    """How long calls have waited for leases, counted in buckets."""
+class LeaseCounts:
+    """Leases of one kind that were asked for, and how long calls have waited for them, counted in buckets."""
 
     def __init__(self) -> None:
-        self.sum_s = 0.0
-        self._counts = [0] * (len(WAIT_BUCKETS_S) + 1)
+        self.granted = self.refused = 0
+        self.waited_s = self.longest_wait_s = 0.0
+        self._waits = [0] * (len(WAIT_BUCKETS_S) + 1)
 
-    def add(self, seconds: float) -> None:
-        """Count one wait."""
-        self.sum_s += seconds
-        self._counts[bisect_left(WAIT_BUCKETS_S, seconds)] += 1
+    def grant(self, waited_s: float) -> None:
+        """Count a lease, and the wait for it."""
+        self.granted += 1
+        self.waited_s += waited_s
+        self.longest_wait_s = max(self.longest_wait_s, waited_s)
+        self._waits[bisect_left(WAIT_BUCKETS_S, waited_s)] += 1
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return for each upper limit how many waits were not longer."""
         limits = (*map(str, WAIT_BUCKETS_S), "+Inf")
-        return [(limit, float(count)) for limit, count in zip(limits, accumulate(self._counts), strict=True)]
+        return [(limit, float(count)) for limit, count in zip(limits, accumulate(self._waits), strict=True)]
 
 
 @dataclass
@@ -257,12 +326,8 @@ class Tally:
 
     workers_started: int = 0
     workers_finished: Counter[str] = field(default_factory=Counter)  # by outcome
-    leases_granted: int = 0
-    leases_not_granted: int = 0
-    lease_waits: LeaseWaits = field(default_factory=LeaseWaits)  # of granted leases
-    cores_granted: int = 0  # to calls on the CPU
-    cores_not_granted: int = 0
-    cores_waits: LeaseWaits = field(default_factory=LeaseWaits)
+    leases: LeaseCounts = field(default_factory=LeaseCounts)  # of GPUs
+    cores: LeaseCounts = field(default_factory=LeaseCounts)  # to calls on the CPU
     out_of_memory: Counter[str] = field(default_factory=Counter)  # by what followed
     rounds_finished: int = 0
     host_calls: dict[str, Counter[str]] = field(default_factory=dict)  # by host, then by outcome
@@ -284,6 +349,7 @@ class FailureReasons:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.named: dict[str, list[dict[str, Any]]] = {}  # client, type, round, error of the first few
+        self._of_rounds: dict[int | None, Counter[str]] = {}  # the last ones: they may be done again
 
     def add(self, reply: Event) -> None:
         """Count a reply that is an error."""
@@ -291,11 +357,23 @@ class FailureReasons:
         reason = reason_of(error)
         if reason not in self.counts and len(self.counts) >= _MOST_REASONS:
             reason = _OTHER_REASONS
+        server_round = whole(reply.get("round"))
         self.counts[reason] += 1
+        self._of_rounds.setdefault(server_round, Counter())[reason] += 1
+        drop_oldest(self._of_rounds, _MOST_ROUNDS_AGAIN)
         named = self.named.setdefault(reason, [])
         if len(named) < _MOST_NAMED:
-            whose = {"client": reply.get("node"), "type": reply.get("task"), "round": reply.get("round")}
+            whose = {"client": reply.get("node"), "type": reply.get("task"), "round": server_round}
             named.append({**whose, "error": error})
+
+    def take_back(self, is_again: Callable[[int | None], bool]) -> None:
+        """Forget the failures of rounds that are done again."""
+        for server_round in [each for each in self._of_rounds if is_again(each)]:
+            self.counts -= self._of_rounds.pop(server_round)
+        self.named = {
+            reason: [one for one in self.named[reason] if not is_again(one["round"])]
+            for reason in self.counts
+        }
 
 
 def drop_oldest(found: dict[Any, Any], most: int) -> None:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_shell import Shell
 
+from flower_gpu import trace
 from flower_gpu.cli.main import main
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import RunClock, tries_of
@@ -189,7 +191,7 @@ def refusal(
         (["--num-supernodes", "3", "--gpu-memory", "1GiB", "--num-gpus", "1"], "not allowed with argument"),
         (["--num-supernodes", "3", "--resume", "app", "--log-dir", "x"], "not allowed with argument"),
         (["--num-supernodes", "3", "--resume", "nothing"], "--resume nothing: there is no such folder"),
-        (["--num-supernodes", "3", "--resume", "app"], "--resume app: it has no config.json"),
+        (["--num-supernodes", "3", "--resume", "app"], "--resume app: it has no trace.jsonl of a simulation"),
         (["--num-supernodes", "3", "--log-dir", "app/pyproject.toml/x"], "pyproject.toml is not a folder"),
         (["--num-supernodes", "3", "--faster"], "unknown: --faster (options: flower-gpu simulate --help)"),
         (["--num-supernode", "3"], "unknown: --num-supernode 3; did you mean --num-supernodes?"),
@@ -218,7 +220,7 @@ def earlier_run(folder: Path, app: str, checkpoint: str) -> Path:
     """Make the folder of a run that can be resumed, as far as its names tell."""
     (folder / "run" / "checkpoint").mkdir(parents=True)
     config = {"app": app, "app_folder": f"/apps/{app}", "num_supernodes": 3, "seed": 1}
-    (folder / "run" / "config.json").write_text(json.dumps({**config, "run_config": {"their-own": 1}}))
+    trace.write_to(folder / "run", "run_started", settings={**config, "run_config": {"their-own": 1}})
     (folder / "run" / "checkpoint" / "checkpoint.sqlite").write_text(checkpoint)
     return folder / "run"
 
@@ -233,8 +235,8 @@ def test_what_is_no_run_to_go_on_with_is_refused(refusal: Refusal, app: Path) ->
 
 def test_a_damaged_checkpoint_is_a_line(shell: Shell, app: Path) -> None:
     earlier_run(app.parent, "counting", "{")
-    config = app.parent / "run" / "config.json"
-    config.write_text(config.read_text().replace("their-own", "num-server-rounds"))
+    told = app.parent / "run" / "trace.jsonl"
+    told.write_text(told.read_text().replace("their-own", "num-server-rounds"))
     done = simulate(shell, app.parent, "app", "--resume", "run", "--no-progress")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "run/checkpoint/checkpoint.sqlite is damaged" in done.stderr
@@ -258,8 +260,8 @@ print(sorted({"torch", "flwr", "numpy", "tqdm", "rich"} & set(sys.modules)))
     assert done.stdout == "2\n[]\n", done.stderr
 
 
-def result_of(folder: Path) -> dict[str, object]:
-    result: dict[str, object] = json.loads((folder / "summary.json").read_text())
+def result_of(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
 
 
@@ -272,7 +274,7 @@ def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "rounds" not in done.stdout and "outcome" not in done.stderr
     (folder,) = (here / "logs").iterdir()
-    config = json.loads((folder / "config.json").read_text())
+    config = result_of(folder)["settings"]
     assert (config["num_supernodes"], config["seed"], config["calls_per_worker"]) == (3, 11, 2)
     assert config["run_config"] == {
         "num-server-rounds": 3,
@@ -282,7 +284,7 @@ def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
         "task.rate": 0.25,
     }
     result = result_of(folder)
-    assert (result["outcome"], result["rounds"], result["messages"]) == ("completed", 3, 9)
+    assert (result["outcome"], result["rounds_finished"], result["messages"]) == ("completed", 3, 9)
     assert result["metrics"] == {"train": {"rate": 0.25}}
     assert (here / "policy").read_text() == "never", "it holds for the server's own calls as well"
 
@@ -335,7 +337,7 @@ def test_quiet_shows_the_summary_only_and_where_the_results_are(shell: Shell, ap
     assert first.split() == ["outcome", "completed"]
     label, shown = last.split(maxsplit=1)
     listed = subprocess.run(["bash", "-c", f"ls {shown}"], cwd=here, capture_output=True, timeout=60)
-    assert label == "results" and b"summary.json" in listed.stdout.split(), listed.stderr
+    assert label == "results" and b"result.json" in listed.stdout.split(), listed.stderr
     assert "ROUND" not in quiet.stderr and "trains with" not in quiet.stderr
 
 
@@ -350,10 +352,10 @@ def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell
     (folder,) = (here / "runs").iterdir()
     result = result_of(folder)
     assert (result["outcome"], result["error"]) == ("failed", "RuntimeError: the server has")
-    assert result["rounds"] == 1
+    assert result["rounds_finished"] == 1
     assert (folder / str(result["model"])).exists()
     report = html.unescape(write_report(folder).read_text())
-    seed = json.loads((folder / "config.json").read_text())["seed"]
+    seed = result["settings"]["seed"]
     for fact in (
         *(f"<dd>{seed}</dd>", 'mode = "raise"', "num-server-rounds = 1", f"flwr {version('flwr')}"),
         *(str(result["model_sha256"]), "RuntimeError: the server has"),
@@ -387,7 +389,7 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
     note = "note: --num-gpus 0.5 has no effect: all calls run on the CPU, no GPU can be used here"
     assert sum(line.startswith(note) for line in errors.splitlines()) == 1
     result = result_of(folder)
-    assert (result["outcome"], result["rounds"], result["messages"], result["failed"]) == (
+    assert (result["outcome"], result["rounds_finished"], result["messages"], result["failed"]) == (
         *("interrupted", 1, 3, 0),
     )
     rows = (folder / "metrics.csv").read_text().splitlines()
@@ -405,6 +407,9 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
     done = simulate(shell, here, *options, "--resume", f"runs/{folder.name}")
     assert done.returncode == 0, done.stderr
     result = result_of(folder)
-    assert (result["outcome"], result["rounds"], result["resumed_after_round"]) == ("completed", 3, 1)
-    kinds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in kinds if line["kind"] == "train"] == [1, 2, 3]
+    assert (result["outcome"], result["rounds_finished"], result["resumed_after_round"]) == (
+        "completed",
+        3,
+        1,
+    )
+    assert [row["round"] for row in result["rounds"]] == [1, 2, 3]

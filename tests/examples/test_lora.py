@@ -57,7 +57,7 @@ def test_only_adapters_travel_and_only_they_change(finished: Path, monkeypatch: 
     monkeypatch.syspath_prepend(APP)
     from lora import task
 
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = json.loads((finished / "result.json").read_text())
     assert summary["failed"] == 0 and summary["messages"] == 4
     trained, new = load_file(finished / "model.safetensors"), task.with_adapters(CONFIG)
     assert trained.keys() == task.adapters(new).keys()

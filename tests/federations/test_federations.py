@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,18 +35,18 @@ DEVICE_POLICY = REPOSITORY / "examples" / "device-policy"
 
 def assert_each_call_has_its_process(done: Launched, clients: str) -> None:
     """The quickstart has learned; each call ran in a process of its own, and no client has evaluated."""
-    entries, workers = done.result["rounds"], done.result["workers"]
+    entries, workers = done.result["rounds"], done.workers
     assert [entry["round"] for entry in entries] == [1]
     assert entries[-1]["accuracy"] > 0.7 and entries[-1]["loss"] < done.result["initial"]["loss"]
     assert all(0 <= entry[key] <= 1 for entry in entries for key in ("precision", "recall", "f1"))
     assert all(entry["seconds"] > 0 for entry in entries)
-    pids = [worker["pid"] for worker in workers]
+    pids = [worker.pid for worker in workers]
     assert len(set(pids)) == len(pids)
-    fits = [worker for worker in workers if worker["task"] == "fit"]
-    assert sorted(worker["client"] for worker in fits) == [*clients]
-    assert {worker["start_method"] for worker in fits} == {"forkserver"}
-    evaluations = [worker for worker in workers if worker["task"] == "evaluate"]
-    assert [worker["client"] for worker in evaluations] == ["server"] * 2
+    fits = [worker for worker in workers if worker.task == "fit"]
+    assert sorted(worker.client for worker in fits) == [*clients]
+    assert {worker.start_method for worker in fits} == {"forkserver"}
+    evaluations = [worker for worker in workers if worker.task == "evaluate"]
+    assert [worker.client for worker in evaluations] == ["server"] * 2
 
     from safetensors.torch import load_file
 
@@ -79,15 +80,11 @@ def test_the_quickstart_with_four_supernodes_on_a_gpu_on_which_three_fit(
     assert sorted(event["client"] for event in granted) == [*"0123", "server", "server"]
     assert not host.status().holders
 
-    workers = done.result["workers"]
-    assert all(worker["gpus"][0]["memory_bytes"] == 5 * GIB for worker in workers if worker["task"] == "fit")
-    assert [worker["task"] for worker in workers if not worker["gpus"]] == ["quickstart.task:initial_weights"]
+    assert [one.task for one in done.workers if not one.lease] == ["quickstart.task:initial_weights"]
     assert done.result["leases"]["count"] == 6
-    waited_s = sum(worker["waited_s"] for worker in workers if worker["gpus"])  # the other for its cores
+    waited_s = sum(event["waited_s"] for event in granted)
     assert done.result["leases"]["waited_s"] == pytest.approx(waited_s, abs=0.01)
-    table = done.output[done.output.index("┏") : done.output.index("result  ")]
-    assert "5.0 GiB" in table and "leases      6, waited for" in table
-    assert max(len(line) for line in table.splitlines() if str(done.folder) not in line) <= 80
+    assert re.search("^leases +6, waited for", done.output, re.MULTILINE)
 
 
 def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
@@ -116,7 +113,7 @@ def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
         assert "killed by SIGKILL (9)" in done.log("client-1")
         assert "this client dies now" in done.log("client-1")
     assert there.result["rounds"][1]["accuracy"] == 1.0
-    assert len([worker for worker in there.result["workers"] if worker["task"] == "fit"]) == 4
+    assert len([worker for worker in there.workers if worker.task == "fit"]) == 4
     # It said nothing of the server's own calls.
     assert set(there.leased()) == {"server"}
     leased = here.leased()

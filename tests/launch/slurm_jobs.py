@@ -42,7 +42,7 @@ class Job:
 
     @property
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.run / "summary.json").read_text())  # type: ignore[no-any-return]
+        return json.loads((self.run / "result.json").read_text())  # type: ignore[no-any-return]
 
     def shown(self, pattern: str) -> str:
         """Return what Slurm says of it."""

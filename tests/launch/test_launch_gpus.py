@@ -236,24 +236,26 @@ def test_every_option_reaches_the_settings_of_a_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "result", "said"),
+    ("line", "leased", "said"),
     [
         (
             "--use-gpu false",
-            {"leases": {"count": 3}},
+            3,
             "use-gpu is false, but 3 calls leased a GPU: tiny must",
         ),
-        ("--use-gpu false", {}, ""),
-        ("--use-gpu true", {"leases": {"count": 3}}, ""),
-        ("--use-gpu false --gpu force", {"leases": {"count": 3}}, ""),
+        ("--use-gpu false", 0, ""),
+        ("--use-gpu true", 3, ""),
+        ("--use-gpu false --gpu force", 3, ""),
     ],
 )
 def test_an_app_that_does_not_obey_use_gpu_is_named(
-    line: str, result: dict[str, Any], said: str, tiny_app: Path
+    line: str, leased: int, said: str, tiny_app: Path
 ) -> None:
     pyproject = tiny_app / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace('text = ""', 'text = ""\nuse-gpu = true'))
-    found = list(remarks_at_end(plan_of(tiny_app, line), result, History()))
+    history = History()
+    history.feed({"event": "lease_granted", "time": 1.0, "lease": str(number)} for number in range(leased))
+    found = list(remarks_at_end(plan_of(tiny_app, line), history))
     assert [text[: len(said)] for text in found] == [said] if said else found == []
 
 
@@ -277,5 +279,5 @@ def test_an_app_whose_clients_have_no_leases_is_named(
 ) -> None:
     history = History()
     history.feed(events)
-    found = list(remarks_at_end(plan_of(tiny_app, line), {}, history))
+    found = list(remarks_at_end(plan_of(tiny_app, line), history))
     assert ["no call of tiny had a lease" in text for text in found] == [True] * is_said

@@ -64,8 +64,7 @@ def test_a_job_that_is_put_back_goes_on_after_its_last_round(slurm: Cluster, tmp
     slurm("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # else in two minutes
     assert job.status() == 0, job
     assert (job.summary["outcome"], job.summary["resumed_after_round"]) == ("completed", 1)
-    lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines if line["kind"] == "train"] == [1, 2, 3]
+    assert [row["round"] for row in job.summary["rounds"]] == [1, 2, 3]
     assert job.log.count("round 1/3  train") == job.log.count("round 3/3  train") == 1
     assert "DUE TO JOB REQUEUE" in job.log
     assert job.shown(r" Restarts=(\d+)") == "1"

@@ -7,13 +7,13 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
@@ -22,11 +22,15 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.apps.recording import recorded_run
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder
 from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation.local_grid import LocalGrid
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.trace import Event
 
 RUN_ID = 5
@@ -190,5 +194,26 @@ def run_on_grid(
         app(grid, context)
 
 
-def lines_of(path: Path) -> list[str]:
-    return path.read_text().splitlines()
+def run_reported(
+    folder: RunFolder,
+    main: ServerApp | Callable[[Grid, Context], Any],
+    handle: Callable[[Message], Message],
+    nodes: VirtualNodes,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    resumed_round: int | None = None,
+    keep_going: bool = False,
+) -> Report:
+    """Run a ServerApp, and write it down in a folder as a simulation does."""
+    is_new = resumed_round is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN_DIR_VARIABLE, str(folder.path))
+        with recorded_run(
+            folder.path, "simulate", "app", clients=CLIENTS, settings={"seed": 3}, begins=is_new
+        ) as run:
+            report = Report(folder, run, progress=False, resumed_round=resumed_round, on_resume=run.begin)
+            with reported(report, nodes.partition_of, keep_going=keep_going):
+                run_on_grid(main, report.recorder, handle, nodes)
+                report.facts.update(facts or {})
+        report.conclude()
+    return report

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flower_gpu import trace
+from flower_gpu.watch.history import History
+from flower_gpu.watch.spans import RoundPart
 
 APPS = Path(__file__).parent / "apps"
 TIMEOUT_S = 120
@@ -27,7 +29,7 @@ class Simulation:
 
     @property
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
+        return json.loads((self.folder / "result.json").read_text())
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -35,9 +37,10 @@ class Simulation:
         events = trace.read(self.folder / "trace.jsonl")
         return [e for e in events if e["event"] == "worker_finished" and e["client"] != "server"]
 
-    def lines(self, kind: str) -> list[dict[str, Any]]:
-        text = (self.folder / "metrics.jsonl").read_text()
-        return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+    def parts(self, task: str) -> list[RoundPart]:
+        """What the trace says of messages of a kind, for each round."""
+        history = History.read(self.folder / "trace.jsonl")
+        return [part for part in history.rounds if part.task == task]
 
 
 def command(app: str, nodes: int, *options: str) -> list[str]:

@@ -17,12 +17,11 @@ from flwr.server import ServerAppComponents, ServerConfig
 from flwr.server import strategy as legacy
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
-from recorded_apps import CLIENTS, Clients, initial_arrays, new_nodes, run_on_grid
+from recorded_apps import CLIENTS, Clients, initial_arrays, new_nodes, run_reported
 from simulations import APPS, run
 
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ClientsFailedError
-from flower_gpu.simulation.reporting import reported_run
-from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.watch.report.page import write_report
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,7 +53,7 @@ def test_a_run_whose_clients_all_fail_ends_at_once_and_goes_on_when_mended(tmp_p
         "misspelt", 6, tmp_path, "--run-config", "misspelt-for='nobody'", "--resume", str(done.folder)
     )
     assert again.status == 0, again.output
-    assert again.summary["outcome"] == "completed" and again.summary["rounds"] == 2
+    assert again.summary["outcome"] == "completed" and again.summary["rounds_finished"] == 2
 
 
 def test_a_run_of_which_all_fail_goes_on_if_it_is_asked_to(tmp_path: Path) -> None:
@@ -72,16 +71,13 @@ def test_an_outcome_says_that_some_have_failed(tmp_path: Path) -> None:
     assert f'<p class="outcome partly">{text}' in write_report(done.folder).read_text()
 
 
-def run_in(folder: ResultFolder, main: Any, handle: Callable[[Message], Message], **options: Any) -> Any:
-    nodes = new_nodes()
-    with reported_run(folder, CLIENTS, nodes.partition_of, progress=False, **options) as report:
-        run_on_grid(main, report.recorder, handle, nodes)
-    return report.summary
+def run_in(folder: RunFolder, main: Any, handle: Callable[[Message], Message]) -> dict[str, Any]:
+    return run_reported(folder, main, handle, new_nodes()).summary
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> ResultFolder:
-    return ResultFolder.create(tmp_path / "runs", {})
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path / "runs")
 
 
 def fails(message: Message) -> Message:
@@ -133,14 +129,14 @@ def and_takes_it_for_its_own(grid: Any, context: Any) -> None:
         (and_takes_it_for_its_own, "all 6 clients failed in the first round"),
     ],
 )
-def test_a_server_of_any_kind_gets_no_further(main: Any, text: str, folder: ResultFolder) -> None:
+def test_a_server_of_any_kind_gets_no_further(main: Any, text: str, folder: RunFolder) -> None:
     with pytest.raises(ClientsFailedError, match=text):
         run_in(folder, main, fails)
     failed = [line for line in folder.failures.read_text().splitlines() if line.startswith("20")]
     assert len(failed) == CLIENTS and len({line.split("client ")[1][0] for line in failed}) == CLIENTS
 
 
-def test_one_message_after_the_other_is_looked_at_when_the_run_is_over(folder: ResultFolder) -> None:
+def test_one_message_after_the_other_is_looked_at_when_the_run_is_over(folder: RunFolder) -> None:
     def one_by_one(grid: Any, context: Any) -> None:
         for node in grid.get_node_ids():
             list(grid.send_and_receive([Message(RecordDict(), node, "query")]))
@@ -149,7 +145,7 @@ def test_one_message_after_the_other_is_looked_at_when_the_run_is_over(folder: R
         run_in(folder, one_by_one, fails)
 
 
-def test_three_rounds_in_a_row_in_which_all_fail_end_a_run(folder: ResultFolder) -> None:
+def test_three_rounds_in_a_row_in_which_all_fail_end_a_run(folder: RunFolder) -> None:
     handle = Clients(new_nodes())
 
     def from_the_second_round_on(message: Message) -> Message:
@@ -163,7 +159,7 @@ def test_three_rounds_in_a_row_in_which_all_fail_end_a_run(folder: ResultFolder)
         run_in(folder, main, from_the_second_round_on)
 
 
-def test_replies_that_come_too_late_end_no_run(folder: ResultFolder) -> None:
+def test_replies_that_come_too_late_end_no_run(folder: RunFolder) -> None:
     def does_not_wait(grid: Any, context: Any) -> None:
         for _ in range(2):
             messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]

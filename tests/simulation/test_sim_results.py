@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
+import math
 import tempfile
 import threading
 from collections.abc import Callable
@@ -32,18 +32,20 @@ from recorded_apps import (
     Clients,
     handled_by,
     initial_arrays,
-    lines_of,
     new_nodes,
     run_app,
-    run_on_grid,
+    run_reported,
 )
+from safetensors.numpy import load_file
 
 import flower_gpu.flower.strategy as ours
 from flower_gpu import gpu_evaluate, trace
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower.evaluate import GPUEvaluate
-from flower_gpu.simulation.reporting import reported_run
-from flower_gpu.simulation.results import NPZ, SAFETENSORS, ResultFolder, model_sha256, write_model
+from flower_gpu.simulation.model_file import model_sha256, write_model
 from flower_gpu.trace import Event
+from flower_gpu.watch.history import History
+from flower_gpu.watch.result import result_of, write_results
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -441,185 +443,144 @@ def test_classes_of_flower_are_as_before_when_the_run_has_ended_or_failed() -> N
     assert state_of_classes() == before
 
 
-def run_into(folder: ResultFolder, main: Callable[..., Any], **options: Any) -> dict[str, Any]:
+def run_into(folder: RunFolder, main: Callable[..., Any], **options: Any) -> dict[str, Any]:
     nodes = new_nodes()
-    with reported_run(folder, CLIENTS, nodes.partition_of, progress=False, **options) as report:
-        report.facts["workers_started"] = 4
-        run_on_grid(main, report.recorder, Clients(nodes), nodes)
+    report = run_reported(folder, main, Clients(nodes), nodes, facts={"workers_started": 4}, **options)
+    assert json.loads(folder.result.read_text()) == report.summary
     return report.summary
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
+def rows_of(folder: RunFolder) -> list[dict[str, str]]:
+    with open(folder.metrics, newline="") as file:
         return list(csv.DictReader(file))
 
 
-def test_a_run_leaves_metrics_model_and_summary(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
-    folder = ResultFolder.create(tmp_path / "runs", {"app": tmp_path, "limit": float("inf"), "gpus": ()})
-    summary = run_into(
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path / "runs")
+
+
+def test_a_run_leaves_metrics_model_and_result(folder: RunFolder) -> None:
+    result = run_into(
         folder, lambda grid, context: FedAvg().start(grid, initial_arrays(), 2, evaluate_fn=accuracy)
     )
-    assert folder.read_config() == {"app": str(tmp_path), "limit": None, "gpus": []}
-
-    lines = [json.loads(line) for line in lines_of(folder.metrics)]
-    score = pytest.approx(12 / 5)
-    failure = {"round": 1, "kind": "failure", "type": "train", "client": FAILS}
-    assert lines[0] == {
-        **dict.fromkeys(("clients", "failed", "messages", "round"), 0),
-        "kind": "server-evaluate",
-        "seconds": lines[0]["seconds"],
-        "metrics": {"accuracy": 0.0},
-    }
-    assert lines[1] == {**failure, "error": f"train of client {FAILS}: ValueError: no data"}
-    assert lines[2] == {
-        "round": 1,
-        "kind": "train",
-        "clients": CLIENTS - 1,
-        "failed": 1,
-        "messages": CLIENTS,
-        "seconds": lines[2]["seconds"],
-        "metrics": {"score": score},
-    }
-
-    rows = rows_of(folder.table)
+    rows = rows_of(folder)
     assert list(rows[0]) == ["round", "kind", "accuracy", "score"]
     assert [(row["round"], row["kind"]) for row in rows] == [
         ("0", "server-evaluate"),
         *[(str(n), kind) for n in (1, 2) for kind in ("train", "evaluate", "server-evaluate")],
     ]
+    score = pytest.approx(12 / 5)
     assert (rows[1]["accuracy"], float(rows[1]["score"]), rows[3]["accuracy"]) == ("", score, "0.1")
 
-    model = safetensors.load_file(folder.path / SAFETENSORS)
+    model = load_file(folder.model)
     assert model["w"].tolist() == [2.0] * 3
     assert model["n"].shape == ()
 
-    assert json.loads(folder.summary.read_text()) == {**summary, "model": SAFETENSORS}
-    assert summary["outcome"] == "completed, 4 of 24 messages failed"
-    assert (summary["rounds"], summary["num_rounds"], summary["strategy"]) == (2, 2, "FedAvg")
-    assert (summary["messages"], summary["failed"], summary["workers_started"]) == (4 * CLIENTS, 4, 4)
-    (reason,) = summary["failures"]
+    assert (result["kind"], result["app"], result["clients"]) == ("simulate", "app", CLIENTS)
+    assert result["settings"] == {"seed": 3}
+    assert (result["outcome"], result["error"]) == ("completed, 4 of 24 messages failed", None)
+    assert (result["rounds_finished"], result["num_rounds"], result["strategy"]) == (2, 2, "FedAvg")
+    assert (result["messages"], result["failed"], result["workers_started"]) == (4 * CLIENTS, 4, 4)
+    assert result["model"] == folder.model.name and len(result["model_sha256"]) == 64
+    (reason,) = result["failures"]
     assert (reason["reason"], reason["count"]) == ("ValueError: no data", 4)
     assert [(one["client"], one["type"], one["round"]) for one in reason["messages"]] == [
         (FAILS, kind, n) for n in (1, 2) for kind in ("train", "evaluate")
     ]
-    assert summary["metrics"] == {
+    assert result["metrics"] == {
         "server-evaluate": {"accuracy": 0.2},
         "train": {"score": score},
         "evaluate": {"score": score},
     }
+    assert result["initial"]["accuracy"] == 0.0
+    assert [(row["round"], row["accuracy"], row["messages"], row["failed"]) for row in result["rounds"]] == [
+        (1, 0.1, 2 * CLIENTS, 2),
+        (2, 0.2, 2 * CLIENTS, 2),
+    ]
     assert {path.name for path in folder.path.iterdir()} == {
-        "config.json",
-        "failures.log",
-        "metrics.jsonl",
-        "metrics.csv",
-        "summary.json",
-        SAFETENSORS,
+        *("failures.log", "metrics.csv", "model.safetensors", "result.json", "trace.jsonl")
     }
 
 
-def test_an_own_loop_leaves_a_line_for_each_client(tmp_path: Path) -> None:
-    folder = ResultFolder.create(tmp_path, {})
-    run_into(
+def test_an_own_loop_leaves_the_metrics_of_each_client(folder: RunFolder) -> None:
+    result = run_into(
         folder, lambda grid, context: grid.send_and_receive(messages_to_all(grid, "train", group_id="1"))
     )
-    lines = [json.loads(line) for line in lines_of(folder.metrics)]
-    clients = {line["client"]: line for line in lines if line["kind"] == "client"}
-    assert set(clients) == set(range(CLIENTS)) - {FAILS}
-    assert clients[2] == {
-        "round": 1,
-        "kind": "client",
-        "type": "train",
-        "client": 2,
-        "metrics": {"num-examples": 1, "score": 2.0},
-    }
-    assert [row["kind"] for row in rows_of(folder.table)] == ["train"]
-    assert json.loads(folder.summary.read_text())["model"] is None
+    replies = {event["node"]: event for event in trace.read(folder.trace) if event["event"] == "reply"}
+    assert set(replies) == set(range(CLIENTS))
+    assert replies[2]["metrics"] == {"num-examples": 1, "score": 2.0}
+    assert replies[FAILS]["error"] == f"train of client {FAILS}: ValueError: no data"
+    assert [row["kind"] for row in rows_of(folder)] == ["train"]
+    assert result["model"] is None
 
 
-def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
-    folder = ResultFolder.create(tmp_path, {})
+def asks_first(grid: Any) -> None:
+    """Ask what is of no round: True is not the first one."""
+    content = RecordDict({"config": ConfigRecord({"server-round": True})})
+    list(grid.send_and_receive([Message(content, node, "query") for node in grid.get_node_ids()]))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_resumed_run_goes_on_in_the_same_files(killed: bool, folder: RunFolder) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
-
-    def asks_first(grid: Any) -> None:  # what is of no round: True is not the first one
-        content = RecordDict({"config": ConfigRecord({"server-round": True})})
-        list(grid.send_and_receive([Message(content, node, "query") for node in grid.get_node_ids()]))
 
     def begins(grid: Any, context: Any) -> None:
         asks_first(grid)
         strategy.start(grid, initial_arrays(), 3)
 
-    run_into(folder, begins)
-    with open(folder.metrics, "a") as file:
-        file.write('{"round": 4, "kind": "trai')  # it was killed while it wrote
-
     def goes_on(grid: Any, context: Any) -> None:
         asks_first(grid)
+        grid._recorder.run_resumed(2)
         for server_round in (3, 4):
             messages = strategy.configure_train(server_round, initial_arrays(), ConfigRecord(), grid)
             strategy.aggregate_train(server_round, grid.send_and_receive(messages))
 
-    summary = run_into(ResultFolder(folder.path), goes_on, resumed_round=2)
-    lines = [json.loads(line) for line in lines_of(folder.metrics)]
-    assert [line["round"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
-    assert [line["round"] for line in lines if line["kind"] == "failure"] == [1, 2, None, 3, 4]
-    assert [row["round"] for row in rows_of(folder.table)] == ["1", "2", "", "3", "4"]
-    assert (summary["messages"], summary["failed"], summary["rounds"]) == (5 * CLIENTS, 5, 4)
+    run_into(folder, begins)
+    if killed:  # while it wrote
+        lines = folder.trace.read_bytes().splitlines(keepends=True)
+        assert b'"run_finished"' in lines[-1]
+        folder.trace.write_bytes(b"".join(lines[:-1]) + b'{"v": 1, "time": 1.0, "event": "round_fin')
+    result = run_into(folder, goes_on, resumed_round=2)
+    assert [row["round"] for row in rows_of(folder)] == ["1", "2", "", "3", "4"]
+    assert (result["messages"], result["failed"], result["rounds_finished"]) == (5 * CLIENTS, 5, 4)
+    (reason,) = result["failures"]
+    assert [one["round"] for one in reason["messages"]] == [1, 2, None, 3, 4] and reason["count"] == 5
+    assert result["messages_per_s"] == pytest.approx(3 * CLIENTS / result["seconds"], rel=0.1)
 
 
-def finished(number: int | None, kind: str = "train", **metrics: Any) -> Event:
-    counts = {"clients": 1, "failed": 0, "messages": 1, "seconds": 0.5}
-    return trace.make("round_finished", round=number, task=kind, **counts, metrics=metrics)
-
-
-VALUES = st.floats() | st.integers() | st.lists(st.floats(), max_size=2)
-PHASES = st.builds(
-    lambda number, kind, metrics: {**finished(number, kind), "metrics": metrics},
-    st.none() | st.integers(0, 5),
-    st.sampled_from(["train", "evaluate"]),
-    st.dictionaries(st.text(max_size=5), VALUES, max_size=2),
+METRICS = st.dictionaries(
+    st.text(max_size=5), st.floats() | st.integers() | st.lists(st.floats(), max_size=2), max_size=2
 )
-REPLIES = st.builds(
-    lambda number, node, error: trace.make("reply", round=number, task="train", node=node, error=error),
-    st.integers(0, 5),
-    st.integers(0, 9),
-    st.text(max_size=20),
-)
-RESUMED = st.builds(lambda number: trace.make("strategy_resumed", round=number), st.integers(0, 5))
 
 
-@example([{**finished(None), "metrics": {"\r": 0.0}}], 1.0, 0)
+@example([(None, "train", {"\r": 0.0})])
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(PHASES | REPLIES | RESUMED, max_size=8),
-    st.floats(0, 1),
-    st.integers(0, 5),
+    st.lists(
+        st.tuples(st.none() | st.integers(0, 5), st.sampled_from(["train", "evaluate"]), METRICS),
+        unique_by=lambda part: part[:2],
+        max_size=8,
+    )
 )
-def test_wherever_the_lines_are_torn_those_of_finished_rounds_stay(
-    events: list[Event], at: float, server_round: int
-) -> None:
+def test_any_metrics_are_in_table_and_result(parts: list[tuple[int | None, str, dict[str, Any]]]) -> None:
+    history = History()
+    for number, task, metrics in parts:
+        history.feed([trace.make("round_finished", round=number, task=task, metrics=metrics)])
     with tempfile.TemporaryDirectory() as name:
-        folder = ResultFolder(Path(name))
-        for event in events:
-            folder.on_event(event)
-        written = folder.metrics.read_bytes() if events else b""
-        kept = written[: round(at * len(written))]
-        folder.metrics.write_bytes(kept)
-        whole = kept.split(b"\n")[:-1]
-        numbered = [line for line in map(json.loads, whole) if line["round"] is not None]
-        expected = [line for line in numbered if line["round"] <= server_round]
-        again = ResultFolder(Path(name))
-        told = again.cut(server_round)
-        found = [json.loads(line) for line in lines_of(again.metrics)]
-        assert len(told) == sum(line["kind"] != "resumed" for line in found)
-        # A last line without its newline may be whole.
-        assert found[: len(expected)] == expected and len(found) <= len(expected) + 1
-        again.on_event(finished(6, x=float("nan")))
-        again.finish(None, {})
-        assert [json.loads(line) for line in lines_of(folder.metrics)][:-1] == found
-        rows = rows_of(folder.table)
-        assert len(rows) == 1 + sum(line["kind"] in ("train", "evaluate") for line in found)
-        assert rows[-1]["round"] == "6" and rows[-1]["x"] == "nan"
+        folder = RunFolder(Path(name))
+        write_results(folder, history.rounds, result_of(history))
+        found = json.loads(folder.result.read_text(), parse_constant=pytest.fail)
+        assert len(found["rounds"]) == len({number for number, *_ in parts if number})
+        rows = rows_of(folder) if parts else []
+    assert [(row["round"], row["kind"]) for row in rows] == [
+        ("" if number is None else str(number), task) for number, task, _ in parts
+    ]
+    for row, (_, _, metrics) in zip(rows, parts, strict=True):
+        told = {key: value for key, value in metrics.items() if key not in ("round", "kind")}
+        for key, value in told.items():
+            is_number = isinstance(value, int | float)
+            assert (float(row[key]) == value or math.isnan(value)) if is_number else row[key]
 
 
 NAMES = st.sampled_from(["file", "layer.0/weight", "ünïcode", "__metadata__", "a b", "."]) | st.text(
@@ -640,45 +601,20 @@ ARRAYS = hnp.arrays(TYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, 
 def test_a_written_model_is_the_model(arrays: dict[str, np.ndarray], is_transposed: bool) -> None:
     arrays = {name: array.T if is_transposed else array for name, array in arrays.items()}
     model = ArrayRecord({name: Array(array) for name, array in arrays.items()})
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_model(model, Path(folder))
-        assert path is not None and [path] == list(Path(folder).iterdir())
-        found = read_model(path)
-        plain = all(array.dtype.kind in "biuf" for array in arrays.values()) and "__metadata__" not in arrays
-        assert path.name == (SAFETENSORS if plain and has_safetensors() else NPZ)
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        folder.model.write_bytes(b"of the same run before it was resumed")
+        is_written = write_model(model, folder) is not None
+        # A file of safetensors holds no complex numbers.
+        assert is_written == all(
+            array.dtype.kind in "biuf" and key != "__metadata__" for key, array in arrays.items()
+        )
+        assert is_written == folder.model.exists()
+        found = load_file(folder.model) if is_written else arrays
     assert found.keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert found[name].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
-        np.testing.assert_array_equal(found[name], array)
-
-
-def has_safetensors() -> bool:
-    try:
-        import safetensors.numpy  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def read_model(path: Path) -> dict[str, np.ndarray]:
-    if path.name == SAFETENSORS:
-        from safetensors.numpy import load_file
-
-        found: dict[str, np.ndarray] = load_file(path)
-        return found
-    with np.load(path, allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
-
-
-def test_without_safetensors_a_model_is_written_with_numpy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / SAFETENSORS).write_bytes(b"of the same run before it was resumed")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    path = write_model(initial_arrays(), tmp_path)
-    assert [path] == list(tmp_path.iterdir())
-    assert path is not None and set(read_model(path)) == {"w", "n"}
+    for key, array in arrays.items():
+        assert found[key].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(found[key], array)
 
 
 @given(st.dictionaries(NAMES, ARRAYS, min_size=1, max_size=3))
@@ -701,22 +637,21 @@ def test_each_bit_of_a_model_counts_in_its_sha256(arrays: dict[str, np.ndarray])
 
 
 def test_the_sha256_of_a_model_is_what_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("safetensors.numpy")
     model = ArrayRecord({"b": Array(np.ones((2, 3))), "a": Array(np.arange(4, dtype=np.int32))})
-    write_model(model, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "simulate.md").read_text()
+    write_model(model, folder)
+    monkeypatch.chdir(folder.path)
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "result.md").read_text()
     exec(page.partition("```python\n")[2].partition("```")[0], {})
     assert capsys.readouterr().out.strip() == model_sha256(model)
     assert model_sha256(None) is None
 
 
-def test_legacy_parameters_are_written_by_number(tmp_path: Path) -> None:
-    path = write_model(ndarrays_to_parameters([np.ones(2), np.zeros((1, 2), np.int32)]), tmp_path)
-    assert path is not None
-    found = read_model(path)
+def test_legacy_parameters_are_written_by_number(folder: RunFolder) -> None:
+    write_model(ndarrays_to_parameters([np.ones(2), np.zeros((1, 2), np.int32)]), folder)
+    found = load_file(folder.model)
     assert {name: array.tolist() for name, array in found.items()} == {"0": [1.0, 1.0], "1": [[0, 0]]}
-    (tmp_path / "other").touch()
-    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode, "whoever may read the rest may read it"
+    (folder.path / "other").touch()
+    mode = folder.model.stat().st_mode
+    assert mode == (folder.path / "other").stat().st_mode, "whoever may read the rest may read it"

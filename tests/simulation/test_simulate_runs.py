@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from file_tables import files_in, files_in_table
+from safetensors.numpy import load_file
 from simulations import APPS, Simulation, run, running, wait_for_line
 
 from flower_gpu import simulate
@@ -27,14 +28,7 @@ FED_ADAM = ("--run-config", "num-server-rounds=4 strategy='fedadam' fraction-tra
 
 
 def model(folder: Path) -> np.ndarray:
-    safetensors = (
-        pytest.importorskip("safetensors.numpy") if (folder / "model.safetensors").exists() else None
-    )
-    if safetensors is not None:
-        (array,) = safetensors.load_file(folder / "model.safetensors").values()
-    else:
-        with np.load(folder / "model.npz") as loaded:
-            (array,) = (loaded[name] for name in loaded.files)
+    (array,) = load_file(folder / "model.safetensors").values()
     return array
 
 
@@ -68,11 +62,11 @@ def test_tables_of_files_are_true(complete: Simulation) -> None:
     reference = files_in_table("reference/simulate.md", "## The folder of a run")
     guide = files_in_table("how-to/simulate.md", "## The results")
     assert there <= reference
-    # What this run has no reason for: nobody fails, few clients have little state, there is one model, and
+    # What this run has no reason for: nobody fails, few clients have little state,
     # it is not in a notebook, has no tracker, and nobody asks for its report.
-    without_reason = {"failures.log", "states/", "model.safetensors", "model.npz", "report.html"}
-    assert reference - there <= without_reason | {"run.log", "trackers.json", "tensorboard/", "wandb/"}
-    assert guide - there <= {"failures.log", "model.safetensors", "model.npz", "report.html"}
+    without_reason = {"failures.log", "states/", "report.html"}
+    assert reference - there <= without_reason | {"run.log", "tensorboard/", "wandb/"}
+    assert guide - there <= {"failures.log", "report.html"}
 
 
 @pytest.fixture
@@ -95,10 +89,10 @@ def test_what_clients_print_is_theirs(complete: Simulation) -> None:
 
 def test_each_message_has_its_own_worker_and_states_are_kept(complete: Simulation) -> None:
     assert len({call["pid"] for call in complete.calls}) == len(complete.calls) == 8
-    for line in complete.lines("train"):  # means over all clients
-        assert line["metrics"]["calls"] == pytest.approx(line["round"])
+    for part in complete.parts("train"):  # means over all clients
+        assert part.metrics["calls"] == pytest.approx(part.round)
     assert complete.summary["outcome"] == "completed" and complete.summary["workers_started"] == 8
-    assert [line["round"] for line in complete.lines("server-evaluate")] == [0, 1, 2]
+    assert [part.round for part in complete.parts("server-evaluate")] == [0, 1, 2]
 
 
 def test_workers_that_are_used_again_give_the_same_model(complete: Simulation, tmp_path: Path) -> None:
@@ -120,7 +114,7 @@ def test_clients_start_processes_of_their_own(tmp_path: Path) -> None:
     done = run("children", 4, tmp_path)
     assert done.status == 0, done.output
     assert done.summary["outcome"] == "completed", done.output
-    assert done.lines("train")[0]["metrics"]["total"] == 14
+    assert done.parts("train")[0].metrics["total"] == 14
 
 
 def test_failing_clients_are_named_and_the_run_ends_well(tmp_path: Path) -> None:
@@ -128,7 +122,8 @@ def test_failing_clients_are_named_and_the_run_ends_well(tmp_path: Path) -> None
     done = run("misspelt", 9, tmp_path, *options)
     assert done.status == 0, done.output
     assert done.summary["messages"] == 18 and done.summary["failed"] == 10
-    errors = {(line["round"], line["client"]): line["error"] for line in done.lines("failure")}
+    failed = [one for reason in done.summary["failures"] for one in reason["messages"]]
+    errors = {(one["round"], one["client"]): one["error"] for one in failed}
     for server_round in (1, 2):
         for client in (0, 3, 6):
             assert f"no data in partition {client}" in errors[server_round, client]
@@ -199,7 +194,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_told_with_numbers_that_agree(small_disk: Path) -> None:
     """It is full with the checkpoint of the model before round 1."""
-    done = run("plain", 4, small_disk, "--run-config", "elements=75_000")
+    done = run("plain", 4, small_disk, "--run-config", "elements=76_000")
     last = done.output.splitlines()[-1]
     assert done.status == 1 and last.startswith("flower-gpu simulate: the disk is full"), last
     assert done.output.count("the disk is full") == 1 and "Traceback" not in done.output, done.output

@@ -146,7 +146,7 @@ def test_any_number_of_rounds(rounds: int, rows: int) -> None:
     ]
     summary = {
         "outcome": "completed",
-        "rounds": rounds,
+        "rounds_finished": rounds,
         "clients": 2,
         "messages": 0,
         "seconds": 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import tempfile
 import xml.etree.ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,11 +18,13 @@ from report_traces import Run, at, history_of, on_hosts, write
 from run_programs import run_cli
 
 from flower_gpu import trace
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.cli import main as cli
 from flower_gpu.errors import ConfigError
 from flower_gpu.watch.report import page as report
 from flower_gpu.watch.report.calls import RunClock, tries_of
+from flower_gpu.watch.result import result_of, write_results
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -116,6 +119,15 @@ def test_a_whole_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.Cap
     assert not re.search(r"@import|url\(", page.text)
 
 
+def test_a_line_that_is_cut_is_left_out_and_said(tmp_path: Path) -> None:
+    path = write(tmp_path, Run(clients=2, seed=3).events())
+    whole = path.read_bytes()
+    assert not page_of(tmp_path).has("cut, and left out")
+    path.write_bytes(whole[:-20])
+    page = page_of(tmp_path)
+    assert page.has("1 line cut, and left out") and page.has("no end in the trace")
+
+
 @settings(max_examples=25)
 @given(cut=st.integers(0, 100_000), other=st.integers(0, 100_000))
 def test_a_trace_with_a_part_missing_gives_a_page(rich_trace: bytes, cut: int, other: int) -> None:
@@ -157,6 +169,8 @@ def check_sums(events: list[dict[str, Any]]) -> None:
     clock = RunClock.of(history)
     for one in tries_of(history, clock):
         assert all(0 <= part.seconds <= clock.duration_s for part in one.parts)
+    with tempfile.TemporaryDirectory() as folder:
+        write_results(RunFolder(Path(folder)), history.rounds, result_of(history))
 
 
 def test_without_a_gpu(tmp_path: Path) -> None:

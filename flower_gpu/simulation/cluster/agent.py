@@ -23,6 +23,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu import files, trace
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import INTERVAL_S, look_at_gpus, told_gpus
 from flower_gpu.calls import environment
 from flower_gpu.errors import ConfigError
@@ -54,7 +55,7 @@ class About:
     ``pid``: the agent's.
     ``concurrency``: how many messages it handles at a time, at most.
     ``threads``: of each worker's libraries.
-    ``described``: processors, GPUs and versions, as ``config.json`` has them.
+    ``described``: processors, GPUs and versions, as the settings of a run have them.
     ``cores``: how many it has.
     ``gpus``: its GPUs, as the trace has them.
     """
@@ -127,7 +128,7 @@ class Agent:
         os.environ.update(found)
         self._folder, self._lock = _new_folder()
         os.environ[RUN_DIR_VARIABLE] = str(self._folder)
-        self._trace = trace.Follower(self._folder / trace.FILE_NAME)
+        self._trace = trace.Follower(RunFolder(self._folder).trace)
         self._lines = _KeptWarnings()
         logging.getLogger("flwr").addHandler(self._lines)
         if isinstance(work.app, AppReference):
@@ -219,7 +220,7 @@ class Agent:
         return News(events, self._lines.taken(), is_full)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the summary is to hold of this host."""
+        """Return what the result is to hold of this host."""
         return self._handler.facts()
 
     def close(self) -> News:

@@ -73,5 +73,5 @@ class ClusterEngine:
         """Do nothing: each agent has loaded its data when it began."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the summary is to hold of the hosts."""
+        """Return what the result is to hold of the hosts."""
         return self._hosts.facts()

@@ -261,7 +261,7 @@ class Hosts:
             self._listener.on_lost(host)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the summary is to hold of the hosts."""
+        """Return what the result is to hold of the hosts."""
         for host, told in self._answers([(host, host.agent.facts.remote()) for host in self.there]):
             self._facts[id(host)] = told
         found = list(self._facts.values())

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu import files, trace
+from flower_gpu import files
 from flower_gpu.apps import registry
 from flower_gpu.apps.failures import COMPLETED, outcome_text
 from flower_gpu.apps.folder import RunFolder
@@ -28,7 +28,6 @@ from flower_gpu.watch.spans import RoundPart
 if TYPE_CHECKING:
     from jinja2 import Template
 
-FILE_NAME: Final = "report.html"
 _ERROR_CHARACTERS: Final = 300  # of its first line
 _MOST_ERRORS: Final = 20
 _MOST_NAMES, _NAME_CHARACTERS = 10, 40
@@ -52,7 +51,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
     Raises ConfigError if there is no trace, or nothing can be written there.
     """
-    source, target = run_dir / trace.FILE_NAME, output or run_dir / FILE_NAME
+    source, target = RunFolder(run_dir).trace, output or RunFolder(run_dir).report
     try:
         if not source.is_file():
             raise ConfigError(
@@ -88,7 +87,7 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
     outcome_class, outcome = outcome_of(history, is_going_on)
     return _template().render(
         run=history,
-        facts=facts_of(Path(folder)),
+        facts=facts_of(history, Path(folder)),
         results=[
             (task, _metrics(part, _MOST_RESULTS))
             for task, part in {one.task: one for one in history.rounds if one.metrics}.items()
@@ -116,26 +115,22 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
     )
 
 
-def facts_of(folder: Path) -> dict[str, str]:
-    """Return what a run was started with, and what came of it, as its folder tells."""
-    run = RunFolder(folder)
-    told: dict[str, Any] = {}
-    for path in (run.settings, folder / "config.json", folder / "summary.json"):
-        with suppress(OSError, ValueError):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            told |= found if isinstance(found, dict) else {}
-    model = told.get("model_sha256")
+def facts_of(history: History, folder: Path) -> dict[str, str]:
+    """Return what a run was started with, and what came of it."""
+    run_config, versions = (mapping(history.settings.get(name)) for name in ("run_config", "versions"))
+    model, path = history.facts.get("model_sha256"), RunFolder(folder).model
     with suppress(OSError):
         if model is None:
-            with run.model.open("rb") as file:
-                model = f"{hashlib.file_digest(file, 'sha256').hexdigest()} (of the file {run.model.name})"
-    pairs = {name: mapping(told.get(name)) for name in ("run_config", "versions")}
+            with path.open("rb") as file:
+                model = f"{hashlib.file_digest(file, 'sha256').hexdigest()} (of the file {path.name})"
+    cut = history.cut_lines
     found = {
-        "error": told.get("error"),
-        "seed": told.get("seed"),
-        "run config": ", ".join(f"{key} = {json.dumps(value)}" for key, value in pairs["run_config"].items()),
-        "versions": ", ".join(f"{name} {version}" for name, version in pairs["versions"].items()),
+        "error": history.error,
+        "seed": history.settings.get("seed"),
+        "run config": ", ".join(f"{key} = {json.dumps(value)}" for key, value in run_config.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "model, SHA-256": model,
+        "trace": f"{cut} line{'s' * (cut != 1)} cut, and left out" if cut else None,
     }
     return {name: str(value) for name, value in found.items() if value not in (None, "")}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import threading
 import time
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu import trace
-from flower_gpu.apps.folder import RunFolder, write_json
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError, shortened
 from flower_gpu.options import TRACKERS
-from flower_gpu.watch.fields import first_line
+from flower_gpu.watch.fields import first_line, mapping, text
 from flower_gpu.watch.history import History
 from flower_gpu.watch.trackers.points import (
     EVENTS,
@@ -52,12 +51,12 @@ def checked(names: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def known(folder: Path) -> tuple[str, ...]:
     """Return the names of the trackers that a run in this folder has had."""
-    return tuple(name for name in _ids(RunFolder(folder)) if name in TRACKERS)
+    return tuple(name for name in _ids(folder) if name in TRACKERS)
 
 
 def where(folder: Path) -> list[str]:
     """Return a line for each tracker of a run: the address or the command by which to look at it."""
-    return [ids["see"] for ids in _ids(RunFolder(folder)).values() if ids.get("see")]
+    return [ids["see"] for ids in _ids(folder).values() if ids.get("see")]
 
 
 class Tracking:
@@ -92,8 +91,8 @@ class Tracking:
         The run's end has to be in the trace before the context ends. ``client_of`` returns the client of a
         node's id. Nothing is sent, and nothing written, before the first round of the run.
         """
-        run_folder, lock = RunFolder(folder), threading.Lock()
-        before = _ids(run_folder) if resumes else {}
+        run_folder = RunFolder(folder)
+        before = _ids(folder) if resumes else {}
         config = flat({**config, "app": app})
         threads = [
             _TrackerFeed(
@@ -101,7 +100,6 @@ class Tracking:
                 tracker,
                 TrackedRun(run_folder, app, config, before.get(name, {})),
                 Points(History(keep_finished=False), client_of),
-                lock,
                 resumes=resumes,
             )
             for name, tracker in self._trackers.items()
@@ -136,7 +134,6 @@ class _TrackerFeed(threading.Thread):
         tracker: Tracker,
         run: TrackedRun,
         points: Points,
-        lock: threading.Lock,
         *,
         resumes: bool,
     ) -> None:
@@ -147,7 +144,6 @@ class _TrackerFeed(threading.Thread):
         self._tracker = tracker
         self._run = run
         self._points = points
-        self._lock = lock  # of the file with the ids of all trackers
         self._events = trace.Follower(run.folder.trace)
         self._has_begun = self._has_started = self._has_warned = False
         # What the tracker was sent before is counted, and not sent again.
@@ -166,15 +162,15 @@ class _TrackerFeed(threading.Thread):
             if self._has_started:
                 self._tracker.close(self._points.history.outcome)
         except Exception as error:
-            text = ": ".join(filter(None, (type(error).__name__, first_line(str(error)))))
-            self.warn(f"{text}; the run goes on without it")
+            why = ": ".join(filter(None, (type(error).__name__, first_line(str(error)))))
+            self.warn(f"{why}; the run goes on without it")
 
-    def warn(self, text: str) -> None:
+    def warn(self, why: str) -> None:
         """Print a warning, the first time."""
         if not self._has_warned and sys.stderr is not None:
             self._has_warned = True
             print(
-                shortened(f"flower-gpu: warning: tracker {self._label}: {text}"), file=sys.stderr, flush=True
+                shortened(f"flower-gpu: warning: tracker {self._label}: {why}"), file=sys.stderr, flush=True
             )
 
     def _send(self) -> None:
@@ -198,8 +194,7 @@ class _TrackerFeed(threading.Thread):
         history, run = self._points.history, self._run
         told = {"strategy": history.strategy, "num_rounds": history.num_rounds} if history.strategy else {}
         ids = self._tracker.start(replace(run, config={**run.config, **told}))
-        with self._lock:
-            write_json(run.folder.trackers, {**_ids(run.folder), self._label: dict(ids)})
+        trace.write_to(run.folder.path, "tracker_started", tracker=self._label, ids=dict(ids))
 
     def _read(self, most_bytes: int) -> None:
         unread: list[trace.Event] = []  # each call of feed() takes time with what is open
@@ -221,12 +216,13 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _ids(folder: RunFolder) -> dict[str, dict[str, str]]:
-    try:
-        found = json.loads(folder.trackers.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _ids(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the ids of a run in its trackers, by their names: a resumed run goes on with them."""
+    told = trace.read(RunFolder(folder).trace, only="tracker_started")
+    return {
+        text(one.get("tracker")): {name: text(id_) for name, id_ in mapping(one.get("ids")).items()}
+        for one in told
+    }
 
 
 def _made(name: str) -> Tracker:

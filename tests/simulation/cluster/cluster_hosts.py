@@ -282,7 +282,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """What it says of itself."""
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        found: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
         return found
 
     @property

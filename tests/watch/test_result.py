@@ -1,0 +1,278 @@
+"""The result of a run, as it is made of its history, and as it is shown at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_gpu import trace
+from flower_gpu.trace import Event
+from flower_gpu.watch.history import History
+from flower_gpu.watch.result import result_lines, result_of
+
+
+def failed(number: int, kind: str, client: int, error: str) -> Event:
+    return trace.make("reply", round=number, task=kind, node=client, error=error)
+
+
+def finished(number: int, kind: str, messages: int, failed: int, **metrics: Any) -> Event:
+    return trace.make(
+        "round_finished", round=number, task=kind, messages=messages, failed=failed, metrics=metrics
+    )
+
+
+def summary(failures: list[Event], **facts: Any) -> dict[str, Any]:
+    events = [
+        trace.make("run_started", kind="simulate", clients=100),
+        trace.make("strategy_started", strategy="FedAvg", num_rounds=5),
+        *failures,
+        finished(2, "train", 200, 10, loss=0.25),
+        finished(2, "server-evaluate", 0, 0, accuracy=0.875, loss=0.5),
+        trace.make("strategy_finished"),
+        trace.make("run_waited", seconds=41.5),
+        trace.make("run_waited", seconds=60),
+    ]
+    counts = {"messages": 200, "failed": len(failures)}
+    events.append(trace.make("run_finished", outcome="completed", **counts, facts=facts))
+    history = History(keep_finished=False)
+    began = events[0]["time"]
+    history.feed([{**event, "time": began + 0.04 * (event is events[-1])} for event in events])
+    return result_of(history)
+
+
+def test_the_summary_has_what_one_wants_to_know() -> None:
+    lines = result_lines(
+        summary([], workers_started=12, peak_worker_bytes=300 << 20, model_sha256="0f3c"),
+        "runs/2026-01-31_12-00-00",
+    )
+    shown = dict(line.split(maxsplit=1) for line in lines)
+    assert shown.pop("time") == "0.04 s, 5e+03 messages/s"
+    assert shown == {
+        "outcome": "completed",
+        "rounds": "2 of 5",
+        "clients": "100, 200 messages, 0 failed",
+        "waiting": "1 min 42 s of that without any worker",
+        "workers": "12 started, with 300 MiB at most",
+        "train": "loss 0.25",
+        "server-evaluate": "accuracy 0.875, loss 0.5",
+        "model": "sha256     0f3c",
+        "results": "runs/2026-01-31_12-00-00",
+    }
+
+
+def test_a_reason_is_told_once_with_its_clients() -> None:
+    failures = [
+        failed(server_round, kind, client, f"{kind} of client {client}: ValueError: no data")
+        for server_round in (1, 2)
+        for client in (8, 3)
+        for kind in ("train", "evaluate")
+    ]
+    failures.append(failed(2, "train", 3, "no reply within 60 s"))
+    for client in range(7):  # each has a worker of its own, which takes its own time
+        how = "exited with code 0 (sys.exit in task.py, line 3)"
+        text = f"the worker (pid {100 + client}) {how} after {client}.5 s"
+        failures.append(failed(1, "train", client, f"train of client {client}: {text}, before it returned"))
+    lines = result_lines(summary(failures), None)
+    assert lines[lines.index("failed:") :] == [
+        "failed:",
+        "  clients 3, 8, train and evaluate in rounds 1, 2 (8 messages): ValueError: no data",
+        "  clients 0, 1, 2, 3, 4 and 2 others, train in round 1: the worker exited with code 0 (sys.exit in "
+        "task.py, line 3), before it returned",
+        "  client 3, train in round 2: no reply within 60 s",
+    ]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400), st.integers(1, 300))
+def test_of_many_reasons_ten_are_named_and_all_failures_are_counted(clients: int, reasons: int) -> None:
+    failures = [failed(1, "train", client, f"reason {client % reasons}") for client in range(clients)]
+    found = summary(failures)
+    lines = result_lines(found, None)
+    named = lines[lines.index("failed:") + 1 :]
+    more = sum(reason["count"] for reason in found["failures"][10:])
+    if more > 0:
+        assert named.pop() == f"  and {more} more failed messages"
+    assert len(named) == min(clients, reasons, 10)
+    assert found["failed"] == clients == sum(reason["count"] for reason in found["failures"])
+
+
+# Made of a trace
+
+
+def event(name: str, time: float, **fields: Any) -> dict[str, Any]:
+    return {"v": 1, "time": time, "event": name, **fields}
+
+
+def worker(name: str, time: float, pid: int, **fields: Any) -> dict[str, Any]:
+    known = {"pid": pid, "client": "0", "task": "fit", "start_method": "spawn"}
+    return event(name, time, **known, **fields)
+
+
+METRICS = {"loss": 0.5, "accuracy": 0.75, "precision": 0.7, "recall": 0.6, "f1": 0.65, "num_examples": 9}
+EVENTS = [
+    event("round", 100.0, round=0, num_rounds=2, metrics={"loss": 2.5}),
+    worker("worker_started", 100.5, 11),
+    event("progress", 100.6, pid=11, client="0", desc="epoch 1", n=1, total=4),
+    worker("worker_finished", 101.0, 11, seconds=0.5, outcome="ok", error=None),
+    worker("worker_started", 101.5, 12),
+    event("round", 102.25, round=1, num_rounds=2, metrics=METRICS),
+    worker("worker_started", 102.5, 11),  # the kernel gives out a pid again
+    worker("worker_finished", 103.0, 11, seconds=0.25, outcome="died", error="KilledError: gone\nmore"),
+    event("round", 104.0, round=2, num_rounds=2, metrics={"loss": float("nan"), "accuracy": True}),
+]
+NUMBERS = {name: value for name, value in METRICS.items() if name != "num_examples"}
+NOTHING = dict.fromkeys(("loss", "accuracy", "precision", "recall", "f1"))
+NO_MESSAGES = {"messages": 0, "failed": 0}
+
+
+def row(number: int, seconds: float | None, told: dict[str, Any], **figures: float) -> dict[str, Any]:
+    counted = {**NO_MESSAGES, "metrics": {"server-evaluate": told}}
+    return {"round": number, **NOTHING, **figures, "seconds": seconds, **counted}
+
+
+def of(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    history = History()
+    history.feed(events)
+    return result_of(history)
+
+
+def test_result_of_a_trace() -> None:
+    result = of(EVENTS)
+    assert result["initial"] == row(0, None, {"loss": 2.5}, loss=2.5)
+    assert result["rounds"] == [row(1, 2.25, METRICS, **NUMBERS), row(2, 1.75, {"loss": None})]
+    assert (result["rounds_finished"], result["num_rounds"], result["workers_started"]) == (2, 2, 3)
+    assert (result["messages"], result["failed"], result["failures"]) == (0, 0, [])
+    nothing = {"count": 0, "waited_s": 0.0, "longest_wait_s": 0.0}
+    assert (result["leases"], result["cores"]) == ({**nothing, "out_of_memory": {}}, nothing)
+
+
+@pytest.mark.parametrize("torn", ['{"v": 1, "time": 105.0, "ev', "\x00\x00", "[1]\n", '"text"\n', "\n"])
+def test_torn_lines_change_nothing(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / trace.FILE_NAME
+    path.write_text("".join(json.dumps(each) + "\n" for each in EVENTS) + torn)
+    result = of(EVENTS)
+    assert of(trace.read(path)) == result
+    assert of(trace.Follower(path).read_new()) == result
+
+
+def test_events_nobody_knows_are_skipped() -> None:
+    strange = [
+        event("later", 1.0),
+        event("round", 1.0),
+        event("round", 1.0, round="x"),
+        event("round_finished", 1.0, round="x", task="train"),
+        event("round_finished", 1.0, metrics=[]),
+        {"v": 1},
+    ]
+    assert of(strange) == of([])
+
+
+def test_a_round_reported_twice_counts_once() -> None:
+    events = [
+        event("round", 1.0, round=1, metrics={"loss": 2}),
+        event("round", 2.0, round=1, metrics={"loss": 1}),
+        event("round", 5.0, round=2, metrics={"loss": 1}),
+    ]
+    first, second = of(events)["rounds"]
+    assert (first["loss"], second["seconds"]) == (1.0, 3.0)
+
+
+def test_end_of_a_worker_without_its_start() -> None:
+    assert of([worker("worker_finished", 1.0, 5, seconds=2.0)])["workers_started"] == 1
+
+
+def part(time: float, number: int, task: str, messages: int, failed: int, **metrics: Any) -> Any:
+    fields = {"round": number, "task": task, "messages": messages, "failed": failed, "seconds": 1.25}
+    return event("round_finished", time, **fields, metrics=metrics)
+
+
+def answer(time: float, task: str, error: str | None = None) -> dict[str, Any]:
+    return event("reply", time, round=1, task=task, node=2**63 + 1, error=error, metrics={})
+
+
+#: Of an app that knows nothing of flower_gpu, with Flower's own FedAvg and an evaluation on the clients.
+RECORDED = [
+    event("strategy_started", 10.0, strategy="FedAvg", num_rounds=1),
+    event("round_started", 10.5, round=1, task="train", messages=2),
+    answer(11.0, "train"),
+    answer(12.0, "train", "RuntimeError: no"),
+    part(12.5, 1, "train", 2, 1, train_loss=0.5),
+    event("round_started", 12.5, round=1, task="evaluate", messages=2),
+    answer(13.0, "evaluate"),
+    answer(13.0, "evaluate"),
+    part(13.5, 1, "evaluate", 2, 0, loss=0.25, eval_acc=0.875),
+    event("round", 14.0, round=1, num_rounds=1, metrics={"accuracy": 0.75, "f1": 0.5}),
+    part(14.0, 1, "server-evaluate", 0, 0, accuracy=0.75),
+]
+
+
+def test_rounds_of_any_app() -> None:
+    assert of(RECORDED)["rounds"] == [
+        {
+            "round": 1,
+            **{**NOTHING, "loss": 0.25, "accuracy": 0.75, "f1": 0.5},
+            "seconds": 4.0,
+            "messages": 4,
+            "failed": 1,
+            "metrics": {
+                "train": {"train_loss": 0.5},
+                "evaluate": {"loss": 0.25, "eval_acc": 0.875},
+                "server-evaluate": {"accuracy": 0.75, "f1": 0.5},
+            },
+        }
+    ]
+
+
+GIB = 2**30
+
+
+def lease(name: str, client: str, waited_s: float, *sizes: int, task: str = "fit") -> dict[str, Any]:
+    gpus = [
+        {"uuid": f"GPU-{index}", "index": index, "name": "Stub", "memory_bytes": size}
+        for index, size in enumerate(sizes)
+    ]
+    fields = {"client": client, "task": task, "lease": name, "gpus": gpus, "alone": False}
+    return event("lease_granted", 1.0, **fields, waited_s=waited_s)
+
+
+def leased(name: str, pid: int, client: str, **fields: Any) -> dict[str, Any]:
+    known = {"pid": pid, "client": client, "task": "fit", "start_method": "fork", "lease": name}
+    return event("worker_finished", 2.0, **known, seconds=1.0, **fields)
+
+
+PEAK = {"uuid": "GPU-0", "peak_bytes": GIB, "lease_bytes": 2 * GIB}
+OUT = {"client": "1", "task": "fit", "kind": "over_cap", "uuid": "GPU-0", "cap_bytes": 3 * GIB // 2}
+LEASE_EVENTS = [
+    worker("worker_started", 0.5, 9),
+    worker("worker_finished", 0.7, 9, seconds=0.2, outcome="ok"),
+    lease("a", "0", 0.0, 2 * GIB),
+    lease("b", "1", 1.5, 2 * GIB),
+    leased("a", 10, "0", outcome="ok", gpus=[PEAK]),
+    leased("b", 11, "1", outcome="out of memory", error="OutOfMemoryError: no", gpus=None),
+    event("out_of_memory", 2.5, **OUT, lease="b", then="again"),
+    lease("c", "1", 4.0, 4 * GIB, 4 * GIB),
+    leased("c", 12, "1", outcome="out of memory", error="OutOfMemoryError: no", gpus=[PEAK]),
+    event("out_of_memory", 2.6, **OUT, lease="c", then="on the CPU"),
+    event(
+        "worker_finished", 3.0, pid=13, client="1", task="fit", start_method="fork", seconds=1.0, outcome="ok"
+    ),
+]
+
+
+def test_leases_are_summed_up() -> None:
+    result = of([*EVENTS[:1], *LEASE_EVENTS])
+    assert result["leases"] == {
+        "count": 3,
+        "waited_s": 5.5,
+        "longest_wait_s": 4.0,
+        "out_of_memory": {"again": 1, "on the CPU": 1},
+    }
+    shown = dict(line.split(maxsplit=1) for line in result_lines(result, None)[1:])
+    assert shown["leases"] == "3, waited for 5.50 s in all, 4.00 s at most"
+    assert shown["memory"] == "ran out 2 times: 1 ran again, 1 ran on the CPU"
