@@ -185,6 +185,7 @@ class _Record:
 
     def __init__(self, plan: RunPlan, engine: Engine, stack: ExitStack) -> None:
         """Make the folder, or go on in that of the earlier run; ``stack`` closes all that."""
+        self._followers = tracking.Tracking(plan.trackers)  # first: a library may be missing
         self.folder = plan.folder
         settings = dict(plan.before)
         if self.folder is None and plan.log_dir is not None:
@@ -192,7 +193,6 @@ class _Record:
             self.folder = RunFolder.create(plan.log_dir)
         self._report: Report | None = None
         self._run: RecordedRun | None = None
-        self._followers = tracking.Tracking(plan.trackers)
         if self.folder is None:
             stack.callback(self._conclude)
         else:
