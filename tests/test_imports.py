@@ -232,9 +232,8 @@ MORE = {
     "flower_gpu.frameworks.array_checks": {"numpy"},
     **{
         f"flower_gpu.simulation.{part}": {"sqlite3"}
-        for part in ("checkpoint", "engine", "grid", "local_grid", "plan", "results", "reporting", "run")
+        for part in ("checkpoint", "grid", "plan", "results", "reporting", "run")
     },
-    **{f"flower_gpu.simulation.cluster.{part}": {"sqlite3"} for part in ("agent", "engine", "grid", "hosts")},
 }
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,13 @@ from flwr.supercore.run import Run
 
 from benchmarks.shared import table
 from flower_gpu.simulation import run as runs
-from flower_gpu.simulation.cluster.grid import ClusterGrid
-from flower_gpu.simulation.cluster.visits import Visit, Visited
+from flower_gpu.simulation.dispatcher import Dispatcher
+from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.grid import SimulationGrid
+from flower_gpu.simulation.host import About, Host
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
+from flower_gpu.simulation.visits import Answer, Answers, Visit
 
 #: Hosts, messages that each handles at a time, messages of a round for each of these, seconds of a message.
 SIZES, QUICK_SIZES = [(16, 64, 4, 1.0), (100, 64, 4, 2.0)], [(4, 8, 2, 0.05)]
@@ -26,31 +28,26 @@ _WAIT_S = 1.0  # that a host waits for something that is finished, as an agent d
 _RUN_ID = 1
 
 
-class _Clock:
+class _Clock(Host):
     """A host whose messages are finished after a time, without anybody who handles them."""
 
     def __init__(self, name: str, concurrency: int, seconds: float) -> None:
-        self.name = name
-        self.about = SimpleNamespace(concurrency=concurrency)
-        self.is_gone = self.is_full = False
-        self.messages = self.failed = 0
-        self.pace = 1.0
-        self.call_s: dict[str, float] = {}
+        super().__init__(About(name, concurrency, 1, {}, concurrency, []))
         self.exchanges = 0
         self._seconds = seconds
         self._due: deque[tuple[float, Visit]] = deque()
         self._changed = threading.Condition()
 
-    def give(self, visits: Sequence[Visit]) -> None:
+    def take(self, visits: Sequence[Visit]) -> None:
         """Have messages finished later."""
         due = time.monotonic() + self._seconds
         with self._changed:
             self._due += [(due, visit) for visit in visits]
             self._changed.notify()
 
-    def exchange(self, visits: Sequence[Visit]) -> list[Visited]:
+    def exchange(self, visits: Sequence[Visit]) -> Answers:
         """Have messages finished later; return those that are."""
-        self.give(visits)
+        self.take(visits)
         self.exchanges += 1
         until = time.monotonic() + _WAIT_S
         with self._changed:
@@ -59,21 +56,20 @@ class _Clock:
             finished = []
             while self._due and self._due[0][0] <= now:
                 finished.append(self._due.popleft()[1])
-        return [self._visited(visit) for visit in finished]
+        return Answers([self._answer(visit) for visit in finished])
 
-    def _visited(self, visit: Visit) -> Visited:
+    def _answer(self, visit: Visit) -> Answer:
         content = RecordDict({"metrics": MetricRecord({"num-examples": 1})})
-        reply = Message(content, reply_to=visit.message)
-        return Visited(visit.message.metadata.message_id, reply, b"", self._seconds)
+        return Answer(visit.message_id, Message(content, reply_to=visit.message), b"", self._seconds)
 
+    def ask_for_sum(self, group: int) -> None:
+        """Do nothing: there are no sums."""
 
-class _Hosts:
-    def __init__(self, there: list[_Clock]) -> None:
-        self.there = there
+    def forget(self, groups: Sequence[int]) -> None:
+        """Do nothing: there are no sums."""
 
-    @property
-    def concurrency(self) -> int:
-        return sum(host.about.concurrency for host in self.there)
+    def cancel(self, message_id: str) -> None:
+        """Do nothing: all messages are finished."""
 
 
 def measure(sizes: Sequence[tuple[int, int, int, float]]) -> list[dict[str, Any]]:
@@ -99,14 +95,14 @@ def measure(sizes: Sequence[tuple[int, int, int, float]]) -> list[dict[str, Any]
 
 
 def _measured(count: int, concurrency: int, turns: int, seconds: float) -> dict[str, Any]:
-    hosts = _Hosts([_Clock(f"host-{number}", concurrency, seconds) for number in range(count)])
-    states = StateStore()
+    hosts = [_Clock(f"host-{number}", concurrency, seconds) for number in range(count)]
     messages = count * concurrency * turns
     with runs._identity(_RUN_ID):
-        nodes = VirtualNodes(messages, 0, _RUN_ID, {}, states)
-        grid = ClusterGrid(Run.create_empty(_RUN_ID), nodes, hosts, states, 0, lambda record: record)  # type: ignore[arg-type]
-        for host in hosts.there:
-            grid.listener().on_joined(host)  # type: ignore[arg-type]
+        nodes = VirtualNodes(messages, 0, _RUN_ID, {})
+        dispatcher = Dispatcher(nodes, StateStore(), 0, Durations())
+        grid = SimulationGrid(Run.create_empty(_RUN_ID), dispatcher)
+        for host in hosts:
+            dispatcher.joined(host)
         try:
             content = RecordDict({"arrays": ArrayRecord([np.zeros(1000, np.float32)])})
             sent = [Message(content, node_id, "train", group_id="1") for node_id in nodes.ids]
@@ -124,5 +120,5 @@ def _measured(count: int, concurrency: int, turns: int, seconds: float) -> dict[
         "round_s": round(round_s, 3),
         "least_s": turns * seconds,
         "driver_cpu_ms_per_message": round(cpu_s / messages * 1000, 4),
-        "exchanges": sum(host.exchanges for host in hosts.there),
+        "exchanges": sum(host.exchanges for host in hosts),
     }

@@ -269,7 +269,7 @@ def _forked(app: FlowerApp) -> Program | None:
     None where there is no such server for workers either.
     """
     # Here: they import cloudpickle, and the command's help needs no package.
-    from flower_gpu.simulation.needs import Needs
+    from flower_gpu.simulation.workers import Needs
     from flower_gpu.workers import methods
     from flower_gpu.workers.forkserver.proxy import Program
 

@@ -3,17 +3,16 @@
 Each array is summed in 64-bit floats (complex and extended ones as they are), a chunk at a time, so that the
 sums are the only large arrays. A reply can be freed as soon as it was added.
 
-Floats add up to other bits in another order. Where that matters, replies come in the order of their nodes,
-and each block of consecutive nodes has a sum of its own; the blocks' sums are added up in the order of the
-blocks (:class:`InBlocks`). So whoever has the nodes of a block can form its sum, on another machine as well
-(:class:`SummedElsewhere`).
+Floats add up to other bits in another order. Where that matters, each block of consecutive nodes has a sum of
+its own, formed in the order of the nodes, and the sums of blocks are added up in the order of the blocks. So
+any host can form the sum of a block (:class:`ComingSums`).
 """
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +23,7 @@ from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower.arrays import view_of
 from flower_gpu.flower.records import records_of
 
-#: Nodes whose replies are summed one after the other, before their sum is added to that of the nodes before.
+#: Consecutive nodes whose replies are summed one after the other, before their sum is added to the others.
 BLOCK_NODES: Final = 16
 
 # A smaller one is slower: each chunk costs three calls of numpy. A larger one is no faster.
@@ -46,8 +45,6 @@ class RunningMean:
         self.total_weight: float = 0
         self._keeps_integers = keeps_integers
         self._count = 0
-        self._block: int | None = None
-        self._block_weight: float = 0
         self._sums: dict[str, _Sum] = {}
         self._zeros = _Zeros()
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
@@ -56,18 +53,12 @@ class RunningMean:
         """Return whether a record has the same keys as those before."""
         return self._count == 0 or record.keys() == self._sums.keys()
 
-    def add(self, record: Mapping[str, Array], weight: float, source: str, block: int | None = None) -> None:
-        """Add a record that :meth:`fits`; keeps no reference to it.
+    def add(self, record: Mapping[str, Array], weight: float, source: str) -> None:
+        """Add a record that :meth:`fits` with its weight; keeps no reference to it.
 
-        ``record``: its arrays.
-        ``weight``: what they count.
-        ``source``: whose they are, for messages.
-        ``block``: which block of nodes it is of; those of a block come one after the other.
+        ``source``: whose it is, for messages.
         Raises InvalidResultError if an array cannot be averaged with those before.
         """
-        if block != self._block:
-            self._end_block()
-            self._block = block
         for key, value in record.items():
             array = view_of(value)
             try:
@@ -76,13 +67,12 @@ class RunningMean:
                 self._sums[key].add(array, weight, self._scratch)
             except _CannotBeAddedError as error:
                 raise InvalidResultError(f"array {key!r} of {source} {error}") from None
-        self._block_weight += weight
+        self.total_weight += weight
         self._count += 1
 
     def merge(self, other: RunningMean, source: str) -> None:
-        """Add the sums of another mean, as those of one block; the other mean is used up.
+        """Add the sums of another mean, whose records have the same keys, if any; it is used up.
 
-        ``other``: of one block, whose records have the same keys, if any.
         ``source``: whose they are, for messages.
         Raises InvalidResultError if an array cannot be averaged with those before.
         """
@@ -94,7 +84,7 @@ class RunningMean:
                     self._sums[key].merge(theirs)
             except _CannotBeAddedError as error:
                 raise InvalidResultError(f"array {key!r} of {source} {error}") from None
-        self.total_weight += other._block_weight
+        self.total_weight += other.total_weight
         self._count += other._count
 
     def keys(self) -> Mapping[str, object]:
@@ -104,19 +94,11 @@ class RunningMean:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scratch": np.empty(0, np.uint8), "_zeros": _Zeros()}
 
-    def _end_block(self) -> None:
-        """Add the sums of a block to those of the blocks before it."""
-        for each in self._sums.values():
-            each.end_block(self._zeros)
-        self.total_weight += self._block_weight
-        self._block_weight = 0
-
     def finish(self) -> ArrayRecord:
         """Return the mean, and give up the sums.
 
         Raises ZeroDivisionError if the weights add up to zero.
         """
-        self.total_weight += self._block_weight
         if self.total_weight == 0:
             raise ZeroDivisionError(
                 f"The weights of all {self._count} replies add up to 0: there is no mean. "
@@ -159,7 +141,6 @@ class _Sum:
         self._dtype = first.dtype.newbyteorder("=")
         self._is_integer = first.dtype.kind in "biu" and keeps_integers
         self._sum = zeros.take(first.size, np.result_type(first.dtype, np.float64))
-        self._earlier: NDArray[Any] | None = None  # of the blocks before
         self._seen: np.dtype[Any] | None = None  # of the last array, which was looked at
 
     def add(self, array: NDArray[Any], weight: float, scratch: NDArray[np.uint8]) -> None:
@@ -191,17 +172,8 @@ class _Sum:
             self._sum = self._sum.copy()
         np.add(self._sum, summed, out=self._sum)
 
-    def end_block(self, zeros: _Zeros) -> None:
-        if self._earlier is None:
-            self._earlier, self._sum = self._sum, zeros.take(self._sum.size, self._sum.dtype)
-            return
-        np.add(self._earlier, self._sum, out=self._earlier)
-        self._sum.fill(0)
-
     def mean(self, total_weight: float) -> NDArray[Any]:
         summed = self._sum if self._sum.flags.writeable else self._sum.copy()
-        if self._earlier is not None:
-            summed = np.add(self._earlier, self._sum, out=self._earlier)
         mean: NDArray[Any] = np.divide(summed, total_weight, out=summed)
         if self._is_integer:
             mean = _rounded(mean, self._dtype)
@@ -244,43 +216,39 @@ def _rounded(mean: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     return rounded
 
 
-class SummedReplies:
-    """Replies that are summed as they come, and what stays of them.
+class ReplySum:
+    """Replies that are summed as they come.
 
     ``weighted_by_key``: name of the metric that replies are weighted by.
     ``keeps_integers``: as for :class:`RunningMean`.
     ``mean``: of their arrays.
-    ``rest``: the replies without their arrays: those are there by name only. Errors are there as they came.
     ``misfit``: why there is no mean of the replies; empty if there is one. What came afterwards is not
     summed.
     """
 
     def __init__(self, weighted_by_key: str, *, keeps_integers: bool = True) -> None:
         self.mean = RunningMean(keeps_integers=keeps_integers)
-        self.rest: list[Message] = []
         self.misfit = ""
         self._weighted_by_key = weighted_by_key
-        self._names: dict[tuple[str, ...], ArrayRecord] = {}  # one for all replies with these keys
 
-    def add(self, reply: Message, block: int | None = None) -> None:
-        """Add a reply, of a block of nodes; keeps no reference to it, to its arrays, or to their memory."""
-        if reply.has_error():
-            self.rest.append(reply)
+    def add(self, reply: Message) -> None:
+        """Add a reply, if it is no error; keeps no reference to it, to its arrays, or to their memory."""
+        if reply.has_error() or self.misfit:
             return
-        if not self.misfit:
-            self._sum(reply.content, f"node {reply.metadata.src_node_id}", block)
-        rest = copy.copy(reply)
-        rest.content = RecordDict(
-            {
-                name: self._names_of(record) if isinstance(record, ArrayRecord) else record
-                for name, record in reply.content.items()
-            }
-        )
-        self.rest.append(rest)
+        source = f"node {reply.metadata.src_node_id}"
+        records = list(records_of(reply.content, ArrayRecord).values())
+        weight = weight_of(reply.content, self._weighted_by_key)
+        if len(records) != 1:
+            self._has_misfit(f"The reply of {source} has {len(records)} ArrayRecords instead of one.")
+        elif weight is None:
+            self._has_misfit(f"The reply of {source} has no single number {self._weighted_by_key!r}.")
+        elif not self.mean.fits(records[0]):
+            self._has_misfit(f"The reply of {source} has other arrays than those before.")
+        else:
+            self.mean.add(records[0], weight, source)
 
-    def merge(self, other: SummedReplies, source: str) -> None:
-        """Add replies that were summed elsewhere, as one block; these are used up."""
-        self.rest += other.rest
+    def merge(self, other: ReplySum, source: str) -> None:
+        """Add the sum of other replies, which is used up."""
         if self.misfit:
             return
         keys = other.mean.keys()
@@ -295,25 +263,28 @@ class SummedReplies:
         self.misfit = text
         self.mean = RunningMean()  # nobody needs the sums any more
 
-    def _sum(self, content: RecordDict, source: str, block: int | None) -> None:
-        records = list(records_of(content, ArrayRecord).values())
-        weight = weight_of(content, self._weighted_by_key)
-        if len(records) != 1:
-            self._has_misfit(f"The reply of {source} has {len(records)} ArrayRecords instead of one.")
-        elif weight is None:
-            self._has_misfit(f"The reply of {source} has no single number {self._weighted_by_key!r}.")
-        elif not self.mean.fits(records[0]):
-            self._has_misfit(f"The reply of {source} has other arrays than those before.")
-        else:
-            self.mean.add(records[0], weight, source, block)
 
-    def _names_of(self, record: ArrayRecord) -> ArrayRecord:
-        keys = tuple(record)
-        if keys not in self._names:
-            self._names[keys] = ArrayRecord()
-            for key in keys:
-                self._names[keys][key] = _SummedArray(key)
-        return self._names[keys]
+def without_arrays(reply: Message) -> Message:
+    """Return a reply whose arrays are there by name only; an error as it is."""
+    if reply.has_error():
+        return reply
+    rest = copy.copy(reply)
+    rest.content = RecordDict(
+        {
+            name: _names_of(tuple(record)) if isinstance(record, ArrayRecord) else record
+            for name, record in reply.content.items()
+        }
+    )
+    return rest
+
+
+@lru_cache(maxsize=16)
+def _names_of(keys: tuple[str, ...]) -> ArrayRecord:
+    """Return what stands in the place of arrays with these names: one record for all replies."""
+    record = ArrayRecord()
+    for key in keys:
+        record[key] = _SummedArray(key)
+    return record
 
 
 class _SummedArray(Array):
@@ -339,50 +310,19 @@ def weight_of(content: RecordDict, key: str) -> float | None:
     return None if isinstance(value, list) else value
 
 
-class InBlocks:
-    """Replies in the order of their nodes, with the blocks that sums are formed over.
+class ComingSums:
+    """Replies that are summed where they are made: their sums come, and of themselves what is not summed.
 
-    ``replies``: in that order.
-    ``block_of``: returns the block of a node.
+    ``sums``: called with the key of weights, and whether integers stay integers; sends the messages.
+    Yields each reply as :func:`without_arrays` returns it, and sums, each with the name of its host.
     """
 
-    def __init__(self, replies: Generator[Message, None, None], block_of: Callable[[int], int]) -> None:
-        self._replies = replies
-        self._block_of = block_of
-
-    def __iter__(self) -> Iterator[Message]:
-        return self
-
-    def __next__(self) -> Message:
-        return next(self._replies)
-
-    def block_of(self, reply: Message) -> int:
-        """Return the block of the node that a reply is of."""
-        return self._block_of(reply.metadata.src_node_id)
-
-    def close(self) -> None:
-        """Want no more replies."""
-        self._replies.close()
+    def __init__(self, sums: Callable[[str, bool], Generator[SumItem, None, None]]) -> None:
+        self.sums = sums
 
 
-class SummedElsewhere(ABC):
-    """Replies that are summed where they are made: their sums come, and not they themselves.
-
-    ``messages``: what is sent.
-    ``timeout``: seconds after which no further replies are waited for.
-    ``in_order``: whether replies are summed in the order of the nodes.
-    """
-
-    def __init__(self, messages: Iterable[Message], timeout: float | None, *, in_order: bool) -> None:
-        self._messages = messages
-        self._timeout = timeout
-        self._in_order = in_order
-
-    @abstractmethod
-    def sums(
-        self, weighted_by_key: str, *, keeps_integers: bool
-    ) -> Generator[tuple[str, SummedReplies], None, None]:
-        """Send the messages, and yield sums of replies, each with the name of where it was formed."""
+#: A reply without its arrays; or a sum of some replies, and where it was formed.
+SumItem = Message | tuple[str, ReplySum]
 
 
 def place(reply: Message) -> tuple[int, int, str]:

@@ -18,14 +18,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_gpu import frameworks
-from flower_gpu.flower.averaging import InBlocks, SummedElsewhere
+from flower_gpu.flower.averaging import ComingSums, SumItem
 from flower_gpu.flower.strategy_state import OURS, StrategyState
 
 #: State of random number generators, made of what JSON has.
 RandomState = dict[str, Any]
 
-#: Sends the messages of a round; returns the replies, all at once or as they come, or their sums.
-Receive = Callable[[Iterable[Message]], Iterable[Message] | SummedElsewhere]
+#: Sends the messages of a round; returns the replies or their sums.
+Receive = Callable[[Iterable[Message]], Iterable[Message] | ComingSums]
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -48,22 +48,23 @@ class RoundState:
 
 
 @runtime_checkable
-class StreamingGrid(Protocol):
-    """What a grid of ours has besides Flower's ``Grid``.
+class SummingGrid(Protocol):
+    """What a grid of ours has besides Flower's ``Grid``."""
 
-    ``sums_in_order`` tells whether replies are to be summed in the order of the nodes, in this run.
-    """
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether replies are summed in the order of the nodes, whoever asks."""
 
-    sums_in_order: bool
-
-    def stream(
-        self, messages: Iterable[Message], *, timeout: float | None = None, in_order: bool = False
-    ) -> Generator[Message, None, None]:
-        """Send messages, and yield each reply when it is there, or in the order of the nodes."""
-        ...
-
-    def block_of(self, node_id: int) -> int:
-        """Return the block of nodes that a sum is formed over."""
+    def sums(
+        self,
+        messages: Iterable[Message],
+        timeout: float | None,
+        weighted_by_key: str,
+        *,
+        keeps_integers: bool,
+        in_order: bool,
+    ) -> Generator[SumItem, None, None]:
+        """Send messages, and yield what :class:`flower_gpu.flower.averaging.ComingSums` does."""
         ...
 
     def resumed(self) -> RoundState | None:
@@ -75,35 +76,21 @@ class StreamingGrid(Protocol):
         ...
 
 
-@runtime_checkable
-class SummingGrid(Protocol):
-    """What a grid has besides where messages are handled on several hosts.
-
-    ``sums_elsewhere`` tells that replies can be summed there.
-    """
-
-    sums_elsewhere: bool
-
-    def summed(
-        self, messages: Iterable[Message], timeout: float | None, *, in_order: bool
-    ) -> SummedElsewhere:
-        """Return what sends messages and brings the sums of their replies, of nodes in order if need be."""
-        ...
-
-
 def replies_to_sum(
-    grid: StreamingGrid, messages: Iterable[Message], timeout: float | None, *, in_order: bool
-) -> Generator[Message, None, None] | InBlocks | SummedElsewhere:
-    """Send messages; returns the replies as they come, in order and in blocks, or their sums."""
-    if isinstance(grid, SummingGrid):
-        return grid.summed(messages, timeout, in_order=in_order)
-    replies = grid.stream(messages, timeout=timeout, in_order=in_order)
-    return InBlocks(replies, grid.block_of) if in_order else replies
+    grid: SummingGrid, messages: Iterable[Message], timeout: float | None, *, in_order: bool = False
+) -> ComingSums:
+    """Return the sums of the replies to messages, which are sent when somebody asks for the sums."""
 
+    def sums(weighted_by_key: str, keeps_integers: bool) -> Generator[SumItem, None, None]:
+        return grid.sums(
+            messages,
+            timeout,
+            weighted_by_key,
+            keeps_integers=keeps_integers,
+            in_order=in_order or grid.sums_in_order,
+        )
 
-@runtime_checkable
-class _Closeable(Protocol):
-    def close(self) -> None: ...
+    return ComingSums(sums)
 
 
 def capture_random_state() -> RandomState:
@@ -142,10 +129,10 @@ def run(
     receive: Receive,
     strategy_state: StrategyState | None = None,
 ) -> Result:
-    """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`StreamingGrid`.
+    """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`SummingGrid`.
 
     ``strategy``, ``grid``, ``initial_arrays``, ``num_rounds``, ``timeout``, ``train_config``,
-    ``evaluate_config``, ``evaluate_fn``: as there; ``grid`` is a :class:`StreamingGrid` as well. A run that
+    ``evaluate_config``, ``evaluate_fn``: as there; ``grid`` is a :class:`SummingGrid` as well. A run that
     goes on has its arrays already.
     ``receive``: sends the messages of training.
     ``strategy_state``: what the strategy keeps; none of ours keeps anything.
@@ -198,7 +185,7 @@ class _RoundParts:
         receive: Receive,
         strategy_state: StrategyState | None,
     ) -> None:
-        assert isinstance(grid, StreamingGrid)
+        assert isinstance(grid, SummingGrid)
         self.result = Result()
         self._arrays = ArrayRecord()
         self._strategy = strategy
@@ -234,13 +221,9 @@ class _RoundParts:
 
     def train(self, server_round: int, config: ConfigRecord) -> None:
         messages = self._strategy.configure_train(server_round, self._arrays, config, self._grid)
-        replies = self._receive(messages)
-        try:
-            # Sums are for our own strategy, which asked for them.
-            arrays, metrics = self._strategy.aggregate_train(server_round, cast(Any, replies))
-        finally:
-            if isinstance(replies, _Closeable):  # after an error nobody waits for the others
-                replies.close()
+        # Sums are for our own strategy, which asked for them.
+        replies = cast(Any, self._receive(messages))
+        arrays, metrics = self._strategy.aggregate_train(server_round, replies)
         if arrays is not None:
             self.result.arrays = self._arrays = arrays
         self._note(server_round, metrics, self.result.train_metrics_clientapp)

@@ -32,7 +32,7 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
 from flower_gpu.flower import rounds, streaming
-from flower_gpu.flower.averaging import InBlocks, RunningMean, SummedElsewhere, place, weight_of
+from flower_gpu.flower.averaging import ComingSums, RunningMean, place, weight_of
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
 from flower_gpu.flower.records import records_of
 from flower_gpu.workers.call import Task
@@ -129,7 +129,7 @@ class FedAvg(_MessageFedAvg):
         if evaluate is None:
             log(WARNING, _NOT_EVALUATED)
         rest = (num_rounds, timeout, train_config, evaluate_config, evaluate)
-        if not isinstance(grid, rounds.StreamingGrid):
+        if not isinstance(grid, rounds.SummingGrid):
             return super().start(grid, initial_arrays, *rest)
         receive = partial(self._receive, grid, timeout)
         return rounds.run(self, grid, initial_arrays, *rest, receive)
@@ -141,7 +141,7 @@ class FedAvg(_MessageFedAvg):
         return []
 
     def aggregate_train(
-        self, server_round: int, replies: Iterable[Message] | SummedElsewhere
+        self, server_round: int, replies: Iterable[Message] | ComingSums
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the replies by number of examples; integer arrays stay integer.
 
@@ -151,8 +151,7 @@ class FedAvg(_MessageFedAvg):
             The round.
         replies : iterable of Message
             If it is no sequence, each one is freed before the next is asked for, except with
-            ``exact_order``, where the grid has to bring them in blocks for that. A grid of several hosts
-            brings sums.
+            ``exact_order``. The grid of a simulation brings sums.
 
         Returns
         -------
@@ -166,10 +165,8 @@ class FedAvg(_MessageFedAvg):
         InvalidResultError
             If arrays of the same name do not go together.
         """
-        if isinstance(replies, SummedElsewhere):
-            return streaming.aggregate(self, replies, keeps_integers=True)
-        is_ordered = not self.exact_order or isinstance(replies, InBlocks)
-        if is_ordered and not isinstance(replies, Sequence):
+        is_stream = not self.exact_order and not isinstance(replies, Sequence)
+        if isinstance(replies, ComingSums) or is_stream:
             return streaming.aggregate(self, replies, keeps_integers=True)
         valid, _ = self._check_and_log_replies(list(replies), is_train=True)
         if not valid:
@@ -186,14 +183,13 @@ class FedAvg(_MessageFedAvg):
         return mean.finish(), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 
     def _receive(
-        self, grid: rounds.StreamingGrid, timeout: float, messages: Iterable[Message]
-    ) -> Iterable[Message] | SummedElsewhere:
+        self, grid: rounds.SummingGrid, timeout: float, messages: Iterable[Message]
+    ) -> Iterable[Message] | ComingSums:
         """Send the messages of a round; returns the replies as ``aggregate_train`` wants them."""
         if not self._takes_streams():
             assert isinstance(grid, Grid)
             return list(grid.send_and_receive(messages, timeout=timeout))
-        in_order = self.exact_order or grid.sums_in_order
-        return rounds.replies_to_sum(grid, messages, timeout, in_order=in_order)
+        return rounds.replies_to_sum(grid, messages, timeout, in_order=self.exact_order)
 
     def _takes_streams(self) -> bool:
         """Return whether replies are handled here, and not by a class derived from this one."""

@@ -13,7 +13,7 @@ FedMedian or Krum, wrappers for differential privacy, classes of a user. They co
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import wraps
 from typing import Any, overload
@@ -22,10 +22,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from flower_gpu.flower.averaging import InBlocks, SummedElsewhere, SummedReplies, in_order_of_sending
-
-#: Replies that are asked for one by one, and that can be given up.
-Coming = Generator[Message, None, None] | InBlocks | SummedElsewhere
+from flower_gpu.flower.averaging import ComingSums, ReplySum, in_order_of_sending, without_arrays
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
@@ -40,12 +37,12 @@ class ComingReplies(Sequence[Message]):
     """Replies that are fetched when somebody looks at them: then all of them, to keep.
 
     ``replies``: as they come.
-    ``to_sum``: the same for whoever sums them, where that is to be in order or elsewhere.
+    ``sums``: the same for whoever sums them.
     """
 
-    def __init__(self, replies: Generator[Message, None, None], to_sum: Coming | None = None) -> None:
-        self._coming: Generator[Message, None, None] | None = replies
-        self._to_sum = to_sum
+    def __init__(self, replies: Iterable[Message], sums: ComingSums) -> None:
+        self._coming: Iterable[Message] | None = replies
+        self._sums = sums
         self._there: list[Message] = []
 
     @overload
@@ -68,41 +65,50 @@ class ComingReplies(Sequence[Message]):
             self._there = in_order_of_sending(coming)
         return self._there
 
-    def take(self) -> Coming | None:
-        """Return the replies to sum, which are then not here; None if somebody has them already."""
+    def take(self) -> ComingSums | None:
+        """Return the sums of the replies, which are then not here; None if somebody has them already."""
         coming, self._coming = self._coming, None
-        return coming if coming is None else self._to_sum or coming
+        return None if coming is None else self._sums
 
 
 def aggregate(
-    strategy: FedAvg, replies: Iterable[Message] | SummedElsewhere, *, keeps_integers: bool
+    strategy: FedAvg, replies: Iterable[Message] | ComingSums, *, keeps_integers: bool
 ) -> Aggregated:
     """Average replies one by one, with what a strategy says of them; each is freed before the next comes.
 
     ``strategy``: checks and logs the replies, and aggregates their metrics.
-    ``replies``: as they come, in blocks, or as sums.
+    ``replies``: as they come, or as sums.
     ``keeps_integers``: whether the mean of integers is rounded; else it is a float64, as in Flower.
     Returns what ``aggregate_train`` returns.
     Raises InconsistentMessageReplies if the replies do not go together.
     Raises InvalidResultError if arrays of the same name do not go together; it is a ValueError.
     """
-    summed = SummedReplies(strategy.weighted_by_key, keeps_integers=keeps_integers)
-    if isinstance(replies, SummedElsewhere):
-        with closing(replies.sums(strategy.weighted_by_key, keeps_integers=keeps_integers)) as sums:
-            for source, part in sums:
-                summed.merge(part, source)
-                del part
-        replies = ()
-    for reply in replies:
-        summed.add(reply, replies.block_of(reply) if isinstance(replies, InBlocks) else None)
-        del reply  # it must not stay in memory while the next one is waited for
-    valid, _ = strategy._check_and_log_replies(summed.rest, is_train=True)
+    total = ReplySum(strategy.weighted_by_key, keeps_integers=keeps_integers)
+    rest: list[Message] = []
+    if isinstance(replies, ComingSums):
+        # Closed at the end: after an error nobody waits for the others.
+        with closing(replies.sums(strategy.weighted_by_key, keeps_integers)) as coming:
+            for item in coming:
+                if isinstance(item, Message):
+                    rest.append(item)
+                else:
+                    source, part = item
+                    total.merge(part, source)
+                    del part
+                del item
+        rest = in_order_of_sending(rest)
+    else:
+        for reply in replies:
+            total.add(reply)
+            rest.append(without_arrays(reply))
+            del reply  # it must not stay in memory while the next one is waited for
+    valid, _ = strategy._check_and_log_replies(rest, is_train=True)
     if not valid:
         return None, None
-    if summed.misfit:
-        raise InconsistentMessageReplies(summed.misfit)
+    if total.misfit:
+        raise InconsistentMessageReplies(total.misfit)
     contents = [reply.content for reply in valid]
-    return summed.mean.finish(), strategy.train_metrics_aggr_fn(contents, strategy.weighted_by_key)
+    return total.mean.finish(), strategy.train_metrics_aggr_fn(contents, strategy.weighted_by_key)
 
 
 def configured(strategy: Any, messages: Any) -> Any:
@@ -118,11 +124,8 @@ def streamed_strategies() -> Iterator[None]:
 
     @wraps(original)
     def aggregate_train(self: FedAvg, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        if isinstance(replies, ComingReplies) and _sums_only(self) and (coming := replies.take()) is not None:
-            if isinstance(coming, SummedElsewhere):
-                return aggregate(self, coming, keeps_integers=False)
-            with closing(coming):  # after an error nobody waits for the others
-                return aggregate(self, coming, keeps_integers=False)
+        if isinstance(replies, ComingReplies) and _sums_only(self) and (sums := replies.take()) is not None:
+            return aggregate(self, sums, keeps_integers=False)
         return original(self, server_round, replies)
 
     replaced: Any = FedAvg

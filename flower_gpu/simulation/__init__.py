@@ -1,20 +1,29 @@
-"""Thousands of virtual clients on one machine: a Flower app whose nodes are numbers, not processes.
+"""Thousands of virtual clients: a Flower app whose nodes are numbers, handled by this machine or a cluster.
 
 ::
 
-    ServerApp (run) ── messages ──> grid ──> messages: one thread for each message under way
-                                                │ node's context and state (nodes, states)
-                                                ▼
-                                  slots: a worker, new or recycled, and its lease
-                                                │ lease_turns: who asks for one, which workers idle
-                                                │ needs: what they are forked with; workers: how many
-                                                ▼
-                                  in_worker: loads the app, handles the message, resets the process
-                                                │ reply and new state
-    strategy <── replies as they come ── grid <─┘
-       │ after each round
-       ▼
-    checkpoint (index in SQLite, states and models as files: record_files)
-    durations: what messages take; the grid hands out the longest of a round first
-    reporting: trace, History, display, result; model_file: the final model
+    ServerApp (run) ── messages ──> grid: boxes ──> dispatcher: which host has which message
+       ▲                              ▲                │ visit: message, seed, the client's state
+       │ replies; sums                │                ▼
+       └──────────────────────────────┘             host: queue, sums of replies  (host, host_queue)
+                                      │                │ a thread for each message that is handled
+                                      │                ▼
+                                      │             messages: what a message needs; another try
+                                      │                │
+                                      │             slots: a worker, new or recycled, and its lease
+                                      │                │ lease_turns: who asks for one, which workers idle
+                                      │                │ workers: how many, and what they are forked with
+                                      │                ▼
+                                      │             in_worker: loads the app, handles the message, resets
+                                      └─── answer: reply or what is not summed of it, new state ───┘
+
+A message has one owner at a time. It waits in its box; a host has it (a job); its answer is here. A host that
+gives it back, or is lost, puts it into its box again. Replies of training are summed at the host; the sum
+comes when the grid asks for it, at the end of a round or of a block of nodes.
+
+A host is :class:`flower_gpu.simulation.host.Host`. This machine is one (local_host); another engine is a
+class of hosts, and a line in ``run._hosts``: those of a Ray cluster run a local host inside an actor each.
+
+After each round: checkpoint (index in SQLite, states and models as files: record_files). reporting: trace,
+History, display, result; model_file: the final model.
 """

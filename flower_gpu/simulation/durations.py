@@ -8,7 +8,7 @@ with many messages for each worker hardly longer at all.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 
@@ -16,8 +16,6 @@ class Durations:
     """What the calls of a run's clients take. Methods may be called by several threads."""
 
     def __init__(self) -> None:
-        #: Called with what :meth:`learn` is, where somebody else learns, too.
-        self.on_learned: Callable[[str, int, float], None] | None = None
         self._lock = threading.Lock()
         self._seconds: dict[str, dict[int, float]] = {}
 
@@ -34,8 +32,6 @@ class Durations:
         ``seconds``: from the start of its worker, or from when it was sent to one that was there, to its
         result. The wait for a lease is no part of that.
         """
-        if self.on_learned is not None:
-            self.on_learned(kind, client, seconds)
         with self._lock:
             known = self._seconds.setdefault(kind, {})
             # The last calls count most: a client's data may grow.

@@ -1,4 +1,4 @@
-"""Flower's ``Grid`` without a network of SuperNodes: replies come as they are."""
+"""Flower's ``Grid`` without a network of SuperNodes: messages are in boxes, and hosts handle them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import os
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from copy import copy
 from datetime import UTC, datetime
 from logging import WARNING
@@ -16,7 +16,6 @@ from typing import Any, Final, cast
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
-from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.constant import (
     HEARTBEAT_INTERVAL_INF,
     HEARTBEAT_PATIENCE,
@@ -32,33 +31,25 @@ from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE, NodeStatus
 from flwr.supercore.run import Run
 
 from flower_gpu import trace
-from flower_gpu.errors import (
-    ConfigError,
-    FlowerGPUError,
-    NotDeterministicError,
-    RunEndedError,
-    WorkerDiedError,
-    shortened,
-)
-from flower_gpu.flower.averaging import BLOCK_NODES, in_order_of_sending
+from flower_gpu.errors import ConfigError, NotDeterministicError
+from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sending
 from flower_gpu.flower.rounds import RoundState
-from flower_gpu.simulation.boxes import Box, OrderedBox
+from flower_gpu.simulation.boxes import BlockBox, Box, Job, SumBox
 from flower_gpu.simulation.checkpoint import Checkpoints
+from flower_gpu.simulation.dispatcher import Dispatcher
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.watch.waits import WorkerWaits
-from flower_gpu.workers.call_end import traceback_of
 
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
 _MANY_QUESTIONS: Final = 5
 _LONG_S: Final = 10.0
-#: Of such messages the handing over of others takes a part that counts.
-SHORT_S: Final = 0.1
 # Messages of a round are gathered for so long before workers may take the longest of them: thousands are sent
 # in that time, and a generator that is slow keeps nobody waiting.
 _GATHER_S: Final = 0.05
-WAIT_S: Final = 3600.0  # a condition cannot wait for ever so long
+_TAKE_S: Final = 10.0  # between two times that sums are fetched: what is lost with a host is younger
+_TAKE_SHARE: Final = 0.05  # of the time may be spent on that
 _LOOK_S: Final = 0.25  # between two looks whether messages wait for what others have
 _KEY_BYTES: Final = 32  # of a virtual node's public key, which nobody signs with
 _UNAVAILABLE: Final = {
@@ -68,55 +59,39 @@ _UNAVAILABLE: Final = {
 }
 
 
-class CallError(Error):
-    """An error in the place of a reply's content, with the traceback of the call that failed.
-
-    ``code``, ``reason``: as for Flower's ``Error``.
-    ``traceback``: the worker's; empty where there is none.
-    ``ends_run``: what the run is to be ended with.
-    """
-
-    def __init__(self, code: int, reason: str, traceback: str, ends_run: RunEndedError | None = None) -> None:
-        super().__init__(code, reason)
-        self.traceback = traceback
-        self.ends_run = ends_run
-
-
-class NoSuchNodeError(FlowerGPUError):
-    """A message is to a node that does not exist."""
-
-
 class SimulationGrid(Grid):
-    """Messages of a run and their replies, in boxes. Who handles them is a subclass's matter.
+    """Messages of a run and their replies, in boxes.
 
     ``run``: the run that messages are of.
-    ``nodes``: who can be sent something.
-    ``checkpoints``: where finished rounds are kept.
-    ``resumed``: where the run goes on.
-    ``sums_in_order``: whether replies that are to be summed come in the order of the nodes.
+    ``dispatcher``: hands messages to hosts.
     ``durations``: what messages are expected to take: those that are sent together are handled from the
     longest to the shortest. Without it in the order of sending.
+    ``checkpoints``: where finished rounds are kept.
+    ``resumed``: where the run goes on.
+    ``sums_in_order``: whether replies are always summed in the order of the nodes.
     ``is_strict``: whether messages that are not done in time end the run.
     """
 
     def __init__(
         self,
         run: Run,
-        nodes: VirtualNodes,
+        dispatcher: Dispatcher,
         *,
+        durations: Durations | None = None,
         checkpoints: Checkpoints | None = None,
         resumed: RoundState | None = None,
         sums_in_order: bool = False,
-        durations: Durations | None = None,
         is_strict: bool = False,
     ) -> None:
-        self._is_strict = is_strict
-        self.sums_in_order = sums_in_order
         self._run = run
-        self._nodes = nodes
+        self._dispatcher = dispatcher
+        self._changed = dispatcher.changed
+        self._nodes: VirtualNodes = dispatcher.nodes
         self._durations = durations
         self._checkpoints = checkpoints
         self._resumed = resumed
+        self.sums_in_order = sums_in_order
+        self._is_strict = is_strict
         #: The SuperLink's side, as Flower's grids have it.
         self.node = Node(node_id=SUPERLINK_NODE_ID)
         self._began_at = time.time()
@@ -128,29 +103,10 @@ class SimulationGrid(Grid):
         self._asked = 0  # for the nodes, since the last message
         self._asked_at = 0.0
         self._has_warned = False
-        self._changed = threading.Condition()
-        self._waiting: list[Box] = []  # with messages that nobody has taken, in the order of their sending
         self._numbers = itertools.count(1)
+        self._group_numbers = itertools.count(1)
         self._boxes: dict[str, Box] = {}
         self._is_closed = False
-        # In a stream so many replies may be there that nobody has taken: else workers that are faster than
-        # the aggregation would fill the memory.
-        self._most_unread = 0
-        self._threads: list[threading.Thread] = []
-
-    @abstractmethod
-    def cancel(self, message: Message) -> None:
-        """End the handling of a message, whose reply nobody wants."""
-
-    def stuck_since(self) -> float | None:
-        """Return since when messages wait and none has a worker; None where that is not so, or not known."""
-        return None
-
-    def _start_threads(self, threads: Iterable[threading.Thread]) -> None:
-        """Start threads that end when this is closed."""
-        for thread in threads:
-            self._threads.append(thread)
-            thread.start()
 
     @property
     def run(self) -> Run:
@@ -268,23 +224,55 @@ class SimulationGrid(Grid):
         return in_order_of_sending(self._stream(messages, timeout, Box(self._changed)))
 
     def stream(
-        self, messages: Iterable[Message], *, timeout: float | None = None, in_order: bool = False
+        self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Generator[Message, None, None]:
         """Have messages handled, and yield each reply when it is there.
 
-        ``in_order`` handles messages and yields replies in the order of the nodes' partitions. Messages that
-        are not done at the end of ``timeout`` seconds, or when nobody wants further replies, are given up.
+        Messages that are not done at the end of ``timeout`` seconds, or when nobody wants further replies,
+        are given up.
         """
-        if in_order:
-            messages = sorted(
-                messages, key=lambda message: self._nodes.place_of(message.metadata.dst_node_id)
-            )
-        box = (OrderedBox if in_order else Box)(self._changed, self._most_unread)
-        return self._stream(messages, timeout, box)
+        return self._stream(messages, timeout, Box(self._changed, self._dispatcher.most_unread))
 
-    def block_of(self, node_id: int) -> int:
-        """Return the block of consecutive nodes whose replies are summed together."""
-        return self._nodes.place_of(node_id) // BLOCK_NODES
+    def sums(
+        self,
+        messages: Iterable[Message],
+        timeout: float | None,
+        weighted_by_key: str,
+        *,
+        keeps_integers: bool,
+        in_order: bool,
+    ) -> Generator[SumItem, None, None]:
+        """Have messages handled and their replies summed by hosts; yields sums, and replies without arrays.
+
+        ``in_order`` has them handled and summed in the order of the nodes' partitions, a block of consecutive
+        nodes at a time.
+        """
+        options: Any = {"keeps_integers": keeps_integers}
+        if not in_order:
+            box = SumBox(self._changed, self._group_numbers, weighted_by_key, **options)
+            return self._sums(messages, timeout, box)
+        placed = sorted(
+            ((self._nodes.place_of(message.metadata.dst_node_id), message) for message in messages),
+            key=lambda each: each[0],
+        )
+        blocks = [(message, place // BLOCK_NODES) for place, message in placed]
+        return self._sums(
+            [message for _, message in placed],
+            timeout,
+            BlockBox(
+                self._changed,
+                self._group_numbers,
+                weighted_by_key,
+                **options,
+                messages=blocks,
+                most_ahead=self._most_blocks,
+            ),
+        )
+
+    def _most_blocks(self) -> int:
+        """Return how many blocks may be under way, whatever memory they take."""
+        hosts = self._dispatcher
+        return 2 * (len(hosts.hosts) + hosts.concurrency // BLOCK_NODES + 1)
 
     def resumed(self) -> RoundState | None:
         """Return where the run goes on; None: at its start.
@@ -300,17 +288,14 @@ class SimulationGrid(Grid):
             self._checkpoints.write(state)
 
     def close(self) -> None:
-        """Give up what is not done, and end the threads."""
+        """Give up what is not done, and hand out no more messages."""
         if self._is_closed:
             return
         self._is_closed = True
         for box in set(self._boxes.values()):
             self._give_up(box)
         self._waits.look(None, time.monotonic(), ())
-        with self._changed:
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._dispatcher.close()
 
     def _stream(
         self, messages: Iterable[Message], timeout: float | None, box: Box
@@ -323,7 +308,7 @@ class SimulationGrid(Grid):
             while ids:
                 reply = self._next(box, deadline)
                 if reply is None and self._is_strict:
-                    raise NotDeterministicError(late_text(len(ids), timeout))
+                    raise NotDeterministicError(_late_text(len(ids), timeout))
                 if reply is None:
                     return
                 ids.discard(reply.metadata.reply_to_message_id)
@@ -343,31 +328,72 @@ class SimulationGrid(Grid):
             left_s = deadline - self._clock()
             with self._changed:
                 if left_s <= 0:
-                    box.leave_out_late()
                     return box.next(0)
                 reply = box.next(min(box.expires_s - time.monotonic(), left_s, _LOOK_S))
             if reply is not None:
                 return reply
 
+    def _sums(
+        self, messages: Iterable[Message], timeout: float | None, box: SumBox
+    ) -> Generator[SumItem, None, None]:
+        deadline = math.inf if timeout is None else self._clock() + timeout
+        ids: list[str] = []
+        try:
+            for message_id in self._send(messages, box):
+                ids.append(message_id)
+            with closing(self._coming(box, deadline)) as coming:
+                yield from coming
+            if box.left and self._is_strict:
+                raise NotDeterministicError(_late_text(box.left, timeout))
+        finally:
+            for message_id in ids:
+                self._boxes.pop(message_id, None)
+            self._give_up(box)
+
+    def _coming(self, box: SumBox, deadline: float) -> Generator[SumItem, None, None]:
+        """Yield what comes until all of it is there, or the deadline is over."""
+        asked_at = time.monotonic()
+        taking_s, is_late, is_over = 0.0, False, False
+        while not is_over:
+            self._expire(box)
+            left_s = deadline - self._clock()
+            with self._changed:
+                if left_s <= 0 and not is_late:
+                    is_late, deadline = True, math.inf
+                    box.stop()
+                now = time.monotonic()
+                asked = box.to_ask(is_due=now >= asked_at + max(_TAKE_S, taking_s / _TAKE_SHARE))
+                if not (asked or box.replies or box.sums or box.is_over):
+                    self._changed.wait(max(0.0, min(box.expires_s - now, deadline - self._clock(), _LOOK_S)))
+                is_over = box.is_over and not asked
+                replies, sums, error = list(box.replies.values()), list(box.sums), box.error
+                box.replies.clear()
+                box.sums.clear()
+            for held in asked:
+                asked_at = now
+                held.host.ask_for_sum(held.group.number)
+            if error is not None:
+                raise error
+            yield from replies
+            began = time.monotonic()
+            while sums:
+                yield sums.pop(0)
+                taking_s = time.monotonic() - began
+
     def _clock(self) -> float:
         """Return the time that counts for limits of replies: it stands while no message can get a worker."""
-        waited_s = self._waits.look(self.stuck_since(), time.monotonic(), (os.getpid(),))
-        return time.monotonic() - waited_s
+        since = self._dispatcher.stuck_since()
+        return time.monotonic() - self._waits.look(since, time.monotonic(), (os.getpid(),))
 
     def _expire(self, box: Box) -> None:
         """Answer messages whose ttl is over with an error, and end their handling."""
         with self._changed:
-            over, running = box.expire()
-            if box in self._waiting and not box.has_waiting:
-                self._waiting.remove(box)
-            for message in over:
-                box.end(message, expired(message))
-        for message in running:
-            self.cancel(message)
-        if self._is_strict and (over or running):
+            count, running = box.expire()
+        self._dispatcher.cancel(running)
+        if count and self._is_strict:
             raise NotDeterministicError(
-                f"{len({*over, *running})} messages were not done within their ttl, which depends on this "
-                "machine's load: give them a longer one"
+                f"{count} messages were not done within their ttl, which depends on this machine's load: "
+                "give them a longer one"
             )
 
     def _send(self, messages: Iterable[Message], box: Box) -> Iterator[str]:
@@ -410,68 +436,25 @@ class SimulationGrid(Grid):
             kinds = (message.metadata.message_type for message in messages)
             expected_s = durations.expected_s(list(zip(kinds, partitions, strict=True)))
         with self._changed:
-            if messages and not box.has_waiting:
-                self._waiting.append(box)
             for message, seconds in zip(messages, expected_s, strict=True):
                 box.push(message, seconds)
-                box.limit(message)
-            self._changed.notify_all()
+            self._dispatcher.add(box)
         messages.clear()
 
     def _give_up(self, box: Box) -> None:
         with self._changed:
-            running = box.close()
-            if box in self._waiting:
-                self._waiting.remove(box)
-            self._changed.notify_all()
-        for message in running:
-            self.cancel(message)
-
-    def check_node(self, message: Message) -> None:
-        """Check that a message is to one of the nodes.
-
-        Raises NoSuchNodeError if it is not.
-        """
-        node_id = message.metadata.dst_node_id
-        if node_id not in self._nodes:
-            raise NoSuchNodeError(f"there is no node {node_id}")
+            running: list[Job] = box.close()
+            groups = box.groups.values() if isinstance(box, SumBox) else ()
+            self._dispatcher.remove(box)
+        self._dispatcher.cancel(running)
+        for held in groups:
+            if not held.host.is_gone:
+                held.host.forget([held.group.number])
 
 
-def expired(message: Message) -> Message:
-    """Return the answer to a message whose ttl is over."""
-    return Message(expired_error(), reply_to=message)
-
-
-def expired_error() -> CallError:
-    """Return what stands in the place of a reply that did not come within the message's ttl."""
-    return CallError(ErrorCode.MESSAGE_UNAVAILABLE, f"{NO_REPLY} within the message's ttl", "")
-
-
-def late_text(count: int, timeout: float | None) -> str:
+def _late_text(count: int, timeout: float | None) -> str:
     """Return why a deterministic run ends in which so many messages are late."""
     return (
         f"{count} messages were not done within {timeout:g} s, which depends on this machine's load: "
         "give the strategy's start() a longer timeout"
     )
-
-
-def reply_of(handle: Callable[[Message], Message], message: Message) -> Message:
-    """Return the reply to a message; what is raised becomes an error in its place."""
-    try:
-        return handle(message)
-    except BaseException as error:  # a SystemExit is the client's, not this thread's
-        text = str(error) or type(error).__name__
-        ends_run = error if isinstance(error, RunEndedError) else None
-        return Message(
-            CallError(_code(error), shortened(text), traceback_of(error), ends_run), reply_to=message
-        )
-
-
-def _code(error: BaseException) -> int:
-    if isinstance(error, NoSuchNodeError):
-        return ErrorCode.NODE_UNAVAILABLE
-    if isinstance(error, LoadClientAppError):
-        return ErrorCode.LOAD_CLIENT_APP_EXCEPTION
-    if isinstance(error, WorkerDiedError):
-        return ErrorCode.CLIENT_APP_CRASHED
-    return ErrorCode.CLIENT_APP_RAISED_EXCEPTION

@@ -1,31 +1,26 @@
-"""What a host does for a run: messages to virtual nodes are handled in its workers, with its leases."""
+"""A host: a machine that handles messages of a run. What the grid wants of it, and what it is told."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Final, Protocol
 
-from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from flower_gpu.apps.app_imports import libraries_of, libraries_used
-from flower_gpu.calls import leasing, where
-from flower_gpu.calls.settings import call_settings
-from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.options import CallOptions, flag
-from flower_gpu.simulation import determinism, workers
-from flower_gpu.simulation.durations import Durations
+from flower_gpu.options import CallOptions
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.lease_turns import LeaseTurns
-from flower_gpu.simulation.messages import MANY, MessageHandler, Seeds
-from flower_gpu.simulation.needs import Needs
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.slots import Slot
-from flower_gpu.simulation.verifying import Verifier
-from flower_gpu.workers.threads import planned_threads
+from flower_gpu.simulation.visits import Answers, Visit
+
+#: How many messages a worker handles if nobody says how many: only the kernel and other users end it before.
+MANY: Final = 1000
+#: Of shorter messages the handing over of others takes a part that counts.
+_SHORT_S: Final = 0.1
+# Short messages wait there that take so long together: so many may be needed until the next ones come.
+_AHEAD_S: Final = 0.5
+_LEAST_S: Final = 1e-3  # that a message is taken for
 
 
 @dataclass(frozen=True)
@@ -36,8 +31,9 @@ class Work:
     ``app``: what handles messages.
     ``options``: of each call.
     ``num_supernodes``: how many virtual nodes there are.
-    ``max_workers``, ``calls_per_worker``, ``verify_recycling``, ``seed``: as :func:`flower_gpu.simulate` has
+    ``seed``, ``max_workers``, ``calls_per_worker``, ``verify_recycling``: as :func:`flower_gpu.simulate` has
     them.
+    ``run_id``, ``run_config``: what contexts have.
     ``is_deterministic``: whether algorithms must give the same bits each time.
     ``is_strict``: whether what another run would not have ends this one.
     """
@@ -47,6 +43,8 @@ class Work:
     options: CallOptions
     num_supernodes: int
     seed: int
+    run_id: int
+    run_config: Mapping[str, Any]
     max_workers: int | None = None
     calls_per_worker: int = MANY
     verify_recycling: bool = False
@@ -54,99 +52,125 @@ class Work:
     is_strict: bool = False
 
 
-class Host:
-    """The host that this process is on, for one run.
+@dataclass(frozen=True)
+class About:
+    """What a host says of itself.
 
-    ``work``: what is to be done.
-    ``gpus``: its GPUs that can be used.
+    ``name``: the machine's.
     ``concurrency``: how many messages it handles at a time, at most.
-    ``has_spare``: whether one more is of use while messages are short.
     ``threads``: of each worker's libraries.
-    ``durations``: what messages take here.
+    ``described``: processors, GPUs and versions, as the settings of a run have them.
+    ``cores``: how many it has.
+    ``gpus``: its GPUs, as the trace has them.
     """
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._settings = settings = call_settings(work.options, named=flag)
-        env = dict(work.options.get("env") or {})
-        self.gpus = workers.gpus()
-        self._decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
-        if work.is_deterministic:
-            determinism.check_gpus(settings.gpu.on_oom, self.gpus, self._decision.uuids)
-        self._leases = workers.most_leases(settings, self._decision.uuids)
-        self.concurrency = workers.concurrency(settings, self._leases, work.max_workers, work.num_supernodes)
-        self.has_spare = work.max_workers is None and not self._leases
-        self._variables = workers.variables(self.concurrency, env, settings.host.num_cpus)
-        self.threads = planned_threads({**os.environ, **self._variables})
-        self._opened = ExitStack()
+    name: str
+    concurrency: int
+    threads: int
+    described: dict[str, Any]
+    cores: int
+    gpus: list[dict[str, Any]]
 
-    def open(
-        self, nodes: VirtualNodes, seed_of: Callable[[Message], int] | None = None, *, tries: int = 1
-    ) -> MessageHandler:
-        """Get ready for the messages to these nodes; returns what handles them, in any number of threads.
 
-        ``nodes``: who is sent messages.
-        ``seed_of``: returns the seed of a message, where it is not this process that counts what was sent.
-        ``tries``: how often a message is handled, at most, whose worker dies.
+class Host(ABC):
+    """Handles messages: it takes visits, and tells in answers what has become of them.
+
+    One thread at a time calls :meth:`exchange`; the others may be called by any thread.
+
+    ``about``: what it says of itself.
+    ``is_gone``: whether it is lost.
+    ``is_full``: whether it can take no more messages at this moment.
+    ``under_way``: how many messages it has.
+    ``is_for_one``: whether it gets no other message until the one is done that it has.
+    ``messages``, ``failed``: how many replies came from it, and how many of them were errors.
+    ``call_s``: how long it handles a message of each type, a mean of the last ones.
+    """
+
+    #: Whether it may be lost, with what it has.
+    can_be_lost: ClassVar[bool] = True
+
+    def __init__(self, about: About) -> None:
+        self.about = about
+        self.is_gone = self.is_full = self.is_for_one = False
+        self.under_way = self.messages = self.failed = 0
+        self.call_s: dict[str, float] = {}
+
+    @property
+    def name(self) -> str:
+        """The machine's."""
+        return self.about.name
+
+    @abstractmethod
+    def take(self, visits: Sequence[Visit]) -> None:
+        """Have messages handled, in this order. That the host is gone is told by :meth:`exchange`."""
+
+    @abstractmethod
+    def exchange(self, visits: Sequence[Visit]) -> Answers:
+        """Have messages handled; waits, not for long, for what has become of others.
+
+        Raises Exception if the host is gone, or of no use.
         """
-        work, settings = self._work, self._settings
-        self.durations = Durations()
-        needs = Needs.of(_libraries_of(work.app))
-        needs.learn_beside(settings)
-        self._without = needs.without
-        turns = LeaseTurns(None if settings.gpu.request.is_auto else self._leases or None)
-        cores_of_run = workers.core_leases(settings, self.concurrency, work.name)
-        of_calls: dict[str, Any] = {**work.options, "env": self._variables}
-        if not self.gpus:
-            of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
-        self._handler = handler = MessageHandler(
-            work.app,
-            nodes,
-            of_calls,
-            work.name,
-            seed_of or Seeds(work.seed),
-            lambda: Slot(turns, needs.without, cores_of_run),
-            work.calls_per_worker,
-            self.durations,
-            verifier=Verifier() if work.verify_recycling else None,
-            tries=tries,
-            is_deterministic=work.is_deterministic,
-            is_strict=work.is_strict,
-        )
-        self._opened.callback(cores_of_run.close)
-        self._opened.callback(turns.close)
-        self._opened.callback(handler.close)
-        return handler
+
+    @abstractmethod
+    def ask_for_sum(self, group: int) -> None:
+        """Have the sum of a group come with the next answers; the group begins anew."""
+
+    @abstractmethod
+    def forget(self, groups: Sequence[int]) -> None:
+        """Give up groups whose sums nobody wants."""
+
+    @abstractmethod
+    def cancel(self, message_id: str) -> None:
+        """Give up a message, also one that comes later."""
+
+    def stuck_since(self) -> float | None:
+        """Return since when messages wait and none has a worker; None where that is not so, or not known."""
+        return None
+
+    def lost(self, error: Exception, left: int) -> None:  # noqa: B027
+        """Take note of the error for which nobody asks this host any more, and how many others there are."""
+
+    def learn(self, kind: str, seconds: float) -> None:
+        """Take note of how long a message was handled here."""
+        self.call_s[kind] = (3 * self.call_s.get(kind, seconds) + seconds) / 4
+
+    def most(self, kind: str) -> int:
+        """Return how many messages it has at most: those that it handles, and short ones that wait there."""
+        call_s = self.call_s.get(kind)
+        if call_s is None or call_s > _SHORT_S:
+            return self.about.concurrency
+        ahead = _AHEAD_S / max(call_s, _LEAST_S) * self.about.concurrency
+        return self.about.concurrency + int(ahead)
+
+
+class Hosts(Protocol):
+    """The hosts of a run: what an engine makes of a :class:`Work`."""
+
+    @property
+    def concurrency(self) -> int:
+        """How many messages are handled at a time, at most."""
+
+    @property
+    def threads(self) -> int:
+        """Of each worker's libraries."""
+
+    def described(self) -> dict[str, Any]:
+        """Return the models of processors and GPUs, and versions, as the settings of a run have them."""
 
     def where(self) -> str:
-        """Say where messages are handled, or what was asked for without effect."""
-        gpu, env = self._settings.gpu, {**os.environ, **self._settings.worker.env}
-        gpus = [one for one in self.gpus if one.uuid in self._decision.uuids]
-        if not gpus and not gpu.request.is_auto:
-            return where.without_effect(gpu.request, "all calls", where.why_on_cpu(gpu, None, env))
-        at_once = None if gpus and gpu.request.is_auto else self.concurrency
-        return where.calls_run(gpu, gpus, at_once, None, env)
+        """Say where messages are handled."""
+
+    def begin(self, nodes: VirtualNodes, joined: Callable[[Host], object]) -> None:
+        """Get ready for messages to these nodes; ``joined`` is told of each host that is there, or joins."""
+
+    def has_begun(self) -> None:
+        """Take note that the trace says that the run has begun."""
 
     def load_data(self) -> None:
-        """Load what calls find loaded, where there is something to load.
+        """Load what calls find loaded, where there is something to load."""
 
-        Raises ConfigError if that fails: so the run ends here, and not each client's call.
-        """
-        try:
-            workers.load_data(self._settings, self._variables, self._without)
-        except WorkerStartError as error:
-            raise ConfigError(str(error)) from error
-
-    def end_workers(self) -> None:
-        """Have all workers end at once; threads that wait for one go on."""
-        self._handler.cancel_all()
+    def facts(self) -> dict[str, Any]:
+        """Return what the result is to hold of the hosts."""
 
     def close(self) -> None:
-        """Let go of all that is held. No thread handles messages any more."""
-        self._opened.close()
-
-
-def _libraries_of(app: ClientApp | AppReference) -> list[str]:
-    if isinstance(app, AppReference):
-        return libraries_of(app.folder, app.name.partition(":")[0])
-    return libraries_used(vars(app))
+        """End all workers."""

@@ -1,4 +1,4 @@
-"""The virtual nodes of a simulation: their ids, their contexts, and what they keep between rounds."""
+"""The virtual nodes of a simulation: their ids and contexts; and how many of them Flower waits for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from inspect import signature
 from types import FrameType
 from typing import Any, Final
 
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.app.user_config import UserConfigValue
 
-from flower_gpu.simulation.states import StateStore
+from flower_gpu.flower import record_bytes
 
 PARTITION_KEY: Final = "partition-id"
 PARTITIONS_KEY: Final = "num-partitions"
@@ -32,23 +32,14 @@ class VirtualNodes:
     ``seed``: of their ids: the same seed gives the same ids in the same order.
     ``run_id``: the run's.
     ``run_config``: what each context has as ``run_config``.
-    ``states``: has what nodes keep between messages; by default all of it in memory.
     ``ids``: the ids; a node's place in it is its partition.
     """
 
-    def __init__(
-        self,
-        count: int,
-        seed: int,
-        run_id: int,
-        run_config: Mapping[str, UserConfigValue],
-        states: StateStore | None = None,
-    ) -> None:
+    def __init__(self, count: int, seed: int, run_id: int, run_config: Mapping[str, UserConfigValue]) -> None:
         self.ids = _ids(count, seed)
         self._partitions = {node_id: number for number, node_id in enumerate(self.ids)}
         self._run_id = run_id
         self._run_config = dict(run_config)
-        self._states = StateStore() if states is None else states
 
     def __contains__(self, node_id: int) -> bool:
         return node_id in self._partitions
@@ -68,23 +59,15 @@ class VirtualNodes:
         """Return what nodes are sorted by: the partition; who is no node comes last."""
         return self._partitions.get(node_id, len(self._partitions))
 
-    def context_of(self, node_id: int) -> Context:
-        """Return a node's context, with the state as the last message left it.
-
-        What is changed there counts with :meth:`keep` only: after a call that failed the state is as before.
-        """
-        partition = self._partitions[node_id]
+    def context_of(self, node_id: int, state: bytes) -> Context:
+        """Return a node's context, with a state as the last message left it."""
         return Context(
             run_id=self._run_id,
             node_id=node_id,
-            node_config={PARTITION_KEY: partition, PARTITIONS_KEY: len(self.ids)},
-            state=self._states.get(partition),
+            node_config={PARTITION_KEY: self._partitions[node_id], PARTITIONS_KEY: len(self.ids)},
+            state=record_bytes.decode(state) if state else RecordDict(),
             run_config=dict(self._run_config),
         )
-
-    def keep(self, context: Context) -> None:
-        """Keep what a message has left in a context's state."""
-        self._states.put(self._partitions[context.node_id], context.state)
 
 
 def wanted_nodes() -> int | None:

@@ -21,10 +21,8 @@ from flower_gpu.options import CallOptions
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.checkpoint import has_checkpoint
-from flower_gpu.simulation.engine import Engine
-from flower_gpu.simulation.host import Work
+from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.messages import MANY
 from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.threads import cores
@@ -38,10 +36,8 @@ class RunPlan:
     """What a run is to do.
 
     ``work``: what a host must know of it.
-    ``run_id``: the run's, for Flower.
     ``server``: the app's, or where to find it.
     ``where``: the app's folder.
-    ``run_config``: what contexts have.
     ``server_env``: variables of a deterministic ServerApp.
     ``folder``, ``before``: of the earlier run that goes on; else None, and empty.
     ``log_dir``: where the folder of a new run is made.
@@ -50,10 +46,8 @@ class RunPlan:
     """
 
     work: Work
-    run_id: int
     server: ServerApp | str
     where: Path | None
-    run_config: Mapping[str, Any]
     server_env: Mapping[str, str]
     folder: RunFolder | None
     before: Mapping[str, Any]
@@ -93,6 +87,8 @@ class RunPlan:
         name, where, server, client = _components(app)
         _check_same_app(before, name, where, resume)
         run_config = {**before.get("run_config", {}), **run_config}
+        if where is not None:
+            run_config = FlowerApp.load(where).simulated(run_config, values["num_supernodes"])
         seed = values["seed"]
         if seed is None:
             seed = before.get("seed")
@@ -113,6 +109,8 @@ class RunPlan:
             {**options, "env": {**env, **server_env}},
             values["num_supernodes"],
             seed,
+            determinism.run_id(seed) if deterministic else secrets.randbits(63),
+            run_config,
             values["max_workers"],
             calls_per_worker,
             values["verify_recycling"],
@@ -121,10 +119,8 @@ class RunPlan:
         )
         return cls(
             work,
-            determinism.run_id(seed) if deterministic else secrets.randbits(63),
             server,
             where,
-            run_config if where is None else FlowerApp.load(where).simulated(run_config, work.num_supernodes),
             server_env,
             folder,
             before,
@@ -137,31 +133,31 @@ class RunPlan:
             options,
         )
 
-    def identity(self, engine: Engine) -> dict[str, Any]:
+    def identity(self, hosts: Hosts) -> dict[str, Any]:
         """Return what a run that goes on must have in common with the run before."""
         work = self.work
         found = {"app": work.name, "num_supernodes": work.num_supernodes, "seed": work.seed}
         if work.is_deterministic:
-            found |= {"deterministic": True, "threads": engine.threads}
+            found |= {"deterministic": True, "threads": hosts.threads}
         return found
 
-    def settings(self, engine: Engine) -> dict[str, Any]:
+    def settings(self, hosts: Hosts) -> dict[str, Any]:
         """Return what the trace of a new run says that it was started with."""
         work = self.work
         return {
             "deterministic": work.is_deterministic,
-            "threads": engine.threads,
-            **self.identity(engine),
+            "threads": hosts.threads,
+            **self.identity(hosts),
             "app_folder": self.where,
-            "run_config": self.run_config,
-            "max_workers": engine.concurrency,
+            "run_config": work.run_config,
+            "max_workers": hosts.concurrency,
             "calls_per_worker": work.calls_per_worker,
             "verify_recycling": work.verify_recycling,
             "order": self.order,
             "state_memory_bytes": self.state_memory_bytes,
             "options": {option: _plain(value) for option, value in self.options.items()},
             "cores": cores(),
-            **engine.described(),
+            **hosts.described(),
         }
 
 

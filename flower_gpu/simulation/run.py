@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final, Unpack
+from typing import Any, Final, Unpack, cast
 
+import numpy as np
 from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.serverapp import ServerApp
+from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.supercore.object_ref import load_app
+from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu import files, trace
@@ -28,11 +31,14 @@ from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
-from flower_gpu.simulation import determinism, machine, verifying, workers
+from flower_gpu.simulation import determinism, machine, verifying
 from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.engine import Engine, LocalEngine, Rounds
+from flower_gpu.simulation.dispatcher import Dispatcher
+from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.grid import SimulationGrid
+from flower_gpu.simulation.host import Hosts
 from flower_gpu.simulation.in_worker import seed_of
+from flower_gpu.simulation.local_host import LocalHost
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.simulation.plan import RunPlan
@@ -162,19 +168,19 @@ def simulate(
     plan = RunPlan.of(app, given, run_config or {}, trackers, options)
     with ExitStack() as stack:
         stack.enter_context(_alone())
-        engine = _engine(plan, stack)
+        hosts = _hosts(plan, stack)
         if plan.work.is_deterministic:
-            machine.check_same(plan.before, engine.described(), is_strict=plan.work.is_strict)
-        record = _Record(plan, engine, stack)
+            machine.check_same(plan.before, hosts.described(), is_strict=plan.work.is_strict)
+        record = _Record(plan, hosts, stack)
         if plan.work.is_deterministic:
             stack.enter_context(determinism.here(seed_of(f"{plan.work.seed} server"), plan.server_env))
-        nodes = VirtualNodes(num_supernodes, plan.work.seed, plan.run_id, plan.run_config, record.states)
-        stack.enter_context(_identity(plan.run_id))
-        report = record.report(plan, engine, nodes, stack, progress=progress, verbose=verbose)
-        grid = _grid(plan, record, engine, nodes, report, stack)
-        context = Context(plan.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(plan.run_config))
-        _run_server(plan, engine, RecordedGrid(grid, report.recorder), context, report.say)
-        grid.close()  # here workers that wait for another message end by themselves
+        stack.enter_context(_identity(plan.work.run_id))
+        work = plan.work
+        nodes = VirtualNodes(work.num_supernodes, work.seed, work.run_id, work.run_config)
+        report = record.report(plan, hosts, nodes, stack, progress=progress, verbose=verbose)
+        grid = _grid(plan, record, hosts, nodes, report, stack)
+        context = Context(work.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(work.run_config))
+        _run_server(plan, hosts, RecordedGrid(grid, report.recorder), context, report.say)
         model = report.recorder.model
     path = None if record.folder is None else record.folder.path
     return SimulationResult(context, model, report.summary, path, plan.work.name, report.history.rounds)
@@ -183,26 +189,26 @@ def simulate(
 class _Record:
     """Where a run is written down, and what it goes on from; without a folder nothing stays but states."""
 
-    def __init__(self, plan: RunPlan, engine: Engine, stack: ExitStack) -> None:
+    def __init__(self, plan: RunPlan, hosts: Hosts, stack: ExitStack) -> None:
         """Make the folder, or go on in that of the earlier run; ``stack`` closes all that."""
         self._followers = tracking.Tracking(plan.trackers)  # first: a library may be missing
         self.folder = plan.folder
         settings = dict(plan.before)
         if self.folder is None and plan.log_dir is not None:
-            settings = plan.settings(engine)
+            settings = plan.settings(hosts)
             self.folder = RunFolder.create(plan.log_dir)
         self._report: Report | None = None
         self._run: RecordedRun | None = None
         if self.folder is None:
             stack.callback(self._conclude)
         else:
-            self._begin(self.folder, plan, engine, settings, stack)
+            self._begin(self.folder, plan, hosts, settings, stack)
         self.states = StateStore(_state_folder(self.folder, stack), plan.state_memory_bytes)
         stack.callback(self.states.close)
         self.checkpoints: Checkpoints | None = None
         self.state: RoundState | None = None  # of the run that goes on
         if self.folder is not None:
-            self.checkpoints = Checkpoints(self.folder.checkpoint, self.states, plan.identity(engine))
+            self.checkpoints = Checkpoints(self.folder.checkpoint, self.states, plan.identity(hosts))
             stack.callback(self.checkpoints.close)
             self.state = self.checkpoints.read() if plan.resumes else None
 
@@ -210,7 +216,7 @@ class _Record:
         self,
         folder: RunFolder,
         plan: RunPlan,
-        engine: Engine,
+        hosts: Hosts,
         settings: Mapping[str, Any],
         stack: ExitStack,
     ) -> None:
@@ -218,8 +224,8 @@ class _Record:
         stack.enter_context(restored_environment([RUN_DIR_VARIABLE]))
         os.environ[RUN_DIR_VARIABLE] = str(folder.path)
         name, clients = plan.work.name, plan.work.num_supernodes
-        told = {"run_config": plan.run_config, "clients": clients, "engine": "simulate"}
-        told = {**settings, **plan.identity(engine), **told}
+        told = {"run_config": plan.work.run_config, "clients": clients, "engine": "simulate"}
+        told = {**settings, **plan.identity(hosts), **told}
         # First in, last out: the last look at the GPUs is when all workers are gone, and trackers get it.
         stack.enter_context(self._followers.following(folder.path, name, told, resumes=plan.resumes))
         stack.callback(self._conclude)
@@ -239,7 +245,7 @@ class _Record:
     def report(
         self,
         plan: RunPlan,
-        engine: Engine,
+        hosts: Hosts,
         nodes: VirtualNodes,
         stack: ExitStack,
         *,
@@ -251,7 +257,7 @@ class _Record:
         def begin_again() -> None:
             if self._run is not None:
                 self._run.begin()
-            engine.has_begun()
+            hosts.has_begun()
 
         self._report = report = Report(
             self.folder,
@@ -266,7 +272,7 @@ class _Record:
             name, clients = plan.work.name, plan.work.num_supernodes
             report.history.feed([trace.make("run_started", kind="simulate", name=name, clients=clients)])
         stack.enter_context(reported(report, nodes.partition_of, verbose=verbose, keep_going=plan.keep_going))
-        report.recorder.concurrency = engine.concurrency
+        report.recorder.concurrency = hosts.concurrency
         return report
 
     def _conclude(self) -> None:
@@ -275,52 +281,65 @@ class _Record:
 
 
 def _grid(
-    plan: RunPlan, record: _Record, engine: Engine, nodes: VirtualNodes, report: Report, stack: ExitStack
+    plan: RunPlan, record: _Record, hosts: Hosts, nodes: VirtualNodes, report: Report, stack: ExitStack
 ) -> SimulationGrid:
-    """Return the grid of a run whose messages the engine handles."""
+    """Return the grid of a run whose messages the hosts handle."""
+    work, durations = plan.work, Durations()
     has_longest_first = (
-        plan.order == "longest" and engine.concurrency > 1
+        plan.order == "longest" and hosts.concurrency > 1
     )  # with one worker no order is faster
-    rounds = Rounds(plan.run_id, nodes, record.states, record.checkpoints, record.state, has_longest_first)
-    grid = engine.open(rounds, stack.callback)
+    dispatcher = Dispatcher(nodes, record.states, work.seed, durations)
+    grid = SimulationGrid(
+        Run.create_empty(work.run_id),
+        dispatcher,
+        durations=durations if has_longest_first else None,
+        checkpoints=record.checkpoints,
+        resumed=record.state,
+        sums_in_order=work.is_deterministic,
+        is_strict=work.is_strict,
+    )
+    stack.callback(dispatcher.wait)  # last: without its threads Ray can be left
+    stack.callback(hosts.close)
+    stack.callback(grid.close)
+    hosts.begin(nodes, dispatcher.joined)
     grid.tell = report.recorder.tell
     if not plan.resumes:
-        engine.has_begun()
-    report.say(engine.where())
-    if plan.work.verify_recycling:
+        hosts.has_begun()
+    report.say(hosts.where())
+    if work.verify_recycling:
         report.say(verifying.NOTE)
     if has_longest_first:
-        report.recorder.expected_s = lambda kind, ids: engine.durations.expected_s(
+        report.recorder.expected_s = lambda kind, ids: durations.expected_s(
             [(kind, nodes.find(node_id)) for node_id in ids]
         )
-    stack.callback(lambda: report.facts.update(engine.facts()))
+    stack.callback(lambda: report.facts.update(hosts.facts()))
     return grid
 
 
 def _run_server(
-    plan: RunPlan, engine: Engine, grid: RecordedGrid, context: Context, say: Callable[[str], None]
+    plan: RunPlan, hosts: Hosts, grid: RecordedGrid, context: Context, say: Callable[[str], None]
 ) -> None:
     """Import the ServerApp, load what workers find loaded, and run the one with the others."""
-    workers.seed_server(plan.work.seed)
+    random.seed(plan.work.seed)  # what a strategy samples nodes by
+    np.random.seed(plan.work.seed % (1 << 32))
     server, name = plan.server, plan.work.name
     if isinstance(server, str):
         with told_if_slow(say, f"importing {server.partition(':')[0]} of {name}"):
             server = _loaded(server, plan.where)
     with told_if_slow(say, f"preparing the workers of {name}"):
-        engine.load_data()
-    server(grid=grid, context=context)
+        hosts.load_data()
+    server(grid=cast(Grid, grid), context=context)
     grid.close()
 
 
-def _engine(plan: RunPlan, stack: ExitStack) -> Engine:
+def _hosts(plan: RunPlan, stack: ExitStack) -> Hosts:
     """Return what handles messages: this machine, or the hosts of a cluster."""
     if plan.ray_address is None:
-        return LocalEngine(plan.work)
-    from flower_gpu.simulation.cluster.engine import ClusterEngine
-    from flower_gpu.simulation.cluster.hosts import connected
+        return LocalHost(plan.work)
+    from flower_gpu.simulation.cluster.hosts import RayHosts, connected
 
     stack.enter_context(connected(plan.ray_address, plan.work.app))
-    return ClusterEngine(plan.work, plan.run_id, plan.run_config)
+    return RayHosts(plan.work)
 
 
 def _loaded(reference: str, folder: Path | None) -> ServerApp:

@@ -1,4 +1,4 @@
-"""What virtual nodes keep between messages: in memory up to a limit, the rest in files."""
+"""What virtual nodes keep between messages, as bytes: in memory up to a limit, the rest in files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Final
 
-from flwr.app import RecordDict
-
 from flower_gpu.errors import FlowerGPUError
-from flower_gpu.flower import record_bytes
 from flower_gpu.printable import format_bytes, path_text
 from flower_gpu.simulation.record_files import FilePlace, disk_error
 
@@ -44,20 +41,8 @@ class StateStore:
         self._versions = itertools.count(1)
         self.memory_bytes = 0
 
-    def get(self, partition: int) -> RecordDict:
-        """Return a state, which may be changed without changing what is stored."""
-        with self._lock:
-            data = self.read(partition)
-            if partition in self._memory:
-                self._memory.move_to_end(partition)
-        return record_bytes.decode(data) if data else RecordDict()
-
-    def put(self, partition: int, state: RecordDict) -> None:
+    def put(self, partition: int, data: bytes) -> None:
         """Store a state. If that fails, the earlier one stays."""
-        self.put_bytes(partition, record_bytes.encode(state) if state else b"")
-
-    def put_bytes(self, partition: int, data: bytes) -> None:
-        """Store a state that is bytes already, as :meth:`read` returns them."""
         with self._lock:
             if self._is_stored(partition, data):  # most messages leave a state as it was
                 return
@@ -81,9 +66,11 @@ class StateStore:
             yield self._changed
 
     def read(self, partition: int) -> bytes:
-        """Return a state as bytes; none where it is empty."""
+        """Return a state; no bytes where it is empty."""
         with self._lock:
             data, place = self._memory.get(partition), self._places.get(partition)
+            if data is not None:
+                self._memory.move_to_end(partition)
             if data is not None or place is None:
                 return data or b""
             where = path_text(place.path)

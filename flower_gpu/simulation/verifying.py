@@ -30,11 +30,15 @@ Differences = dict[str, float]
 
 @dataclass
 class Handled:
-    """What came of a message: the reply, or why there is none, and the client's context."""
+    """What came of a message: the reply, or why there is none; the client's context.
+
+    ``call_s``: what the call took in its worker, if that is to be learned.
+    """
 
     context: Context
     reply: Message | None = None
     error: BaseException | None = None
+    call_s: float | None = None
 
 
 class Verifier:

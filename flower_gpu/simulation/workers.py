@@ -1,15 +1,17 @@
-"""How many workers virtual clients have at a time."""
+"""The workers of a host: how many there are at a time, and what they are forked with."""
 
 from __future__ import annotations
 
-import random
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
-
+from flower_gpu import frameworks
 from flower_gpu.calls.settings import CallSettings
+from flower_gpu.errors import FlowerGPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.options import NUM_CPUS_VARIABLE
@@ -21,6 +23,16 @@ from flower_gpu.workers.threads import available_cores, cores
 
 _CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
 _ROUNDING: Final = 1e-9  # what 2 / 0.1 may be off by
+# What every worker needs, whatever the app imports.
+_OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker", "numpy.random")
+_WITHOUT_TORCH: Final = {
+    "flwr",
+    "numpy",
+    "flower_gpu",
+    "scipy",
+    "sklearn",
+    "pandas",
+} | sys.stdlib_module_names
 _SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
 
 
@@ -86,7 +98,41 @@ def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset
         client.find(call, None, {}).close()
 
 
-def seed_server(seed: int) -> None:
-    """Seed what a strategy samples nodes by."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
+@dataclass(frozen=True)
+class Needs:
+    """What the workers of an app are forked with.
+
+    ``modules``: libraries that they have use for.
+    ``without``: those they have none for, which makes forks cheaper; as of a
+    :class:`flower_gpu.workers.call.Call`.
+    """
+
+    modules: tuple[str, ...]
+    without: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, libraries: Sequence[str]) -> Needs:
+        """Find out what workers need whose app imports these libraries."""
+        if not _may_use_torch(libraries):
+            return cls((*_OURS, *libraries), frozenset({"torch"}))
+        return cls((*_OURS, *libraries, "torch", *frameworks.imported_in_use("torch")))
+
+    def learn_beside(self, settings: CallSettings) -> None:
+        """Have the host's fork server import that, in a thread, before the first worker is forked.
+
+        So this goes on while this process imports the ServerApp.
+        """
+        if not start.choose(settings.worker.start_method).from_server:
+            return
+
+        def learn() -> None:
+            with suppress(FlowerGPUError, OSError):  # who needs a worker tries again, and tells
+                client.learn(self.modules, self.without, client.LEARN_FOR_LIMITED_S)
+
+        threading.Thread(target=learn, daemon=True).start()
+
+
+def _may_use_torch(libraries: Sequence[str]) -> bool:
+    # Of a library that is not known to do without, whoever wrote it may have used torch.
+    tops = {name.partition(".")[0] for name in libraries}
+    return "flower_gpu.pytorch" in libraries or bool(tops - _WITHOUT_TORCH)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from typing import Any, cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from flower_gpu.flower.averaging import ReplySum, SumItem, in_order_of_sending, without_arrays
 from flower_gpu.flower.rounds import RoundState
 
 
@@ -72,7 +74,7 @@ class PlainTestGrid(Grid):
         self.lists = 0
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: Any = None) -> list[Message]:
-        replies = list(self._replies(messages))
+        replies = in_order_of_sending(self._replies(messages))
         self.lists += bool(replies)
         return replies
 
@@ -112,16 +114,37 @@ class StreamingTestGrid(PlainTestGrid):
 
     sums_in_order = False
 
-    def stream(
-        self, messages: Iterable[Message], *, timeout: float | None = None, in_order: bool = False
-    ) -> Iterator[Message]:
+    def stream(self, messages: Iterable[Message], *, in_order: bool = False) -> Iterator[Message]:
         replies = list(self._replies(messages))
         if in_order:
             replies.sort(key=lambda reply: reply.metadata.src_node_id)
         yield from replies
 
-    def block_of(self, node_id: int) -> int:
-        return node_id // 4
+    def sums(
+        self,
+        messages: Iterable[Message],
+        timeout: float | None,
+        weighted_by_key: str,
+        *,
+        keeps_integers: bool,
+        in_order: bool,
+    ) -> Generator[SumItem, None, None]:
+        """Sum replies as hosts do: as they come, or in blocks of four nodes."""
+        total: tuple[int, ReplySum] | None = None
+        if in_order:
+            messages = sorted(messages, key=lambda message: message.metadata.dst_node_id)
+        with closing(cast(Any, self.stream(messages, in_order=in_order))) as replies:
+            for reply in replies:
+                block = reply.metadata.src_node_id // 4 if in_order else 0
+                if total is not None and total[0] != block:
+                    yield f"block {total[0]}", total[1]
+                    total = None
+                total = total or (block, ReplySum(weighted_by_key, keeps_integers=keeps_integers))
+                total[1].add(reply)
+                yield without_arrays(reply)
+                del reply
+        if total is not None:
+            yield f"block {total[0]}", total[1]
 
     def resumed(self) -> RoundState | None:
         return self._state

@@ -23,12 +23,28 @@ from streaming_grid import content_of, reply_of
 
 from flower_gpu import FedAvg
 from flower_gpu.errors import InvalidResultError
-from flower_gpu.flower.averaging import InBlocks, RunningMean
+from flower_gpu.flower.averaging import ComingSums, ReplySum, RunningMean, SumItem, without_arrays
 from flower_gpu.flower.streaming import ComingReplies, streamed_strategies
 
 FLOATS = ["float16", "float32", "float64", ">f4", "longdouble"]
 COMPLEX = ["complex64", "complex128"]
 INTEGERS = ["int8", "int64", "uint8", "uint64", "bool"]
+
+
+def summed(replies: Iterable[Message], *, keeps_integers: bool = True) -> Generator[SumItem, None, None]:
+    """Sum replies as a host does."""
+    total = ReplySum("num-examples", keeps_integers=keeps_integers)
+    for reply in replies:
+        total.add(reply)
+        yield without_arrays(reply)
+        del reply
+    yield "a host", total
+
+
+def coming(replies: Iterable[Message]) -> ComingReplies:
+    """Return replies that come one by one, or summed."""
+    sums = ComingSums(lambda key, keeps_integers: summed(replies, keeps_integers=keeps_integers))
+    return ComingReplies((reply for reply in replies), sums)
 
 
 @st.composite
@@ -94,13 +110,13 @@ def test_flowers_own_mean_of_a_stream_is_what_flower_gives(replies: list[Message
     """Also of integers, whose mean is a float64 there."""
     if not sum(reply.content["metrics"]["num-examples"] for reply in replies):
         with streamed_strategies(), pytest.raises(ZeroDivisionError):
-            FlowerFedAvg().aggregate_train(1, ComingReplies(reply for reply in replies))
+            FlowerFedAvg().aggregate_train(1, coming(replies))
         return
     wanted, wanted_metrics = FlowerFedAvg().aggregate_train(1, replies)
-    coming = ComingReplies(reply for reply in replies)
+    to_come = coming(replies)
     with streamed_strategies():
-        found, metrics = FlowerFedAvg().aggregate_train(1, coming)
-    assert coming.all() == [], "they were summed"
+        found, metrics = FlowerFedAvg().aggregate_train(1, to_come)
+    assert to_come.all() == [], "they were summed"
     assert metrics == wanted_metrics and list(found) == list(wanted)
     for key, array in found.items():
         assert array.dtype == wanted[key].dtype and array.shape == wanted[key].shape
@@ -215,7 +231,7 @@ def test_replies_are_checked_and_logged_as_in_flower(case: str, caplog: pytest.L
     assert _outcome(FedAvg(), iter(replies), caplog) == wanted
     assert _outcome(FedAvg(exact_order=True), iter(replies), caplog) == wanted
     with streamed_strategies():
-        assert _outcome(FlowerFedAvg(), ComingReplies(reply for reply in replies), caplog) == wanted
+        assert _outcome(FlowerFedAvg(), coming(replies), caplog) == wanted
 
 
 def _outcome(
@@ -248,7 +264,7 @@ def test_a_reply_is_gone_before_the_next_is_asked_for() -> None:
     gc.disable()  # not only once the garbage is collected
     try:
         FedAvg().aggregate_train(1, replies())
-        FedAvg(exact_order=True).aggregate_train(1, InBlocks(replies(), lambda node: node // 2))
+        FedAvg().aggregate_train(1, ComingSums(lambda *_: summed(replies())))
     finally:
         gc.enable()
     assert len(alive) == 50
@@ -340,24 +356,27 @@ def _bits(found: tuple[ArrayRecord | None, MetricRecord | None]) -> tuple[bytes,
     return None if arrays is None or metrics is None else (arrays["w"].data, metrics["l"])
 
 
-def test_sums_of_blocks_can_be_formed_apart_and_added_up() -> None:
-    """As another machine would do it that has some of the blocks."""
+def test_sums_of_blocks_are_added_up_in_their_order() -> None:
     nodes, size = range(1, 24), 4
-    contents = {node: _noise(node).content for node in nodes}
-    together = InBlocks((_noise(node) for node in nodes), lambda node: node // size)
-    found, _ = FedAvg().aggregate_train(1, together)
+    replies = {node: _noise(node) for node in nodes}
+
+    def in_blocks(key: str, keeps_integers: bool) -> Generator[SumItem, None, None]:
+        for first in range(1, 24, size):
+            yield from summed(replies[node] for node in range(first, min(first + size, 24)))
+
+    found, _ = FedAvg().aggregate_train(1, ComingSums(in_blocks))
     total, weights = np.zeros(100), 0
-    for block in range(0, 24, size):
+    for first in range(1, 24, size):
         own = np.zeros(100)
-        for node in range(max(block, 1), block + size):
-            weight = contents[node]["metrics"]["num-examples"]
-            own += contents[node]["arrays"]["w"].numpy() * float(weight)
+        for node in range(first, min(first + size, 24)):
+            weight = replies[node].content["metrics"]["num-examples"]
+            own += replies[node].content["arrays"]["w"].numpy() * float(weight)
             weights += weight
         total += own
     assert found is not None and found["w"].numpy().tobytes() == (total / weights).tobytes()
     one_sum = RunningMean()
-    for node in nodes:
-        one_sum.add(contents[node]["arrays"], contents[node]["metrics"]["num-examples"], "")
+    for reply in replies.values():
+        one_sum.add(reply.content["arrays"], reply.content["metrics"]["num-examples"], "")
     assert one_sum.finish()["w"].numpy().tobytes() != found["w"].numpy().tobytes(), "blocks change the bits"
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord
+from record_states import RecordStates
 from record_strategies import filled, number_of
 
 from flower_gpu.flower.rounds import RoundState, capture_random_state
 from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.states import StateStore
 
 PARTITIONS = 5
 
@@ -37,7 +37,7 @@ def last_change(partition: int, number: int) -> int:
     return max((n for n in range(1, number + 1) if n % PARTITIONS == partition or n % 3 == 0), default=0)
 
 
-def change_states(states: StateStore, number: int) -> None:
+def change_states(states: RecordStates, number: int) -> None:
     """Change the states that change in a round."""
     for partition in range(PARTITIONS):
         if number and last_change(partition, number) == number:
@@ -46,7 +46,7 @@ def change_states(states: StateStore, number: int) -> None:
 
 def check_complete(folder: Path) -> int:
     """Check that the checkpoint in a folder is all that of one round; returns the round, or -1."""
-    states = StateStore()
+    states = RecordStates()
     found = Checkpoints(folder, states).read()
     if found is None:
         return -1

@@ -1,25 +1,32 @@
-"""Handlers for a grid under test: they answer, wait, fail, or are given up, as a message's group says."""
+"""A grid under test with a host in threads of this process, whose handler does as a message's group says."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.run import Run
 
 from flower_gpu.errors import WorkerDiedError
+from flower_gpu.flower.averaging import ReplySum
+from flower_gpu.simulation.dispatcher import Dispatcher
 from flower_gpu.simulation.durations import Durations
-from flower_gpu.simulation.local_grid import LocalGrid
+from flower_gpu.simulation.grid import SimulationGrid
+from flower_gpu.simulation.host import About
+from flower_gpu.simulation.host_queue import QueueHost
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.states import StateStore
+from flower_gpu.simulation.visits import Answer, Visit, failed
 
 RUN_ID = 5
 
 
 class Handling:
-    """What threads of a grid did with messages."""
+    """Answers, waits, fails, or is given up, as a message's group says; notes what was done."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,34 +43,37 @@ class Handling:
     def stuck_since(self) -> float | None:
         return self.stuck
 
-    def __call__(self, message: Message) -> Message:
-        message_id, group = message.metadata.message_id, message.metadata.group_id
+    def __call__(self, visit: Visit) -> Answer:
         given_up = threading.Event()
         with self._lock:
-            self._given_up[message_id] = given_up
-            self.begun.append(message_id)
+            self._given_up[visit.message_id] = given_up
+            self.begun.append(visit.message_id)
             self.running += 1
             self.most = max(self.most, self.running)
+        began = time.monotonic()
         try:
-            if group == "wait" and given_up.wait(60):
-                raise WorkerDiedError("given up")
-            if group == "gate":
-                self.gate.wait(60)
-            if group == "error":
-                raise ValueError("of the app")
-            if group == "died":
-                raise WorkerDiedError("killed")
-            if group == "exit":
-                raise SystemExit(3)
-            arrays = [np.zeros(4096, np.uint8)] if group == "large" else []
-            ttl = 60 if group == "short" else None
-            reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message, ttl=ttl)
-            self.on_reply(reply)
-            return reply
-        finally:
-            with self._lock:
-                self.running -= 1
-                self.done.append(message_id)
+            reply = self._reply(visit.message, given_up)
+        except Exception as error:
+            reply = failed(visit.message, error)
+        with self._lock:
+            self.running -= 1
+            self.done.append(visit.message_id)
+        return Answer(visit.message_id, reply, b"", time.monotonic() - began)
+
+    def _reply(self, message: Message, given_up: threading.Event) -> Message:
+        group = message.metadata.group_id
+        if group == "wait" and given_up.wait(60):
+            raise WorkerDiedError("given up")
+        if group == "gate":
+            self.gate.wait(60)
+        if group == "error":
+            raise ValueError("of the app")
+        if group == "died":
+            raise WorkerDiedError("killed")
+        content = RecordDict({"arrays": ArrayRecord([np.ones(2)]), "m": MetricRecord({"num-examples": 1})})
+        reply = Message(content, reply_to=message, ttl=60 if group == "short" else None)
+        self.on_reply(reply)
+        return reply
 
     def idle(self) -> None:
         with self._lock:
@@ -73,10 +83,21 @@ class Handling:
         with self._lock:
             self.left += 1
 
-    def cancel(self, message: Message) -> None:
+    def cancel(self, message_id: str) -> None:
         with self._lock:
-            self.cancelled.append(message.metadata.message_id)
-            self._given_up[message.metadata.message_id].set()
+            self.cancelled.append(message_id)
+            if message_id in self._given_up:
+                self._given_up[message_id].set()
+
+    def cancel_all(self) -> None:
+        for given_up in self._given_up.values():
+            given_up.set()
+
+
+class SafeHost(QueueHost):
+    """A host that cannot be lost, as this machine."""
+
+    can_be_lost = False
 
 
 class GridUnderTest:
@@ -85,12 +106,17 @@ class GridUnderTest:
         threads: int,
         nodes: int = 4,
         durations: Durations | None = None,
-        **options: bool,
+        *,
+        has_spare: bool = False,
+        **options: Any,
     ) -> None:
         self.nodes = VirtualNodes(nodes, 1, RUN_ID, {})
         self.handling = Handling()
-        run = Run.create_empty(RUN_ID)
-        self.grid = LocalGrid(run, self.nodes, self.handling, threads, durations=durations, **options)
+        self.dispatcher = Dispatcher(self.nodes, StateStore(), 3, Durations())
+        self.grid = SimulationGrid(Run.create_empty(RUN_ID), self.dispatcher, durations=durations, **options)
+        self.host = SafeHost(About("here", threads, 1, {}, threads, []))
+        self.host.start(self.handling, threads + has_spare)
+        self.dispatcher.joined(self.host)
 
     def messages(self, count: int, group: str = "answer") -> list[Message]:
         ids = self.nodes.ids
@@ -98,16 +124,24 @@ class GridUnderTest:
             Message(RecordDict(), ids[number % len(ids)], "train", group_id=group) for number in range(count)
         ]
 
-    @staticmethod
-    def blocks(nodes: int) -> list[int]:
-        """Return the block of each of so many nodes."""
-        one = GridUnderTest(1, nodes)
-        one.close()
-        return [one.grid.block_of(node) for node in one.nodes.ids]
+    def sums(
+        self, messages: list[Message], *, in_order: bool = True, timeout: float | None = None
+    ) -> tuple[list[Message], float]:
+        """Return what is left of replies that are summed, and the weight of the sum."""
+        total, rest = ReplySum("num-examples"), []
+        options = {"keeps_integers": True, "in_order": in_order}
+        for item in self.grid.sums(messages, timeout, "num-examples", **options):
+            if isinstance(item, Message):
+                rest.append(item)
+            else:
+                total.merge(item[1], item[0])
+        return rest, total.mean.total_weight
 
     def close(self) -> None:
         self.handling.gate.set()
         self.grid.close()
+        self.host.close()
+        self.dispatcher.wait()
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:

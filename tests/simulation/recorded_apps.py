@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +21,23 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from grid_handlers import SafeHost
 
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
+from flower_gpu.flower import record_bytes
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.simulation.local_grid import LocalGrid
+from flower_gpu.simulation.dispatcher import Dispatcher
+from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.grid import SimulationGrid
+from flower_gpu.simulation.host import About
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.reporting import Report, reported
+from flower_gpu.simulation.states import StateStore
+from flower_gpu.simulation.visits import Answer, Visit, failed
 from flower_gpu.trace import Event
 
 RUN_ID = 5
@@ -82,13 +89,16 @@ def values(array: Array) -> np.ndarray:
 
 
 class Handled:
-    """A function as a grid's handler: no worker is kept for it, and none is given up."""
+    """A function as a host's handler: no worker is kept for it, and none is given up."""
 
     def __init__(self, handle: Callable[[Message], Message]) -> None:
         self._handle = handle
 
-    def __call__(self, message: Message) -> Message:
-        return self._handle(message)
+    def __call__(self, visit: Visit) -> Answer:
+        try:
+            return Answer(visit.message_id, self._handle(visit.message), b"")
+        except Exception as error:
+            return Answer(visit.message_id, failed(visit.message, error))
 
     def idle(self) -> None: ...
 
@@ -96,17 +106,21 @@ class Handled:
 
     def stuck_since(self) -> None: ...
 
-    def cancel(self, message: Message) -> None: ...
+    def cancel(self, message_id: str) -> None: ...
+
+    def cancel_all(self) -> None: ...
 
 
 def handled_by(app: ClientApp, nodes: VirtualNodes) -> Callable[[Message], Message]:
     """Have a ClientApp handle messages."""
+    states: dict[int, bytes] = {}
 
     def handle(message: Message) -> Message:
-        context = nodes.context_of(message.metadata.dst_node_id)
+        node_id = message.metadata.dst_node_id
+        context = nodes.context_of(node_id, states.get(node_id, b""))
         # A process would have a copy: SecAgg+ sends all clients the same content, and takes it apart there.
         reply = app(copy.deepcopy(message), context)
-        nodes.keep(context)
+        states[node_id] = record_bytes.encode(context.state) if context.state else b""
         return reply
 
     return handle
@@ -188,10 +202,15 @@ def run_on_grid(
     identity = {"run_id": RUN_ID, "node_id": SUPERLINK_NODE_ID, "task_id": 1}
     for name, value in identity.items():  # as a process of Flower's has it that runs a ServerApp
         setattr(TaskIdentity, name, value)
-    local = LocalGrid(Run.create_empty(RUN_ID), nodes, Handled(handle), threads, **resumable)
+    dispatcher = Dispatcher(nodes, StateStore(), 0, Durations())
+    host = SafeHost(About("here", threads, 1, {}, threads, []))
+    host.start(Handled(handle), threads)
+    dispatcher.joined(host)
     context = Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), {})
-    with closing(RecordedGrid(local, recorder)) as grid:
-        app(grid, context)
+    with ExitStack() as stack:
+        stack.callback(host.close)
+        grid = SimulationGrid(Run.create_empty(RUN_ID), dispatcher, **resumable)
+        app(stack.enter_context(closing(RecordedGrid(grid, recorder))), context)
 
 
 def run_reported(

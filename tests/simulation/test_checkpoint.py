@@ -18,12 +18,12 @@ from checkpoint_rounds import change_states, check_complete, round_state
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from record_states import RecordStates
 from record_strategies import arrays, contents, filled, number_of, record_dicts, texts
 
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower.rounds import RoundState, capture_random_state, restore_random_state
 from flower_gpu.simulation.checkpoint import FORMAT_VERSION, INDEX_NAME, Checkpoints
-from flower_gpu.simulation.states import StateStore
 
 Script = Callable[..., Any]
 
@@ -50,8 +50,8 @@ round_states = st.builds(
 )
 
 
-def write_rounds(folder: Path, rounds: range, identity: dict[str, Any] | None = None) -> StateStore:
-    states = StateStore()
+def write_rounds(folder: Path, rounds: range, identity: dict[str, Any] | None = None) -> RecordStates:
+    states = RecordStates()
     checkpoints = Checkpoints(folder, states, identity)
     for number in rounds:
         change_states(states, number)
@@ -69,11 +69,11 @@ def test_a_round_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, expected: RoundState, kept: dict[int, RecordDict]
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
-    states = StateStore()
+    states = RecordStates()
     for partition, state in kept.items():
         states.put(partition, state)
     Checkpoints(folder, states).write(expected)
-    resumed = StateStore()
+    resumed = RecordStates()
     found = Checkpoints(folder, resumed).read()
     assert found is not None
     for name in ("train_metrics", "evaluate_metrics", "client_metrics"):
@@ -93,9 +93,9 @@ def test_random_numbers_go_on_as_they_would_have(tmp_path: Path) -> None:
     np.random.seed(3)
     random.gauss(0, 1)
     np.random.standard_normal()
-    Checkpoints(tmp_path, StateStore()).write(round_state_with(capture_random_state()))
+    Checkpoints(tmp_path, RecordStates()).write(round_state_with(capture_random_state()))
     expected = [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand()]
-    found = Checkpoints(tmp_path, StateStore()).read()
+    found = Checkpoints(tmp_path, RecordStates()).read()
     assert found is not None
     restore_random_state(found.random_state)
     assert [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand()] == expected
@@ -106,7 +106,7 @@ def round_state_with(random_state: dict[str, Any]) -> RoundState:
 
 
 def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
-    states = StateStore()
+    states = RecordStates()
     checkpoints = Checkpoints(tmp_path, states)
     for partition in range(10):
         states.put(partition, filled(partition))
@@ -121,13 +121,13 @@ def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path) -> No
     assert (tmp_path / first).read_bytes() == before
     checkpoints.write(round_state(2))
     assert state_files(tmp_path) == {first: size, **added}
-    resumed = StateStore()
+    resumed = RecordStates()
     Checkpoints(tmp_path, resumed).read()
     assert [number_of(resumed.get(partition)) for partition in range(10)] == [0, 1, 2, 33, *range(4, 10)]
 
 
 def test_files_stay_within_twice_what_is_in_use(tmp_path: Path) -> None:
-    states = StateStore()
+    states = RecordStates()
     checkpoints = Checkpoints(tmp_path, states)
     numbers = random.Random(0)
     expected = dict.fromkeys(range(40), 0)
@@ -140,7 +140,7 @@ def test_files_stay_within_twice_what_is_in_use(tmp_path: Path) -> None:
             expected[partition] = server_round
         checkpoints.write(round_state(0))
         assert in_use <= sum(state_files(tmp_path).values()) <= 2 * in_use
-    resumed = StateStore()
+    resumed = RecordStates()
     Checkpoints(tmp_path, resumed).read()
     assert {partition: number_of(resumed.get(partition)) for partition in expected} == expected
     assert {partition: number_of(states.get(partition)) for partition in expected} == expected
@@ -148,7 +148,7 @@ def test_files_stay_within_twice_what_is_in_use(tmp_path: Path) -> None:
 
 def test_a_state_that_the_checkpoint_has_leaves_memory_without_being_written(tmp_path: Path) -> None:
     folder, checkpoint = tmp_path / "states", tmp_path / "checkpoint"
-    states = StateStore(folder, 1500)
+    states = RecordStates(folder, 1500)
     checkpoints = Checkpoints(checkpoint, states)
     states.put(0, filled(1, 800))
     checkpoints.write(round_state(1))
@@ -162,21 +162,21 @@ def test_a_state_that_the_checkpoint_has_leaves_memory_without_being_written(tmp
 
 
 def test_an_emptied_state_is_gone_from_the_checkpoint(tmp_path: Path) -> None:
-    states = StateStore()
+    states = RecordStates()
     checkpoints = Checkpoints(tmp_path, states)
     states.put(0, filled(1))
     checkpoints.write(round_state(1))
     states.put(0, RecordDict())
     checkpoints.write(round_state(2))
     assert state_files(tmp_path) == {}
-    resumed = StateStore()
+    resumed = RecordStates()
     Checkpoints(tmp_path, resumed).read()
     assert not resumed.get(0)
 
 
 def test_a_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(4))
-    states = StateStore(tmp_path / "states", 0)
+    states = RecordStates(tmp_path / "states", 0)
     checkpoints = Checkpoints(tmp_path, states)
     found = checkpoints.read()
     assert found is not None and found.server_round == 3
@@ -187,7 +187,7 @@ def test_a_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
 
 
 def test_states_that_change_while_a_round_is_written_are_of_before_or_after(tmp_path: Path) -> None:
-    states = StateStore(tmp_path / "states", 1000)
+    states = RecordStates(tmp_path / "states", 1000)
     checkpoints = Checkpoints(tmp_path / "checkpoint", states)
     is_over = threading.Event()
 
@@ -202,7 +202,7 @@ def test_states_that_change_while_a_round_is_written_are_of_before_or_after(tmp_
     try:
         for _ in range(10):
             checkpoints.write(round_state(1))
-            resumed = StateStore()
+            resumed = RecordStates()
             assert Checkpoints(tmp_path / "checkpoint", resumed).read() is not None
             for partition in range(7):
                 found = resumed.get(partition)
@@ -229,13 +229,13 @@ IDENTITY = {"app": "digits", "number of nodes": 100, "run config": {"lr": 0.1}, 
 )
 def test_another_run_is_refused_with_what_differs(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
     write_rounds(tmp_path, range(2), IDENTITY)
-    states = StateStore()
+    states = RecordStates()
     with pytest.raises(ConfigError) as caught:
         Checkpoints(tmp_path, states, changed).read()
     assert text in str(caught.value) and str(tmp_path) in str(caught.value)
     assert str(caught.value).count(" was ") == 1
     assert not states.get(0)
-    assert Checkpoints(tmp_path, StateStore(), IDENTITY).read() is not None
+    assert Checkpoints(tmp_path, RecordStates(), IDENTITY).read() is not None
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
@@ -244,14 +244,14 @@ def test_another_format_is_refused_with_what_to_do(tmp_path: Path, version: int)
     with contextlib.closing(sqlite3.connect(tmp_path / INDEX_NAME)) as database:
         database.execute(f"PRAGMA user_version = {version}")
     with pytest.raises(ConfigError, match=rf"its format is version {version}, .* began it, or start it anew"):
-        Checkpoints(tmp_path, StateStore()).read()
+        Checkpoints(tmp_path, RecordStates()).read()
 
 
 def test_another_process_that_writes_into_the_folder_is_told_and_its_round_stays(tmp_path: Path) -> None:
-    states = StateStore()
+    states = RecordStates()
     ours = Checkpoints(tmp_path, states)
     ours.write(round_state(0))
-    resumed = StateStore()
+    resumed = RecordStates()
     theirs = Checkpoints(tmp_path, resumed)
     theirs.read()
     for number in (1, 2):
@@ -291,12 +291,12 @@ def test_an_index_that_was_changed_is_refused(tmp_path: Path, statement: str, wr
     with contextlib.closing(sqlite3.connect(tmp_path / INDEX_NAME)) as database:
         database.executescript(statement)
     with pytest.raises(ConfigError, match=r"checkpoint\.sqlite is damaged .*--resume"):
-        Checkpoints(tmp_path, StateStore()).read()
+        Checkpoints(tmp_path, RecordStates()).read()
 
 
 def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    kept = StateStore()
+    kept = RecordStates()
     checkpoints = Checkpoints(folder, kept)
     for number in range(2):
         kept.put(number, filled(number))
@@ -314,7 +314,7 @@ def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
                 path.unlink()
             else:
                 path.write_bytes(damaged)
-            states = StateStore()
+            states = RecordStates()
             if damaged is None and name == INDEX_NAME:
                 assert Checkpoints(folder, states).read() is None
             else:
@@ -323,7 +323,7 @@ def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
                 assert str(path) in str(caught.value) and "--resume" in str(caught.value)
             assert not states.get(0) and not states.get(1)
         path.write_bytes(data)
-    assert Checkpoints(folder, StateStore()).read() is not None
+    assert Checkpoints(folder, RecordStates()).read() is not None
 
 
 @given(data=st.data())
@@ -351,12 +351,12 @@ from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from checkpoint_rounds import change_states, check_complete, round_state
 from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.states import StateStore
+from record_states import RecordStates
 
 folder = Path(sys.argv[1])
 
 def writer():
-    states = StateStore(folder.with_name("states"), 300)
+    states = RecordStates(folder.with_name("states"), 300)
     checkpoints = Checkpoints(folder, states)
     found = checkpoints.read()
     first = 0 if found is None else found.server_round + 1
@@ -428,7 +428,7 @@ for _ in range(5):
 def test_between_any_two_lines_the_folder_holds_the_round_or_the_one_before(tmp_path: Path) -> None:
     """What a kill at that moment would leave, since the kernel has what was written."""
     folder = tmp_path / "checkpoint"
-    states = StateStore(tmp_path / "states", 300)
+    states = RecordStates(tmp_path / "states", 300)
     checkpoints = Checkpoints(folder, states)
     found: list[int] = []
     before: list[tuple[str, int, int]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,16 +16,18 @@ import recycling_tasks
 from flwr.app import Message
 from grid_handlers import until
 
-from flower_gpu.errors import ClientCallError, FlowerGPUError, NotDeterministicError, WorkerDiedError
+from flower_gpu.errors import NotDeterministicError
 from flower_gpu.simulation import verifying
-from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.dispatcher import Seeds
+from flower_gpu.simulation.host import MANY, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
-from flower_gpu.simulation.messages import MANY, MessageHandler, Seeds
+from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.run import _identity
 from flower_gpu.simulation.slots import Slot
-from flower_gpu.simulation.verifying import Verifier, difference
+from flower_gpu.simulation.verifying import difference
+from flower_gpu.simulation.visits import Answer, CallError, Visit
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
 
@@ -85,19 +88,6 @@ def test_torch_that_comes_late() -> None:
 # Messages
 
 
-class Learning(Durations):
-    """Notes of whom something was learned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.learned: list[int] = []
-
-    def learn(self, kind: str, client: int, seconds: float) -> None:
-        assert (kind, seconds > 0) == ("train", True)
-        self.learned.append(client)
-        super().learn(kind, client, seconds)
-
-
 class Handler:
     """Handles messages as a simulation does."""
 
@@ -109,37 +99,50 @@ class Handler:
         verifies: bool = False,
         is_strict: bool = False,
     ) -> None:
-        self.nodes = VirtualNodes(4, 1, RUN_ID, {})
-        self.durations = Learning()
-        self.handler = MessageHandler(
-            AppReference(Path(__file__).parent, "recycled_app:app"),
-            self.nodes,
-            {},
-            "recycled",
-            Seeds(seed),
-            lambda: Slot(LeaseTurns(), frozenset({"torch"})),
-            calls_per_worker,
-            self.durations,
-            verifier=Verifier() if verifies else None,
-            is_deterministic=is_strict,
-            is_strict=is_strict,
+        app = AppReference(Path(__file__).parent, "recycled_app:app")
+        work = Work(
+            "recycled", app, {}, 4, 1, RUN_ID, {}, None, calls_per_worker, verifies, is_strict, is_strict
         )
+        self.nodes = VirtualNodes(4, 1, RUN_ID, {})
+        self.states = [b""] * 4
+        self.learned: list[int] = []
+        self.handler = MessageHandler(work, self.nodes, {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})))
+        self._seeds = Seeds(seed)
         self._numbers = iter(range(1000))
 
-    def message(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> Message:
+    def visit(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> Visit:
         message = Message(
             recycled_app.content(task, **content), self.nodes.ids[node], "train", group_id=group
         )
         message.metadata.__dict__["_message_id"] = f"message {next(self._numbers)}"
-        return message
+        return Visit(message, self._seeds(message), self.states[node])
 
     def __call__(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> dict[str, Any]:
         """Have a message handled; return what the app says."""
-        return dict(self.handler(self.message(node, task, group, **content)).content["facts"])
+        reply = self.handled(self.visit(node, task, group, **content)).reply
+        assert reply is not None
+        return dict(reply.content["facts"])
+
+    def handled(self, visit: Visit) -> Answer:
+        """Have a message handled, and its state kept."""
+        answer = self.handler(visit)
+        node = self.nodes.partition_of(visit.message.metadata.dst_node_id)
+        if answer.state is not None:
+            self.states[node] = answer.state
+        if answer.call_s is not None:
+            assert answer.call_s > 0
+            self.learned.append(node)
+        return answer
+
+    def error(self, node: int, task: str) -> str:
+        """Return why a message has failed."""
+        answer = self.handled(self.visit(node, task))
+        assert answer.reply is not None and answer.state is None
+        return str(answer.reply.error.reason)
 
     def times(self, node: int) -> int:
         """Return how often a node's state has been seen, as it says itself."""
-        state = self.nodes.context_of(self.nodes.ids[node]).state
+        state = self.nodes.context_of(self.nodes.ids[node], self.states[node]).state
         return int(state["seen"]["times"]) if "seen" in state else 0
 
 
@@ -181,13 +184,11 @@ def test_numbers_do_not_depend_on_who_has_had_the_worker(new_handler: Callable[.
 def test_state_of_a_failed_message_is_as_before(new_handler: Callable[..., Handler]) -> None:
     handler = new_handler(5)
     handler(0)
-    with pytest.raises(ClientCallError, match="train of client 0: ValueError: of the app"):
-        handler(0, "fail")
-    with pytest.raises(WorkerDiedError, match="exited with code 3"):
-        handler(0, "die")
+    assert handler.error(0, "fail").startswith("train of client 0: ValueError: of the app")
+    assert "exited with code 3" in handler.error(0, "die")
     assert handler.times(0) == 1
     assert handler(0)["times"] == 2
-    assert len(handler.durations.learned) == 2
+    assert len(handler.learned) == 2
 
 
 @pytest.mark.parametrize(
@@ -204,13 +205,12 @@ def test_given_up_while_it_runs(
     handler = new_handler(5, is_strict=is_strict)
     if method == "forkserver":
         handler(0)
-    message = handler.message(1, "hang", file=str(tmp_path / "begun"))
+    visit = handler.visit(1, "hang", file=str(tmp_path / "begun"))
     thread = threading.Thread(
-        target=lambda: until((tmp_path / "begun").exists) and handler.handler.cancel(message)
+        target=lambda: until((tmp_path / "begun").exists) and handler.handler.cancel(visit.message_id)
     )
     thread.start()
-    with pytest.raises(FlowerGPUError):
-        handler.handler(message)
+    assert has_failed(handler.handled(visit))
     thread.join()
     assert handler.times(1) == 0
     assert handler(1)["times"] == 1
@@ -226,26 +226,42 @@ def test_given_up_before_its_worker_is_there(used: bool, new_handler: Callable[.
     memory = handler.handler._memory
     with memory.room():  # so that the next one has to wait for the host's memory
         memory._available = lambda: (0, 1 << 40) if not room.is_set() else (1 << 40, 1 << 40)
-        message = handler.message(1, "hang", file="/dev/null")
-        errors: list[BaseException] = []
-
-        def handle() -> None:
-            try:
-                handler.handler(message)
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=handle, daemon=True)
+        visit = handler.visit(1, "hang", file="/dev/null")
+        answers: list[Answer] = []
+        thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
         thread.start()
         assert until(lambda: memory.waits == 1)
-        handler.handler.cancel(message)
+        handler.handler.cancel(visit.message_id)
         time.sleep(0.05)
         room.set()
         thread.join(30)
     assert not thread.is_alive(), "it is handled all the same"
-    assert isinstance(errors[0], FlowerGPUError)
+    assert has_failed(answers[0])
     assert handler.times(1) == 0
     assert handler(1)["times"] == 1
+
+
+def test_what_was_given_up_before_it_came_is_not_handled(new_handler: Callable[..., Handler]) -> None:
+    """Ray may carry what is called later first."""
+    handler = new_handler()
+    visit = handler.visit(1)
+    handler.handler.cancel(visit.message_id)
+    assert has_failed(handler.handled(visit)) and handler.handler.facts()["workers_started"] == 0
+
+
+def test_no_error_ends_a_thread(new_handler: Callable[..., Handler], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An app that is run in this process may call ``sys.exit``."""
+    handler = new_handler()
+
+    def exits(*args: object, **options: object) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr("flower_gpu.flower.message_call.call", exits)
+    assert handler.error(0, "answer") == "3"
+
+
+def has_failed(answer: Answer) -> bool:
+    return answer.reply is not None and answer.reply.has_error() and answer.state is None
 
 
 def test_each_message_is_handled_once_by_workers_that_are_used_again(
@@ -258,7 +274,7 @@ def test_each_message_is_handled_once_by_workers_that_are_used_again(
     assert len({one["pid"] for one in found}) == 1
     assert [handler.times(node) for node in range(4)] == [3] * 4
     assert handler.handler.facts()["recycling"] == {"calls_per_worker": MANY, "is_used_again": True}
-    assert handler.durations.learned == [number % 4 for number in range(12)]
+    assert handler.learned == [number % 4 for number in range(12)]
 
 
 def test_a_message_whose_worker_dies_is_tried_again_in_a_deterministic_run(
@@ -269,11 +285,12 @@ def test_a_message_whose_worker_dies_is_tried_again_in_a_deterministic_run(
     found = handler(0, "die once", file=str(tmp_path / "died"))
     assert found["drawn"] == wanted["drawn"] and found["times"] == 1
     assert handler.handler.facts()["workers_started"] == 2
-    with pytest.raises(NotDeterministicError, match=r"(?s)exited with code 3.*model would be another one"):
-        handler(1, "die")
+    reply = handler.handled(handler.visit(1, "die")).reply
+    assert reply is not None and isinstance(error := reply.error, CallError)
+    assert isinstance(error.ends_run, NotDeterministicError)
+    assert re.search(r"(?s)exited with code 3.*model would be another one", str(error.ends_run))
     assert handler.handler.facts()["workers_started"] == 5
-    with pytest.raises(ClientCallError, match="of the app"):
-        handler(2, "fail")
+    assert "of the app" in handler.error(2, "fail")
     assert handler.handler.facts()["workers_started"] == 6
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given, settings
+from record_states import RecordStates
 from record_strategies import contents, filled, number_of, record_dicts
 
 from flower_gpu.errors import FlowerGPUError
 from flower_gpu.flower import record_bytes
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.record_files import disk_error
-from flower_gpu.simulation.states import StateStore
 from flower_gpu.workers import transport
 
 SIZE = len(record_bytes.encode(filled(0)))
@@ -48,7 +48,7 @@ def test_records_come_back_from_bytes_as_they_were(records: RecordDict) -> None:
 def test_a_state_is_the_one_put_last(
     tmp_path_factory: pytest.TempPathFactory, limit: int, first: RecordDict, second: RecordDict
 ) -> None:
-    states = StateStore(tmp_path_factory.mktemp("states"), limit)
+    states = RecordStates(tmp_path_factory.mktemp("states"), limit)
     for partition, state in ((0, first), (1, second), (0, second), (0, first), (1, first)):
         states.put(partition, state)
         assert contents(states.get(partition)) == contents(state)
@@ -65,7 +65,7 @@ def test_bytes_of_something_else_are_refused() -> None:
 
 
 def test_a_list_that_flower_does_not_take_is_refused_and_the_old_state_stays(tmp_path: Path) -> None:
-    states = StateStore(tmp_path, 0)
+    states = RecordStates(tmp_path, 0)
     config = ConfigRecord({"list": [1, 2]})
     states.put(0, RecordDict({"config": config}))
     config["list"].append("three")  # type: ignore[union-attr, arg-type]
@@ -76,7 +76,7 @@ def test_a_list_that_flower_does_not_take_is_refused_and_the_old_state_stays(tmp
 
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_changing_what_was_put_or_got_changes_nothing_that_is_stored(tmp_path: Path, limit: int) -> None:
-    states = StateStore(tmp_path, limit)
+    states = RecordStates(tmp_path, limit)
     state = filled(1, 10_000)
     state["config"]["list"] = [1]  # type: ignore[index]
     states.put(0, state)
@@ -91,7 +91,7 @@ def test_changing_what_was_put_or_got_changes_nothing_that_is_stored(tmp_path: P
 
 def test_states_beyond_the_limit_are_in_files_the_least_recently_used_first(tmp_path: Path) -> None:
     folder = tmp_path / "late" / "states"
-    states = StateStore(folder, 3 * SIZE)
+    states = RecordStates(folder, 3 * SIZE)
     for partition in range(3):
         states.put(partition, filled(partition))
     assert not folder.exists()
@@ -111,7 +111,7 @@ def test_states_beyond_the_limit_are_in_files_the_least_recently_used_first(tmp_
 
 
 def test_a_state_beyond_the_limit_by_itself_goes_into_a_file_and_moves_no_other(tmp_path: Path) -> None:
-    states = StateStore(tmp_path, 2 * SIZE)
+    states = RecordStates(tmp_path, 2 * SIZE)
     states.put(0, filled(0))
     for number in (1, 2):
         states.put(1, filled(number, 10_000))
@@ -124,7 +124,7 @@ def test_a_state_beyond_the_limit_by_itself_goes_into_a_file_and_moves_no_other(
 
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path, limit: int) -> None:
-    states = StateStore(tmp_path, limit)
+    states = RecordStates(tmp_path, limit)
     states.put(0, filled(1))
     with states.held() as changed:
         states.saved({})
@@ -138,13 +138,13 @@ def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path, limit
 def test_files_that_an_earlier_run_left_are_deleted_and_others_are_not(tmp_path: Path) -> None:
     for name in ("3-7.state", "notes.state"):
         (tmp_path / name).write_text("x")
-    StateStore(tmp_path, 0).put(0, filled(1))
+    RecordStates(tmp_path, 0).put(0, filled(1))
     assert names(tmp_path) == ["0", "notes.state"]
 
 
 @linux_only
 def test_a_state_keeps_no_map_of_the_reply_that_it_came_in(tmp_path: Path) -> None:
-    states = StateStore(tmp_path, 10**9)
+    states = RecordStates(tmp_path, 10**9)
     descriptor = transport.create("reply-of-a-test")
     reply = {"model": np.zeros(1 << 20), "state": filled(1, 10_000)}
     transport.write_reply(reply, descriptor)
@@ -164,7 +164,7 @@ def test_thousands_of_states_take_no_descriptors_and_no_maps(tmp_path: Path, lim
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())  # noqa: PTH208
 
-    states = StateStore(tmp_path, limit)
+    states = RecordStates(tmp_path, limit)
     descriptors, maps = held()
     got = []
     for partition in range(1000):
@@ -178,7 +178,7 @@ def test_thousands_of_states_take_no_descriptors_and_no_maps(tmp_path: Path, lim
 
 @pytest.mark.parametrize("limit", [0, 3 * SIZE, 10**9])
 def test_threads_with_different_nodes_lose_nothing(tmp_path: Path, limit: int) -> None:
-    states = StateStore(tmp_path, limit)
+    states = RecordStates(tmp_path, limit)
 
     def work(first: int) -> None:
         for number in range(1, 41):
@@ -196,7 +196,7 @@ def test_threads_with_different_nodes_lose_nothing(tmp_path: Path, limit: int) -
 
 
 def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
-    states = StateStore(tmp_path, 0)
+    states = RecordStates(tmp_path, 0)
     states.put(0, filled(1))
     (path,) = tmp_path.iterdir()
     data = bytearray(path.read_bytes())
@@ -222,11 +222,11 @@ def test_what_cannot_be_written_is_an_error_and_the_states_are_as_before(
         from pathlib import Path
         sys.path.insert(0, sys.argv[2])
         from flower_gpu.errors import FlowerGPUError
-        from flower_gpu.simulation.states import StateStore
+        from record_states import RecordStates
         from record_strategies import filled, number_of
 
         folder = Path(sys.argv[1])
-        states = StateStore(folder, 25_000)
+        states = RecordStates(folder, 25_000)
         states.put(0, filled(0, 10_000))
         states.put(1, filled(1, 10_000))
         before = states.memory_bytes
@@ -257,26 +257,20 @@ def test_the_error_of_a_full_disk_says_where_and_how_much(tmp_path: Path) -> Non
     assert "the disk is full" in text and str(tmp_path) in text and "3 MiB" in text and " are free" in text
 
 
-def test_a_node_has_the_state_that_was_kept_and_not_what_a_failed_call_did(tmp_path: Path) -> None:
-    nodes = VirtualNodes(3, 0, 1, {}, states=StateStore(tmp_path, 0))
-    node_id = nodes.ids[1]
-    context = nodes.context_of(node_id)
-    context.state.update(filled(1))
-    nodes.keep(context)
-    failed = nodes.context_of(node_id)
-    failed.state["config"]["number"] = 2  # type: ignore[index]
-    del failed.state["arrays"]
-    assert number_of(nodes.context_of(node_id).state) == 1
-    assert not nodes.context_of(nodes.ids[0]).state
-    emptied = nodes.context_of(node_id)
-    emptied.state.clear()
-    nodes.keep(emptied)
-    assert not nodes.context_of(node_id).state
+def test_a_context_has_a_state_of_its_own() -> None:
+    """After a call that failed the state is as before."""
+    nodes = VirtualNodes(3, 0, 1, {})
+    state = record_bytes.encode(filled(1))
+    changed = nodes.context_of(nodes.ids[1], state)
+    changed.state["config"]["number"] = 2  # type: ignore[index]
+    del changed.state["arrays"]
+    assert number_of(nodes.context_of(nodes.ids[1], state).state) == 1
+    assert not nodes.context_of(nodes.ids[0], b"").state
 
 
 def test_the_memory_of_a_state_that_was_got_is_not_sent_as_a_shared_model() -> None:
     """Bytes that come again are taken for the model of a round, which is written anew for all."""
-    states = StateStore()
+    states = RecordStates()
     states.put(0, RecordDict({"arrays": ArrayRecord({"a": Array(np.zeros(1 << 18))})}))
     context = states.get(0)
     descriptor = transport.create("request-of-a-test")

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from flwr.app import Message, RecordDict
-from flwr.proto.node_pb2 import NodeInfo
+from flwr.app import Message
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
-from flower_gpu.flower.averaging import SummedElsewhere, SummedReplies, in_order_of_sending
+from flower_gpu.flower.averaging import SumItem, in_order_of_sending
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Phase, Recorder
 from flower_gpu.flower.rounds import replies_to_sum
 from flower_gpu.flower.streaming import ComingReplies, Configured
 
 
-class RecordedGrid(Grid):
-    """Passes everything on to a grid of ours, and tells the recorder of messages and replies."""
+@Grid.register
+class RecordedGrid:
+    """Tells the recorder of messages and replies; in all else it is the grid that it passes them on to."""
 
     def __init__(self, grid: Any, recorder: Recorder) -> None:
         self._grid = grid
@@ -34,36 +34,9 @@ class RecordedGrid(Grid):
         return getattr(self._grid, name)
 
     @property
-    def run(self) -> Run:
-        """The run."""
-        run: Run = self._grid.run
-        return run
-
-    def set_run(self, run: Run) -> None:
-        """Take another description of the run."""
-        self._grid.set_run(run)
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Create a message."""
-        message: Message = self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-        return message
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all nodes."""
-        ids: Iterable[int] = self._grid.get_node_ids()
-        return ids
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        """Return all nodes."""
-        nodes: Iterable[NodeInfo] = self._grid.get_nodes()
-        return nodes
+    def sums_in_order(self) -> bool:
+        """Whether replies are summed in the order of the nodes."""
+        return bool(self._grid.sums_in_order)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
@@ -98,33 +71,46 @@ class RecordedGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Have messages handled; returns the replies that came in time, or are to come for a strategy."""
-        replies = self.stream(messages, timeout=timeout)
+        replies = self._recorded(messages, timeout, partial(self._grid.stream, timeout=timeout))
         if not isinstance(messages, Configured):
             return in_order_of_sending(replies)
-        return ComingReplies(replies, replies_to_sum(self, messages, timeout, in_order=self.sums_in_order))
+        return ComingReplies(replies, replies_to_sum(self, messages, timeout))
 
-    def stream(
-        self, messages: Iterable[Message], *, timeout: float | None = None, in_order: bool = False
-    ) -> Generator[Message, None, None]:
-        """Have messages handled, and yield each reply when it is there, or in the order of the nodes."""
+    def sums(
+        self,
+        messages: Iterable[Message],
+        timeout: float | None,
+        weighted_by_key: str,
+        *,
+        keeps_integers: bool,
+        in_order: bool,
+    ) -> Generator[SumItem, None, None]:
+        """Have messages handled, and yield sums of the replies and what is not summed of them."""
+
+        def send(sent: Iterable[Message]) -> Generator[SumItem, None, None]:
+            found: Generator[SumItem, None, None] = self._grid.sums(
+                sent, timeout, weighted_by_key, keeps_integers=keeps_integers, in_order=in_order
+            )
+            return found
+
+        return self._recorded(messages, timeout, send)
+
+    def _recorded(
+        self, messages: Iterable[Message], timeout: float | None, send: Callable[[Iterable[Message]], Any]
+    ) -> Generator[Any, None, None]:
+        """Send messages, and yield what comes; note each reply."""
         self._recorder.check()
         batch = _Batch(self._recorder)
         # Closed with this one: whoever wants no further replies has the grid give up the messages.
-        found = self._grid.stream(batch.sent(messages), timeout=timeout, in_order=in_order)
-        with closing(found) as replies:
-            for reply in replies:
-                batch.replied(reply)
-                self._recorder.check()
-                yield reply
-                del reply  # or it stays until the next one is there
-        batch.end(_no_reply(timeout))
+        with closing(send(batch.sent(messages))) as found:
+            for item in found:
+                if isinstance(item, Message):
+                    batch.replied(item)
+                    self._recorder.check()
+                yield item
+                del item  # or it stays until the next one is there
+        batch.end("no reply" if timeout is None else f"no reply within {timeout:g} s")
         self._recorder.check()
-
-    def summed(
-        self, messages: Iterable[Message], timeout: float | None, *, in_order: bool
-    ) -> SummedElsewhere:
-        """Return what sends messages and brings the sums of their replies, where the grid has such."""
-        return _RecordedSums(self._grid, self._recorder, messages, timeout, in_order=in_order)
 
     def resumed(self) -> Any:
         """Return where to go on; None: from the start."""
@@ -153,44 +139,6 @@ class RecordedGrid(Grid):
             left = [found for id_ in message_ids if (found := self._awaited.pop(id_, None)) is not None]
         for phase, node_id, _ in left:
             self._recorder.missed(phase, node_id, why)
-
-
-class _RecordedSums(SummedElsewhere):
-    """Passes sums on, and tells the recorder of their replies."""
-
-    def __init__(
-        self,
-        grid: Any,
-        recorder: Recorder,
-        messages: Iterable[Message],
-        timeout: float | None,
-        *,
-        in_order: bool,
-    ) -> None:
-        super().__init__(messages, timeout, in_order=in_order)
-        self._grid = grid
-        self._recorder = recorder
-
-    def sums(
-        self, weighted_by_key: str, *, keeps_integers: bool
-    ) -> Generator[tuple[str, SummedReplies], None, None]:
-        """Send the messages, and yield sums of replies."""
-        self._recorder.check()
-        batch = _Batch(self._recorder)
-        to_sum = self._grid.summed(batch.sent(self._messages), self._timeout, in_order=self._in_order)
-        with closing(to_sum.sums(weighted_by_key, keeps_integers=keeps_integers)) as sums:
-            for source, part in sums:
-                for reply in part.rest:
-                    batch.replied(reply)
-                    self._recorder.check()
-                yield source, part
-                del part
-        batch.end(_no_reply(self._timeout))
-        self._recorder.check()
-
-
-def _no_reply(timeout: float | None) -> str:
-    return "no reply" if timeout is None else f"no reply within {timeout:g} s"
 
 
 class _Batch:

@@ -194,7 +194,7 @@ class _Hooks:
     def _state_of(self, strategy: Any, named: Mapping[str, Any]) -> StrategyState | None:
         """Return what the first strategy that an app starts keeps, if it can go on with an earlier run."""
         self._starts += 1
-        if not self._streams or self._starts > 1 or not isinstance(named.get("grid"), rounds.StreamingGrid):
+        if not self._streams or self._starts > 1 or not isinstance(named.get("grid"), rounds.SummingGrid):
             return None
         # A later version of Flower may have more of them.
         has_known_parameters = named.keys() <= inspect.signature(rounds.run).parameters.keys()

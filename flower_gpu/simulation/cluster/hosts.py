@@ -8,9 +8,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from typing import Any, Final
 
@@ -20,10 +19,12 @@ from flower_gpu import trace
 from flower_gpu.errors import ConfigError, FlowerGPUError, shortened
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation import machine
-from flower_gpu.simulation.cluster.agent import About, Agent, News, packages_of
-from flower_gpu.simulation.cluster.visits import SummedPart, Visit, Visited
-from flower_gpu.simulation.host import Work
+from flower_gpu.simulation.cluster.agent import Agent, News, packages_of
+from flower_gpu.simulation.cluster.models import PackedVisit, SentModels
+from flower_gpu.simulation.host import About, Host, Work
 from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.visits import Answers, Visit
 from flower_gpu.trace import Event
 from flower_gpu.workers.own_calls import restored_environment
 
@@ -32,8 +33,8 @@ _SAME: Final = ("flower-gpu", "flwr", "torch")
 #: What of an app's folder no host needs.
 _NOT_SENT: Final = ["runs", ".git", ".venv", "__pycache__", "*.pyc"]
 _OVERRIDES: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
-_NEWS_S: Final = 0.5  # between two questions for news
-_LOOK_S: Final = 2.0  # between two looks whether a host has joined
+_LOOK_S: Final = 0.5  # that one waits for an answer, before it is looked whether somebody still wants it
+_JOIN_S: Final = 2.0  # between two looks whether a host has joined
 _ANSWER_S: Final = 10.0  # that an agent has for its last words
 # After so many looks for its answer an agent is taken for dead: it is stopped, or its disk hangs. Seconds are
 # not counted: in those this process may have been stopped itself.
@@ -83,68 +84,88 @@ def connected(address: str, app: object) -> Iterator[None]:
         ray.shutdown()
 
 
-@dataclass(eq=False)
-class RemoteHost:
-    """An agent, and what is known of it.
+class RemoteHost(Host):
+    """A host of the cluster, and its agent.
 
-    ``node``: Ray's id of the machine.
     ``about``: what the agent has said at its start.
-    ``is_gone``: whether it is lost.
-    ``is_full``: whether it can take no more messages at this moment.
-    ``messages``, ``failed``: how many replies came from it, and how many of them were errors.
-    ``pace``: how long its calls take, of what those of all hosts take.
-    ``call_s``: how long it handles a message of each type, a mean of the last ones.
+    ``node``: Ray's id of the machine.
+    ``ahead_s``: by which its clock is ahead of this one's.
+    ``models``: what was sent to hosts.
+    ``tell``: gets events for the trace.
     """
 
-    node: str
-    about: About
-    agent: Any
-    ahead_s: float  # by which its clock is ahead of this one's
-    is_gone: bool = False
-    is_full: bool = False
-    messages: int = 0
-    failed: int = 0
-    pace: float = 1.0
-    call_s: dict[str, float] = field(default_factory=dict)
-    _given: deque[Any] = field(default_factory=deque)  # calls that nobody has waited for
+    def __init__(
+        self,
+        about: About,
+        node: str,
+        agent: Any,
+        clock_ahead_s: float,
+        models: SentModels,
+        tell: Callable[[Iterable[Event]], None],
+    ) -> None:
+        super().__init__(about)
+        self.node = node
+        self.agent = agent
+        self._clock_ahead_s = clock_ahead_s
+        self._models = models
+        self._tell = tell
+        self._taking: deque[Any] = deque()  # calls that nobody has waited for
 
-    @property
-    def name(self) -> str:
-        """The machine's."""
-        return self.about.name
-
-    def give(self, visits: list[Visit]) -> None:
+    def take(self, visits: Sequence[Visit]) -> None:
         """Have messages handled. That there is no agent any more is told by :meth:`exchange`."""
         with suppress(ConnectionError):  # of a driver that is not on the cluster itself
-            coming = self.agent.give.remote(visits)
-            self._given.append(coming)
+            self._taking.append(self.agent.take.remote(self._packed(visits)))
 
-    def exchange(self, visits: list[Visit]) -> list[Visited]:
-        """Have messages handled; waits, not for long, for others that are finished.
+    def exchange(self, visits: Sequence[Visit]) -> Answers:
+        """Have messages handled; waits, not for long, for what has become of others.
 
         Raises HostLostError if the agent is gone, or could not take messages.
         """
-        given = [self._given.popleft() for _ in range(len(self._given))]
-        finished: list[Visited] = self._got(lambda: [*given, self.agent.exchange.remote(visits)])[-1]
-        return finished
+        import ray
 
-    def taking(self, group: int) -> Any:
-        """Ask for the sums of a group so far; :meth:`taken` waits for them."""
-        return self.agent.take.remote(group)
+        try:
+            coming = self.agent.exchange.remote(self._packed(visits))
+            looks = 0
+            while not _is_there(coming, _LOOK_S):
+                looks += 1
+                if self.is_gone:
+                    raise HostLostError("it was given up while it was asked")
+                if looks >= _SILENT:
+                    raise HostLostError(f"its agent gives no answer for {looks * _LOOK_S:.0f} s")
+            answers, news = _get(coming)
+            while self._taking and _is_there(self._taking[0]):
+                _get(self._taking.popleft())  # raises what was raised there
+        except ray.exceptions.RayTaskError as error:  # a fault of ours: the host is of no use for this run
+            raise HostLostError(_cause(error)) from error
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise HostLostError(_first_line(error)) from error
+        self.hear(news)
+        found: Answers = answers
+        return found
 
-    def taken(self, coming: Any) -> SummedPart | None:
-        """Return what was asked for.
+    def hear(self, news: News) -> None:
+        """Log and write into the trace what the agent tells."""
+        for level, line in news.lines:
+            log(level, "Host %s: %s", self.name, line)
+        self._tell([self._here(event) for event in news.events])
 
-        Raises HostLostError if the agent is gone.
-        """
-        part: SummedPart | None = self._got(lambda: coming)
-        return part
+    def _here(self, event: Event) -> Event:
+        """Return an event with the host's name, and with times of this machine's clock."""
+        times = {
+            name: value - self._clock_ahead_s
+            for name, value in event.items()
+            if (name == "time" or name.endswith("_at")) and isinstance(value, float)
+        }
+        return {**event, **times, "host": self.name}
 
-    def settle(self, group: int) -> None:
-        """Have a group summed, all replies of which are there."""
-        self.agent.settle.remote(group)
+    def _packed(self, visits: Sequence[Visit]) -> list[PackedVisit]:
+        return [self._models.packed(visit) for visit in visits]
 
-    def forget(self, groups: list[int]) -> None:
+    def ask_for_sum(self, group: int) -> None:
+        """Have the sum of a group come with the next answers."""
+        self.agent.ask_for_sum.remote(group)
+
+    def forget(self, groups: Sequence[int]) -> None:
         """Give up groups."""
         self.agent.forget.remote(groups)
 
@@ -152,49 +173,43 @@ class RemoteHost:
         """Give up a message."""
         self.agent.cancel.remote(message_id)
 
-    def _got(self, ask: Callable[[], Any]) -> Any:
-        import ray
+    def joined(self) -> None:
+        """Have the trace say that this host is there."""
+        about = self.about
+        told = {"concurrency": about.concurrency, "cores": about.cores, "gpus": about.gpus}
+        self._tell([trace.make("host_joined", host=self.name, ray_node=self.node, **told)])
 
-        try:
-            coming = ask()
-            while not _is_there(coming, _NEWS_S):
-                if self.is_gone:
-                    raise HostLostError("it was given up while it was asked")
-            return _get(coming)
-        except ray.exceptions.RayTaskError as error:  # a fault of ours: the host is of no use for this run
-            raise HostLostError(_cause(error)) from error
-        except (ray.exceptions.RayError, ConnectionError) as error:
-            raise HostLostError(_first_line(error)) from error
-
-
-@dataclass
-class Listener:
-    """What is called when something happens to a host; each in some thread."""
-
-    on_joined: Callable[[RemoteHost], None]
-    on_lost: Callable[[RemoteHost], None]
-    on_full: Callable[[RemoteHost, bool], None]  # and whether it is
+    def lost(self, error: Exception, left: int) -> None:
+        """Have the agent end, and say that this host is given up."""
+        # If it is only out of reach, it must not go on beside the agent that comes after it.
+        _kill(self)
+        reason = shortened(_first_line(error))
+        self._tell([trace.make("host_lost", host=self.name, ray_node=self.node, reason=reason)])
+        log(
+            WARNING,
+            "Host %s is lost (%s). Its messages are handled by others: %s",
+            self.name,
+            reason,
+            f"{left} hosts are left" if left != 1 else "1 host is left",
+        )
 
 
-class Hosts:
-    """All hosts of a run. To be used in :func:`connected`.
+class RayHosts:
+    """The hosts of a Ray cluster. To be used in :func:`connected`.
 
     ``work``: what hosts must know of the run.
-    ``run_id``: the run's.
-    ``run_config``: the run config.
     Raises ConfigError if a host cannot do the work: it lacks a package, or has another version.
     """
 
-    def __init__(self, work: Work, run_id: int, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, work: Work) -> None:
         import ray
 
         self._ray: Any = ray
         self._work = work
-        self._run = run_id, dict(run_config)
         self._packages = packages_of(work.app)
+        self._models = SentModels(ray.put)
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._listener: Listener | None = None
         self._kept: list[Event] | None = []  # until the run has begun
         self._all: list[RemoteHost] = []
         self._facts: dict[int, dict[str, Any]] = {}
@@ -203,13 +218,7 @@ class Hosts:
             raise ConfigError("the Ray cluster has no host")
         # Machines without an agent: when they are asked again, and after how many seconds.
         self._refused: dict[str, tuple[float, float]] = {}
-        self._asked: dict[
-            RemoteHost, tuple[Any, int]
-        ] = {}  # for news to come, and how often it was looked for
-        self._watchers = [
-            threading.Thread(target=watch, name=f"flower-gpu-hosts-{number}", daemon=True)
-            for number, watch in enumerate((self._hear_all, self._look_for_more))
-        ]
+        self._watcher: threading.Thread | None = None
 
     @property
     def there(self) -> list[RemoteHost]:
@@ -230,35 +239,22 @@ class Hosts:
         """Return the models of processors and GPUs, and versions: those of the first host."""
         return self._all[0].about.described
 
-    def begin(self, listener: Listener) -> None:
-        """Tell of the hosts that are there, and from now on of those that join or are lost."""
-        self._listener = listener
-        for host in self.there:
-            self._write([_joined(host)])
-            listener.on_joined(host)
-        for thread in self._watchers:
-            thread.start()
+    def where(self) -> str:
+        """Say where messages are handled."""
+        return f"calls run on the hosts of a Ray cluster: up to {self.concurrency} at a time"
 
-    def lost(self, host: RemoteHost, error: Exception) -> None:
-        """Take note that a host is gone; the second time nothing happens."""
-        with self._lock:
-            if host.is_gone or self._is_closed.is_set():
-                return
-            host.is_gone = True
-        # If it is only out of reach, it must not go on beside the agent that comes after it.
-        _kill(host)
-        reason = shortened(_first_line(error))
-        self._write([trace.make("host_lost", host=host.name, ray_node=host.node, reason=reason)])
-        left = len(self.there)
-        log(
-            WARNING,
-            "Host %s is lost (%s). Its messages are handled by others: %s",
-            host.name,
-            reason,
-            f"{left} hosts are left" if left != 1 else "1 host is left",
+    def load_data(self) -> None:
+        """Do nothing: each agent has loaded its data when it began."""
+
+    def begin(self, nodes: VirtualNodes, joined: Callable[[Host], object]) -> None:
+        """Tell of the hosts that are there, and from now on of those that join."""
+        for host in self.there:
+            host.joined()
+            joined(host)
+        self._watcher = threading.Thread(
+            target=self._look_for_more, args=(joined,), name="flower-gpu-hosts", daemon=True
         )
-        if self._listener is not None:
-            self._listener.on_lost(host)
+        self._watcher.start()
 
     def facts(self) -> dict[str, Any]:
         """Return what the result is to hold of the hosts."""
@@ -290,14 +286,11 @@ class Hosts:
     def close(self) -> None:
         """End the workers of all hosts, and take their last news."""
         self._is_closed.set()
-        for thread in self._watchers:
-            if thread.is_alive():
-                thread.join(_ANSWER_S)
+        if self._watcher is not None:
+            self._watcher.join(_ANSWER_S)
         hosts = self.there
-        # What they have asked for already is told once.
-        asked = [(host, coming) for host, (coming, _) in self._asked.items() if not host.is_gone]
-        for host, news in self._answers(asked + [(host, host.agent.close.remote()) for host in hosts]):
-            self._hear(host, news)
+        for host, news in self._answers([(host, host.agent.close.remote()) for host in hosts]):
+            host.hear(news)
         for host in hosts:  # threads that wait for it go on
             _kill(host)
 
@@ -308,48 +301,16 @@ class Hosts:
             with suppress(self._ray.exceptions.RayError, TimeoutError, ConnectionError):
                 yield host, _get(coming, max(0.0, deadline - time.monotonic()))
 
-    def _hear_all(self) -> None:
-        """Ask all hosts for news, each again when it has answered."""
-        while not self._is_closed.wait(_NEWS_S):
-            there = self.there
-            asked = self._asked = {host: self._asked[host] for host in there if host in self._asked}
-            with suppress(ConnectionError):  # the threads that exchange messages tell of that
-                for host in there:
-                    if host not in asked:
-                        asked[host] = host.agent.news.remote(), 0
-            for host, (coming, looks) in list(asked.items()):
-                try:
-                    if _is_there(coming):
-                        self._hear(host, _get(coming, _ANSWER_S))
-                        del asked[host]
-                        continue
-                except TimeoutError:  # of a network that is gone for a while
-                    pass
-                except (self._ray.exceptions.RayError, ConnectionError) as error:
-                    self.lost(host, error)
-                asked[host] = coming, looks + 1
-                if looks >= _SILENT:
-                    self.lost(host, HostLostError(f"its agent gives no answer for {looks * _NEWS_S:.0f} s"))
-
-    def _hear(self, host: RemoteHost, news: News) -> None:
-        for level, line in news.lines:
-            log(level, "Host %s: %s", host.name, line)
-        if self._listener is None:
-            return
-        if news.events:
-            self._write([_here(host, event) for event in news.events])
-        self._listener.on_full(host, news.is_full)
-
-    def _look_for_more(self) -> None:
+    def _look_for_more(self, joined: Callable[[Host], object]) -> None:
         """Look for hosts that have joined, or whose agent is gone."""
-        while not self._is_closed.wait(_LOOK_S):
+        while not self._is_closed.wait(_JOIN_S):
             known = {host.node for host in self.there}
             try:
                 nodes = self._nodes_alive()
             except Exception:  # of many kinds: Ray cannot be reached, for a while or for good
                 continue
             for node in nodes:
-                due, wait_s = self._refused.get(node, (0.0, _LOOK_S))
+                due, wait_s = self._refused.get(node, (0.0, _JOIN_S))
                 if node in known or time.monotonic() < due:
                     continue
                 try:
@@ -360,14 +321,12 @@ class Hosts:
                     continue
                 for host in started:
                     log(INFO, "Host %s has joined", host.name)
-                    self._write([_joined(host)])
-                    with self._lock:
-                        self._all.append(host)
-                    if self._listener is not None:
-                        self._listener.on_joined(host)
+                    self._all.append(host)
+                    host.joined()
+                    joined(host)
 
-    def write(self) -> None:
-        """Write into the trace what hosts tell, from now on: the run has begun."""
+    def has_begun(self) -> None:
+        """Write into the trace what hosts tell, from now on."""
         with self._lock:
             kept, self._kept = self._kept or [], None
         self._write(kept)
@@ -401,7 +360,7 @@ class Hosts:
                 num_gpus=0,
                 max_concurrency=_CALLS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            ).remote(self._work, *self._run)
+            ).remote(self._work)
             for node in nodes
         ]
         asked = [agent.begin.remote(self._packages) for agent in agents]
@@ -410,11 +369,12 @@ class Hosts:
         dead: list[str] = []
         for node, agent, coming in zip(nodes, agents, asked, strict=True):
             try:
-                while not self._ray.wait([coming], timeout=_NEWS_S)[0]:
+                while not self._ray.wait([coming], timeout=_LOOK_S)[0]:
                     if self._is_closed.is_set():
                         return []
                 about: About = self._ray.get(coming)
-                host = RemoteHost(node, about, agent, self._ahead_s(agent))
+                ahead_s = self._ahead_s(agent)
+                host = RemoteHost(about, node, agent, ahead_s, self._models, self._write)
             except self._ray.exceptions.RayTaskError as error:
                 raise ConfigError(f"host {names[node]}: {_cause(error)}") from error
             except self._ray.exceptions.RayError as error:
@@ -495,22 +455,6 @@ def _check_connection() -> None:
 
     if not ray.is_initialized():
         raise ConnectionError("the connection to the Ray cluster is lost")
-
-
-def _joined(host: RemoteHost) -> Event:
-    about = host.about
-    told = {"concurrency": about.concurrency, "cores": about.cores, "gpus": about.gpus}
-    return trace.make("host_joined", host=host.name, ray_node=host.node, **told)
-
-
-def _here(host: RemoteHost, event: Event) -> Event:
-    """Return an event of a host with its name, and with times of this machine's clock."""
-    times = {
-        name: value - host.ahead_s
-        for name, value in event.items()
-        if (name == "time" or name.endswith("_at")) and isinstance(value, float)
-    }
-    return {**event, **times, "host": host.name}
 
 
 def _check_is_there(address: str) -> None:

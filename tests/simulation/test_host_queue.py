@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
 
+from flower_gpu.simulation import host_queue
 from flower_gpu.simulation import run as runs
-from flower_gpu.simulation.cluster import work_queue
-from flower_gpu.simulation.cluster.visits import Visit, Visited
-from flower_gpu.simulation.cluster.work_queue import WorkQueue
+from flower_gpu.simulation.host_queue import Finished, HostQueue
+from flower_gpu.simulation.visits import Answer, Visit
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,23 +28,29 @@ def identity() -> Iterator[None]:
 def visit(message_id: str) -> Visit:
     message = Message(RecordDict(), 1, "train", group_id="1")
     message.metadata.__dict__["_message_id"] = message_id
-    return Visit(message, [], 0, b"", None)
+    return Visit(message, 0)
 
 
-def given(*message_ids: str) -> WorkQueue:
-    queue = WorkQueue()
-    queue.give([visit(message_id) for message_id in message_ids])
+def given(*message_ids: str) -> HostQueue:
+    queue = HostQueue()
+    queue.take([visit(message_id) for message_id in message_ids])
     return queue
 
 
-def begun(queue: WorkQueue) -> str:
-    found = queue.next(0)
+def begun(queue: HostQueue) -> Visit:
+    found = queue.next(waits=False)
     assert found is not None
-    return found.message.metadata.message_id
+    return found
 
 
-def ids(fetched: list[Visited]) -> list[str]:
-    return [visited.message_id for visited in fetched]
+def finish(queue: HostQueue, state: bytes = b"") -> str:
+    visit = begun(queue)
+    queue.finish(visit, Answer(visit.message_id, state=state))
+    return visit.message_id
+
+
+def ids(fetched: tuple[list[Finished], list[int]]) -> list[str]:
+    return [finished.answer.message_id for finished in fetched[0]]
 
 
 def beside(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -58,90 +64,82 @@ def beside(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 def test_messages_are_begun_in_their_order() -> None:
     queue = given("a", "b")
-    queue.give([visit("c")])
-    assert [begun(queue) for _ in range(3)] == ["a", "b", "c"]
-    assert queue.next(0) is None
+    queue.take([visit("c")])
+    assert [begun(queue).message_id for _ in range(3)] == ["a", "b", "c"]
+    assert queue.next(waits=False) is None
 
 
 def test_what_is_finished_is_told_at_once_where_no_message_waits() -> None:
     queue = given("a", "b")
     thread, found = beside(lambda: queue.fetch(60))
-    assert [begun(queue), begun(queue)] == ["a", "b"]
-    queue.finish(Visited("b"))
+    begun(queue)
+    finish(queue)
     thread.join(30)
     assert ids(found[0]) == ["b"]
 
 
 def test_while_messages_wait_several_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_queue, "_GATHER_S", 3600.0)
+    monkeypatch.setattr(host_queue, "_GATHER_S", 3600.0)
     queue = given("a", "b", "c")
     thread, found = beside(lambda: queue.fetch(60))
-    for _ in range(2):
-        queue.finish(Visited(begun(queue)))
+    assert [finish(queue), finish(queue)] == ["a", "b"]
     assert not found, "c still waits for a thread"
-    assert begun(queue) == "c"  # from now on this host needs messages
+    begun(queue)  # from now on this host needs messages
     thread.join(30)
     assert ids(found[0]) == ["a", "b"]
 
 
 def test_nobody_waits_long_for_others_to_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_queue, "_GATHER_S", 0.01)
+    monkeypatch.setattr(host_queue, "_GATHER_S", 0.01)
     queue = given("a", "b")
-    queue.finish(Visited(begun(queue)))
+    finish(queue)
     assert ids(queue.fetch(60)) == ["a"]
 
 
+def test_who_asks_for_a_sum_need_not_wait() -> None:
+    queue = given()
+    thread, found = beside(lambda: queue.fetch(60))
+    queue.ask_for_sum(7)
+    thread.join(30)
+    assert found == [([], [7])] and queue.fetch(0) == ([], [])
+
+
 def test_few_large_replies_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_queue, "_MOST_BYTES", 1200)
-    queue = WorkQueue()
-    for message_id, count in (("a", 100), ("b", 100), ("c", 100), ("d", 10_000)):
+    monkeypatch.setattr(host_queue, "_MOST_BYTES", 1200)
+    queue = given("a", "b", "c", "d")
+    for count in (100, 100, 100, 10_000):
         content = RecordDict({"arrays": ArrayRecord([np.zeros(count, np.float32)])})
-        queue.finish(Visited(message_id, Message(content, 1, "train")))
+        one = begun(queue)
+        queue.finish(one, Answer(one.message_id, Message(content, 1, "train")))
     assert [ids(queue.fetch(0)) for _ in range(4)] == [["a", "b"], ["c"], ["d"], []]
 
 
 def test_what_nobody_has_begun_goes_back() -> None:
     queue = given("a", "b", "c", "d")
-    assert begun(queue) == "a"
+    assert begun(queue).message_id == "a"
     queue.cancel("c")
     queue.cancel("a")
     queue.give_back()
     told = queue.fetch(0)
-    assert ids(told) == ["c", "b", "d"] and not any(visited.is_handled for visited in told)
-    assert queue.next(0) is None
-
-
-def test_what_was_given_up_before_it_came_is_known() -> None:
-    """Ray may carry what is called later first."""
-    queue = WorkQueue()
-    queue.cancel("a")
-    queue.give([visit("a"), visit("b")])
-    assert [queue.is_cancelled(one) for one in (queue.next(0), queue.next(0)) if one] == [True, False]
+    assert ids(told) == ["c", "b", "d"] and all(finished.answer.reply is None for finished in told[0])
+    assert queue.next(waits=False) is None
 
 
 def test_no_message_is_begun_while_too_much_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_queue, "_MOST_KEPT_BYTES", 1000)
+    monkeypatch.setattr(host_queue, "_MOST_KEPT_BYTES", 1000)
     queue = given("a", "b", "c")
-    for message_id in ("a", "b"):
-        assert begun(queue) == message_id
-        queue.finish(Visited(message_id, state=bytes(800)))
-    thread, found = beside(lambda: queue.next(60))
+    assert [finish(queue, bytes(800)), finish(queue, bytes(800))] == ["a", "b"]
+    thread, found = beside(lambda: queue.next(waits=True))
     assert not found
     assert ids(queue.fetch(0)) == ["a", "b"]
     thread.join(30)
-    assert found[0].message.metadata.message_id == "c"
+    assert found[0].message_id == "c"
 
 
-def test_an_error_is_raised_where_messages_are_fetched() -> None:
-    queue = WorkQueue()
-    queue.fail(OSError("the model is gone"))
-    with pytest.raises(OSError, match="the model is gone"):
-        queue.fetch(60)
-
-
-def test_when_it_is_closed_nobody_waits_for_a_message() -> None:
+def test_when_it_is_closed_nobody_waits() -> None:
     queue = given()
-    thread, found = beside(lambda: queue.next(None))
+    waiting = [beside(lambda: queue.next(waits=True)), beside(lambda: queue.fetch(60))]
     queue.close()
-    thread.join(30)
-    assert found == [None] and queue.is_closed
+    for thread, _ in waiting:
+        thread.join(30)
+    assert [found for _, found in waiting] == [[None], [([], [])]] and queue.is_closed

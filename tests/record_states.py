@@ -1,0 +1,21 @@
+"""States of virtual nodes as records, which the store has as bytes."""
+
+from __future__ import annotations
+
+from flwr.app import RecordDict
+
+from flower_gpu.flower import record_bytes
+from flower_gpu.simulation.states import StateStore
+
+
+class RecordStates(StateStore):
+    """A store that takes records, and gives them."""
+
+    def get(self, partition: int) -> RecordDict:
+        data = self.read(partition)
+        return record_bytes.decode(data) if data else RecordDict()
+
+    def put(self, partition: int, data: RecordDict | bytes) -> None:
+        if isinstance(data, RecordDict):
+            data = record_bytes.encode(data) if data else b""
+        super().put(partition, data)
