@@ -232,7 +232,7 @@ MORE = {
     "flower_gpu.frameworks.array_checks": {"numpy"},
     **{
         f"flower_gpu.simulation.{part}": {"sqlite3"}
-        for part in ("checkpoint", "grid", "plan", "results", "reporting", "run")
+        for part in ("checkpoint", "grid", "plan", "reporting", "run")
     },
 }
 
