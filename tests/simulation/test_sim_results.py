@@ -580,7 +580,7 @@ def test_any_metrics_are_in_table_and_result(parts: list[tuple[int | None, str, 
         told = {key: value for key, value in metrics.items() if key not in ("round", "kind")}
         for key, value in told.items():
             is_number = isinstance(value, int | float)
-            assert (float(row[key]) == value or math.isnan(value)) if is_number else row[key]
+            assert (float(row[key]) == float(value) or math.isnan(value)) if is_number else row[key]
 
 
 NAMES = st.sampled_from(["file", "layer.0/weight", "ünïcode", "__metadata__", "a b", "."]) | st.text(
