@@ -114,9 +114,7 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
     """
     # The title of a fork stays where the arguments were: beyond is what guard.py finds processes by.
     os.environ["SPT_NOENV"] = "1"
-    import setproctitle  # reads that
-
-    setproctitle.setproctitle("flower-gpu: Flower's programs")
+    _be_shown_as("flower-gpu: Flower's programs")
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
@@ -129,6 +127,16 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
     if program is None:
         os._exit(0)
     interpreter.run_to_end(program)
+
+
+def _be_shown_as(command: str, name: str | None = None) -> None:
+    """Have ``ps`` show this process with a command line and a name, where setproctitle is installed."""
+    with suppress(ImportError):  # some hosts are given packages one by one
+        import setproctitle
+
+        setproctitle.setproctitle(command)
+        if name is not None:
+            setproctitle.setthreadtitle(name)
 
 
 @dataclass(frozen=True)
@@ -309,8 +317,6 @@ def _become(found: ProgramEntry, request: _ProgramRequest, connection: socket.so
 
     ``connection``: over which it has programs started itself.
     """
-    import setproctitle
-
     if request.group is None:
         os.setsid()
     else:
@@ -323,8 +329,7 @@ def _become(found: ProgramEntry, request: _ProgramRequest, connection: socket.so
     computes = Path(found.path).name == _COMPUTES
     of_threads = interpreter.with_all_cores(os.environ) if computes else os.environ
     interpreter.begin([found.path, *request.argv[1:]], request.streams, of_threads)
-    setproctitle.setproctitle(" ".join([sys.executable, *sys.argv]))
-    setproctitle.setthreadtitle(Path(found.path).name)
+    _be_shown_as(" ".join([sys.executable, *sys.argv]), Path(found.path).name)
     _use(Programs(connection))
     return found.load()
 
