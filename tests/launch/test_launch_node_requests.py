@@ -92,12 +92,12 @@ def test_what_has_no_effect_is_named_as_it_was_written(plan_on: PlanOn, host: Ho
 
 def test_wrong_values_in_a_node_config_are_refused(plan_on: PlanOn, host: Host) -> None:
     lines = {
-        "--node-config gpu-memory='2G'": "gpu-memory in the node config='2G' is no size of memory",
-        "--node-config gpu-memory=5": "gpu-memory in the node config=5 is 5 bytes, too little",
-        "--node-config num-gpus='half'": "num-gpus in the node config must be a number such as 0.25",
-        "--node-config num-gpus=1.5": "num-gpus in the node config=1.5 is neither a share",
+        "--node-config gpu-memory='2G'": "--node-config gpu-memory='2G' is no size of memory",
+        "--node-config gpu-memory=5": "--node-config gpu-memory=5 is 5 bytes, too little",
+        "--node-config num-gpus='half'": "--node-config num-gpus must be a share of one GPU such as 0.25",
+        "--node-config num-gpus=1.5": "whole number of GPUs such as 1 or 2 (for no GPU, give the policy never), not 1.5",
         "--node-config num-gpus=1 --node-config gpu-memory='2GiB'": (
-            "num-gpus in the node config=1 and gpu-memory in the node config='2GiB' are both given; give one"
+            "--node-config num-gpus=1 and --node-config gpu-memory='2GiB' are both given; give one"
         ),
     }
     for words, (_, refused) in zip(lines.values(), plan_on(host, *lines), strict=True):
