@@ -95,7 +95,7 @@ def test_wrong_values_in_a_node_config_are_refused(plan_on: PlanOn, host: Host) 
         "--node-config gpu-memory='2G'": "--node-config gpu-memory='2G' is no size of memory",
         "--node-config gpu-memory=5": "--node-config gpu-memory=5 is 5 bytes, too little",
         "--node-config num-gpus='half'": "--node-config num-gpus must be a share of one GPU such as 0.25",
-        "--node-config num-gpus=1.5": "whole number of GPUs such as 1 or 2 (for no GPU, give the policy never), not 1.5",
+        "--node-config num-gpus=1.5": "(for no GPU, give the policy never), not 1.5",
         "--node-config num-gpus=1 --node-config gpu-memory='2GiB'": (
             "--node-config num-gpus=1 and --node-config gpu-memory='2GiB' are both given; give one"
         ),
