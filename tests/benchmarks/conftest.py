@@ -48,7 +48,10 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
 def refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Start a benchmark in this process; it is to refuse. Return its exit status and what it says."""
+    """Start a benchmark in this process with wrong options. Return its exit status and what it says.
+
+    What gets past its options would become the parent of orphans, and take variables out of the environment.
+    """
 
     def start(name: str, *options: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", [name, *options])
