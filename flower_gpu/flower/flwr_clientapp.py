@@ -43,7 +43,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     with_lease = takes_lease(os.environ)
     if OWN_ENVIRONMENT in arguments and CONFINE_VARIABLE in os.environ:
-        print(f"flower-gpu: --confine and {OWN_ENVIRONMENT} cannot be had together", file=sys.stderr)
+        print(f"flower-gpu: --confine cannot be used with {OWN_ENVIRONMENT}", file=sys.stderr)
         sys.exit(1)
     if OWN_ENVIRONMENT in arguments:
         _run_here(arguments, with_lease, "the app's environment is built at run time")

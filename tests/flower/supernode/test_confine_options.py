@@ -234,4 +234,4 @@ def test_packages_of_an_apps_choice_are_not_installed(tmp_path: Path) -> None:
         env={**os.environ, **Allowed().environment(), RULE_VARIABLE: "lease"},
     )
     assert done.returncode == 1
-    assert "--confine and --allow-runtime-dependency-installation cannot be had together" in done.stderr
+    assert "--confine cannot be used with --allow-runtime-dependency-installation" in done.stderr
