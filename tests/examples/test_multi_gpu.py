@@ -24,7 +24,7 @@ APP = REPOSITORY / "examples" / "multi_gpu"
 DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 
 sys.path.insert(0, str(APP))
-from multi_gpu import task, training  # noqa: E402
+from multi_gpu import task  # noqa: E402
 
 Weights = dict[str, np.ndarray]
 
@@ -71,6 +71,8 @@ def difference(ours: Weights, theirs: Weights) -> float:
 
 def learn_in_double(arrays: Weights, data: TensorDataset, config: dict[str, Any]) -> Any:
     """As ``training.learn``, with so many digits that rounding does not add up to anything."""
+    from multi_gpu import training  # takes seconds, also where tests are only collected
+
     torch.set_default_dtype(torch.float64)
     images, labels = data.tensors
     return training.learn(arrays, TensorDataset(images.double(), labels), config)
@@ -78,6 +80,8 @@ def learn_in_double(arrays: Weights, data: TensorDataset, config: dict[str, Any]
 
 def killed_after_the_second_epoch(*args: Any) -> Any:
     """As ``training.learn``, but rank 1 is killed when the second checkpoint is there."""
+    from multi_gpu import training
+
     save = training.save
 
     def save_and_end(path: Path, model: Any, optimizer: Any, epoch: int, losses: Any) -> None:
@@ -127,6 +131,8 @@ def test_two_ranks_learn_what_one_does() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_killed_training_goes_on_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from multi_gpu import training
+
     # Fewer examples than a batch has.
     config = settings(local_epochs=3, checkpoint_dir=str(tmp_path), batch_size=32)
     data = TensorDataset(*task.to_dataset(*task.load_partition(config))[:20])

@@ -13,14 +13,12 @@ from typing import Any
 
 import uvicorn
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.cli.build import build_fab_from_disk
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.supernode.main import create_app
 from flwr.supernode.nodestate import NodeStateFactory
 
 from flower_gpu.launch import ports
@@ -44,6 +42,10 @@ class SuperNode:
     """What a SuperNode is to its ``flwr-clientapp``: one HTTP server, in a thread of this process."""
 
     def __init__(self) -> None:
+        # These imports take seconds, also in each process that only collects tests.
+        from flwr.cli.build import build_fab_from_disk
+        from flwr.supernode.main import create_app
+
         self._factory = NodeStateFactory(objectstore_factory=ObjectStoreFactory())
         self._factory.state().set_node_id(_NODE)
         content = build_fab_from_disk(APP)
