@@ -11,7 +11,8 @@ from pathlib import Path
 
 import nvml_stub
 import pytest
-from simulation_host import NewHost, SimulationHost, until
+from simulation_host import NewHost, SimulationHost
+from waiting import until
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,7 +51,7 @@ def new_host(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> I
     try:
         for host in hosts:
             host.end_programs()
-            until(host.processes, lambda left: not left)
+            until(host.has_no_process, host.ray)
             assert not host.status().holders
     finally:
         for host in hosts:

@@ -1,4 +1,4 @@
-"""A simulation in a script, with everything defined in it. Argument: a folder for what happened."""
+"""A simulation in a script that defines everything itself and never ends. Argument: a folder for notes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from flwr.simulation import run_simulation
 
 from flower_gpu import gpu_mod
 
-CLIENTS = 4
+CLIENTS, WAITING = 4, 3
 FOLDER = Path(sys.argv[1])
 
 
@@ -38,7 +38,17 @@ def resources(context):
     return {"timeout_s": 3} if hangs else None
 
 
-app = ClientApp(mods=[gpu_mod(num_gpus=0.25, resources=resources)])
+def actor_noted(message, context, call_next):
+    note(
+        "actors",
+        partition=context.node_config["partition-id"],
+        actor=os.getpid(),
+        kind=message.metadata.message_type,
+    )
+    return call_next(message, context)
+
+
+app = ClientApp(mods=[actor_noted, gpu_mod(num_gpus=0.25, resources=resources)])
 
 
 @app.lifespan()
@@ -84,6 +94,12 @@ def named(message, context):
     return Message(RecordDict({"answer": answer}), reply_to=message)
 
 
+@app.train("waiting")
+def waiting(message, context):
+    note("waiting", partition=context.node_config["partition-id"], pid=os.getpid())
+    time.sleep(600)
+
+
 @app.query()
 def query(message, context):
     text = f"{message.content['question']['text']} {context.node_config['partition-id']}"
@@ -99,15 +115,17 @@ server = ServerApp()
 def main(grid, context):
     strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=CLIENTS, min_available_nodes=CLIENTS)
     arrays = ArrayRecord({"w": Array(np.zeros(4, np.float32))})
-    result = strategy.start(grid, arrays, num_rounds=3, timeout=90)
+    result = strategy.start(grid, arrays, num_rounds=3, timeout=300)
     note("server", trained=result.arrays["w"].numpy().tolist())
     content = RecordDict({"question": ConfigRecord({"text": "who are you?"})})
     for kind in ("query", "train.named"):
         asked = [Message(content, node_id, kind) for node_id in grid.get_node_ids()]
-        for reply in grid.send_and_receive(asked, timeout=90):
+        for reply in grid.send_and_receive(asked, timeout=300):
             note("server", **dict(reply.content["answer"]))
+    nodes = list(grid.get_node_ids())[:WAITING]
+    list(grid.send_and_receive([Message(content, node_id, "train.waiting") for node_id in nodes]))
 
 
 if __name__ == "__main__":
-    backend = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    backend = {"init_args": {"num_cpus": WAITING}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, app, CLIENTS, backend_config=backend)

@@ -10,24 +10,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import nvml_stub
 from ledger_observer import observed
+from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.state import State
 
-T = TypeVar("T")
-
 FOLDER = Path(__file__).parent
-WAIT_S = 90  # for what takes seconds; the machine may be busy
+START_S = (
+    300  # for Ray, which starts eight processes that take ten seconds of a core: others may need the cores
+)
 _NOT_INHERITED = ("FLOWER_GPU", "FLWR_", "RAY_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "OMP_")
 
 
@@ -92,10 +92,6 @@ class SimulationHost:
     def status(self) -> State:
         return self._ledger.status()
 
-    def until(self, condition: Callable[[State], Any]) -> State:
-        """Wait until the ledger says something."""
-        return until(self.status, condition)
-
     def observed(self) -> AbstractContextManager[list[dict[str, tuple[int, int]]]]:
         """Look all the time at who holds how much of which GPU."""
         return observed(
@@ -126,10 +122,13 @@ class SimulationHost:
                     found[int(process.name)] = command
         return found
 
+    def has_no_process(self) -> bool:
+        return not self.processes()
+
     def end(self, pid: int) -> None:
         """Ask a process to end, and wait until it has."""
         os.kill(pid, signal.SIGTERM)
-        until(self.processes, lambda left: pid not in left)
+        until(lambda: pid not in self.processes(), self.processes, START_S)
 
     def end_programs(self) -> None:
         """End what a test has started and not ended, because it failed."""
@@ -165,7 +164,15 @@ class Program:
     def output(self) -> str:
         return self._log.read_text()
 
-    def wait(self, timeout_s: float = 270) -> int:
+    def __str__(self) -> str:
+        return self.output
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Wait until something is so, as long as the program lives; what it wrote says why it is not."""
+        until(lambda: condition() or self.process.poll() is not None, self, START_S)
+        assert condition(), f"it has ended:\n{self.output}"
+
+    def wait(self, timeout_s: float = START_S) -> int:
         """Wait for its end; return its exit code."""
         try:
             return self.process.wait(timeout_s)
@@ -182,15 +189,6 @@ class Program:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def until(look: Callable[[], T], condition: Callable[[T], Any]) -> T:
-    """Look until it is as it should be."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition(found := look()):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    return found
 
 
 def notes(path: Path) -> list[dict[str, Any]]:

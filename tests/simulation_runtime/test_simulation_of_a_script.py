@@ -1,39 +1,67 @@
-"""`run_simulation` in a script that defines everything itself; it sees one of two GPUs, and clients fail."""
+"""`run_simulation` in a script that defines everything itself; it sees one of two GPUs, and clients fail.
+
+At its end clients wait, beside another program of the host, and are killed.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from simulation_host import FOLDER, NewHost, SimulationHost, notes
+from nvml_stub import GIB
+from simulation_host import FOLDER, NewHost, Program, SimulationHost, notes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-CLIENTS = 4
+CLIENTS, WAITING = 4, 3
+
+#: Leases what the simulation leaves, says so, and ends when it may. Argument: a folder.
+OTHER = """
+import sys, time
+from pathlib import Path
+from flower_gpu import run_in_worker
+
+folder = Path(sys.argv[1])
+
+def wait():
+    (folder / "has-a-lease").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.02)
+
+run_in_worker(wait, num_gpus=0.5, start_method="fork")
+"""
 
 
 @dataclass
 class Ran:
-    """What the script has left."""
+    """What the script has left until its clients waited. It does not end."""
 
     host: SimulationHost
     folder: Path
+    program: Program
     output: str
+    looks: list[dict[str, tuple[int, int]]]
 
     def notes(self, name: str) -> list[dict[str, Any]]:
         return notes(self.folder / f"{name}.jsonl")
 
 
 @pytest.fixture(scope="module")
-def ran(new_host: NewHost) -> Ran:
+def ran(new_host: NewHost) -> Iterator[Ran]:
     host = new_host(gpus=2)
     folder = host.new_folder("notes")
-    output = host.run(sys.executable, FOLDER / "sim_script.py", folder, CUDA_VISIBLE_DEVICES="1")
-    return Ran(host, folder, output)
+    with host.observed() as looks:
+        program = host.start(sys.executable, FOLDER / "sim_script.py", folder, CUDA_VISIBLE_DEVICES="1")
+        program.until(lambda: len(notes(folder / "waiting.jsonl")) == WAITING)
+        yield Ran(host, folder, program, program.output, looks)
 
 
 def test_a_round_goes_on_without_clients_that_raise_die_or_hang(ran: Ran) -> None:
@@ -84,3 +112,35 @@ def test_queries_and_named_actions_run_in_workers(ran: Ran) -> None:
     assert {started[answer["pid"]] for answer in answers if "query" in answer} == {"query"}
     assert sorted(answer["named"] for answer in answers if "named" in answer) == [3, 3, 3, 4]
     assert sum(task == "train.named" for task in started.values()) == CLIENTS
+
+
+def is_there(pid: int) -> bool:
+    """Tell whether a process has not ended; who has started it may still have to take note of that."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def test_a_gpu_is_shared_and_what_is_ended_leaves_no_worker_and_no_lease(ran: Ran) -> None:
+    host = ran.host
+    workers = {note["partition"]: note["pid"] for note in ran.notes("waiting")}
+    waiting = [note for note in ran.notes("actors") if note["kind"] == "train.waiting"]
+    actors = {note["partition"]: note["actor"] for note in waiting}
+    killed = min(workers)
+    others = host.new_folder("other")
+    other = host.start(sys.executable, "-c", OTHER, others, name="other", CUDA_VISIBLE_DEVICES="1")
+    other.until(lambda: host.status().waiting)
+    state = host.status()
+    assert len(state.holders) == WAITING and os.getpgid(state.waiting[0].pid)  # alive
+
+    os.kill(actors[killed], signal.SIGKILL)  # as Ray itself does when main memory runs short
+    other.until((others / "has-a-lease").exists)  # it has the place of the worker that is gone
+    assert [is_there(pid) for partition, pid in sorted(workers.items())] == [False, True, True]
+
+    ran.program.process.kill()  # the script itself; Ray's processes are others
+    other.until(lambda: len(host.status().holders) == 1)
+    assert not any(map(is_there, workers.values()))
+
+    (others / "go").touch()
+    other.succeeded()
+    assert 15 * GIB < max(sum(size for _, size in look.values()) for look in ran.looks) <= 16 * GIB

@@ -14,7 +14,7 @@ import pytest
 from nvml_stub import GIB
 from simulation_host import FOLDER, NewHost, SimulationHost, notes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CLIENTS, ROUNDS, ACTORS = 5, 2, 3
 PLAIN = "app = ClientApp(mods=[actor_noted])\n"
