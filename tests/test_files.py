@@ -15,7 +15,7 @@ import pytest
 
 import flower_gpu
 from flower_gpu import files
-from flower_gpu.workers import socket_folder
+from flower_gpu.workers import state_folder
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_of_a_killed_process_no_temporary_folder_is_left(
         killed.kill()
         killed.wait()
         assert len(list(tmp_path.iterdir())) == 3
-        socket_folder.remove_left()  # as fork servers do
+        state_folder.remove_left_socket_folders()  # as fork servers do
         assert [path.name.split("-")[-2] for path in tmp_path.iterdir() if path != others] == [
             f"{living.pid}"
         ]

@@ -9,8 +9,8 @@
                told: what the worker tells, for trace and ticket ────┘                             │
                      footprints <── its memory <── gpu_use <── leased_worker.setup around the task <┘
                                                                ├ frameworks are held to the lease
-                                                               └ fixed_variables keep its GPUs visible
+                                                               └ environment keeps its GPUs visible
 
-``leased_worker``, ``fixed_variables`` and most of ``gpu_use`` run in the worker. Ranks of one call tell its
-worker. ``notices`` has the lines of the log.
+``leased_worker`` and most of ``gpu_use`` run in the worker. Ranks of one call tell its worker. ``notices``
+has the lines of the log, and of where calls run.
 """

@@ -13,13 +13,13 @@ from typing import Any, Final
 
 from flower_gpu import frameworks
 from flower_gpu.calls import environment
-from flower_gpu.calls.fixed_variables import fixed
+from flower_gpu.calls.environment import fixed
 from flower_gpu.calls.gpu_use import THIS_WORKER, Use
 from flower_gpu.frameworks.framework import Figures, Hold, Rule
 from flower_gpu.gpu import guard
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
-from flower_gpu.workers import confinement, events, own_calls, threads
+from flower_gpu.workers import confinement, events, own_process, threads
 from flower_gpu.workers.own_process import facts
 
 #: :func:`setup`, as the ``setup`` of a call.
@@ -40,7 +40,7 @@ def setup() -> AbstractContextManager[None]:
 
     Raises ConfigError if the user's allocator settings cannot be used with PyTorch as it is loaded.
     """
-    if own_calls.is_inside():
+    if own_process.is_inside():
         guard.check_without_worker(os.environ)
     else:
         guard.apply(os.environ)
@@ -57,7 +57,7 @@ def setup() -> AbstractContextManager[None]:
 
 def _fixed(rules: Mapping[str, Rule]) -> AbstractContextManager[None]:
     # A call in the client's own process shares its environment with the client's other threads.
-    return nullcontext() if own_calls.is_inside() else fixed(rules)
+    return nullcontext() if own_process.is_inside() else fixed(rules)
 
 
 def _kept(variables: Iterable[str]) -> dict[str, Rule]:
@@ -136,7 +136,7 @@ class _UsageWriter:
     def start(self) -> None:
         self.base_bytes = host.anonymous_bytes(os.getpid())
         self.before = _figures()
-        if self.before and not own_calls.is_inside():
+        if self.before and not own_process.is_inside():
             # The peaks of a call that runs in the user's own process are for the user to reset.
             with suppress(Exception):  # it can do without
                 frameworks.reset_peaks()

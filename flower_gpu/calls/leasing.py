@@ -31,7 +31,7 @@ from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, waited_for
 from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.printable import format_bytes
-from flower_gpu.workers import events, own_calls
+from flower_gpu.workers import events, own_process
 
 _log = logging.getLogger(events.LOGGER)
 
@@ -349,7 +349,7 @@ def _only_warned() -> Iterator[None]:
 
 def is_worker() -> bool:
     """Tell whether the code that asks runs in a worker, or in a call that runs in this process."""
-    return own_calls.belongs_here(VARIABLE)
+    return own_process.belongs_here(VARIABLE)
 
 
 def of_this_process() -> Lease | None:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from flower_gpu import files, trace
 from flower_gpu.calls import environment, leased_worker, notices, out_of_memory
 from flower_gpu.calls.leasing import Leasing, is_worker
-from flower_gpu.calls.progress_display import ProgressDisplay
 from flower_gpu.calls.settings import CallSettings, WorkerSettings
-from flower_gpu.calls.told import Told
+from flower_gpu.calls.told import ProgressDisplay, Told
 from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError
 from flower_gpu.frameworks.out_of_memory import says_device_is_busy
 from flower_gpu.gpu import guard

@@ -37,9 +37,9 @@ from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import CLIENT_RUNTIME, INSTALLER, find
 from flower_gpu.flower.records import round_of
 from flower_gpu.workers import call_end
+from flower_gpu.workers.call_end import place_of
 from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
-from flower_gpu.workers.outcome import place_of
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
 _LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by

@@ -23,8 +23,8 @@ from flower_gpu.errors import (
 )
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.workers.confined_replies import PlainBytes
 from flower_gpu.workers.own_process import facts
-from flower_gpu.workers.transport.plain import PlainBytes
 
 #: Key of a node config: which part of the data a client has.
 PARTITION_KEY = "partition-id"

@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from flower_gpu.errors import MOST_CHARACTERS, InvalidResultError, shortened
 from flower_gpu.flower import arrays
-from flower_gpu.workers.transport.plain import MOST_DESCRIBED_BYTES, PlainBytes
+from flower_gpu.workers.confined_replies import MOST_DESCRIBED_BYTES, PlainBytes
 from flower_gpu.workers.transport.regions import SMALL_BYTES, Region
 
 _MAGIC = b"fgrecs01"

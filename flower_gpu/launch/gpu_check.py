@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flower_gpu import options
-from flower_gpu.calls import leasing, where
+from flower_gpu.calls import leasing, notices
 from flower_gpu.calls.settings import GPUSettings, call_settings
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu import inventory, policy, sharing
@@ -99,10 +99,10 @@ def check(
             lines += _check_request(each, gpus, calls)
         elif not each.settings.request.is_auto:
             who = "all calls" if each.are_all else f"calls of {each}"
-            why = where.why_on_cpu(each.settings, use_gpu, env)
-            lines.append(where.without_effect(each.settings.request, who, why))
+            why = notices.why_on_cpu(each.settings, use_gpu, env)
+            lines.append(notices.without_effect(each.settings.request, who, why))
         elif each.are_all:
-            lines.append(where.calls_run(each.settings, (), at_once, use_gpu, env))
+            lines.append(notices.calls_run(each.settings, (), at_once, use_gpu, env))
     return list(dict.fromkeys(lines))
 
 
@@ -117,7 +117,7 @@ def _check_request(callers: Callers, gpus: Sequence[GPU], calls: CallOptions) ->
             why += " (--gpu-ids gives each client one GPU; for more write --node-config 'gpu-ids=\"0,1\"')"
         raise ConfigError(f"{callers.prefix}{request.written}: {why}")
     if request.is_auto or request.count > 1:
-        return [where.calls_run(settings, gpus, None, None, os.environ)] if callers.are_all else []
+        return [notices.calls_run(settings, gpus, None, None, os.environ)] if callers.are_all else []
     sizes = Ledger(reserve_bytes=settings.reserve_bytes).sizes(gpus)
     possible = {option.uuid: option for option in _possible(request, gpus, sizes)}
     rooms = [

@@ -14,7 +14,7 @@ from typing import Any
 from flower_gpu import files
 from flower_gpu.errors import WorkerError
 from flower_gpu.ranks import results
-from flower_gpu.workers import events, socket_folder
+from flower_gpu.workers import events, state_folder
 from flower_gpu.workers.call import Task, load_task
 
 
@@ -36,7 +36,7 @@ def meeting_place() -> Iterator[str]:
     a name: under the GPU guard no rank can look into another process. Ports that one chooses for a store of
     its own, the usual way, may be taken by another client in the same instant.
     """
-    parent = socket_folder.path()  # which may be a name that only this process can use
+    parent = state_folder.socket_folder()  # which may be a name that only this process can use
     with ExitStack() as stack:
         try:
             place = None if parent is None else Path(parent).resolve()

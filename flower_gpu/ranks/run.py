@@ -22,7 +22,7 @@ from flower_gpu.ranks import results
 from flower_gpu.ranks.rank import Rendezvous, meeting_place, remove_left_of_nccl
 from flower_gpu.ranks.results import End
 from flower_gpu.workers import caller as worker
-from flower_gpu.workers import events, methods, own_calls, threads
+from flower_gpu.workers import events, methods, own_process, threads
 from flower_gpu.workers.call import Call, Task
 from flower_gpu.workers.life import StopOrder
 from flower_gpu.workers.own_process import facts
@@ -44,7 +44,7 @@ def how_many() -> int:
     One for each GPU of its lease; on the CPU as many as there were GPUs asked for, so that it computes the
     same. In a process where someone follows it with a debugger, and outside of workers, one.
     """
-    if own_calls.is_inside() or not leasing.is_worker():
+    if own_process.is_inside() or not leasing.is_worker():
         return 1
     lease = leasing.of_this_process()
     if lease is not None and lease.shares:
@@ -54,7 +54,7 @@ def how_many() -> int:
 
 def is_asked_for_one() -> bool:
     """Tell whether this is the worker of a call that is for one GPU, or for a part of one."""
-    is_here = own_calls.is_inside() or not leasing.is_worker()
+    is_here = own_process.is_inside() or not leasing.is_worker()
     return not is_here and RANKS_VARIABLE not in os.environ
 
 

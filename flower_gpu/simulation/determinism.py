@@ -23,7 +23,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.framework import Framework, Setting
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.workers import threads
-from flower_gpu.workers.own_calls import restored_environment
+from flower_gpu.workers.own_process import restored_environment
 
 HASH_SEED: Final = "PYTHONHASHSEED"
 #: The value of :data:`HASH_SEED` in all processes of a deterministic run: hashes are not randomized.

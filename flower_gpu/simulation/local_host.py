@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from flwr.clientapp import ClientApp
 
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
-from flower_gpu.calls import leasing, where
+from flower_gpu.calls import leasing, notices
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.options import flag
@@ -100,9 +100,9 @@ class LocalHost(QueueHost):
         gpu, env = self._settings.gpu, {**os.environ, **self._settings.worker.env}
         gpus = [one for one in self.gpus if one.uuid in self._decision.uuids]
         if not gpus and not gpu.request.is_auto:
-            return where.without_effect(gpu.request, "all calls", where.why_on_cpu(gpu, None, env))
+            return notices.without_effect(gpu.request, "all calls", notices.why_on_cpu(gpu, None, env))
         at_once = None if gpus and gpu.request.is_auto else self.concurrency
-        return where.calls_run(gpu, gpus, at_once, None, env)
+        return notices.calls_run(gpu, gpus, at_once, None, env)
 
     def has_begun(self) -> None:
         """Do nothing: workers write into the trace themselves."""

@@ -46,7 +46,7 @@ from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.simulation.simulation_result import SimulationResult
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.watch.trackers import tracking
-from flower_gpu.workers.own_calls import restored_environment
+from flower_gpu.workers.own_process import restored_environment
 
 _is_running: Final = threading.Lock()
 

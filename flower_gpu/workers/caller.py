@@ -10,17 +10,29 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from flower_gpu.errors import WorkerDiedError, WorkerStartError, WorkerTimeoutError
-from flower_gpu.workers import call_end, memory_files, own_calls, started_worker
+from flower_gpu.errors import (
+    InvalidResultError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerStartError,
+    WorkerTimeoutError,
+)
+from flower_gpu.workers import (
+    call_end,
+    confined_replies,
+    memory_files,
+    own_process,
+    started_worker,
+    transport,
+)
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
+from flower_gpu.workers.call_end import Outcome
 from flower_gpu.workers.events import Sink, send, sending_to
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.interrupts import deferred_interrupts
-from flower_gpu.workers.life import (
-    StopOrder,
-)
-from flower_gpu.workers.outcome import Outcome
+from flower_gpu.workers.life import StopOrder
+from flower_gpu.workers.memory_files import sharing
 from flower_gpu.workers.started_worker import CallWatch, StartedWorker
 
 _TRIES = 3
@@ -185,7 +197,7 @@ class Line:
             self.peak_bytes = max(self.peak_bytes, seen.peak_bytes)
             outcome = None
             if seen.has_result:
-                outcome = call_end.read(call, files["reply"], files.get("request", -1))
+                outcome = _read_outcome(call, files["reply"], files.get("request", -1))
             return seen, outcome
         except BaseException:  # its worker must not answer the next call
             self.close()
@@ -313,7 +325,7 @@ class _Wanted:
 
 
 def _run_here(call: Call, on_event: Sink | None) -> Any:
-    with own_calls.inside(), own_calls.restored_environment(call.env):
+    with own_process.inside(), own_process.restored_environment(call.env):
         os.environ.update(call.env)
         with sending_to(on_event), set_up(call.setup):
             run_preload_once(call.preload)
@@ -322,3 +334,25 @@ def _run_here(call: Call, on_event: Sink | None) -> Any:
             value = task(*call.args, **call.kwargs)
             send("worker_result")
             return value
+
+
+def _read_outcome(call: Call, reply: int, request: int) -> Outcome:
+    """Read what the worker of a call has left; WorkerError or InvalidResultError if that cannot be.
+
+    ``request`` is -1 if the worker had it by itself.
+    """
+    if call.confinement is not None:
+        if request >= 0:
+            sharing.finished(request)
+        return confined_replies.read_reply(reply)
+    try:
+        outcome: Outcome = transport.read_reply(reply, request)
+    except WorkerError:
+        raise
+    except Exception as error:
+        raise InvalidResultError(
+            f"{call.label} returned something that this process cannot rebuild "
+            f"({type(error).__name__}: {error}). Return numpy arrays, numbers, strings, and lists or "
+            "dicts of them"
+        ) from error
+    return outcome

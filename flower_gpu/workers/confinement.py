@@ -25,8 +25,8 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard, sharing
 from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
-from flower_gpu.workers import events, socket_folder, state_folder, thread_names
-from flower_gpu.workers.forkserver import proof
+from flower_gpu.workers import events, state_folder, thread_names
+from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.own_process import facts
 
 #: Programs, libraries and their settings, of the system and of NVIDIA's driver. Of ``/etc`` only these: it
@@ -127,7 +127,7 @@ def apply(environ: Mapping[str, str]) -> None:
         raise ConfigError(f"--confine: {error}. The app was not run") from None
     except OSError as error:
         raise ConfigError(f"--confine: nobody answers this worker ({error}). The app was not run") from None
-    if proof.can_be_opened():
+    if sockets.has_proof():
         raise ConfigError(
             f"--confine: the app could open what flower-gpu keeps in {path_text(state_folder.state_dir())}, "
             "since that lies in a folder that it may read. Set FLOWER_GPU_STATE_DIR to another one. The app "
@@ -206,7 +206,7 @@ def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str
         yield str(pipes), landlock.CHANGE  # what the daemon has made there, and nothing new
     for path in told.read:
         yield path, landlock.READ
-    own_sockets = socket_folder.path()
+    own_sockets = state_folder.socket_folder()
     for path in (told.folder, *told.write, _SHARED_MEMORY, *([own_sockets] if own_sockets else [])):
         yield path, landlock.WRITE
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.workers import messages, socket_folder, transport
+from flower_gpu.workers import messages, state_folder, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.forkserver import client, identity
@@ -99,7 +99,7 @@ def prepare(
             if method.from_server and prepared.place is None:
                 _find_place(prepared, call, or_spawn, deadline)
             elif not method.from_server:
-                socket_folder.remove_left()  # of callers that were killed; the fork server sees that itself
+                state_folder.remove_left_socket_folders()  # of killed callers
             if not method.copies_caller:
                 prepared.request = write_request(call, preloaded=prepared.place is not None)
     except BaseException:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_gpu.workers import checked_events, messages, socket_folder
+from flower_gpu.workers import confined_replies, messages, state_folder
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.events import Sink, note_imported
@@ -82,7 +82,7 @@ class CallWatch:
 
     def take(self, told: dict[str, Any]) -> None:
         """Take what the worker tells."""
-        event = told if self.call.confinement is None else checked_events.checked(told)
+        event = told if self.call.confinement is None else confined_replies.checked_event(told)
         if event is None:
             return
         kind = event.get("event")
@@ -208,7 +208,7 @@ class StartedWorker:
             self._let_its_children_tidy_up()
         finally:
             self._end_group()  # before its pid is free for others
-            socket_folder.remove(self.pid)
+            state_folder.remove_socket_folder(self.pid)
             exitcode = self._process.reap(self.imported)
         if self._seen is not None:
             self._seen.exitcode = exitcode

@@ -27,12 +27,20 @@ from typing import Any, NoReturn
 
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.frameworks import set_by_modules
-from flower_gpu.workers import confinement, events, interpreter, messages, socket_folder, threads, transport
+from flower_gpu.workers import (
+    confined_replies,
+    confinement,
+    events,
+    interpreter,
+    messages,
+    state_folder,
+    threads,
+    transport,
+)
 from flower_gpu.workers.call import load_task, run_preload, set_up
+from flower_gpu.workers.call_end import Outcome, failure, place_of, unsendable
 from flower_gpu.workers.life import be_killed_first, die_with_the_caller
-from flower_gpu.workers.outcome import Outcome, failure, place_of, unsendable
 from flower_gpu.workers.own_process import facts
-from flower_gpu.workers.transport import plain
 
 _SIGNALS = signal.valid_signals()
 _STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
@@ -180,7 +188,7 @@ def serve(ends: Ends, origin: Origin) -> None:
             encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
     os.environ.update(origin.env)
-    socket_folder.take()
+    state_folder.take_socket_folder()
     _Calls(socket.socket(fileno=ends.calls), origin).do()
 
 
@@ -294,7 +302,7 @@ def leave_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into the memory file for the caller."""
     # A confinement that was wanted and could not be had counts as well: the caller expects it.
     is_confined = confinement.is_wanted(os.environ)
-    write: Callable[[Outcome, int], None] = plain.write_reply if is_confined else transport.write_reply
+    write = confined_replies.write_reply if is_confined else transport.write_reply
     try:
         write(outcome, descriptor)
     except Exception as error:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from flower_gpu.calls.fixed_variables import fixed
+from flower_gpu.calls.environment import fixed
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -16,7 +16,7 @@ from record_strategies import contents, record_dicts
 
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import record_bytes
-from flower_gpu.workers.transport.plain import PlainBytes
+from flower_gpu.workers.confined_replies import PlainBytes
 
 
 def asked() -> Message:

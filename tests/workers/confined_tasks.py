@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 from flower_gpu.workers import worker
-from flower_gpu.workers.outcome import Outcome
+from flower_gpu.workers.call_end import Outcome
 from flower_gpu.workers.own_process import facts
 
 

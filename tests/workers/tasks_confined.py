@@ -20,7 +20,7 @@ from typing import Any
 
 from flower_gpu import landlock, run_in_worker
 from flower_gpu.workers import messages, state_folder
-from flower_gpu.workers.forkserver import control, proof, sockets
+from flower_gpu.workers.forkserver import control, sockets
 
 _IOCTL_ONLY = os.O_WRONLY | os.O_RDWR  # for open(2): neither reading nor writing
 _OPEN_BY_PIDFD = 438  # pidfd_getfd
@@ -37,11 +37,11 @@ def confine() -> None:
 
 
 def _file() -> Path:
-    return state_folder.state_dir() / proof.FILE
+    return state_folder.state_dir() / sockets.PROOF
 
 
 def _own() -> Path:
-    path = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"])) / proof.FILE
+    path = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"])) / sockets.PROOF
     path.touch(0o600)
     return path
 
@@ -59,7 +59,7 @@ def _reopened() -> list[int]:
 
 
 def _linked() -> list[int]:
-    link = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"])) / proof.FILE
+    link = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"])) / sockets.PROOF
     link.hardlink_to(_file())
     return [os.open(link, os.O_RDONLY)]
 
@@ -96,7 +96,7 @@ def _ways(holder: tuple[int, int]) -> dict[str, Callable[[], list[int]]]:
         "opened for ioctl only": _opened(_IOCTL_ONLY),
         "opened by its path, then by that": _reopened,
         "another file": _another_file,
-        "a memory file": lambda: [os.memfd_create(proof.FILE)],
+        "a memory file": lambda: [os.memfd_create(sockets.PROOF)],
         "a folder": lambda: [os.open(tempfile.mkdtemp(dir=os.environ["TMPDIR"]), os.O_RDONLY)],
         "two files": lambda: [*_another_file(), *_another_file()],
         "of another process": lambda: _of_another_process(*holder),

@@ -27,8 +27,8 @@ from flower_gpu.errors import (
     WorkerStartError,
     WorkerTimeoutError,
 )
+from flower_gpu.workers.call_end import place_of
 from flower_gpu.workers.forkserver import client
-from flower_gpu.workers.outcome import place_of
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -23,7 +23,7 @@ from flower_gpu.workers import state_folder, thread_names
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import run
 from flower_gpu.workers.confinement import Confinement
-from flower_gpu.workers.forkserver import client, control, identity, proof
+from flower_gpu.workers.forkserver import client, control, identity, sockets
 
 
 def _can_confine() -> bool:
@@ -58,7 +58,7 @@ def _own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def holder(folder: Path) -> Iterator[tuple[int, int]]:
     """This process, which has the file open as a caller has it for a moment."""
     run_in_worker("tasks_forkserver:server", **FORKSERVER)
-    descriptor = os.open(folder / proof.FILE, os.O_RDONLY)
+    descriptor = os.open(folder / sockets.PROOF, os.O_RDONLY)
     yield os.getpid(), descriptor
     os.close(descriptor)
 
@@ -131,7 +131,7 @@ def test_a_call_of_a_confined_worker() -> None:
     before = only_server().calls
     refused, spawned = run_in_worker("tasks_confined:calls", "forkserver", "auto", **FORKSERVER)
     assert refused.startswith("WorkerStartError: cannot start a worker: fork servers fork workers only for")
-    assert str(state_folder.state_dir() / proof.FILE) in refused and "start_method='spawn'" in refused
+    assert str(state_folder.state_dir() / sockets.PROOF) in refused and "start_method='spawn'" in refused
     assert spawned is False
     assert until_only(lambda status: not status.workers).calls == before + 1
 
@@ -279,9 +279,9 @@ def test_no_app_runs_where_it_could_read_the_state_folder(
 def test_the_file_was_removed(folder: Path) -> None:
     """By somebody who tidies up: the next caller makes it anew."""
     server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
-    (folder / proof.FILE).unlink()
+    (folder / sockets.PROOF).unlink()
     assert run_in_worker("tasks_forkserver:server", **FORKSERVER) == server
-    (folder / proof.FILE).unlink()
+    (folder / sockets.PROOF).unlink()
     with Client() as other:
         assert other.call("tasks_forkserver:server") == server
 

@@ -26,7 +26,7 @@ from processes import (
 from flower_gpu import run_in_worker
 from flower_gpu.calls import leasing
 from flower_gpu.errors import WorkerDiedError
-from flower_gpu.workers import own_calls
+from flower_gpu.workers import own_process
 from flower_gpu.workers.own_process import facts
 
 pytestmark = forkservers.marks(timeout_s=180)
@@ -175,6 +175,6 @@ def test_a_call_in_this_process_makes_no_worker_of_the_others(run: Run) -> None:
 
 def test_a_worker_that_is_forked_in_such_a_call_is_a_process_of_its_own(run: Run) -> None:
     def fork() -> bool:
-        return run_in_worker(own_calls.is_inside, start_method="fork", gpu="never") is False
+        return run_in_worker(own_process.is_inside, start_method="fork", gpu="never") is False
 
     assert run_in_worker(fork, start_method="in-process", gpu="never")

@@ -17,7 +17,7 @@ from strangers import addresses_of, needs_root, reached_by_a_stranger
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError
-from flower_gpu.workers import socket_folder, state_folder
+from flower_gpu.workers import state_folder
 
 pytestmark = forkservers.marks(timeout_s=120)
 
@@ -128,8 +128,8 @@ def test_what_is_not_a_workers_stays(folder: Path) -> None:
     parent.chmod(0o755)
     unused = parent / "12-34"
     unused.mkdir()
-    socket_folder.remove_left()
+    state_folder.remove_left_socket_folders()
     assert sorted(parent.iterdir()) == sorted([*others, unused])  # others could have changed it
     parent.chmod(0o700)
-    socket_folder.remove_left()
+    state_folder.remove_left_socket_folders()
     assert sorted(parent.iterdir()) == sorted(others)

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -23,11 +24,18 @@ from typing import Any, Final, NoReturn
 
 import httpx
 
-from flower_gpu.flower.programs.entry import NoEntryError, ProgramEntry, find
+from flower_gpu.flower.commands import (
+    COMMANDS,
+    SERVER_COMMANDS,
+    CommandFolder,
+    flowers,
+    function_of,
+)
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs, Subprocess
 from flower_gpu.workers import interpreter, messages
 from flower_gpu.workers.forkserver import identity
 from flower_gpu.workers.forkserver.forking import ChildWatch
+from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.life import explained
 from flower_gpu.workers.own_process import facts
 
@@ -341,3 +349,40 @@ def _use(programs: Programs) -> None:
         module = sys.modules.get(name)
         if isinstance(getattr(module, "subprocess", None), types.ModuleType):
             module.subprocess = replacement  # type: ignore[union-attr]
+
+
+class NoEntryError(Exception):
+    """A command is none of this Python environment's, or not one of Flower's."""
+
+
+@dataclass(frozen=True)
+class ProgramEntry:
+    """What a command runs."""
+
+    path: str  # its script
+    module: str
+    function: str
+
+    def load(self) -> Callable[[], Any]:
+        """Import it."""
+        found: Any = importlib.import_module(self.module)
+        for name in self.function.split("."):
+            found = getattr(found, name)
+        return found  # type: ignore[no-any-return]
+
+
+def find(name: str, environ: Mapping[str, str]) -> ProgramEntry:
+    """Return what the command of this name runs that is first on the ``PATH`` of an environment.
+
+    Raises NoEntryError if it is not known what that does.
+    """
+    path = shutil.which(name, path=environ.get("PATH", os.defpath))
+    if path is None:
+        raise NoEntryError(f"there is no command {name}")
+    folder, name = Path(path).parent, Path(path).name
+    for commands in (COMMANDS, SERVER_COMMANDS, flowers()):
+        if name in commands and folder == CommandFolder(commands).path:
+            return ProgramEntry(path, *function_of(commands[name]))
+    if name not in flowers() or folder not in map(Path, script_folders()):
+        raise NoEntryError(f"{path} is another program")
+    return ProgramEntry(path, *function_of(flowers()[name]))

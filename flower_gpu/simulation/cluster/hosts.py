@@ -26,7 +26,7 @@ from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.visits import Answers, Visit
 from flower_gpu.trace import Event
-from flower_gpu.workers.own_calls import restored_environment
+from flower_gpu.workers.own_process import restored_environment
 
 #: Versions that must be the same on all hosts.
 _SAME: Final = ("flower-gpu", "flwr", "torch")

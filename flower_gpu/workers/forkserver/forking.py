@@ -76,7 +76,7 @@ class Session:
 
     connection: socket.socket  # to the caller
     caller: int  # the process at its other end
-    is_proven: bool = False  # whether that may be a caller; see :mod:`flower_gpu.workers.forkserver.proof`
+    is_proven: bool = False  # whether that may be a caller; see :mod:`flower_gpu.workers.forkserver.sockets`
     # What the caller wants; empty before it has said so
     record: dict[str, Any] = field(default_factory=dict)
     folder: int = -1  # descriptor of the caller's working directory, or -1

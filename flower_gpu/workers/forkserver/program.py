@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from flower_gpu import frameworks
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.frameworks.cuda_answers import ANSWERS
-from flower_gpu.workers import messages, socket_folder, state_folder
+from flower_gpu.workers import messages, state_folder
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
 from flower_gpu.workers.forkserver.forking import READY, Become, Start, describe
@@ -143,7 +143,7 @@ def _serve() -> None:
         ANSWERS.ask_nvml()
         learning.begin()
         sockets.remove_old_files()
-        socket_folder.remove_left()
+        state_folder.remove_left_socket_folders()
         frameworks.use_one_thread()
         Server(wanted, use, learning).run(ready, lock)
     except Become:

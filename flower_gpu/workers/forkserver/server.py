@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 from flower_gpu import __version__, frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.cuda_answers import ANSWERS
-from flower_gpu.workers import interpreter, messages, socket_folder, threads
+from flower_gpu.workers import interpreter, messages, state_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
-from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
+from flower_gpu.workers.forkserver import identity, libraries, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.workers.forkserver.forking import READY, Become, Loop, Session, Start, become, describe
 from flower_gpu.workers.forkserver.identity import Inherited
@@ -92,7 +92,7 @@ class Server:
         deadline = time.monotonic() + _TICK_S
         while self._end_sessions() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        socket_folder.remove_left()
+        state_folder.remove_left_socket_folders()
 
     def _tell_who_waits(self) -> None:
         """Tell all callers in line, new ones as well, that this server does not hang."""
@@ -143,7 +143,7 @@ class Server:
         try:
             message, descriptors = messages.receive(session.connection)
             if not session.is_proven:
-                session.is_proven = message == sockets.CALLER and proof.is_given(descriptors)
+                session.is_proven = message == sockets.CALLER and sockets.is_proof(descriptors)
                 if not session.is_proven:
                     raise messages.Gone("it may not be a caller")
                 return
@@ -360,7 +360,7 @@ class Server:
         ended = {pid for pid in self._orphans if os.waitpid(pid, os.WNOHANG)[0]}
         self._orphans -= ended
         if ended:  # their callers have ended before them, and maybe those of other workers
-            socket_folder.remove_left()
+            state_folder.remove_left_socket_folders()
         self._end_sessions()
 
     def _end_sessions(self) -> bool:

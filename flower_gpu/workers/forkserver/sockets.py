@@ -1,4 +1,11 @@
-"""How fork servers are found: by Unix sockets in a folder that only this user can enter."""
+"""How fork servers are found: by Unix sockets in a folder that only this user can enter.
+
+Landlock keeps a process from opening files, but not from connecting to a socket that has a path. So a worker
+that is confined, and runs as the same account, gets as far as a fork server's socket. A caller sends a
+descriptor of a file of the state folder along (:data:`PROOF`), open for reading; a confined process has none
+and cannot open one. That is no secret that could be found in the memory of a server, which all its forks have
+a copy of.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +13,19 @@ import fcntl
 import os
 import re
 import socket
+import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
+from flower_gpu.printable import path_text
 from flower_gpu.workers import state_folder
-from flower_gpu.workers.forkserver import proof
+from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.interrupts import allowed_interrupts
 from flower_gpu.workers.messages import Gone, peer, send
 
@@ -23,7 +33,7 @@ from flower_gpu.workers.messages import Gone, peer, send
 QUEUE = 4096
 _PAUSES_S = (0.02, 0.25)  # between two tries to get a lock: the first, the longest
 _LOOK_S = 1.0
-#: The first message of a connection. The descriptor of :mod:`proof` comes with it; there is no answer.
+#: The first message of a connection. The descriptor of :data:`PROOF` comes with it; there is no answer.
 CALLER: dict[str, Any] = {"caller": True}
 _KEPT_S = 7 * 24 * 3600.0
 # The files of a server; a name that begins with a dot is one that is being written.
@@ -131,7 +141,7 @@ def connect(name: str, timeout_s: float) -> socket.socket:
             connection.connect(f"/proc/self/fd/{here}/{name}.socket")
             if peer(connection)[1] != os.getuid():
                 raise Gone(f"the socket of fork server {name} is another user's")
-            with proof.opened(here) as shown:
+            with sockets.proof_opened(here) as shown:
                 send(connection, CALLER, [shown])
     except OSError as error:
         connection.close()
@@ -185,7 +195,7 @@ def locked(name: str, deadline: float | None) -> Iterator[int]:
     Raises ConfigError if this process is confined: what it starts would be confined as well.
     """
     path = folder() / f"{name}.lock"
-    with _opened(path.parent) as here, proof.opened(here):
+    with _opened(path.parent) as here, sockets.proof_opened(here):
         pass
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -212,3 +222,63 @@ def _opened(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+#: The file, in the state folder. It is empty.
+PROOF: Final = "callers"
+
+_PROOF_FLAGS: Final = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+# Held while the descriptor is open: a fork of this process by another thread would have it as well.
+_proof_lock = threading.RLock()
+
+
+@contextmanager
+def proof_opened(folder: int) -> Iterator[int]:
+    """Open the file in the state folder, whose descriptor is ``folder``; make it where it is missing.
+
+    Raises ConfigError if this process may not read it.
+    """
+    with _proof_lock:
+        try:
+            descriptor = os.open(PROOF, _PROOF_FLAGS, 0o600, dir_fd=folder)
+        except PermissionError as error:
+            path = path_text(state_folder.state_dir() / PROOF)
+            raise ConfigError(
+                f"fork servers fork workers only for processes that may read {path}, and this one may not: "
+                "it is confined. Use start_method='spawn': then the worker is confined as well"
+            ) from error
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def has_proof() -> bool:
+    """Tell whether this process may read the file: after it was confined it must not."""
+    try:
+        os.close(os.open(state_folder.state_dir() / PROOF, _PROOF_FLAGS, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def is_proof(descriptors: Sequence[int]) -> bool:
+    """Tell whether these are one descriptor of the file, open for reading."""
+    if len(descriptors) != 1:
+        return False
+    try:
+        # By its name, each time: a descriptor kept here would be open in each fork, too.
+        wanted, given = (state_folder.state_dir() / PROOF).lstat(), os.fstat(descriptors[0])
+        if not stat.S_ISREG(wanted.st_mode) or not os.path.samestat(wanted, given):
+            return False
+        # Read, not asked for its flags: Landlock lets everybody open a file with O_PATH, or for ioctl(2).
+        os.pread(descriptors[0], 1, 0)
+    except OSError:
+        return False
+    return True
+
+
+os.register_at_fork(
+    before=_proof_lock.acquire, after_in_parent=_proof_lock.release, after_in_child=_proof_lock.release
+)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flower_gpu.flower.programs import server
-from flower_gpu.flower.programs.entry import NoEntryError, ProgramEntry
+from flower_gpu.flower.programs.server import NoEntryError, ProgramEntry
 
 handler = logging.StreamHandler()  # as Flower's: to the stream that there was at the import
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flower_gpu.flower.commands import COMMANDS, SERVER_COMMANDS, CommandFolder
-from flower_gpu.flower.programs.entry import NoEntryError, find
+from flower_gpu.flower.programs.server import NoEntryError, find
 from flower_gpu.workers.forkserver.identity import script_folders
 
 FLOWERS = os.pathsep.join(script_folders())

@@ -17,7 +17,7 @@ import pytest
 from waiting import until
 
 from flower_gpu.flower.programs import server, starter
-from flower_gpu.flower.programs.entry import ProgramEntry
+from flower_gpu.flower.programs.server import ProgramEntry
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, ProgramHandle, Programs
 from flower_gpu.workers.interpreter import UNKNOWN
 from flower_gpu.workers.life import adopt_orphans
