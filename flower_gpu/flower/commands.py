@@ -40,8 +40,8 @@ from typing import Final
 
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower import waits
 from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE, TASK, WITHOUT_LEASE
-from flower_gpu.flower.waits import pace, wakeup
 from flower_gpu.options import POLL, POLL_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client, identity, sockets
@@ -59,13 +59,13 @@ COMMANDS: Final = MappingProxyType(
 #: The SuperLink of ``flower-gpu launch``, and what it finds in the place of Flower's own.
 SERVER_COMMANDS: Final = MappingProxyType(
     {
-        "flower-superlink": "flower_gpu.flower.superlink",
+        "flower-superlink": "flower_gpu.flower.superexec:superlink",
         "flower-superexec": "flower_gpu.flower.superexec",
         "flwr-serverapp": "flower_gpu.flower.serverapp",
     }
 )
 
-# To a SuperLink that may be on this host as well. Who finds a message wakes the others (waits/wakeup.py).
+# To a SuperLink that may be on this host as well. Who finds a message wakes the others (waits.py).
 _MOST_QUESTIONS_PER_S: Final = 10.0
 
 # What the fork server imports before the first message: what our flwr-clientapp runs, and what Flower and
@@ -182,10 +182,10 @@ def fast_start(
     """
     seconds = POLL.resolve(None, env)
     if POLL_VARIABLE not in env:
-        wanted_s = pace.LONGEST_S if are_told else nodes / _MOST_QUESTIONS_PER_S
-        seconds = max(seconds, min(pace.LONGEST_S, wanted_s))
+        wanted_s = waits.LONGEST_S if are_told else nodes / _MOST_QUESTIONS_PER_S
+        seconds = max(seconds, min(waits.LONGEST_S, wanted_s))
     return {
-        **(wakeup.with_group(env, nodes) if nodes > 1 else env),
+        **(waits.with_group(env, nodes) if nodes > 1 else env),
         RULE_VARIABLE: "lease" if with_lease else WITHOUT_LEASE,
         POLL_VARIABLE: f"{seconds:g}",
         "PATH": CommandFolder().first_on(env.get("PATH")),

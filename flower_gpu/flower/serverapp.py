@@ -1,7 +1,7 @@
 """What runs in place of Flower's ``flwr-serverapp``: that, with rounds and replies in the trace of the run.
 
 An app need not know of it: its ServerApp gets Flower's own grid, of which two methods note what goes through.
-Flower's looks for replies every 3 s; this one when it is told (waits/reply_waits.py).
+Flower's looks for replies every 3 s; this one when it is told.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -18,21 +19,25 @@ from typing import Any, Final
 from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
+from flower_gpu.flower import waits
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import HTTP_GRID, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.waits.reply_waits import GridTime
-from flower_gpu.flower.waits.wakeup import group_of
 
 _NAME: Final = "flwr-serverapp"
+_LEAST_S: Final = 0.1  # where nobody tells of replies
+_TOLD_LEAST_S: Final = 0.5  # where SuperNodes tell: only errors of the SuperLink's own are found by asking
+#: How many questions all threads may ask in a second when they are told again and again.
+_QUESTIONS_PER_S: Final = 40.0
+_FOREVER_S: Final = 3600.0
 
 
 def main() -> None:
     """Run Flower's command."""
     (command,) = entry_points(group="console_scripts", name=_NAME)
-    clock = GridTime(group_of(os.environ))
+    clock = GridTime(waits.group_of(os.environ))
     if find(f"{HTTP_GRID}:time") is not None:  # else it is another Flower, and keeps its own waits
         sys.modules[HTTP_GRID].time = clock  # type: ignore[attr-defined]
     ask_for_many()
@@ -93,3 +98,59 @@ def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
     }
     for name, method in replaced.items():
         setattr(grid, name, method)
+
+
+class GridTime:
+    """The module ``time`` for Flower's grid, of which several threads may wait.
+
+    ``group`` are the SuperNodes that tell of their replies.
+    """
+
+    def __init__(self, group: waits.NodeGroup | None = None) -> None:
+        self._wake_ups = group.lead() if group is not None else None
+        self._group = group
+        self._changed = threading.Condition()
+        self._told = 0  # how often this was told of a reply
+        self._waiting = 0  # threads
+        self._of_thread = threading.local()
+        if self._wake_ups is not None:
+            threading.Thread(target=self._listen, args=(self._wake_ups,), daemon=True).start()
+
+    def sent(self) -> None:
+        """Note that this thread has sent messages, and will wait for replies."""
+        if self._group is not None:
+            self._group.wake_nodes()
+        self._of_thread.told = self._told
+        self.received()
+
+    def received(self) -> None:
+        """Note that this thread has got a reply."""
+        self._of_thread.since = time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait until there may be a reply, but not longer than Flower wants."""
+        of_thread = self._of_thread
+        now = time.monotonic()
+        since = of_thread.__dict__.setdefault("since", now)
+        least_s = _LEAST_S if self._wake_ups is None else _TOLD_LEAST_S
+        with self._changed:
+            self._waiting += 1
+            longest_s = min(seconds, waits.wait_s(now - since, least_s))
+            told = of_thread.__dict__.setdefault("told", self._told)
+            self._changed.wait_for(lambda: self._told != told, longest_s)
+            self._waiting -= 1
+            shortest_s = min(longest_s, (self._waiting + 1) / _QUESTIONS_PER_S)
+        # Replies come together: one question for several, and no thread asks for each of the others'.
+        time.sleep(max(0.0, now + shortest_s - time.monotonic()))
+        of_thread.told = self._told
+
+    def _listen(self, wake_ups: Any) -> None:
+        while True:
+            if wake_ups.wait(_FOREVER_S):
+                wake_ups.clear()
+                with self._changed:
+                    self._told += 1
+                    self._changed.notify_all()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)

@@ -1,8 +1,10 @@
-"""Our ``flower-superexec``: Flower's, woken by its parent (waits/wakeup.py), which it asks seldom.
+"""Our ``flower-superexec``: Flower's, woken by its parent, which it asks seldom.
 
 Beside each SuperNode, and beside a SuperLink, Flower starts a ``flower-superexec``. It asks its parent for a
 task, at our interval ten times a second, and starts a process for each. With a hundred SuperNodes those
 questions alone are more than two cores can answer.
+
+The SuperLink of ``flower-gpu launch`` is here, too: it wakes its SuperExec for each run.
 """
 
 from __future__ import annotations
@@ -17,13 +19,29 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
-from flower_gpu.flower.private_names import SUPEREXEC, find
-from flower_gpu.flower.waits import wakeup
+from flower_gpu.flower import objects, waits
+from flower_gpu.flower.private_names import LINK_STATES, SUPEREXEC, find
 
 #: How long this waits without a wake-up: one may get lost.
 LONGEST_S: Final = 60.0
 
 _LOOK_S: Final = 0.2  # between two looks at the parent, where the kernel does not tell of its end
+
+
+# What makes a task in Flower's states.
+_TASK_MAKERS: Final = ("create_run", "create_task")
+
+
+def superlink() -> None:
+    """Run Flower's SuperLink."""
+    from flwr.superlink.cli import flower_superlink
+
+    objects.answer_for_many(objects.SUPERLINK)
+    waker = waits.Waker()
+    if all(waits.call_after(state, maker, waker.wake) for state in LINK_STATES for maker in _TASK_MAKERS):
+        waker.announce()  # else it is another Flower, whose SuperExec goes on asking
+    sys.argv[0] = "flower-superlink"
+    flower_superlink()
 
 
 def main() -> None:
@@ -32,7 +50,7 @@ def main() -> None:
     from flwr.supercore.cli import flower_superexec
 
     # With --executor somebody else has started it, for tasks that may have to wait for capacity.
-    wake_ups = wakeup.found()
+    wake_ups = waits.found()
     is_parents = not any(argument.startswith("--executor") for argument in sys.argv)
     if wake_ups is not None and is_parents and find(f"{SUPEREXEC}:time") is not None:
         loop.time = SuperExecTime(wake_ups)
@@ -45,7 +63,7 @@ def main() -> None:
 class SuperExecTime:
     """The module ``time`` for a SuperExec's loop."""
 
-    def __init__(self, wake_ups: wakeup.WakeUps, longest_s: float = LONGEST_S) -> None:
+    def __init__(self, wake_ups: waits.WakeUps, longest_s: float = LONGEST_S) -> None:
         self._wake_ups = wake_ups
         self._longest_s = longest_s
 

@@ -21,12 +21,11 @@ from ipaddress import ip_address
 from typing import Any, Final
 
 from flower_gpu.flower import node_slots as slots
-from flower_gpu.flower import objects
+from flower_gpu.flower import objects, waits
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.private_names import HEARTBEAT_INTERVALS, NODE_LOOP, NODE_STATE, OBJECT_STORE, find
 from flower_gpu.flower.programs.server import fork_own
-from flower_gpu.flower.waits import pace, ticks
-from flower_gpu.flower.waits.wakeup import NodeGroup, Waker, call_after, group_of
+from flower_gpu.flower.waits import NodeGroup, Waker, call_after, group_of
 from flower_gpu.options import IDLE_POLL, POLL
 from flower_gpu.workers.forkserver.control import Stays
 
@@ -63,7 +62,6 @@ def main() -> None:
         sys.modules[NODE_LOOP].time = clock  # type: ignore[attr-defined]
         objects.ask_for_many()
         objects.answer_for_many(objects.SUPERNODE)
-    ticks.look_seldom()
     sys.argv[0] = "flower-supernode"
     flower_supernode()
 
@@ -169,7 +167,7 @@ class SuperNodeTime:
         now = self._monotonic()
         if self._since is None:
             self._since = now
-        seconds = pace.wait_s(now - self._since, self._least_s, self._idle_s)
+        seconds = waits.wait_s(now - self._since, self._least_s, self._idle_s)
         if self._wake_ups is None:
             time.sleep(seconds)
             return
@@ -177,7 +175,7 @@ class SuperNodeTime:
         if self._was_woken:
             self._wake_ups.clear()
             # It may be that only others have a message. There is a run, so the next one may be for this node.
-            self._since = max(self._since, self._monotonic() - pace.TOLD_S)
+            self._since = max(self._since, self._monotonic() - waits.TOLD_S)
 
     def _wait_for_reply(self, longest_s: float) -> None:
         """Wait until a part of the reply is there, or this time is over."""

@@ -24,7 +24,7 @@ from flower_gpu.flower.commands import (
     warm_up_command,
     with_flowers,
 )
-from flower_gpu.flower.waits.wakeup import with_group
+from flower_gpu.flower.waits import with_group
 from flower_gpu.launch import ports
 from flower_gpu.launch.plan import Plan
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor, last_traceback, new_lines

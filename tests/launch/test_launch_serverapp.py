@@ -18,7 +18,6 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower import serverapp
 from flower_gpu.flower.recording.recorder import write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.waits.reply_waits import GridTime
 from flower_gpu.launch.federation import Federation
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
@@ -82,7 +81,7 @@ def told(folder: Path, *names: str) -> list[list[Any]]:
 def test_replies_are_told_one_by_one(tmp_path: Path) -> None:
     grid = FlowerGrid()
     with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, GridTime())
+        serverapp.record(grid, recorder, serverapp.GridTime())
         replies = list(grid.send_and_receive(messages(1, 2, 9)))
     assert len(replies) == 3 and isinstance(grid, HttpGrid)
     lines = told(tmp_path, "round", "node", "error", "messages", "failed", "metrics")
@@ -100,7 +99,7 @@ def test_replies_are_told_one_by_one(tmp_path: Path) -> None:
 def test_that_all_clients_fail_is_told_and_the_server_goes_on(tmp_path: Path) -> None:
     grid = FlowerGrid()
     with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, GridTime())
+        serverapp.record(grid, recorder, serverapp.GridTime())
         for server_round in (1, 2):
             assert len(list(grid.send_and_receive(messages(9, 10, server_round=server_round)))) == 2
     assert [line for line in told(tmp_path, "reason") if line[0] == "all_failed"] == [
@@ -112,7 +111,7 @@ def test_what_has_no_reply_in_time_has_failed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("time.sleep", lambda _: None)
     grid = FlowerGrid(silent=(2,))
     with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, GridTime())
+        serverapp.record(grid, recorder, serverapp.GridTime())
         assert len(list(grid.send_and_receive(messages(1, 2), timeout=0.05))) == 1
     replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
     assert replies == [["reply", 1, None], ["reply", 2, "no reply within 0.05 s"]]
@@ -121,7 +120,7 @@ def test_what_has_no_reply_in_time_has_failed(tmp_path: Path, monkeypatch: pytes
 def test_messages_that_flower_cannot_send_have_failed(tmp_path: Path) -> None:
     grid = FlowerGrid(largest=1)
     with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, GridTime())
+        serverapp.record(grid, recorder, serverapp.GridTime())
         assert list(grid.send_and_receive(messages(1, 2), timeout=0.0)) == []
     replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
     assert replies == [["reply", node, "the message could not be sent"] for node in (1, 2)]
@@ -131,7 +130,7 @@ def test_messages_from_several_threads(tmp_path: Path) -> None:
     """As Flower's older strategies send them: one by one, each from a thread of its own."""
     grid = FlowerGrid()
     with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, GridTime())
+        serverapp.record(grid, recorder, serverapp.GridTime())
         threads = [
             threading.Thread(target=grid.send_and_receive, args=(messages(node, kind="train"),))
             for node in (1, 2, 3)

@@ -64,7 +64,6 @@ _MODULES: Final = (
     "flower_gpu.flower.flwr_clientapp",
     "flower_gpu.flower.serverapp",
     "flower_gpu.flower.superexec",
-    "flower_gpu.flower.superlink",
     "flower_gpu.flower.supernode",
 )
 # Modules of Flower's that start programs of Flower's, by ``subprocess.Popen``.

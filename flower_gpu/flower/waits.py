@@ -1,18 +1,20 @@
-"""How Flower's processes on one host wake each other, where Flower's own ask again and again.
+"""How Flower's programs hear that there is something to do, in place of their questions every few seconds.
 
 ::
 
-    SuperNode, SuperLink ──"a task is there"──> the flower-superexec that it has started (Waker)
+    who waits    for what              who wakes it                                    where
+    SuperExec    a task                its SuperLink or SuperNode (Waker)              superexec
+    SuperNode    a message             the ServerApp; a SuperNode that has found one   supernode
+    SuperNode    its ClientApp's reply itself, when the last part is stored            supernode
+    ServerApp    replies               the SuperNode that has sent one                 serverapp
 
-    ServerApp of `launch` ──"messages are there"──> its SuperNodes ──"a reply is there"──> ServerApp (Group)
-    a SuperNode that finds a message ──"there may be more"──> the SuperNodes started with it (Group)
+A wake-up says "ask now", nothing else. Who is not woken asks at intervals, as in Flower, and ever more seldom
+(:func:`wait_s`): a wake-up that is lost costs a wait.
 
-Who wakes has the name of a socket. A name is new each time, and is passed on in the environment. The one who
-is woken then asks as ever: a wake-up has no content, and one that is lost costs time only.
-
-The sockets are in Linux's abstract namespace. Nothing is left of one when its process is killed, and nobody
-need know how that process was started. Every account of the host can write to them, so the kernel says who
-has written: only the same account and root wake.
+Who wakes has the name of a socket. A name is new each time, and is passed on in the environment. The sockets
+are in Linux's abstract namespace. Nothing is left of one when its process is killed, and nobody need know how
+that process was started. Every account of the host can write to them, so the kernel says who has written:
+only the same account and root wake.
 """
 
 from __future__ import annotations
@@ -31,6 +33,15 @@ from typing import Any, Final
 
 from flower_gpu.flower import private_names
 
+#: The longest wait while there may be work: Flower's own.
+LONGEST_S: Final = 3.0
+#: When nothing came for so long, there is no work.
+IDLE_AFTER_S: Final = 60.0
+#: What a process has waited at least that was told of work.
+TOLD_S: Final = 10.0
+
+_PART: Final = 0.05  # of the time it has waited already: so much later something may be noticed
+
 #: The name of the socket, for the process that is started next.
 VARIABLE: Final = "FLOWER_GPU_WAKEUP"
 #: The name of a group, and how many SuperNodes it has.
@@ -38,6 +49,17 @@ GROUP_VARIABLE: Final = "FLOWER_GPU_GROUP"
 
 _IS_LINUX: Final = sys.platform == "linux"
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: see unix(7)
+
+
+def wait_s(waited_s: float, least_s: float, idle_s: float = LONGEST_S) -> float:
+    """Return how long a process waits before it asks a SuperLink again: longer, the longer nothing has come.
+
+    What a question costs the SuperLink is in docs/explanation/supernodes.md. ``waited_s`` is how
+    long nothing came, ``least_s`` the shortest wait, ``idle_s`` the wait without work.
+    """
+    if waited_s >= IDLE_AFTER_S:
+        return max(least_s, idle_s)
+    return max(least_s, min(LONGEST_S, _PART * waited_s))
 
 
 class Waker:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_programs import run_python
 
+from flower_gpu.flower import waits
 from flower_gpu.flower.supernode import SuperNodeTime, is_on_this_host
-from flower_gpu.flower.waits import pace, wakeup
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -20,10 +20,10 @@ IDLE_S = 20.0
 
 @given(st.floats(0, 1000), st.floats(0.01, 10))
 def test_what_comes_is_noticed_soon_and_without_work_it_asks_rarely(waited_s: float, least_s: float) -> None:
-    wait_s = pace.wait_s(waited_s, least_s, IDLE_S)
+    wait_s = waits.wait_s(waited_s, least_s, IDLE_S)
     assert wait_s >= least_s
-    if waited_s < pace.IDLE_AFTER_S:
-        assert wait_s <= max(least_s, min(0.05 * waited_s, pace.LONGEST_S))
+    if waited_s < waits.IDLE_AFTER_S:
+        assert wait_s <= max(least_s, min(0.05 * waited_s, waits.LONGEST_S))
     else:
         assert wait_s == IDLE_S
 
@@ -40,11 +40,11 @@ def test_without_a_group_a_node_waits_by_the_time_for_which_nothing_came() -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's abstract sockets")
 def test_nodes_of_a_group_wake_each_other_once() -> None:
-    group = wakeup.group_of(wakeup.with_group({}, 3))
-    other = wakeup.group_of(wakeup.with_group({}, 3))
+    group = waits.group_of(waits.with_group({}, 3))
+    other = waits.group_of(waits.with_group({}, 3))
     assert group is not None and other is not None
-    environ = {wakeup.GROUP_VARIABLE: f"{group._name}:3"}
-    nodes = [joined for _ in range(3) if (joined := wakeup.group_of(environ)) is not None]
+    environ = {waits.GROUP_VARIABLE: f"{group._name}:3"}
+    nodes = [joined for _ in range(3) if (joined := waits.group_of(environ)) is not None]
     wake_ups = [node.join() for node in nodes]
     strangers = other.join()
     assert group.join() is None, "there are three"

@@ -9,8 +9,8 @@ import sys
 import pytest
 from run_programs import run_python
 
+from flower_gpu.flower import waits
 from flower_gpu.flower.superexec import SuperExecTime
-from flower_gpu.flower.waits import wakeup
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -28,8 +28,8 @@ socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"\\n", "\\0" + sys.argv
 WAIT = """
 import os, sys
 from flower_gpu.flower import superexec
-from flower_gpu.flower.waits import wakeup
-clock = superexec.SuperExecTime(wakeup.found())
+from flower_gpu.flower import waits
+clock = superexec.SuperExecTime(waits.found())
 superexec.end_with(int(sys.argv[1]))
 print(os.environ.get("FLOWER_GPU_WAKEUP"), flush=True)
 try:
@@ -42,16 +42,16 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def waker(monkeypatch: pytest.MonkeyPatch) -> wakeup.Waker:
-    monkeypatch.setenv(wakeup.VARIABLE, "")
-    waker = wakeup.Waker()
+def waker(monkeypatch: pytest.MonkeyPatch) -> waits.Waker:
+    monkeypatch.setenv(waits.VARIABLE, "")
+    waker = waits.Waker()
     waker.announce()
     return waker
 
 
-def test_a_wake_up_that_comes_before_the_wait_is_not_lost(waker: wakeup.Waker) -> None:
+def test_a_wake_up_that_comes_before_the_wait_is_not_lost(waker: waits.Waker) -> None:
     waker.wake()  # nobody is there yet
-    wake_ups = wakeup.found()
+    wake_ups = waits.found()
     assert wake_ups is not None
     assert not wake_ups.wait(0.01)
     waker.wake()
@@ -59,23 +59,23 @@ def test_a_wake_up_that_comes_before_the_wait_is_not_lost(waker: wakeup.Waker) -
     assert [wake_ups.wait(LONG_S), wake_ups.wait(LONG_S), wake_ups.wait(0.01)] == [True, True, False]
 
 
-def test_only_one_process_is_woken_and_the_name_goes_no_further(waker: wakeup.Waker) -> None:
-    name = os.environ[wakeup.VARIABLE]
-    first = wakeup.found()
+def test_only_one_process_is_woken_and_the_name_goes_no_further(waker: waits.Waker) -> None:
+    name = os.environ[waits.VARIABLE]
+    first = waits.found()
     assert first is not None
-    assert wakeup.VARIABLE not in os.environ
-    assert wakeup.found() is None
-    os.environ[wakeup.VARIABLE] = name
-    assert wakeup.found() is None, "another one has the name"
+    assert waits.VARIABLE not in os.environ
+    assert waits.found() is None
+    os.environ[waits.VARIABLE] = name
+    assert waits.found() is None, "another one has the name"
     for _ in range(1000):
         waker.wake()  # more than its queue holds
     assert first.wait(LONG_S)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_account_wakes_nobody(waker: wakeup.Waker) -> None:
-    name = os.environ[wakeup.VARIABLE]
-    wake_ups = wakeup.found()
+def test_another_account_wakes_nobody(waker: waits.Waker) -> None:
+    name = os.environ[waits.VARIABLE]
+    wake_ups = waits.found()
     assert wake_ups is not None
     subprocess.run([sys.executable, "-c", WRITE_AS_NOBODY, name], check=True, timeout=50)
     assert not wake_ups.wait(0.3)
@@ -83,8 +83,8 @@ def test_another_account_wakes_nobody(waker: wakeup.Waker) -> None:
     assert wake_ups.wait(LONG_S)
 
 
-def test_it_looks_by_itself_and_waits_no_less_than_flower(waker: wakeup.Waker) -> None:
-    wake_ups = wakeup.found()
+def test_it_looks_by_itself_and_waits_no_less_than_flower(waker: waits.Waker) -> None:
+    wake_ups = waits.found()
     assert wake_ups is not None
     clock = SuperExecTime(wake_ups, longest_s=0.2)
     began_s = clock.monotonic()
@@ -93,7 +93,7 @@ def test_it_looks_by_itself_and_waits_no_less_than_flower(waker: wakeup.Waker) -
     assert clock.monotonic() - began_s >= 0.5
 
 
-def test_a_waiting_superexec_is_woken_and_ends_with_its_parent(waker: wakeup.Waker) -> None:
+def test_a_waiting_superexec_is_woken_and_ends_with_its_parent(waker: waits.Waker) -> None:
     parent = subprocess.Popen(["sleep", "100"])
     waiting = subprocess.Popen(
         [sys.executable, "-c", WAIT, str(parent.pid)], stdout=subprocess.PIPE, text=True
@@ -121,13 +121,13 @@ import threading
 from types import SimpleNamespace
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
-from flower_gpu.flower.waits import wakeup
+from flower_gpu.flower import waits
 from flower_gpu.flower.supernode import SuperNodeTime
 
 clock = SuperNodeTime(1.0, 1.0)
 clock.listen()
 wait_for_reply = clock._wait_for_reply
-wake_ups = wakeup.found()
+wake_ups = waits.found()
 state = NodeStateFactory(ObjectStoreFactory()).state()
 
 def in_thread(target, *arguments):
