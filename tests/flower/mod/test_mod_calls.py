@@ -61,20 +61,6 @@ def test_a_worker_is_for_flower_who_its_client_is() -> None:
     assert found == {"src_task_id": 11, "run_id": 12, "src_node_id": 13, "dst_node_id": 77}
 
 
-def test_with_and_without_brackets_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FLOWER_GPU_START_METHOD", "fork")
-    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
-    for mod in (gpu_mod, gpu_mod()):
-        app = ClientApp(mods=[mod])
-        app.train()(functions.where)
-        assert told(app(message(), context()))["pid"] != os.getpid()
-    told_of = [
-        {k: v for k, v in one.items() if k not in ("time", "pid", "call", "cores_lease")}
-        for one in events_of(tmp_path, "worker_started")
-    ]
-    assert len(told_of) == 2 and told_of[0] == told_of[1]
-
-
 def test_a_client_without_partition_has_its_nodes_number(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -122,25 +108,6 @@ def test_a_mod_of_the_function_goes_before_that_of_the_app(
     # What is between them runs where the last of them begins.
     assert replies["train"].content["between"]["pid"] == os.getpid()
     assert replies["evaluate"].content["between"]["pid"] == told(replies["evaluate"])["pid"]
-
-
-def test_one_that_cannot_be_seen_from_outside_goes_straight_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mod of the user's that calls another ``gpu_mod`` in it."""
-    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
-    hidden = gpu_mod(start_method="fork", name="hidden")
-
-    def around(received: Message, of: Context, call_next: Any) -> Message:
-        reply: Message = hidden(received, of, call_next)
-        reply.content["around"] = ConfigRecord({"pid": os.getpid()})
-        return reply
-
-    app = ClientApp(mods=[gpu_mod(start_method="forkserver", name="outer"), around])
-    app.train()(functions.where)
-    reply = app(message(), context())
-    assert reply.content["around"]["pid"] == told(reply)["pid"] != os.getpid()
-    assert [one["client"] for one in events_of(tmp_path, "worker_started")] == ["outer"]
 
 
 @pytest.mark.parametrize("method", ["forkserver", "in-process"])

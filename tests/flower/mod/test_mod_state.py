@@ -11,8 +11,9 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from mod_messages import EVERYWHERE, answer, context, message, told
-from mod_strategies import plain, record_dicts
+from record_strategies import contents, records
 
 from flower_gpu import ClientCallError, gpu_mod
 from flower_gpu.flower.message_call import take_over
@@ -20,6 +21,14 @@ from flower_gpu.flower.message_call import take_over
 pytestmark = pytest.mark.timeout(120)
 
 MOMENTUM = np.linspace(-1, 1, 40_000, dtype=np.float32).reshape(200, 200)
+
+
+@st.composite
+def record_dicts(draw: st.DrawFn) -> RecordDict:
+    """Records under a few names, of which two may have the very same one."""
+    there = draw(st.lists(records, min_size=1, max_size=4))
+    names = draw(st.lists(st.sampled_from("abcdef"), unique=True, max_size=5))
+    return RecordDict({name: draw(st.sampled_from(there)) for name in names})
 
 
 def state() -> RecordDict:
@@ -82,11 +91,11 @@ def test_another_state_in_its_place_is_taken_over_too() -> None:
 
 def test_after_a_failed_call_it_is_what_it_was() -> None:
     of, sent = context(state=state()), message()
-    held, before = of.state, plain(of.state)
+    held, before = of.state, contents(of.state)
     records = dict(of.state)
     with pytest.raises(ClientCallError, match="ValueError: after it has changed everything"):
         app_of(functions.spoils_and_fails, "fork")(sent, of)
-    assert of.state is held and plain(held) == before
+    assert of.state is held and contents(held) == before
     assert all(held[name] is record for name, record in records.items())
     assert list(sent.content["arrays"]) == ["weight", "count"]
 
@@ -111,11 +120,11 @@ def test_a_record_under_two_names_becomes_two() -> None:
 @settings(max_examples=100, deadline=None)
 @given(record_dicts(), record_dicts())
 def test_any_state_becomes_any_other_in_place(old: RecordDict, new: RecordDict) -> None:
-    expected = plain(new)
+    expected = contents(new)
     kinds = {name: (type(record), record) for name, record in old.items()}
     held = list(map(id, old.values()))
     take_over(old, new)
-    assert plain(old) == expected and plain(new) == expected
+    assert contents(old) == expected and contents(new) == expected
     for name, (kind, record) in kinds.items():
         if name in new and type(new[name]) is kind and held.count(id(record)) == 1:
             assert old[name] is record
@@ -129,9 +138,9 @@ def test_any_state_becomes_any_other_in_place(old: RecordDict, new: RecordDict) 
 @settings(max_examples=100, deadline=None)
 @given(record_dicts())
 def test_a_state_taken_over_from_itself_stays(state: RecordDict) -> None:
-    expected = plain(state)
+    expected = contents(state)
     take_over(state, state)
-    assert plain(state) == expected
+    assert contents(state) == expected
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -139,12 +148,12 @@ def test_a_state_taken_over_from_itself_stays(state: RecordDict) -> None:
 def test_any_records_come_back_as_they_were_sent(content: RecordDict, state: RecordDict) -> None:
     """Into the worker, into the state, and back in the reply and in the state."""
     app = app_of(functions.gives_state_back, "forkserver")
-    expected, before = plain(content), plain(state)
+    expected, before = contents(content), contents(state)
     of = context(state=state)
     for _ in range(2):  # a second time what came back is sent
         reply = app(Message(content, dst_node_id=13, message_type="train"), of)
-        assert plain(reply.content) == expected
+        assert contents(reply.content) == expected
         content = reply.content
     kept = {name: rest for name, *rest in before}
     kept.update((name, rest) for name, *rest in expected)
-    assert {name: rest for name, *rest in plain(of.state)} == kept
+    assert {name: rest for name, *rest in contents(of.state)} == kept

@@ -169,8 +169,6 @@ ENDS: list[tuple[dict[str, Any], dict[str, str], str]] = [
 SILENT_ENDS: list[tuple[dict[str, Any], str]] = [
     ({"exit": 3}, "sys.exit"),
     ({"return": "nothing"}, "the function returned nothing, not a Message"),
-    ({"return": "a text"}, "the function returned a str, not a Message"),
-    ({"return": "the message"}, "returned the message that it was given"),
     ({"return": "another"}, "returned a Message that is no reply to it"),
 ]
 
