@@ -13,6 +13,7 @@ has their order.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -181,46 +182,7 @@ class CallOptions(TypedDict, total=False):
 
     ``GPUClient``, ``gpu_client``, ``gpu_mod``, ``gpu_evaluate``, ``simulate``, ``run_in_worker`` take them.
     What is left out is taken from the environment (docs/reference/environment.md), else the default.
-
-    Parameters
-    ----------
-    start_method : str
-        One of :data:`START_METHODS`; default ``"auto"``. ``"in-process"`` runs everything in the calling
-        process, for debugging with breakpoints.
-    timeout_s : float
-        Seconds a call may take, counted from its lease; then its worker and the worker's children are ended.
-        Default: no limit.
-    env : mapping of str to str
-        Environment variables of the worker.
-    name : str
-        The client's name in messages and in the trace.
-    preload : str, tuple or list
-        What all workers need and takes long to load: ``"package.module:function"``, a pair of that and its
-        keyword arguments, or a list of these. The function is called once where workers are forked from, on
-        the CPU; what it leaves in the globals of its module is there in every worker, without a copy.
-    num_gpus : float
-        How many GPUs a call gets: a share of one (0.25: four calls fit), or a whole number.
-    gpu_memory : int or str
-        Memory of one GPU that a call gets, CUDA's context included: ``"2GiB"``, or bytes. Default, if
-        ``num_gpus`` is not given either: what earlier calls of the task were seen to need.
-    num_cpus : float
-        How many cores a call gets, also a part of one (0.5); its libraries have as many threads, at least
-        one. Default on the CPU: an equal share of the cores where it is known how many calls may run at a
-        time, else all that are free. Default on a GPU: none are counted.
-    lease_timeout_s : float
-        Seconds a call may wait for its lease. Default: half of what Flower gives a round; no limit on the
-        CPU.
-    on_oom : str
-        What follows when a call runs out of GPU memory: ``"retry"`` (default) with more of a GPU, ``"cpu"``
-        if that fails too, or ``"fail"``.
-    gpu : str
-        This node's device policy where neither the node config nor the environment has one: ``"never"``,
-        ``"offer"`` (default), ``"force"`` or ``"require"``.
-    gpu_ids : int or str
-        This node's GPUs likewise: a number, a UUID, or several of them in one text, ``"0,1"``.
-    context : flwr.app.Context
-        What ``client_fn`` or ``server_fn`` gets: its node config may hold ``gpu``, ``gpu-ids``,
-        ``num-gpus``, ``gpu-memory`` and ``num-cpus``, its run config ``use-gpu``.
+    docs/reference/python.md says more of each.
     """
 
     start_method: Annotated[
@@ -365,6 +327,13 @@ TRACKER: Final = Option(
 
 #: The options of a call, by their keywords.
 CALL: Final = MappingProxyType(table_of(CallOptions))
+CallOptions.__doc__ = "\n".join(
+    [
+        inspect.cleandoc(CallOptions.__doc__ or ""),
+        "\nParameters\n----------",
+        *(f"{name}\n    {option.described}" for name, option in CALL.items()),
+    ]
+)
 
 RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
 START_METHOD_VARIABLE: Final = "FLOWER_GPU_START_METHOD"
@@ -461,7 +430,6 @@ DEADLINE_VARIABLE: Final = "FLOWER_GPU_DEADLINE"
 INTERNAL_VARIABLES: Final = MappingProxyType(
     {
         "FLOWER_GPU_SUPERNODE": "Set in SuperNodes: lease, or start where apps take leases themselves.",
-        "FLOWER_GPU_SLOTS": "Set in SuperNodes: folder of the locks by which messages wait for each other.",
         "FLOWER_GPU_PROGRAMS": "Set for what forks programs of Flower: a descriptor of its connection.",
         "FLOWER_GPU_WAKEUP": "Set for a SuperExec: the socket by which its parent wakes it.",
         "FLOWER_GPU_GROUP": "Set in SuperNodes and a ServerApp: the sockets by which they wake each other.",

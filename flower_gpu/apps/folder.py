@@ -32,7 +32,6 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"  # folder of event files
         self.flwr_home = path / "flwr"  # Flower's configuration and state of this run only
         self.app = path / "app"  # a copy of the app, where one is needed
-        self.flower_status = path / "flwr-list.json"  # what Flower says of the run at its end
 
     @classmethod
     def create(cls, log_dir: Path) -> RunFolder:

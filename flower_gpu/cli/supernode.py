@@ -22,7 +22,6 @@ from flower_gpu.calls.settings import call_settings, checked_environment
 from flower_gpu.cli import confine
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower import node_slots as slots
 from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER
 from flower_gpu.launch import node_keys, ports
@@ -258,10 +257,8 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
             "of the app's choice. Remove one of the two, and install what apps need into the SuperNode's "
             "environment"
         )
-    if arguments.max_concurrent is not None:
-        env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
     if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each
-        env[CONCURRENCY_VARIABLE] = str(min(nodes, arguments.max_concurrent or nodes))
+        env[CONCURRENCY_VARIABLE] = str(nodes)
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
     env = {**frameworks.UNTOUCHED_CUDA, **env}  # an app's import does not start CUDA
     path = commands.with_flowers(env.get("PATH"))
@@ -335,11 +332,6 @@ num-partitions in their node configs. A SuperNode that ends is started again.
         **options_of("supernode"),
         **confine.OPTIONS,
         "gpu_guard": GPU_GUARD,
-        "max_concurrent": Option(
-            "how many messages are handled at a time, also without a GPU (default: as many as come)",
-            COUNT,
-            group="workers",
-        ),
     },
     {
         **confine.GROUPS,

@@ -31,7 +31,6 @@ from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ClientCallError, ConfigError, text_of
 from flower_gpu.flower import message_call
-from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import CLIENT_RUNTIME, INSTALLER, find
@@ -168,7 +167,7 @@ class LeasedClientApp:
             _learn_imports(self._app)
             # A process of Flower's name is forked for its call, and this one has not the app's libraries.
             sys.argv[0] = _OTHER_NAME
-        with slots.held(os.environ), self._confined() as confinement:
+        with self._confined() as confinement:
             return message_call.call(
                 load_and_run,
                 (self._where, self._app),

@@ -17,7 +17,7 @@
     the child, with Flower imported already: Flower's flwr-clientapp, which pulls the message from the
       │  SuperNode and pushes the reply (clientapp.py)
       ├── "start": it loads the app and runs it; the app takes leases by gpu_mod or GPUClient, or takes none
-      └── "lease": it waits for a slot (node_slots.py) and a lease
+      └── "lease": it waits for a lease
             ▼
           a worker, which loads the app and runs it; no app can change that
 """

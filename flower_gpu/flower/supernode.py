@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any, Final
 
-from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower import objects, waits
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.private_names import HEARTBEAT_INTERVALS, NODE_LOOP, NODE_STATE, OBJECT_STORE, find
@@ -95,7 +94,6 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
         nonlocal next_s
         folder.make()  # a host's tidying up may remove it, and Flower's own flwr-clientapp would be found
         if sys.platform == "linux" and time.monotonic() > next_s:
-            slots.keep(os.environ)
             stays.ask_own()  # also with the successor of one that has ended
             next_s = time.monotonic() + _STAY_S
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from flower_gpu import frameworks, options, trace
 from flower_gpu.apps.app import ConfigValue, format_pairs
@@ -185,7 +185,7 @@ class Federation:
     def _start_link(self) -> None:
         """Start the SuperLink and wait until it answers; on another port where its own is taken meanwhile."""
         for attempt in range(1, PORT_ATTEMPTS + 1):
-            self._port = self.plan.options.port or ports.free_ports(1)[0]
+            self._port = ports.free_ports(1)[0]
             self._link = self.link_service(self._port)
             self._supervisor.start(self._link)
             while self._link.runs:
@@ -193,7 +193,7 @@ class Federation:
                 if answers and self._link.pid and ports.listens(self._link.pid, self._port):
                     return
                 self._supervisor.wait(0.05)
-            if self.plan.options.port or attempt == PORT_ATTEMPTS or not self._link.port_was_taken:
+            if attempt == PORT_ATTEMPTS or not self._link.port_was_taken:
                 raise _died(self._link)
 
     def link_service(self, port: int) -> Service:
@@ -278,8 +278,7 @@ class Federation:
 
     def _ask(self) -> None:
         command = ["flwr", "list", CONNECTION, "--format", "json"]
-        log, output = self.folder.log("flwr-list"), self.folder.flower_status
-        self._asked = Service("flwr list", command, self._env, log, output)
+        self._asked = Service("flwr list", command, self._env, self.folder.log("flwr-list"))
         self._supervisor.start(self._asked)
 
     def _flower_says_completed(self, asked: Service) -> bool:
@@ -287,7 +286,7 @@ class Federation:
             return False
         if asked.returncode != 0:
             raise LaunchFailedError(f"{asked.describe_end()}: no word on how the run ended", asked)
-        status, details = run_status(self.folder.flower_status.read_text(encoding="utf-8"))
+        status, details = run_status(asked.log.read_text(encoding="utf-8", errors="replace"))
         if status == "finished:completed":
             return True
         if status.startswith("finished"):
@@ -309,7 +308,8 @@ def run_status(text: str) -> tuple[str, str]:
     Raises LaunchFailedError if it is something else.
     """
     try:
-        answer: Any = json.loads(text[text.index("{") :])
+        last = text.rpartition("\n$ ")[2]  # each start writes such a line into the log
+        answer, _ = json.JSONDecoder().raw_decode(last[last.index("{") :])
         run = answer["runs"][0]
         return str(run["status"]), str(run.get("status-details") or "")
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -16,7 +16,6 @@ from flower_gpu.kinds import (
     COUNT,
     NON_NEGATIVE,
     PAIRS,
-    PORT,
     POSITIVE,
     SWITCH,
     TEXT,
@@ -107,9 +106,6 @@ class LaunchOptions:
     #: What the user asked for calls; what is left out is up to the environment and the app.
     calls: CallOptions = field(default_factory=CallOptions)
     log_dir: Annotated[Path, options.LOG_DIR] = options.LOG_DIR.default_value
-    port: Annotated[
-        int | None, Option("port of the server on 127.0.0.1 (default: a free one)", PORT, group="output")
-    ] = None
     tracker: Annotated[tuple[str, ...], options.TRACKER] = ()
     verbosity: int = 0  # 1 shows the server's log as well, -1 only the result, and errors
 

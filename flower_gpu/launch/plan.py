@@ -15,7 +15,7 @@ from flower_gpu.apps.folder import check_log_dir
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.flower.commands import with_flowers
 from flower_gpu.gpu import guard
-from flower_gpu.launch import gpu_check, ports
+from flower_gpu.launch import gpu_check
 from flower_gpu.launch.options import (
     CLIENTS_PER_ROUND_KEY,
     NUM_ROUNDS_KEY,
@@ -92,8 +92,6 @@ def make_plan(options: LaunchOptions) -> Plan:
             raise ConfigError(f"--node-config {key} is set by the launcher, for each client its own")
     check_node_config(options.calls, options.node_config)
     _check_commands()
-    if options.port is not None and not ports.is_free(options.port):
-        raise ConfigError(f"--port {options.port} is in use; leave it out to get a free one")
     check_log_dir(options.log_dir)
     fast_start = options.fast_start and forkserver.is_supported()
     return _checked_on_gpus(Plan(options, app, clients, overrides, fast_start))

@@ -23,18 +23,6 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-def is_free(port: int) -> bool:
-    """Tell whether a server could listen on a port now."""
-    with socket.socket() as probe:
-        # As servers do it: connections of an earlier server that wait for their end are no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True
-
-
 def is_healthy(port: int, timeout_s: float = 1.0) -> bool:
     """Ask the HTTP server on a port whether it is healthy, as Flower's servers answer it."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)

@@ -66,7 +66,7 @@ class LaunchFailedError(Exception):
 
 
 class Service:
-    """A process with a log file (``output`` takes its standard output instead); it dies with the launcher."""
+    """A process with a log file; it dies with the launcher."""
 
     def __init__(
         self,
@@ -74,13 +74,11 @@ class Service:
         command: Sequence[str],
         env: Mapping[str, str],
         log: Path,
-        output: Path | None = None,
     ) -> None:
         self.name = name
         self.command = tuple(command)
         self.log = log
         self._env = dict(env)
-        self._output = output
         self._process: subprocess.Popen[bytes] | starter.AdoptedProgram | None = None
         self._life: int | None = None
 
@@ -93,14 +91,13 @@ class Service:
             log = stack.enter_context(self.log.open("ab"))
             log.write(f"$ {shlex.join(self.command)}\n".encode())
             log.flush()
-            out = stack.enter_context(self._output.open("wb")) if self._output else log
             read, self._life = os.pipe()  # both are closed in programs we start, unless passed on
             stack.callback(os.close, read)
             try:
-                self._process = self._forked(programs, out.fileno(), log.fileno(), read) or subprocess.Popen(
+                self._process = self._forked(programs, log.fileno(), read) or subprocess.Popen(
                     self.command,
                     stdin=subprocess.DEVNULL,
-                    stdout=out,
+                    stdout=log,
                     stderr=log,
                     env=self._env,
                     process_group=0,
@@ -113,13 +110,13 @@ class Service:
                 kill_group_at_end_of(read, self._process.pid)
 
     def _forked(
-        self, programs: starter.Programs | None, stdout: int, stderr: int, life: int
+        self, programs: starter.Programs | None, log: int, life: int
     ) -> starter.AdoptedProgram | None:
         if programs is None or not starter.is_flowers(self.command[0]):
             return None
         with open(os.devnull, "rb") as stdin:
             return programs.start_adopted(
-                self.command, self._env, stdin=stdin.fileno(), stdout=stdout, stderr=stderr, kept=(life,)
+                self.command, self._env, stdin=stdin.fileno(), stdout=log, stderr=log, kept=(life,)
             )
 
     @property

@@ -117,7 +117,7 @@ def keyed_superlink(folder: Path) -> Iterator[SuperLink]:
             env=env,
         )
     try:
-        until(lambda: not ports.is_free(port), "the SuperLink answers", 60)
+        until(lambda: ports.listens(process.pid, port), "the SuperLink answers", 60)
         yield SuperLink(port, ca, env)
     finally:
         process.terminate()

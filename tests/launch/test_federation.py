@@ -138,8 +138,8 @@ def test_another_port_when_the_first_is_taken_meanwhile(tmp_path: Path, tiny_app
             one._start_link()
             assert len(tried) == 2
             assert one._port == tried[1] != tried[0]
-            assert not ports.is_free(tried[1])
-    assert ports.is_free(tried[1])
+            assert ports.is_healthy(tried[1])
+    assert not ports.is_healthy(tried[1])
 
 
 @pytest.mark.parametrize(

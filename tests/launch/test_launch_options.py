@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
@@ -35,8 +34,6 @@ BAD_OPTIONS = [
     ("--seed -1", "--seed 0 or more"),
     ("--timeout-s 0", "--timeout-s above 0"),
     ("--timeout-s inf", "--timeout-s above 0"),
-    ("--port 0", "--port 1 or more"),
-    ("--port 65536", "--port at most 65535"),
     ("--start-method thread", "--start-method 'thread' spawn fork"),
     ("--partition label", "--partition 'label' iid dirichlet"),
     ("--dirichlet-alpha 0.1", "--dirichlet-alpha --partition dirichlet iid"),
@@ -144,14 +141,6 @@ def test_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     code, _, err = run_main(["launch", str(tmp_path / "nowhere")], capsys)
     assert code == 2
     assert is_one_line_with(err, "nowhere not a folder")
-
-
-def test_port_in_use(tiny_app: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        code, _, err = run_main(["launch", str(tiny_app), "--port", port], capsys)
-    assert code == 2
-    assert is_one_line_with(err, f"--port {port} in use")
 
 
 def test_missing_flower_commands(

@@ -15,7 +15,6 @@ from forkservers import CallError, Client, only_server
 from processes import is_running, wait_until
 
 from flower_gpu.apps import registry
-from flower_gpu.flower import node_slots as slots
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Key
 from flower_gpu.workers import state_folder
@@ -29,13 +28,11 @@ THEIRS = (
     ".bashrc",
     "data/train.npy",
     "runs/one.json",
-    "slots/notes/of-mine.txt",
     "ledger/accounts.csv",
     "commands/run",
     "footprints.json",
     "footprints.json.new",
     f"runs/{NAME[:16]}.json",
-    "slots/1000000000-1/queue",
     *(f"{NAME}.{ending}" for ending in ("socket", "lock", "log", "libraries", "4711")),
     f".{NAME}.4711",
 )
@@ -63,7 +60,6 @@ def test_what_a_user_has_in_the_named_folder_stays_as_it_is(home: Path) -> None:
         assert only_server().pid == server
         sockets.remove_old_files()
         Footprints().learn(KEY, 1 << 30)
-        slots.make(2)
         assert registry.running() == []
         with registry.registered(home / "data", "simulate", "app") as is_first:
             assert is_first and len(registry.running()) == 1

@@ -29,7 +29,6 @@ REFUSED = [
     ("supernode --gpu maybe", "--gpu 'maybe' never offer force require"),
     ("supernode --gpu-ids GPU_0", "--gpu-ids 'GPU_0' nvidia-smi -L"),
     ("supernode --num-gpus 0.5 --gpu-memory 1GiB", "--gpu-memory not allowed --num-gpus"),
-    ("supernode --max-concurrent 0", "--max-concurrent 1 or more"),
     ("supernode --insecure", "unknown: --insecure --help flower-supernode go after two dashes, --"),
     ("slurm my-app --time 1:00", "unknown: --time sbatch go after two dashes, --"),
     ("supernode --gpu require -- --insecure", "policy require cannot be used Nothing was run"),
@@ -159,17 +158,10 @@ def test_without_options_the_variables_stay_as_they_are() -> None:
     assert {name: env[name] for name in mine if name != "PATH"} == {
         k: v for k, v in mine.items() if k != "PATH"
     }
-    assert "FLOWER_GPU_SLOTS" not in env
     # A rule that is in the environment by chance is none: this command's own is.
     assert (
         environment("supernode -- -V", {"FLOWER_GPU_SUPERNODE": "start"})["FLOWER_GPU_SUPERNODE"] == "lease"
     )
-
-
-def test_slots_are_made_for_the_messages_of_all_supernodes() -> None:
-    env = environment("supernode --count 5 --max-concurrent 3 -- --insecure", {"FLOWER_GPU_SLOTS": "/old"}, 5)
-    names = sorted(path.name for path in Path(env["FLOWER_GPU_SLOTS"]).iterdir())
-    assert names == ["0", "1", "2", "queue"]
 
 
 KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True) | st.sampled_from(
@@ -253,7 +245,6 @@ def test_an_abbreviated_node_config_is_not_lost(option: str) -> None:
     ("line", "base", "concurrency"),
     [
         ("supernode --count 6 -- --insecure", {}, "6"),
-        ("supernode --count 6 --max-concurrent 2 -- --insecure", {}, "2"),
         ("supernode --count 6 -- --insecure", {"FLOWER_GPU_CONCURRENCY": "3"}, "3"),
         ("supernode --count 1 -- --insecure", {}, None),
     ],
