@@ -219,8 +219,7 @@ class Tries:
                     timeout_s=settings.timeout_s,
                     on_event=told.on_event,
                     on_start=on_start,
-                    or_spawn=settings.start_method == "auto",
-                    or_fork=self._may_fork(method),
+                    otherwise=self._otherwise(method),
                 )
         except start.ForkInsteadError:
             self.by_name = False
@@ -240,12 +239,14 @@ class Tries:
             return start.SPAWN  # this process has what a confined worker must not have
         return method
 
-    def _may_fork(self, method: StartMethod) -> bool:
-        """Tell whether a copy of this process may have the call: a lock in the arguments, say, needs one."""
+    def _otherwise(self, method: StartMethod) -> StartMethod | None:
+        """Return how its worker starts where there can be no fork server; None: that is an error."""
         settings = self.settings.worker
-        if settings.confinement is not None or settings.preload:
-            return False
-        return method != self.workers.choose(settings.start_method)
+        is_free = settings.confinement is None and not settings.preload
+        # A copy of this process: a lock in the arguments, say, needs one.
+        if is_free and method != self.workers.choose(settings.start_method):
+            return start.FORK
+        return start.SPAWN if settings.start_method == "auto" else None
 
 
 def _around(method: StartMethod, env: Mapping[str, str]) -> AbstractContextManager[None]:

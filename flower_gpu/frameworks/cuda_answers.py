@@ -8,6 +8,7 @@ none, though that is another one's, by the GPU guard or a control group.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any, Final
 from flower_gpu.frameworks.framework import AfterImport
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.nvml import NO_DRIVER
+
+_CUDA_SUCCESS = 0
 
 
 class CUDAAnswers:
@@ -104,3 +107,23 @@ def _say_none(reason: str) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def initialized_cuda_devices() -> int | None:
+    """Count the GPUs this process sees, if it has initialised CUDA.
+
+    Returns None while CUDA is untouched: then a forked child can initialise it for itself.
+    """
+    libcuda = _loaded_cuda()
+    count = ctypes.c_int(0)
+    if libcuda is None or libcuda.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
+        return None  # CUDA_ERROR_NOT_INITIALIZED
+    return count.value
+
+
+def _loaded_cuda() -> ctypes.CDLL | None:
+    try:
+        # RTLD_NOLOAD: only if it is in this process already. Loading alone initialises nothing.
+        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (OSError, AttributeError):
+        return None

@@ -203,7 +203,7 @@ def _run_one(
             method,
             timeout_s=_left_s(),
             on_event=partial(_on_event, rank, figures, told),
-            or_spawn=True,
+            otherwise=methods.SPAWN,
             stopped_by=order,
         )
     except BaseException as caught:

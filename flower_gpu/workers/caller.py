@@ -37,8 +37,6 @@ from flower_gpu.workers.started_worker import CallWatch, StartedWorker
 
 _TRIES = 3
 
-OnStart = Callable[[int, str], None]
-
 
 def run(call: Call, method: start.StartMethod | str, **options: Any) -> Any:
     """Run a call in a worker of its own, which is gone afterwards; the rest as of :meth:`Line.run`."""
@@ -98,43 +96,25 @@ class Line:
             if self._running is not None:
                 self._running.kill()
 
-    def run(
-        self,
-        call: Call,
-        method: start.StartMethod | str,
-        timeout_s: float | None = None,
-        on_event: Sink | None = None,
-        on_start: OnStart | None = None,
-        or_spawn: bool = False,
-        or_fork: bool = False,
-        stopped_by: StopOrder | None = None,
-        calls: int = 1,
-    ) -> Any:
+    def run(self, call: Call, method: start.StartMethod | str, **options: Any) -> Any:
         """Run a call and return what its task returned.
 
-        ``method``: what :func:`flower_gpu.workers.methods.choose` returned, or its name.
-        ``timeout_s``: seconds after which the worker and its children are ended. Not enforced where the call
-        runs in this process.
-        ``on_start``: receives the pid of the worker, and how it was started.
-        ``or_spawn``: spawn the worker where there can be no fork server, instead of an error.
-        ``or_fork``: raise ForkInsteadError there, and where the call cannot be passed to another process.
-        ``stopped_by``: by which another thread can have the worker ended.
-        ``calls``: how many calls a worker runs before it ends. One that has failed ends at once.
-        Raises WorkerStartError: the worker could not be started.
-        Raises WorkerDiedError: it ended without a result.
-        Raises WorkerTimeoutError: it took longer than ``timeout_s``.
+        ``method``: what :func:`flower_gpu.workers.methods.choose` returned, or its name. ``options``: as in
+        :class:`_How`.
+
+        Raises WorkerStartError, WorkerDiedError, WorkerTimeoutError: as they say.
         Raises WorkerStoppedError: ``stopped_by`` said so.
         Raises Exception: what the task raised, with the worker's traceback as its cause.
         """
         if isinstance(method, str):
             method = start.named(method)
+        how = _How(method, **options)
         if not method.is_own_process:
-            if on_start is not None:
-                on_start(os.getpid(), method.name)
-            return _run_here(call, on_event)
-        wanted = _Wanted(method, timeout_s, on_event, on_start, or_spawn, or_fork, stopped_by, calls)
+            if how.on_start is not None:
+                how.on_start(os.getpid(), method.name)
+            return _run_here(call, how.on_event)
         while True:
-            seen, outcome = self._done(call, wanted)
+            seen, outcome = self._done(call, how)
             if seen.is_unread:
                 continue
             if seen.set_too_late is None:
@@ -143,16 +123,16 @@ class Line:
             if call.confinement is not None:
                 # Its variables must not be those of a process that is not confined yet. A fresh interpreter
                 # imports libraries after the app has set them.
-                wanted.method = start.SPAWN
+                how.method = start.SPAWN
             else:
-                start.remember_variables(call, seen.set_too_late, or_spawn=or_spawn)
+                start.remember_variables(call, seen.set_too_late, may_spawn=how.otherwise is not None)
         if outcome is not None:
             return call_end.unwrap(call, outcome)
         if seen.is_stopped:
             raise call_end.stopped(call, seen.pid, seen.tail)
         if seen.hangs:
-            assert timeout_s is not None
-            raise call_end.timed_out(call, seen.pid, timeout_s, seen.import_s, seen.tail)
+            assert how.timeout_s is not None
+            raise call_end.timed_out(call, seen.pid, how.timeout_s, seen.import_s, seen.tail)
         raise call_end.died(call, seen.pid, seen.exitcode, seen.sys_exit, self.call_s, seen.tail)
 
     def retire(self) -> None:
@@ -169,22 +149,22 @@ class Line:
             if place is not None:
                 place.close()
 
-    def _done(self, call: Call, wanted: _Wanted) -> tuple[CallWatch, Outcome | None]:
+    def _done(self, call: Call, how: _How) -> tuple[CallWatch, Outcome | None]:
         """Have a call done; return what was seen of it, and its outcome where there is one."""
         began = time.monotonic()
         files: dict[str, int] = {}
         try:
-            worker, is_new = self._sent(call, wanted, files)
-            seen = CallWatch(call, worker.pid, wanted.on_event, is_begun=is_new)
+            worker, is_new = self._sent(call, how, files)
+            seen = CallWatch(call, worker.pid, how.on_event, is_begun=is_new)
             with self._lock:
                 if self.is_cancelled:
                     raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
                 self._running = worker
-            if wanted.on_start is not None:
-                wanted.on_start(worker.pid, self._method.name)
-            worker.watch(seen, wanted.deadline, wanted.stopped_by)
+            if how.on_start is not None:
+                how.on_start(worker.pid, self._method.name)
+            worker.watch(seen, how.deadline, how.stopped_by)
             if not seen.stays:
-                order = wanted.stopped_by
+                order = how.stopped_by
                 if seen.hangs and (not seen.is_stopped or order is None or order.asks_where):
                     worker.ask_where_it_is()
                 if seen.is_late_to_exit:
@@ -209,7 +189,7 @@ class Line:
                 for descriptor in files.values():
                     os.close(descriptor)
 
-    def _sent(self, call: Call, wanted: _Wanted, files: dict[str, int]) -> tuple[StartedWorker, bool]:
+    def _sent(self, call: Call, how: _How, files: dict[str, int]) -> tuple[StartedWorker, bool]:
         """Send a call to the worker that is there, or to a new one; tell which, and whether it is new.
 
         ``files`` takes the memory files of the call, once they are open.
@@ -219,28 +199,34 @@ class Line:
                 files["reply"] = memory_files.create("flower-gpu-reply")
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
-        like = (wanted.method, *client.likeness(call))
+        like = (how.method, *client.likeness(call))
         if self._worker is not None and self._like != like:
             self.retire()
         if self._worker is not None and not self._worker.has_exited():
             with deferred_interrupts():
                 files["request"] = start.write_request(call, preloaded=bool(call.preload))
             try:
-                self._worker.take(call, files, stays=self._calls + 1 < wanted.calls)
+                self._worker.take(call, files, stays=self._calls + 1 < how.calls)
                 return self._worker, False
             except start.Gone:  # it ends just now
                 os.close(files.pop("request"))
         self._end_worker()
         self._like = like
-        return self._started(call, wanted, files), True
+        return self._started(call, how, files), True
 
-    def _started(self, call: Call, wanted: _Wanted, files: dict[str, int]) -> StartedWorker:
+    def _started(self, call: Call, how: _How, files: dict[str, int]) -> StartedWorker:
         for tries_left in reversed(range(_TRIES)):
             with deferred_interrupts():
                 place, self._place = self._place, None
-                prepared = wanted.prepared(call, place)
                 try:
-                    self._worker = StartedWorker(call, prepared, files["reply"], stays=wanted.calls > 1)
+                    prepared = start.prepare(call, how.method, how.otherwise, how.deadline, place)
+                except TimeoutError as error:
+                    raise WorkerTimeoutError(
+                        f"{call.label}: no worker within timeout_s={how.timeout_s:g}, {error}. Raise "
+                        "timeout_s if this was only slow"
+                    ) from error
+                try:
+                    self._worker = StartedWorker(call, prepared, files["reply"], stays=how.calls > 1)
                 except BaseException as error:
                     prepared.close()
                     if not isinstance(error, start.Gone):
@@ -289,39 +275,27 @@ class Line:
 
 
 @dataclass
-class _Wanted:
-    """How a call is to be done; see :meth:`Line.run`."""
+class _How:
+    """How a call is done."""
 
     method: start.StartMethod
-    timeout_s: float | None
-    on_event: Sink | None
-    on_start: OnStart | None
-    or_spawn: bool
-    or_fork: bool
-    stopped_by: StopOrder | None
-    calls: int
+    #: Seconds after which the worker and its children are ended. Not where the call runs in this process.
+    timeout_s: float | None = None
+    on_event: Sink | None = None
+    #: Receives the pid of the worker, and how it was started.
+    on_start: Callable[[int, str], None] | None = None
+    #: How it starts where there can be no fork server; None: that is an error. FORK: raise ForkInsteadError
+    #: there, and where the call cannot be passed to another process.
+    otherwise: start.StartMethod | None = None
+    #: By which another thread can have the worker ended.
+    stopped_by: StopOrder | None = None
+    #: How many calls a worker runs before it ends. One that has failed ends at once.
+    calls: int = 1
     deadline: float | None = None  # on the clock of ``time.monotonic``
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None:
             self.deadline = time.monotonic() + self.timeout_s
-
-    def prepared(self, call: Call, place: client.ServerPlace | None) -> start.Prepared:
-        """Do what comes before the start of its worker; see :func:`flower_gpu.workers.methods.prepare`."""
-        try:
-            return start.prepare(
-                call,
-                self.method,
-                or_spawn=self.or_spawn,
-                or_fork=self.or_fork,
-                deadline=self.deadline,
-                place=place,
-            )
-        except TimeoutError as error:
-            raise WorkerTimeoutError(
-                f"{call.label}: no worker within timeout_s={self.timeout_s:g}, {error}. Raise timeout_s if "
-                "this was only slow"
-            ) from error
 
 
 def _run_here(call: Call, on_event: Sink | None) -> Any:

@@ -99,27 +99,29 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
 _TELL_S = 0.25  # at least, between two times that something is told
 
 
-@contextmanager
-def imports_seen_by(look: Callable[[str], None]) -> Iterator[None]:
-    """Call ``look`` before each import of a module that is not there yet, with its name, within the block.
+class SeenImports:
+    """Tells a caller how long a call has been importing, and which modules its worker had to import.
 
-    No loader is wrapped for that: tracebacks of modules that cannot be imported stay as they are.
+    Stands in front of all finders, and finds nothing. No loader is wrapped for that: tracebacks of modules
+    that cannot be imported stay as they are. ``names`` returns the modules by now; None: nobody wants them.
     """
-    finder = _Finder(look)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # the task has made a list of its own
-            sys.meta_path.remove(finder)
 
-
-class _Finder:
-    """Stands in front of all finders, and finds nothing."""
-
-    def __init__(self, look: Callable[[str], None]) -> None:
-        self._look = look
+    def __init__(self, send: Callable[[dict[str, Any]], None], names: Callable[[], list[str]] | None) -> None:
+        self._send = send
+        self._names = names
         self._pid = os.getpid()
+        self._outermost = ""  # the module whose import has led to the others
+        self._seconds = self._told_s = self._looked_at = self._told_at = 0.0
+        self._told_count = self._count()
+
+    def __enter__(self) -> SeenImports:
+        sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ValueError):  # the task has made a list of its own
+            sys.meta_path.remove(self)
+        self._tell()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         """Leave the module to others. In a process that the task has forked this does nothing else."""
@@ -127,56 +129,26 @@ class _Finder:
             with suppress(Exception):  # the task has closed all descriptors
                 self._look(name)
 
-
-class ImportTime:
-    """How long a call has been importing, as far as its imports ask for others; told to its caller."""
-
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
-        self._send = send
-        self._seconds = self._told_s = 0.0
-        self._outermost = ""  # the module whose import has led to the others
-        self._looked_at = self._told_at = 0.0
-
-    def look(self, name: str) -> None:
+    def _look(self, name: str) -> None:
         """Add the time since the last look, if all of it was part of one import."""
         now = time.monotonic()
         spec = getattr(sys.modules.get(self._outermost), "__spec__", None)
         if getattr(spec, "_initializing", False):  # as importlib itself marks it
             self._seconds += now - self._looked_at
-            if now - self._told_at >= _TELL_S:
-                self.tell()
         else:
             self._outermost = name
         self._looked_at = now
+        if now - self._told_at >= _TELL_S:
+            self._told_at = now
+            self._tell()
 
-    def tell(self) -> None:
-        """Tell it, if it is more than the last time."""
+    def _tell(self) -> None:
+        """Tell what is more than the last time."""
         if self._seconds != self._told_s:
-            self._told_at, self._told_s = self._looked_at, self._seconds
+            self._told_s = self._seconds
             self._send({"event": "importing", "seconds": self._seconds})
-
-
-class ImportedModules:
-    """Which modules a worker had to import, told to its caller now and then.
-
-    ``names`` returns all that it had to by now.
-    """
-
-    def __init__(self, names: Callable[[], list[str]], send: Callable[[dict[str, Any]], None]) -> None:
-        self._names = names
-        self._send = send
-        self._told_count = self._count()
-        self._told_at = 0.0
-
-    def look(self, _: str) -> None:
-        """Tell it, unless it was told just now."""
-        if time.monotonic() - self._told_at >= _TELL_S:
-            self.tell()
-
-    def tell(self) -> None:
-        """Tell it, if it is more than the last time."""
-        if self._count() != self._told_count:
-            self._told_count, self._told_at = self._count(), time.monotonic()
+        if self._names is not None and (count := self._count()) != self._told_count:
+            self._told_count = count
             self._send({"event": "imported", "names": self._names()})
 
     def _count(self) -> int:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from flower_gpu import control_group
 
@@ -29,32 +28,6 @@ _PAUSE_S = 0.01
 
 # Write ends of life pipes. A fork that kept one would keep other callers' workers alive.
 _life_ends: set[int] = set()
-
-
-class Process(Protocol):
-    """A started worker, leader of its own process group."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        ...
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory that it had, once it is reaped; 0 where that is not known."""
-        ...
-
-    def has_exited(self) -> bool:
-        """Whether it is gone; its pid is still its own."""
-        ...
-
-    def reap(self, imported: Sequence[str]) -> int | None:
-        """Give its pid back, once it has exited, and return the exit status (``-n`` for signal ``n``).
-
-        None where somebody else took the status: the program ignores SIGCHLD, or waits for every child.
-        ``imported``: what it had to import; a fork server has that for the next ones.
-        """
-        ...
 
 
 class OwnChild:
@@ -90,7 +63,10 @@ class OwnChild:
         return self._exited
 
     def reap(self, _: Sequence[str] = ()) -> int | None:
-        """Give its pid back and return the exit status, where it is known."""
+        """Give its pid back and return the exit status (``-n`` for signal ``n``).
+
+        None where somebody else took the status: the program ignores SIGCHLD, or waits for every child.
+        """
         with suppress(ChildProcessError):
             self._reap()
         return self._exitcode

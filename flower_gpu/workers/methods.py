@@ -17,18 +17,23 @@ from pathlib import Path
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError, WorkerStartError
+from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
 from flower_gpu.workers import messages, state_folder, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.forkserver import client, identity
-from flower_gpu.workers.life import OwnChild, Process, close_life_end, explained, life_pipe
+from flower_gpu.workers.life import OwnChild, close_life_end, explained, life_pipe
 from flower_gpu.workers.messages import Gone as Gone
-from flower_gpu.workers.native import initialized_cuda_devices, release_openmp_threads
 from flower_gpu.workers.own_process import OwnLock, facts
+from flower_gpu.workers.threads import release_openmp_threads
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
 #: worker's ends of them before the caller has closed its copies.
 start_lock = OwnLock()
+
+
+#: A started worker, leader of its own process group.
+Process = OwnChild | client.Forked
 
 
 @dataclass(frozen=True)
@@ -73,37 +78,32 @@ class ForkInsteadError(Exception):
 def prepare(
     call: Call,
     method: StartMethod,
-    *,
-    or_spawn: bool,
-    or_fork: bool = False,
+    otherwise: StartMethod | None = None,
     deadline: float | None = None,
     place: client.ServerPlace | None = None,
 ) -> Prepared:
     """Do what comes before the start of a worker; may take long, and may be interrupted.
 
-    ``place``: one that an earlier call has had; it is closed where it is of no use for this one.
-    With ``or_spawn`` the worker is spawned where there can be no fork server; with ``or_fork`` it raises
-    ForkInsteadError there, and where the call cannot be passed on. The deadline is on the clock of
-    ``time.monotonic``; TimeoutError if there is no fork server until then.
+    ``otherwise``: how to start it where there can be no fork server; with FORK it raises ForkInsteadError
+    there, and where the call cannot be passed on. ``place``: one that an earlier call has had; it is closed
+    where it is of no use for this one. TimeoutError if there is no fork server until the deadline, on the
+    clock of ``time.monotonic``.
     """
-    if or_fork:
-        try:
-            return prepare(call, method, or_spawn=False, deadline=deadline, place=place)
-        except WorkerStartError as error:
-            raise ForkInsteadError from error
     prepared = Prepared(method, place=place)
     try:
         with _standard_descriptors_occupied():
             if place is not None and not (method.from_server and place.is_for(call)):
                 prepared.close()
             if method.from_server and prepared.place is None:
-                _find_place(prepared, call, or_spawn, deadline)
+                _find_place(prepared, call, otherwise, deadline)
             elif not method.from_server:
                 state_folder.remove_left_socket_folders()  # of killed callers
             if not method.copies_caller:
                 prepared.request = write_request(call, preloaded=prepared.place is not None)
-    except BaseException:
+    except BaseException as error:
         prepared.close()
+        if otherwise is FORK and isinstance(error, WorkerStartError):
+            raise ForkInsteadError from error
         raise
     return prepared
 
@@ -118,9 +118,11 @@ def _key(call: Call) -> str:
     return repr([*call.names, call.preload])
 
 
-def _find_place(prepared: Prepared, call: Call, or_spawn: bool, deadline: float | None) -> None:
+def _find_place(
+    prepared: Prepared, call: Call, otherwise: StartMethod | None, deadline: float | None
+) -> None:
     key = _key(call)
-    if or_spawn and key in _spawned_instead:
+    if otherwise is SPAWN and key in _spawned_instead:
         prepared.method = SPAWN
         return
     try:
@@ -129,13 +131,13 @@ def _find_place(prepared: Prepared, call: Call, or_spawn: bool, deadline: float 
         raise
     except (OSError, ConfigError, WorkerStartError) as error:
         reason = explained(error) if isinstance(error, OSError) else str(error)
-        if not or_spawn:
+        if otherwise is not SPAWN:
             raise WorkerStartError(f"cannot start a worker: {reason}") from error
         _spawn_instead(key, reason)
         prepared.method = SPAWN
 
 
-def remember_variables(call: Call, variables: Mapping[str, str | None], *, or_spawn: bool) -> None:
+def remember_variables(call: Call, variables: Mapping[str, str | None], *, may_spawn: bool) -> None:
     """Take note of what a task's module sets, for the next try of the call and for all later ones.
 
     Raises WorkerStartError if no fork server can have that, and the call must not be spawned.
@@ -147,7 +149,7 @@ def remember_variables(call: Call, variables: Mapping[str, str | None], *, or_sp
         return
     names = ", ".join(sorted(variables))
     text = f"{call.label}: its module removes {names} from the environment, or sets it anew in each worker"
-    if not or_spawn:
+    if not may_spawn:
         raise WorkerStartError(f"{text}. Set it with env=, or use start_method='spawn'")
     _spawn_instead(key, text)
 

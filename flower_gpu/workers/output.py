@@ -111,31 +111,28 @@ def _is_frame(line: str) -> bool:
 
 def output_of(call: Call, target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
     """Return what takes one stream of the output of a call's worker."""
-    return _echo_named(target, tail, call.log_prefix) if call.names_output else echo(target, tail)
+    return echo(target, tail, call.log_prefix if call.names_output else None)
 
 
-def _echo_named(target: TextIO | None, tail: Tail, name: str) -> Callable[[bytes], None]:
-    """Pass a worker's output on in whole lines, each with a name in front, and into the run's folder.
+def echo(target: TextIO | None, tail: Tail, name: str | None = None) -> Callable[[bytes], None]:
+    """Pass a worker's output on to the caller's stream, and remember the last lines of it.
 
-    Log lines have the name already. Of a line that draws over itself, as a bar does, its last state is taken.
+    A file, such as the log of a run, gets :data:`MOST_IN_A_FILE` of one stream of a call: a loop that prints
+    without end would fill the disk. A terminal or a pipe gets all.
+    With a ``name`` lines are whole, begin with it, and go into the run's folder as well.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     remember = tail.reader()
-    folder = os.environ.get(RUN_DIR_VARIABLE)
+    folder = os.environ.get(RUN_DIR_VARIABLE) if name is not None else None
     is_file = _is_file(target)
     begun, left = "", MOST_IN_A_FILE
 
     def on_data(data: bytes) -> None:
         nonlocal begun, left
         remember(data)
-        *lines, begun = (begun + decoder.decode(data)).split("\n")
-        begun = begun[:-1].rpartition("\r")[2] + begun[-1:]
-        if begun and (not data or len(begun) > _CHUNK):  # of the last line, or of one without an end
-            lines, begun = [*lines, begun], ""
-        shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
-        text = "".join(f"{line}\n" if name in line else f"{name}{line}\n" for line in shown)
-        if not text:
-            return
+        text = decoder.decode(data)
+        if name is not None:
+            text, begun = _named_lines(begun + text, name, is_end=not data)
         kept = text[:left] + _CUT * (0 < left < len(text))
         left = max(0, left - len(text))
         _write(target, kept if is_file else text)
@@ -146,27 +143,17 @@ def _echo_named(target: TextIO | None, tail: Tail, name: str) -> Callable[[bytes
     return on_data
 
 
-def echo(target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
-    """Pass a worker's output on to the caller's stream, and remember the last lines of it.
+def _named_lines(text: str, name: str, *, is_end: bool) -> tuple[str, str]:
+    """Return whole lines with a name in front, and what has begun after them.
 
-    A file, such as the log of a run, gets :data:`MOST_IN_A_FILE` bytes of one stream of a call: a loop that
-    prints without end would fill the disk. A terminal or a pipe gets all.
+    Log lines have the name already. Of a line that draws over itself, as a bar does, its last state is taken.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    remember = tail.reader()
-    left = MOST_IN_A_FILE if _is_file(target) else None
-
-    def on_data(data: bytes) -> None:
-        nonlocal left
-        remember(data)
-        if left is not None:
-            if left == 0:
-                return
-            left, data = max(0, left - len(data)), data[:left]
-        text = decoder.decode(data)
-        _write(target, text + _CUT * (left == 0))
-
-    return on_data
+    *lines, begun = text.split("\n")
+    begun = begun[:-1].rpartition("\r")[2] + begun[-1:]
+    if begun and (is_end or len(begun) > _CHUNK):  # of the last line, or of one without an end
+        lines, begun = [*lines, begun], ""
+    shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
+    return "".join(f"{line}\n" if name in line else f"{name}{line}\n" for line in shown), begun
 
 
 def _write(target: TextIO | None, text: str) -> None:

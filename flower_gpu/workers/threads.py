@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -31,6 +32,7 @@ ONE_THREAD: Final = MappingProxyType({VARIABLE: "1", "OPENBLAS_NUM_THREADS": "1"
 #: :func:`apply`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.workers.threads:apply"
 
+_OMP_PAUSE_HARD = 2  # omp_pause_resource_t in the OpenMP 5.0 specification, section 3.2.43
 _RTLD_DI_LINKMAP = 2  # of dlinfo(3), in glibc and musl
 
 _OPENBLAS = [
@@ -114,6 +116,27 @@ def prepared(environ: Mapping[str, str]) -> Iterator[None]:
     with restored([pool for pool in pools if pool.starts_threads]):
         prepare(environ, pools)
         yield
+
+
+def release_openmp_threads() -> None:
+    """End the idle OpenMP threads of the calling thread, so that a fork of it can start its own.
+
+    A forked child inherits libgomp's record of its thread pool but not the threads, and waits for them
+    for ever in its first parallel region. OpenMP starts new threads when it needs them again.
+    """
+    try:
+        if sum(1 for _ in os.scandir("/proc/self/task")) == 1:  # to read the maps takes 4 ms with torch
+            return
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    # The sixth field is the path, which may hold spaces.
+    libraries = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line}
+    for library in libraries:  # wheels bring their own copies (torch, scikit-learn)
+        try:
+            ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_pause_resource_all(_OMP_PAUSE_HARD)
+        except (OSError, AttributeError):  # unloaded meanwhile, or older than OpenMP 5.0
+            continue
 
 
 def apply(environ: Mapping[str, str] = os.environ) -> None:

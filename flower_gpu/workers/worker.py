@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -229,7 +229,7 @@ class _Calls:
         facts.keep(files.get("held", -1))
         if not self._is_first:  # what an earlier task has changed
             os.environ.update(self._origin.env)
-        outcome = self._outcome(message, files)
+        outcome = self._run(message, files)
         if outcome is None:
             return False
         leave_reply(outcome, files["reply"])
@@ -249,22 +249,13 @@ class _Calls:
         messages.send(self._line, {**event, "peak_bytes": peak_bytes})
         return stays
 
-    def _outcome(self, message: Mapping[str, Any], files: Mapping[str, int]) -> Outcome | None:
-        with ExitStack() as seen:
-            if (imported := self._origin.imported) is not None:
-                modules = events.ImportedModules(imported, self._send)
-                seen.enter_context(events.imports_seen_by(modules.look))
-                seen.callback(modules.tell)
-            return self._run(message, files)
-
     def _run(self, message: Mapping[str, Any], files: Mapping[str, int]) -> Outcome | None:
         """Load the task and its arguments, and run it.
 
         Returns None where it was not run: the caller was told why, and tries again.
         """
         origin, send = self._origin, self._send
-        time_of_imports = events.ImportTime(send)
-        with events.sending_to(send, all_threads=True), events.imports_seen_by(time_of_imports.look):
+        with events.SeenImports(send, origin.imported), events.sending_to(send, all_threads=True):
             try:
                 with set_up(message["setup"]):
                     task, args, kwargs, functions, log_prefix = self._request(files)
@@ -281,7 +272,6 @@ class _Calls:
                     began_s = time.process_time()
                     value = function(*args, **kwargs)
                     cpu_s = time.process_time() - began_s
-                    time_of_imports.tell()
                     return Outcome(value=value, cpu_s=cpu_s)
             except SystemExit as error:  # the task asked for it
                 send({"event": "sys_exit", "where": place_of(error)})

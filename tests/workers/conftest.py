@@ -24,9 +24,9 @@ from processes import (
 from worker_lines import Caller
 
 from flower_gpu import run_in_worker
+from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.forkserver import client
-from flower_gpu.workers.native import initialized_cuda_devices
 
 
 @pytest.fixture(scope="module")

@@ -229,7 +229,7 @@ def test_memory_in_huge_pages_holds_what_it_held(run_script: Callable[..., Any])
     done = run_script(
         """
         import numpy as np
-        from flower_gpu.workers.native import (collapse, huge_page_regions)
+        from flower_gpu.workers.forkserver.forking import (collapse, huge_page_regions)
 
         array = np.arange(8_000_000)  # 64 MB: a map of its own
         copy = array.tobytes()

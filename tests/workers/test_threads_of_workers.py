@@ -20,8 +20,8 @@ from processes import SUPERVISED, Run
 from flower_gpu import run_in_worker
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
+from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
 from flower_gpu.workers import threads
-from flower_gpu.workers.native import initialized_cuda_devices
 from flower_gpu.workers.threads import cores, openmp_threads, planned_threads
 
 pytestmark = pytest.mark.timeout(180)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import selectors
@@ -17,12 +18,13 @@ from flower_gpu.errors import FlowerGPUError, text_of
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import Trackers, adopt_orphans, children, end_adopted
-from flower_gpu.workers.native import collapse, huge_page_regions
 
 # How many pieces of memory a process puts into huge pages after a fork, with torch about 160 in all. One
 # takes 5 ms; each saves 0.2 ms of CPU in all later forks. A federation of SuperNodes has perhaps twenty: all
 # of it at once would take more than it saves.
 _HUGE_PAGES = 2
+_MADV_COLLAPSE = 25  # asm-generic/mman-common.h, Linux 6.1
+_HUGE_PAGE = 1 << 21  # bytes, on x86-64 and usually on arm64
 _TRACKERS_S = 1.0  # between two looks at resource trackers
 _MAX_TEXT = 4000  # of an error, in bytes: a pipe takes it without a reader
 
@@ -170,3 +172,24 @@ class Loop(ChildWatch):
 
     def _is_spared(self, pid: int) -> bool:
         return sockets.is_server(pid) or self._trackers.has(pid)
+
+
+def huge_page_regions() -> list[int]:
+    """Return the addresses of this process's memory that could be in huge pages."""
+    regions: list[int] = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, access, _, _, _, *name = line.split(maxsplit=5)
+            if access == "rw-p" and (not name or name[0].startswith("[heap]")):
+                first, end = (int(address, 16) for address in span.split("-"))
+                regions += range(-(-first // _HUGE_PAGE) * _HUGE_PAGE, end - _HUGE_PAGE + 1, _HUGE_PAGE)
+    return regions
+
+
+def collapse(address: int) -> None:
+    """Put the memory from an address of :func:`huge_page_regions` on into a huge page, if the kernel can.
+
+    A fork has to write down each page, in both processes: with torch imported these are 80,000 small ones.
+    Does nothing that a program could see. Needs Linux 6.1.
+    """
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)

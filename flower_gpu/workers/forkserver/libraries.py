@@ -30,10 +30,10 @@ from typing import Any
 
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError
+from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
 from flower_gpu.workers.call import Preload, run_preload
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
-from flower_gpu.workers.native import initialized_cuda_devices
 from flower_gpu.workers.own_process import facts
 
 #: Imported by every fork server, as far as they are installed.

@@ -28,8 +28,8 @@ from flower_gpu.workers.forkserver.forking import READY, Become, Loop, Session, 
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.libraries import Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, die_with_the_caller, end_with_parent, explained
-from flower_gpu.workers.native import release_openmp_threads
 from flower_gpu.workers.own_process import facts
+from flower_gpu.workers.threads import release_openmp_threads
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to callers that wait in line
