@@ -159,6 +159,14 @@ class Follower:
         """How many bytes of the file have been read."""
         return self._position
 
+    @property
+    def size(self) -> int:
+        """How many bytes the file has now; 0 where there is none."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
     def read_new(self, most_bytes: int = -1) -> list[dict[str, Any]]:
         """Return new events of the next ``most_bytes`` (-1: of all)."""
         return [event for line in self.read_lines(most_bytes) if (event := parse(line)) is not None]

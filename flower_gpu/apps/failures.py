@@ -64,20 +64,15 @@ class Failure:
     time: float = field(default_factory=time.time)
 
     @classmethod
-    def from_event(cls, event: Mapping[str, Any]) -> Failure | None:
-        """Return the failure that a ``worker_finished`` event of a trace tells of; None if all went well.
-
-        A call that ran out of memory may be tried again, under the same ``call``: only its last try counts.
-        """
-        if event.get("event") != "worker_finished" or event.get("outcome") in ("ok", "cancelled", None):
-            return None
+    def from_event(cls, event: Mapping[str, Any], client: str, traceback: str = "") -> Failure:
+        """Return the failure that an event of a trace tells of, whose traceback may be known elsewhere."""
         number, at = event.get("round"), event.get("time")
         return cls(
-            client=str(event.get("client")),
+            client=client,
             task=str(event.get("task")),
             round=number if type(number) is int else None,
-            error=str(event.get("error") or event.get("outcome")),
-            traceback=str(event.get("traceback") or ""),
+            error=str(event.get("error") or event.get("outcome") or ""),
+            traceback=str(event.get("traceback") or traceback),
             time=at if isinstance(at, float) else time.time(),
         )
 

@@ -13,7 +13,7 @@ from flower_gpu.apps.failures import LABEL, Failure, FailureLog
 from flower_gpu.printable import format_bytes
 from flower_gpu.trace import NO_REPLY, Event
 from flower_gpu.watch.display import Display, make_display
-from flower_gpu.watch.fields import call_label, first_line, number, text, whole
+from flower_gpu.watch.fields import call_label, first_line, number, text
 from flower_gpu.watch.history import History
 from flower_gpu.watch.waits import WorkerWaits
 
@@ -119,10 +119,10 @@ class Failures:
         match event.get("event"):
             case "worker_finished":
                 # What follows when memory ran out is in an event of its own.
-                if event.get("outcome") != "out of memory" and (failure := Failure.from_event(event)):
-                    self._see_worker(event, failure)
+                if event.get("outcome") not in ("ok", "cancelled", "out of memory", None):
+                    self._see_worker(event, Failure.from_event(event, str(event.get("client"))))
             case "client_failed":
-                failure = _failure(event, str(event.get("client")))
+                failure = Failure.from_event(event, str(event.get("client")))
                 if not self._of_worker.pop(failure.client, 0):
                     self._add(failure)
                 self._of_client[failure.client] += 1
@@ -146,7 +146,7 @@ class Failures:
             self._of_client[client] -= 1
         if not is_told:
             traceback = "" if error.startswith(NO_REPLY) else self._traceback_of(client)
-            self._add(_failure(event, client, traceback))
+            self._add(Failure.from_event(event, client, traceback))
 
     def _add(self, failure: Failure) -> None:
         self._was_said = False
@@ -162,15 +162,3 @@ class Failures:
 
 def _reason(failure: Failure) -> str:
     return first_line(failure.error) or "no reason given"
-
-
-def _failure(event: Event, client: str, traceback: str = "") -> Failure:
-    at = event.get("time")
-    return Failure(
-        client=client,
-        task=str(event.get("task")),
-        round=whole(event.get("round")),
-        error=str(event.get("error") or ""),
-        traceback=str(event.get("traceback") or traceback),
-        **({"time": at} if isinstance(at, float) else {}),
-    )

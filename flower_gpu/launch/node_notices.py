@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -12,12 +11,9 @@ from flower_gpu import trace
 from flower_gpu.launch.supervisor import new_lines
 from flower_gpu.printable import path_text, printable
 
-# Flower's levels of lines, and what it writes of its connection.
+# Flower's levels of lines, and what it writes once the SuperLink has let it in.
 _LINE: Final = re.compile(r"(WARNING|ERROR)\s*:\s+(\S.*)")
-_UNREACHABLE: Final = "Connection attempt failed"
-_REACHED: Final = re.compile(r"Connection successful|SuperNode ID:")
 _IS_IN: Final = "SuperNode ID:"
-_TRIES: Final = 2  # one alone fails on a busy host, too
 _ENDS: Final = "Exit Code:"  # its end is said anyway
 _NUMBERS: Final = re.compile(r"\d+")
 
@@ -40,8 +36,6 @@ class Notices:
         self._with_warnings = with_warnings
         self._said: set[str] = set()
         self._in: set[str] = set()
-        self._failed_tries: Counter[str] = Counter()
-        self._is_out_of_reach = False
         self._turned_away: set[str] = set()
 
     def turned_away(self, node: str, text: str) -> None:
@@ -53,18 +47,12 @@ class Notices:
     def look(self, node: str, log: trace.Follower, path: Path) -> None:
         """Read what was added to the log of a SuperNode."""
         for line in new_lines(log):
-            if _REACHED.search(line):
-                self._reached(node, _IS_IN in line)
+            if _IS_IN in line:
+                self._let_in(node)
             elif found := _LINE.match(line):
                 self._note(node, found[1], found[2], path)
 
-    def _reached(self, node: str, is_in: bool) -> None:
-        del self._failed_tries[node]
-        if self._is_out_of_reach and max(self._failed_tries.values(), default=0) < _TRIES:
-            self._is_out_of_reach = False
-            self._say(f"the SuperLink at {self._superlink} is reached")
-        if not is_in:
-            return
+    def _let_in(self, node: str) -> None:
         if node in self._turned_away:
             self._turned_away.remove(node)
             self._say(f"{node} is let in")
@@ -74,15 +62,6 @@ class Notices:
                 self._say(f"connected to {self._superlink}: {self._count} of {self._count} SuperNodes")
 
     def _note(self, node: str, level: str, text: str, path: Path) -> None:
-        if text.startswith(_UNREACHABLE):
-            self._failed_tries[node] += 1
-            if self._failed_tries[node] >= _TRIES and not self._is_out_of_reach:
-                self._is_out_of_reach = True
-                self._say(
-                    f"{node} does not reach the SuperLink at {self._superlink}, and tries again and again. "
-                    "Does it run there?"
-                )
-            return
         kind = _NUMBERS.sub("#", text)
         is_wanted = (level == "ERROR" or self._with_warnings) and not text.startswith(_ENDS)
         if is_wanted and kind not in self._said:

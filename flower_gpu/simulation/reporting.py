@@ -101,8 +101,7 @@ class Report:
         self._display.show(event)
         if event["event"] == "reply" and (error := event["error"]) is not None:
             client = "unknown" if event["node"] is None else str(event["node"])
-            failure = Failure(client, event["task"], event["round"], error, event.get("traceback", ""))
-            self.failures.add(failure, is_said=error != NOT_PULLED)
+            self.failures.add(Failure.from_event(event, client), is_said=error != NOT_PULLED)
 
     def _resume(self, event: Event) -> None:
         """Go on with what the trace tells so far; nothing is changed in the folder of a run that cannot."""

@@ -28,8 +28,7 @@ class FollowedRun:
         self.label = ""  # names it among the other runs
         self.history = History(keep_finished=False, tally=tally)
         self._is_all_read = False
-        self._path = RunFolder(folder).trace
-        self._follower = trace.Follower(self._path)
+        self._follower = trace.Follower(RunFolder(folder).trace)
 
     @property
     def name(self) -> str:
@@ -44,13 +43,8 @@ class FollowedRun:
     @property
     def read_part(self) -> float:
         """How much of the trace has been read, from 0 to 1; without what is new since it was read last."""
-        if self._is_all_read:
-            return 1.0
-        try:
-            size = self._path.stat().st_size
-        except OSError:
-            return 1.0
-        return min(1.0, self._follower.position / size) if size else 1.0
+        size = self._follower.size
+        return 1.0 if self._is_all_read or not size else min(1.0, self._follower.position / size)
 
     def read_on(self, until: float) -> bool:
         """Read what is new, until a moment of ``time.monotonic`` at the latest; tell whether that was all."""

@@ -19,7 +19,6 @@ from flower_gpu.watch.spans import (
     OTHER,
     OUT_OF_MEMORY,
     OUTCOMES,
-    CallFigures,
     FailureReasons,
     GPUInfo,
     GPUSample,
@@ -477,8 +476,7 @@ class History:
         worker.finish(time, event)
         self._count_call(worker)
         if self.open_round is not None and worker.round == self.open_round.round:
-            self.open_round.workers_finished += 1
-            self.open_round.calls.append(CallFigures(worker.client, worker.seconds, worker.peak_bytes))
+            self.open_round.calls.append(worker)
 
     def _worker_of(self, event: Event) -> WorkerSpan | None:
         return self._running.get((text(event.get("call")), whole(event.get("pid")) or 0))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,24 +23,23 @@ from typing import TYPE_CHECKING, Any, Final
 import flower_gpu
 from flower_gpu.apps import registry
 from flower_gpu.apps.registry import RunningRun
-from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.admission import CORES, MEMORY
-from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.state import State
-from flower_gpu.options import RESERVE
 from flower_gpu.printable import printable
 from flower_gpu.watch import spans
 from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.host_look import HostLook, Seen
 from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, Tally
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 PREFIX: Final = "flower_gpu_"
+#: Prometheus waits 10 s for an answer by default.
+MUTEX_WAIT_S: Final = 2.0
 
+_log = logging.getLogger("flwr.flower_gpu")
 _GPU: Final = ("gpu", "uuid", "name")
 _RUN_HOST: Final = ("run", "host")
 
@@ -110,49 +108,7 @@ _ROWS: Final = (
 METRICS: Final = {row.name: row for row in _ROWS}
 
 
-# What is looked at
-
-_log = logging.getLogger("flwr.flower_gpu")
-
-# Prometheus waits 10 s for an answer by default; the mutex is held for milliseconds.
-_MUTEX_WAIT_S: Final = 2.0
-
-
-@dataclass(frozen=True)
-class HostState:
-    """GPUs and leases at one moment."""
-
-    gpus: tuple[GPU, ...] = ()  # broken ones, too
-    celsius: Mapping[str, int] = field(default_factory=dict)  # by UUID of the card
-    leases: State | None = None  # None: the ledger cannot be read
-
-
-class HostMetrics:
-    """Looks at GPUs and ledger; what cannot be had is missing, and the reason is logged once."""
-
-    def __init__(self) -> None:
-        self._reserve_bytes = RESERVE.resolve(None, os.environ)
-        self._problem = ""
-
-    def look(self) -> HostState:
-        """Look now. NVML is given back: an administrator may want to reset a GPU between two looks."""
-        try:
-            return HostState(inventory.take(processes=False).gpus, inventory.temperatures(), self._leases())
-        finally:
-            inventory.close()
-
-    def _leases(self) -> State | None:
-        try:
-            folder = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
-            state = Ledger(folder, self._reserve_bytes).status()
-            self._problem = ""
-            return state
-        except (FlowerGPUError, OSError) as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                _log.warning("the ledger cannot be read: %s", error)
-            return None
-
+# Runs that are looked at
 
 _MOST_ENDED: Final = 1000
 
@@ -213,9 +169,10 @@ _BUSY_S: Final = 30.0  # longer than anybody waits for an answer
 class Collector:
     """The object that :mod:`prometheus_client` asks for metrics."""
 
-    def __init__(self, host: HostMetrics, runs: Runs) -> None:
+    def __init__(self, host: HostLook, runs: Runs) -> None:
         self._host = host
         self._runs = runs
+        self._problem: str | None = None
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
@@ -227,12 +184,23 @@ class Collector:
             raise TimeoutError("an earlier look at the GPUs goes on: does nvidia-smi answer?")
         try:
             found = _Families()
-            _add_host(found, self._host.look())
+            _add_host(found, self._look())
             _add_runs(found, self._runs.look())
             _add_tally(found, self._runs.tally)
         finally:
             self._lock.release()
         yield from found.families.values()
+
+    def _look(self) -> Seen:
+        """Look at the host; why the ledger cannot be read is logged once."""
+        try:
+            seen = self._host.look()
+        finally:
+            inventory.close()  # an administrator may want to reset a GPU between two looks
+        if seen.ledger_problem not in (None, self._problem):
+            _log.warning("the ledger cannot be read: %s", seen.ledger_problem)
+        self._problem = seen.ledger_problem
+        return seen
 
     def keep_up(self) -> None:
         """Find runs as they come, for ever, also those that end before somebody asks."""
@@ -269,33 +237,30 @@ class _Families:
             self.families[name].add_metric(values, value)
 
 
-def _add_host(found: _Families, state: HostState) -> None:
-    leases = state.leases
+def _add_host(found: _Families, seen: Seen) -> None:
+    state, gpus, capacity = seen.state, seen.inventory.gpus, seen.capacity_bytes
     found.add("build_info", 1, flower_gpu.__version__)
-    found.add("gpus", sum(gpu.is_usable for gpu in state.gpus))
-    found.add("ledger_up", int(leases is not None))
-    capacity: dict[str, int] = {}
-    if leases is not None:
-        found.add("leases_held", len(leases.holders))
-        found.add("leases_waiting", len(leases.waiting))
-        capacity = {card.uuid: card.capacity_bytes for card in leases.cards}
-        of_host = {card.uuid: card.capacity_bytes for card in leases.host}
-        found.add("cores_capacity", of_host[CORES] / 1000)
-        found.add("cores_leased", leases.leased_bytes(CORES) / 1000)
-        found.add("host_memory_capacity_bytes", of_host.get(MEMORY))
-        found.add("host_memory_leased_bytes", leases.leased_bytes(MEMORY) if MEMORY in of_host else None)
-    in_parts = {gpu.mig_parent for gpu in state.gpus}
-    for gpu in state.gpus:
+    found.add("gpus", sum(gpu.is_usable for gpu in gpus))
+    found.add("ledger_up", int(state is not None))
+    if state is not None:
+        found.add("leases_held", len(state.holders))
+        found.add("leases_waiting", len(state.waiting))
+        found.add("cores_capacity", capacity[CORES] / 1000)
+        found.add("cores_leased", state.leased_bytes(CORES) / 1000)
+        found.add("host_memory_capacity_bytes", capacity.get(MEMORY))
+        found.add("host_memory_leased_bytes", state.leased_bytes(MEMORY) if MEMORY in capacity else None)
+    in_parts = {gpu.mig_parent for gpu in gpus}
+    for gpu in gpus:
         labels = gpu.index, gpu.uuid, gpu.name
         percent = gpu.utilization_percent
-        leased = leases.leased_bytes(gpu.uuid) if leases is not None and gpu.uuid else None
+        leased = state.leased_bytes(gpu.uuid) if state is not None and gpu.uuid else None
         found.add("usable", None if gpu.uuid in in_parts else int(gpu.is_usable), *labels)
         found.add("memory_used_bytes", gpu.used_bytes, *labels)
         found.add("memory_total_bytes", gpu.total_bytes, *labels)
         found.add("memory_capacity_bytes", capacity.get(gpu.uuid), *labels)
         found.add("memory_leased_bytes", leased, *labels)
         found.add("utilization_ratio", None if percent is None else percent / 100, *labels)
-        found.add("temperature_celsius", state.celsius.get(gpu.uuid), *labels)
+        found.add("temperature_celsius", seen.temperatures.get(gpu.uuid), *labels)
 
 
 def _add_runs(found: _Families, runs: Iterable[FollowedRun]) -> None:

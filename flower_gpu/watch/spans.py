@@ -223,15 +223,6 @@ class RoundPart:
         self.failed += failed
 
 
-@dataclass(frozen=True)
-class CallFigures:
-    """What one call of a client took."""
-
-    client: str
-    seconds: float | None
-    peak_bytes: dict[str, int]  # by UUID
-
-
 @dataclass
 class OpenRound:
     """Messages of one kind that are under way."""
@@ -240,18 +231,17 @@ class OpenRound:
     task: str
     messages: int | None
     started_at: float
-    workers_finished: int = 0
     replies: int = 0  # the trace of a simulated run does not tell them
     failed: int = 0
     first_reply_at: float | None = None
     replied_at: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_REPLIES))  # the last ones
     client_metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers in replies, by node
-    calls: list[CallFigures] = field(default_factory=list)  # of workers that have finished
+    calls: list[WorkerSpan] = field(default_factory=list)  # that have finished
 
     @property
     def finished(self) -> int:
         """How many of the messages have been handled; those of a lost host are handled again."""
-        done = max(self.workers_finished, self.replies)
+        done = max(len(self.calls), self.replies)
         return done if self.messages is None else min(done, self.messages)
 
     def reply(self, time: float, event: Event) -> None:

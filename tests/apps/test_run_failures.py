@@ -53,10 +53,9 @@ def test_what_a_terminal_would_obey_is_shown_as_a_question_mark(tmp_path: Path) 
 
 def test_events_of_a_trace_are_failures() -> None:
     event = {"event": "worker_finished", "outcome": "error", "client": "3", "task": "train", "round": 2}
-    found = Failure.from_event({**event, "error": "ValueError: no", "traceback": "Trace", "time": 5.0})
+    found = Failure.from_event({**event, "error": "ValueError: no", "traceback": "Trace", "time": 5.0}, "3")
     assert found == Failure("3", "train", 2, "ValueError: no", "Trace", 5.0)
-    assert Failure.from_event({**event, "outcome": "ok"}) is None
-    assert Failure.from_event({**event, "event": "worker_started"}) is None
+    assert Failure.from_event(event, "3", "of a log").traceback == "of a log"
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
     history = History.read(folder / "trace.jsonl")
     assert (history.highest_round, history.messages_sent, history.messages_failed) == (1, 3, 0)
     clock = RunClock.of(history)
-    totals = Totals.of(history, clock, tries_of(history, clock), {})
+    totals = Totals(history, clock, tries_of(history, clock), {})
     assert totals.failures == {}, "workers that the end has ended have not failed"
     assert totals.workers == result["workers_started"]
     if number != signal.SIGINT:  # what it leaves is the same

@@ -266,7 +266,7 @@ def test_nothing_survives_the_launcher(signum: int, launch: Launch, tmp_path: Pa
         assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
         history = History.read(folder / "trace.jsonl")
         clock = RunClock.of(history)
-        assert Totals.of(history, clock, tries_of(history, clock), {}).failures == {}
+        assert Totals(history, clock, tries_of(history, clock), {}).failures == {}
         result = json.loads((folder / "result.json").read_text())
         assert (history.highest_round, result["messages"], result["failed"]) == (0, 0, 0)
         assert "Traceback" not in err

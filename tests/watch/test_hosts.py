@@ -18,8 +18,9 @@ from flower_gpu.leases.entries import Entry, pid_namespace
 from flower_gpu.leases.state import State
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
+from flower_gpu.watch.host_look import Seen
 from flower_gpu.watch.spans import HOST_LOST
-from flower_gpu.watch.top.snapshot import Seen, WorkerRow, waiting_rows, worker_rows
+from flower_gpu.watch.top.snapshot import WorkerRow, waiting_rows, worker_rows
 from flower_gpu.watch.trackers.points import Points
 
 pytestmark = pytest.mark.timeout(60)

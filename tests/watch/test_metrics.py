@@ -21,7 +21,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from flower_gpu.cli import main as cli
 from flower_gpu.cli.watching import METRICS as COMMAND
-from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, HostMetrics, MetricRow, Runs
+from flower_gpu.watch.host_look import HostLook
+from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, MetricRow, Runs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -218,7 +219,7 @@ def name_of(row: MetricRow) -> str:
 
 def test_what_is_served_has_these_types_and_help_texts() -> None:
     registry = CollectorRegistry()
-    registry.register(Collector(HostMetrics(), Runs(list)))  # type: ignore[arg-type]
+    registry.register(Collector(HostLook(1.0), Runs(list)))  # type: ignore[arg-type]
     text = generate_latest(registry).decode()
     assert re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE) == [
         (name_of(row), row.help) for row in METRICS.values()

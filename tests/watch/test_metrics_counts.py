@@ -21,16 +21,18 @@ from top_traces import Trace
 
 from flower_gpu import trace
 from flower_gpu.apps.registry import RunningRun
+from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.watch import history, spans
-from flower_gpu.watch.metrics import Collector, HostState, Runs
+from flower_gpu.watch.host_look import Seen
+from flower_gpu.watch.metrics import Collector, Runs
 from flower_gpu.watch.spans import OUTCOMES
 
 
 class NoHost:
     """A host of which nothing is known."""
 
-    def look(self) -> HostState:
-        return HostState()
+    def look(self) -> Seen:
+        return Seen(0.0, Inventory((), None, "no driver"))
 
 
 ANYTHING = st.recursive(

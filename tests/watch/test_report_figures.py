@@ -56,7 +56,7 @@ def read(events: list[Event]) -> tuple[Any, RunClock, list[CallTry], dict[str, l
     clock = RunClock.of(history)
     tries = tries_of(history, clock)
     holdings = {uuid: holdings_of(history, clock, uuid) for uuid in history.gpus}
-    return history, clock, tries, holdings, Totals.of(history, clock, tries, holdings)
+    return history, clock, tries, holdings, Totals(history, clock, tries, holdings)
 
 
 # Leases

@@ -24,8 +24,9 @@ from flower_gpu.leases.admission import CORES, HostNeed
 from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
+from flower_gpu.watch.host_look import Seen
 from flower_gpu.watch.top.lines import plain
-from flower_gpu.watch.top.snapshot import RunRow, Seen, Snapshot, run_row, waiting_rows, worker_rows
+from flower_gpu.watch.top.snapshot import RunRow, Snapshot, run_row, waiting_rows, worker_rows
 from flower_gpu.watch.top.view import Size, draw
 
 pytestmark = pytest.mark.timeout(60)

@@ -78,7 +78,7 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
     clock = RunClock.of(history)
     tries = tries_of(history, clock)
     holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
-    totals = Totals.of(history, clock, tries, holdings)
+    totals = Totals(history, clock, tries, holdings)
     axis = pictures.TimeAxis(clock, tries)
     drawn = [
         pictures.workers_picture(history, axis, tries),

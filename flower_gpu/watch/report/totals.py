@@ -76,38 +76,26 @@ def leased_steps(holdings: Sequence[HeldPart]) -> tuple[list[float], list[float]
     return steps((one.begin_s, one.end_s, one.memory_bytes) for one in holdings)
 
 
-@dataclass(frozen=True)
 class GPUTotals:
     """What one GPU did during a run. Sizes in bytes; None where the driver does not tell."""
 
-    gpu: GPUInfo
-    leased_s: float  # for how long there was a lease on it
-    leased_byte_s: float  # the sum of its leases: bytes times seconds
-    most_leased_bytes: float  # at a time
-    used_first_bytes: int | None  # before the first worker
-    used_last_bytes: int | None
-    used_most_bytes: int | None
-    busy: float | None  # mean utilization, as a share of 1
-    hottest_c: float | None
-
-    @classmethod
-    def of(cls, gpu: GPUInfo, holdings: Sequence[HeldPart], samples: Sequence[GPUSample]) -> GPUTotals:
-        """Sum up what is known of a GPU."""
+    def __init__(self, gpu: GPUInfo, holdings: Sequence[HeldPart], samples: Sequence[GPUSample]) -> None:
         used = [sample.used_bytes for sample in samples if sample.used_bytes is not None]
         busy = [one.utilization_percent / 100 for one in samples if one.utilization_percent is not None]
         celsius = [sample.temperature_c for sample in samples if sample.temperature_c is not None]
         at_s, sums = leased_steps(holdings)
-        return cls(
-            gpu,
-            sum(end - at for (at, end), held in zip(itertools.pairwise(at_s), sums, strict=False) if held),
-            sum(one.memory_bytes * (one.end_s - one.begin_s) for one in holdings),
-            max(sums, default=0),
-            used[0] if used else None,
-            used[-1] if used else None,
-            max(used, default=None),
-            fmean(busy) if busy else None,
-            max(celsius, default=None),
-        )
+        spans = zip(itertools.pairwise(at_s), sums, strict=False)
+        self.gpu = gpu
+        #: For how long there was a lease on it.
+        self.leased_s = sum(end - at for (at, end), held in spans if held)
+        #: The sum of its leases: bytes times seconds.
+        self.leased_byte_s = sum(one.memory_bytes * (one.end_s - one.begin_s) for one in holdings)
+        self.most_leased_bytes = max(sums, default=0)  # at a time
+        self.used_first_bytes = used[0] if used else None  # before the first worker
+        self.used_last_bytes = used[-1] if used else None
+        self.used_most_bytes = max(used, default=None)
+        self.busy = fmean(busy) if busy else None  # mean utilization, as a share of 1
+        self.hottest_c = max(celsius, default=None)
 
     def leased_share(self, duration_s: float) -> float | None:
         """Return for which part of the time there was a lease on it."""
@@ -118,33 +106,20 @@ class GPUTotals:
         return _share(self.leased_byte_s, (self.gpu.capacity_bytes or 0) * duration_s)
 
 
-@dataclass(frozen=True)
 class HostTotals:
-    """What one host of a Ray cluster did during a run."""
+    """What one host of a Ray cluster did during a run, by its own calls."""
 
-    host: HostSpan
-    calls: int
-    failed: int
-    workers: int
-    busy_s: float  # of all its workers together
-    gpus: Mapping[str, int]  # how many of each model
-    joined_s: float | None
-    lost_s: float | None  # the last time; None: never
-
-    @classmethod
-    def of(cls, history: History, clock: RunClock, host: HostSpan, own: Sequence[CallTry]) -> HostTotals:
-        """Sum up a host's own calls."""
+    def __init__(self, history: History, clock: RunClock, host: HostSpan, own: Sequence[CallTry]) -> None:
         gpus = [history.gpus[uuid] for uuid in host.gpus if uuid in history.gpus]
-        return cls(
-            host,
-            len({one.whose.call for one in own}),
-            sum(one.has_failed for one in own),
-            processes(own),
-            sum((part.seconds for one in own for part in one.parts if part.phase != WAITING), 0.0),
-            Counter(gpu.name or gpu.uuid for gpu in gpus),
-            None if host.joined_at is None else clock.seconds(host.joined_at),
-            None if host.lost_at is None else clock.seconds(host.lost_at),
-        )
+        self.host = host
+        self.calls = len({one.whose.call for one in own})
+        self.failed = sum(one.has_failed for one in own)
+        self.workers = processes(own)
+        #: Of all its workers together.
+        self.busy_s = sum((part.seconds for one in own for part in one.parts if part.phase != WAITING), 0.0)
+        self.gpus = Counter(gpu.name or gpu.uuid for gpu in gpus)  # how many of each model
+        self.joined_s = None if host.joined_at is None else clock.seconds(host.joined_at)
+        self.lost_s = None if host.lost_at is None else clock.seconds(host.lost_at)  # the last time
 
 
 @dataclass
@@ -171,59 +146,41 @@ class AlikeFailures:
         return sorted(found.values(), key=lambda one: -one.count)
 
 
-@dataclass(frozen=True)
 class Totals:
-    """The sums of a run."""
+    """What a run did with its time, in seconds; ``holdings`` says which leases its GPUs had, by UUID."""
 
-    duration_s: float
-    gpus: tuple[GPUTotals, ...]  # that it could use
-    phase_s: Mapping[str, float]  # what all calls together have spent with each phase
-    calls: int
-    workers: int  # processes of clients' calls: one may do several calls, and a call may have several tries
-    server_workers: int
-    unfinished: int  # calls whose end is not in the trace
-    outcomes: Mapping[str, int]  # of tries of calls, the most frequent first
-    failures: Mapping[str, int]  # of these, the ones without a result
-    errors: Sequence[AlikeFailures]  # of failed calls
-    peak_bytes: int | None  # the most memory that one worker was seen to use on one GPU
-    hosts: tuple[HostTotals, ...]  # of a Ray cluster
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         history: History,
         clock: RunClock,
         tries: Sequence[CallTry],
         holdings: Mapping[str, Sequence[HeldPart]],
-    ) -> Totals:
-        """Sum up a run; ``holdings`` says which leases its GPUs had, by UUID."""
-        samples = history.samples
-        phases = dict.fromkeys(PHASES, 0.0)
+    ) -> None:
+        self.duration_s = clock.duration_s
+        #: The GPUs that it could use.
+        self.gpus = [
+            GPUTotals(gpu, holdings[gpu.uuid], history.samples.get(gpu.uuid, ()))
+            for gpu in history.gpus_of_run
+        ]
+        self.phase_s = dict.fromkeys(PHASES, 0.0)  # of all calls together
         for part in (part for one in tries for part in one.parts):
-            phases[part.phase] += part.seconds
+            self.phase_s[part.phase] += part.seconds
+        self.calls = len({one.whose.call for one in tries})  # one that was tried again counts once
+        self.workers = processes(one for one in tries if one.whose.client != SERVER)
+        self.server_workers = processes(one for one in tries if one.whose.client == SERVER)
+        self.unfinished = sum(not one.outcome for one in tries)
+        #: How often tries ended how, the most frequent first; and those that are failures.
+        self.outcomes = dict(Counter(one.outcome for one in tries if one.outcome).most_common())
+        self.failures = dict(Counter(one.outcome for one in tries if one.has_failed).most_common())
+        self.errors = AlikeFailures.all_of(tries)
+        self.peak_bytes = highest_peak(tries)  # the most that one worker was seen to use on one GPU
         on_host: dict[str, list[CallTry]] = {}
         for one in tries:
             on_host.setdefault(one.whose.host, []).append(one)
-        return cls(
-            duration_s=clock.duration_s,
-            gpus=tuple(
-                GPUTotals.of(gpu, holdings[gpu.uuid], samples.get(gpu.uuid, ()))
-                for gpu in history.gpus_of_run
-            ),
-            phase_s=phases,
-            calls=len({one.whose.call for one in tries}),
-            workers=processes(one for one in tries if one.whose.client != SERVER),
-            server_workers=processes(one for one in tries if one.whose.client == SERVER),
-            unfinished=sum(not one.outcome for one in tries),
-            outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
-            failures=dict(Counter(one.outcome for one in tries if one.has_failed).most_common()),
-            errors=AlikeFailures.all_of(tries),
-            peak_bytes=highest_peak(tries),
-            hosts=tuple(
-                HostTotals.of(history, clock, host, on_host.get(name, ()))
-                for name, host in history.hosts.items()
-            ),
-        )
+        #: Of a Ray cluster.
+        self.hosts = [
+            HostTotals(history, clock, host, on_host.get(name, ())) for name, host in history.hosts.items()
+        ]
 
     @property
     def gpu_s(self) -> float:

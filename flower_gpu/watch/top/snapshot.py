@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flower_gpu.gpu.gpus import GPU, Inventory
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.entries import Entry, pid_namespace
-from flower_gpu.leases.state import State
 from flower_gpu.printable import account_name
 from flower_gpu.watch.fields import call_label
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
+from flower_gpu.watch.host_look import Seen
 from flower_gpu.watch.spans import LeaseSpan, WorkerSpan
 
 
@@ -146,36 +146,6 @@ class Snapshot:
 _name_of = cache(account_name)  # asked for each row of each look
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What was seen at one moment."""
-
-    now: float  # Unix seconds
-    inventory: Inventory
-    temperatures: Mapping[str, int] = field(default_factory=dict)  # by UUID of the card
-    state: State | None = None  # None: the ledger cannot be used
-    # By ticket, what its holder has reported: pid, bytes by UUID.
-    reports: Mapping[str, tuple[int, Mapping[str, int]]] = field(default_factory=dict)
-
-    @property
-    def holders(self) -> tuple[Entry, ...]:
-        """The tickets that have a lease."""
-        return self.state.holders if self.state else ()
-
-    def report(self, ticket: str) -> tuple[int, Mapping[str, int]]:
-        """Return the pid of a lease's worker, 0 before it has reported, and the bytes it uses by UUID."""
-        return self.reports.get(ticket, (0, {}))
-
-    def numbers(self, uuids: Iterable[str]) -> tuple[int, ...]:
-        """Return the numbers of GPUs, as far as they are there."""
-        index = {gpu.uuid: gpu.index for gpu in self.inventory.gpus if gpu.uuid}
-        return tuple(sorted({index[uuid] for uuid in uuids if uuid in index}))
-
-    def age(self, since: float) -> float:
-        """Return the seconds since a moment."""
-        return max(0.0, self.now - since)
-
-
 def gpu_rows(seen: Seen, worker_pids: Mapping[str, int]) -> tuple[GPURow, ...]:
     """Return the GPUs. A card in MIG mode is left out where its MIG devices are there.
 
@@ -207,7 +177,6 @@ def _gpu_row(seen: Seen, gpu: GPU, worker_pids: Mapping[str, int]) -> GPURow:
                 elif not Path(f"/proc/{pid}").exists():
                     told = 0  # what it has reported last is another program's by now, or free
             used[is_own] += min(told, nbytes)  # what is beyond its lease is taken from others
-    capacity = {card.uuid: card.capacity_bytes for card in seen.state.cards} if seen.state else {}
     return GPURow(
         index=gpu.index,
         uuid=gpu.uuid,
@@ -218,7 +187,7 @@ def _gpu_row(seen: Seen, gpu: GPU, worker_pids: Mapping[str, int]) -> GPURow:
         used_bytes=gpu.used_bytes,
         utilization_percent=gpu.utilization_percent,
         temperature_c=seen.temperatures.get(gpu.mig_parent or gpu.uuid),
-        capacity_bytes=capacity.get(gpu.uuid),
+        capacity_bytes=seen.capacity_bytes.get(gpu.uuid),
         own_leased_bytes=leased[True],
         own_used_bytes=used[True],
         other_leased_bytes=leased[False],
@@ -231,11 +200,10 @@ def host_row(seen: Seen) -> HostRow | None:
     """Return the cores and the main memory."""
     if seen.state is None:
         return None
-    capacity = {card.uuid: card.capacity_bytes for card in seen.state.host}
     return HostRow(
-        cores=capacity[CORES] / 1000,
+        cores=seen.capacity_bytes[CORES] / 1000,
         cores_leased=seen.state.leased_bytes(CORES) / 1000,
-        memory_capacity_bytes=capacity.get(MEMORY),
+        memory_capacity_bytes=seen.capacity_bytes.get(MEMORY),
         memory_leased_bytes=seen.state.leased_bytes(MEMORY),
     )
 

@@ -6,22 +6,18 @@ import os
 import platform
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from flower_gpu.apps import registry
-from flower_gpu.errors import ConfigError, GPUError
+from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import inventory
-from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.options import RESERVE
 from flower_gpu.printable import account_name, path_text
 from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.host_look import HostLook
 from flower_gpu.watch.top import snapshot
 from flower_gpu.watch.top.snapshot import Snapshot
 
-#: It is held for milliseconds. A process that holds it longer is shown, and the view goes on.
 _MUTEX_WAIT_S: Final = 1.0
 #: A run that has ended is shown so long, with how it ended.
 _ENDED_SHOWN_S: Final = 10.0
@@ -39,8 +35,7 @@ class Watcher:
         self._is_of_one_run = folder is not None
         self._runs = {} if folder is None else {(str(folder), 0.0): FollowedRun(folder.absolute())}
         self._ended: dict[tuple[str, float], float] = {}
-        found = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
-        self._ledger = Ledger(found, RESERVE.resolve(None, os.environ))
+        self._host = HostLook(_MUTEX_WAIT_S)
 
     def look_for_runs(self) -> None:
         """See which runs have begun, and which have ended."""
@@ -67,18 +62,7 @@ class Watcher:
 
     def take(self) -> Snapshot:
         """Look at the GPUs and the ledger, and return them with the runs as they were read last."""
-        state, problem = None, None
-        try:
-            state = self._ledger.status()
-        except GPUError as error:
-            problem = str(error)
-        seen = snapshot.Seen(
-            now=time.time(),
-            inventory=inventory.take(processes=False),
-            temperatures=inventory.temperatures(),
-            state=state,
-            reports={entry.id: entry.reported() for entry in (state.holders if state else ())},
-        )
+        seen = self._host.look()
         runs = self._labelled_runs()
         workers = snapshot.worker_rows(seen, runs, others=not self._is_of_one_run)
         pids = {row.lease: row.pid for row in workers if row.run and row.lease and row.pid}
@@ -87,7 +71,7 @@ class Watcher:
             host=platform.node(),
             account=account_name(os.getuid()),
             gpu_problem=seen.inventory.problem,
-            ledger_problem=problem,
+            ledger_problem=seen.ledger_problem,
             gpus=snapshot.gpu_rows(seen, pids),
             runs=tuple(snapshot.run_row(seen, run) for run in runs),
             workers=workers,

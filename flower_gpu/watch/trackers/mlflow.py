@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from flower_gpu.watch.trackers.points import FailedMessage, Point, TrackedRun, Value
+from flower_gpu.watch.trackers.points import Point, TrackedRun, Value
 
 _MOST_AT_ONCE: Final = 1000  # metrics in one request, which MLflow limits
 _MOST_PARAMS: Final = 100  # the same
@@ -45,7 +45,7 @@ class MLflow:
         else:
             tags = {"mlflow.user": getpass.getuser(), "mlflow.source.name": run.app}
             self._id = self._client.create_run(
-                self._experiment(run.app), run_name=run.name, tags=tags
+                self._experiment(run.app), run_name=run.folder.path.name, tags=tags
             ).info.run_id
         self._describe(run.config)
         see = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
@@ -70,7 +70,7 @@ class MLflow:
                 self._client.set_tag(self._id, f"resumed.{key}", text)
 
     def log(self, points: Sequence[Point]) -> None:
-        """Take figures."""
+        """Take figures, and failed messages into a tag."""
         metrics = [
             self._metric(_name(name), value, int(point.time * 1000), point.step)
             for point in points
@@ -78,11 +78,9 @@ class MLflow:
         ]
         for start in range(0, len(metrics), _MOST_AT_ONCE):
             self._client.log_batch(self._id, metrics=metrics[start : start + _MOST_AT_ONCE])
-
-    def failed(self, messages: Sequence[FailedMessage]) -> None:
-        """Keep them in a tag."""
-        self._failed += [message.text for message in messages]
-        self._client.set_tag(self._id, _FAILURES, "\n".join(self._failed)[:_MOST_CHARACTERS])
+        if failed := [point.failure for point in points if point.failure]:
+            self._failed += failed
+            self._client.set_tag(self._id, _FAILURES, "\n".join(self._failed)[:_MOST_CHARACTERS])
 
     def close(self, outcome: str) -> None:
         """End the run."""

@@ -30,22 +30,14 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Point:
-    """Figures of one moment, by name, such as ``train/loss``."""
+    """Figures of one moment, by name, such as ``train/loss``; or a message to a client that failed."""
 
     number: int  # points before this one, also of the run before it was resumed
     axis: str  # what ``step`` counts: rounds, or whole seconds since the run has begun
     step: int
     time: float  # Unix seconds
     values: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class FailedMessage:
-    """A message to a client that failed."""
-
-    step: int  # the round; 0 where the message says none
-    time: float
-    text: str  # round, type of the message, client and error, in one line
+    failure: str = ""  # round, type of the message, client and error, in one line; then there are no values
 
 
 @dataclass(frozen=True)
@@ -56,11 +48,6 @@ class TrackedRun:
     app: str
     config: Mapping[str, Value]  # what the run was started with, flat
     ids: Mapping[str, str]  # what Tracker.start returned when the run began; empty for a new run
-
-    @property
-    def name(self) -> str:
-        """What the run is called: its folder's name."""
-        return self.folder.path.name
 
 
 class Tracker(Protocol):
@@ -78,10 +65,7 @@ class Tracker(Protocol):
         """
 
     def log(self, points: Sequence[Point]) -> None:
-        """Take figures, the oldest first."""
-
-    def failed(self, messages: Sequence[FailedMessage]) -> None:
-        """Take failed messages, the oldest first."""
+        """Take points, the oldest first."""
 
     def close(self, outcome: str) -> None:
         """End the tracker's own run; ``outcome`` is empty for a run that does not say how it has ended."""
@@ -100,7 +84,7 @@ class Points:
         self._looked_at: float | None = None
 
     def of(self, event: Event) -> Iterator[Point]:
-        """Yield the figures that an event has completed."""
+        """Yield the figures that an event has completed, or the failed message that it tells of."""
         at = number(event.get("time"))
         if at is None:
             return
@@ -111,21 +95,17 @@ class Points:
                 yield from self._of_part(at, event, SERVER_EVALUATE)
             case "gpu_sample" if self._looked_at is None or at - self._looked_at >= _GPU_INTERVAL_S:
                 self._looked_at = at
-                yield from self._point(SECONDS, self._seconds(at), at, self._gpus())
+                yield from self._point(None, at, self._gpus())
             case "run_finished":  # the last look at the GPUs, when all workers are gone
-                yield from self._point(SECONDS, self._seconds(at), at, self._gpus())
-
-    def failed(self, event: Event) -> Iterator[FailedMessage]:
-        """Yield the failed message that an event tells of, unless there were too many."""
-        if event.get("event") != "reply" or event.get("error") is None or self._failed >= _MOST_FAILED:
-            return
-        self._failed += 1
-        server_round, node = whole(event.get("round")), node_id(event.get("node"))
-        client = "a client" if node is None else f"client {self._client_of(node)}"
-        where = "" if server_round is None else f"round {server_round}, "
-        error = LABEL.sub("", first_line(event.get("error")))  # it may name the client, too
-        at = number(event.get("time")) or 0.0
-        yield FailedMessage(server_round or 0, at, f"{where}{text(event.get('task'))}, {client}: {error}")
+                yield from self._point(None, at, self._gpus())
+            case "reply" if event.get("error") is not None and self._failed < _MOST_FAILED:
+                self._failed += 1
+                server_round, node = whole(event.get("round")), node_id(event.get("node"))
+                client = "a client" if node is None else f"client {self._client_of(node)}"
+                where = "" if server_round is None else f"round {server_round}, "
+                error = LABEL.sub("", first_line(event.get("error")))  # it may name the client, too
+                failure = f"{where}{text(event.get('task'))}, {client}: {error}"
+                yield from self._point(server_round or 0, at, {}, failure)
 
     def _of_part(self, at: float, event: Event, task: str) -> Iterator[Point]:
         key = (whole(event.get("round")), task)
@@ -138,10 +118,7 @@ class Points:
         closed = self.history.closed_round
         if closed is not None and (closed.round, closed.task) == key and part.messages:
             values |= self._of_clients(closed)
-        if part.round is None:
-            yield from self._point(SECONDS, self._seconds(at), at, values)
-        else:
-            yield from self._point(ROUND, part.round, at, values)
+        yield from self._point(part.round, at, values)
 
     def _of_clients(self, closed: OpenRound) -> dict[str, float]:
         """Return metrics, durations and memory of a round's clients, as in ``clients/train/loss/mean``."""
@@ -186,12 +163,13 @@ class Points:
             values |= {f"{names}/{name}": float(each) for name, each in told.items() if each is not None}
         return values
 
-    def _seconds(self, at: float) -> int:
-        return max(0, int(at - (self.history.started_at or at)))
-
-    def _point(self, axis: str, step: int, at: float, values: Mapping[str, float]) -> Iterator[Point]:
-        if values:
-            yield Point(self._sent, axis, step, at, values)
+    def _point(
+        self, server_round: int | None, at: float, values: Mapping[str, float], failure: str = ""
+    ) -> Iterator[Point]:
+        if values or failure:
+            seconds = max(0, int(at - (self.history.started_at or at)))
+            axis, step = (SECONDS, seconds) if server_round is None else (ROUND, server_round)
+            yield Point(self._sent, axis, step, at, values, failure)
             self._sent += 1
 
 

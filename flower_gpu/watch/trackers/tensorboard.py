@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from flower_gpu.apps.folder import short
-from flower_gpu.watch.trackers.points import FailedMessage, Point, TrackedRun
+from flower_gpu.watch.trackers.points import Point, TrackedRun
 
 
 class TensorBoard:
@@ -27,23 +27,20 @@ class TensorBoard:
         folder = run.folder.tensorboard
         self._writer = self._writer_at(str(folder))
         known = {key: value for key, value in run.config.items() if value is not None}
-        self._add(self._hparams_pb(known, trial_id=run.name), time.time(), 0)
+        self._add(self._hparams_pb(known, trial_id=run.folder.path.name), time.time(), 0)
         rows = "".join(f"\n| {key} | {value} |" for key, value in run.config.items())
         self._add_text("config", f"| | |\n| --- | --- |{rows}", time.time(), 0)
         self._writer.flush()
         return {"see": f"tensorboard --logdir {short(folder)}"}
 
     def log(self, points: Sequence[Point]) -> None:
-        """Take figures."""
+        """Take figures, and failed messages as texts."""
         for point in points:
+            if point.failure:
+                self._add_text("failures", point.failure, point.time, point.step)
+                continue
             values = [self._summary.Summary.Value(tag=tag, simple_value=x) for tag, x in point.values.items()]
             self._add(self._summary.Summary(value=values), point.time, point.step)
-        self._writer.flush()
-
-    def failed(self, messages: Sequence[FailedMessage]) -> None:
-        """Keep them as texts."""
-        for message in messages:
-            self._add_text("failures", message.text, message.time, message.step)
         self._writer.flush()
 
     def close(self, outcome: str) -> None:

@@ -20,7 +20,6 @@ from flower_gpu.watch.fields import first_line, mapping, text
 from flower_gpu.watch.history import History
 from flower_gpu.watch.trackers.points import (
     EVENTS,
-    FailedMessage,
     Point,
     Points,
     TrackedRun,
@@ -147,15 +146,15 @@ class _TrackerFeed(threading.Thread):
         self._events = trace.Follower(run.folder.trace)
         self._has_begun = self._has_started = self._has_warned = False
         # What the tracker was sent before is counted, and not sent again.
-        self._old_bytes = _size(run.folder.trace) if resumes else 0
-        self._waiting: tuple[list[Point], list[FailedMessage]] = ([], [])
+        self._old_bytes = self._events.size if resumes else 0
+        self._waiting: list[Point] = []
 
     def run(self) -> None:
         """Follow the trace until the end; the first error is a warning, and then nothing more is sent."""
         try:
             while self._events.position < self._old_bytes:
                 self._read(self._old_bytes - self._events.position)
-            self._waiting, self._has_begun = ([], []), False
+            self._waiting, self._has_begun = [], False
             while not self.end.wait(INTERVAL_S):
                 self._send()
             self._send()
@@ -184,11 +183,9 @@ class _TrackerFeed(threading.Thread):
             if not self._has_started:
                 self._has_started = True
                 self._start()
-            (points, failed), self._waiting = self._waiting, ([], [])
-            if points:
-                self._tracker.log(points)
-            if failed:
-                self._tracker.failed(failed)
+            if self._waiting:
+                self._tracker.log(self._waiting)
+                self._waiting = []
 
     def _start(self) -> None:
         history, run = self._points.history, self._run
@@ -204,16 +201,8 @@ class _TrackerFeed(threading.Thread):
             if event.get("event") in EVENTS:
                 self._points.history.feed(unread)
                 unread.clear()
-                self._waiting[0].extend(self._points.of(event))
-                self._waiting[1].extend(self._points.failed(event))
+                self._waiting.extend(self._points.of(event))
         self._points.history.feed(unread)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _ids(folder: Path) -> dict[str, dict[str, str]]:

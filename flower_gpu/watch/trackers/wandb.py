@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from flower_gpu.apps.folder import short
 from flower_gpu.errors import ConfigError
-from flower_gpu.watch.trackers.points import FailedMessage, Point, TrackedRun
+from flower_gpu.watch.trackers.points import Point, TrackedRun
 
 _OFFLINE: Final = ("offline", "dryrun", "disabled")
 _FAILURES: Final = "failures"  # in the summary
@@ -42,7 +42,7 @@ class WandB:
         id_ = run.ids.get("id") or secrets.token_hex(4)
         self._run = self._wandb.init(
             id=id_,
-            name=run.name,
+            name=run.folder.path.name,
             project=os.environ.get("WANDB_PROJECT") or run.app,
             dir=os.environ.get("WANDB_DIR") or str(run.folder.path),
             config=dict(run.config),
@@ -61,17 +61,16 @@ class WandB:
         }
 
     def log(self, points: Sequence[Point]) -> None:
-        """Take figures."""
+        """Take figures, and failed messages into the summary."""
         for point in points:
+            if point.failure:
+                before = self._run.summary.get(_FAILURES)
+                self._run.summary[_FAILURES] = "\n".join(filter(None, [before, point.failure]))
+                continue
             for group in {name.partition("/")[0] for name in point.values} - self._axes:
                 self._axes.add(group)
                 self._run.define_metric(f"{group}/*", step_metric=point.axis)
             self._run.log({**point.values, point.axis: point.step}, step=point.number)
-
-    def failed(self, messages: Sequence[FailedMessage]) -> None:
-        """Keep them in the summary."""
-        before = self._run.summary.get(_FAILURES)
-        self._run.summary[_FAILURES] = "\n".join([*filter(None, [before]), *(one.text for one in messages)])
 
     def close(self, outcome: str) -> None:
         """End the run."""
