@@ -88,20 +88,17 @@ def test_the_quickstart_with_four_supernodes_on_a_gpu_on_which_three_fit(
 
 
 def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
-    """One whose nodes allow no GPU; one with GPUs dealt out, on a port that is free again afterwards.
+    """One whose nodes allow no GPU; one with GPUs dealt out.
 
     The app does not hand its context on, so that its processes know the policy by their environment.
     """
     host = StubHost(tmp_path / "host", gpus=2)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     folders = [tmp_path / "never", tmp_path / "dealt-out"]
     for folder in folders:
         folder.mkdir()
     options = ("--clients", "2", "--node-config", 'gpu="never"')
     dealt_out = ("--gpu", "force", "--gpu-ids", "1,0", "--gpu-memory", "3GiB")
-    more = ("--clients", "5", "--rounds", "1", *dealt_out, "--port", str(port))
+    more = ("--clients", "5", "--rounds", "1", *dealt_out)
     with ThreadPoolExecutor() as threads:
         beside = threads.submit(launcher(folders[0]), NUMPY_APP, *options, env=host.env)
         here = launcher(folders[1])(NUMPY_APP, *more, env=host.env)
@@ -127,9 +124,6 @@ def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
     outcomes = {one["client"]: one["outcome"] for one in here.events("worker_finished")}
     of_clients = {"0": "ok", "1": "died", "2": "ok", "3": "error", "4": "timeout"}
     assert outcomes == {**of_clients, "server": "ok"}
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
 
 
 def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
