@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from threading import Thread
 
 import nvml_stub
 from forked import serve
@@ -18,8 +17,8 @@ from forked import serve
 from flower_gpu.gpu import inventory, nvml_thread
 
 
-def taken(processes: bool = True) -> dict[str, object]:
-    found = inventory.take(processes=processes)
+def taken() -> dict[str, object]:
+    found = inventory.take()
     return {**asdict(found), "usable": [gpu.uuid for gpu in found.usable]}
 
 
@@ -47,21 +46,9 @@ def in_a_fork(look: Callable[[], object] = taken) -> object:
     return json.loads(text)
 
 
-def in_threads() -> list[dict[str, object]]:
-    results: list[dict[str, object]] = []
-    threads = [Thread(target=lambda: results.append(taken())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def answer(command: str, *arguments: str) -> object:
     if command == "take":
         return taken()
-    if command == "quick":
-        return taken(processes=False)
     if command == "of":
         return [asdict(gpu) for gpu in inventory.take_of(arguments)]
     if command == "fork":
@@ -70,8 +57,6 @@ def answer(command: str, *arguments: str) -> object:
         taken()
         with inventory._host().thread._lock:  # as a thread has it that looks at the GPUs now
             return in_a_fork()
-    if command == "threads":
-        return in_threads()
     if command == "close":
         inventory.close()
         return None

@@ -245,13 +245,6 @@ def test_mig_devices_are_used_instead_of_their_card(
     assert (first["uuid"], first["index"], first["mig_parent"]) == (small, 1, host.uuids[1])
     assert (first["name"], first["problem"]) == ("NVIDIA Stub 16GB MIG 1g.4gb", None)
     assert (first["utilization_percent"], second["utilization_percent"]) == (None, None)
-
-
-def test_memory_of_a_mig_device_is_its_own(host: Host, take: Callable[..., Any], taker: Start) -> None:
-    _, large = host.mig(1, [4 * GIB, 8 * GIB])
-    worker = taker(host.env)
-    worker(f"allocate {large} {3 * GIB}")
-    _, card, first, second = take()["gpus"]
     assert memory(first) == (4 * GIB, 0, 4 * GIB, 0)
     assert memory(second) == (8 * GIB, 3 * GIB, 5 * GIB, 0)
     assert card["used_bytes"] == 3 * GIB
@@ -282,20 +275,17 @@ def test_mig_devices_of_a_card_that_may_not_be_looked_at(host: Host, take: Calla
     assert found["gpus"][0]["uuid"] == host.uuids[0]
 
 
-def test_a_mig_device_with_a_problem_costs_the_others_nothing(host: Host, take: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("fails", ["one", "all"])
+def test_a_mig_device_with_a_problem_costs_the_others_nothing(
+    host: Host, take: Callable[..., Any], fails: str
+) -> None:
     first, second = host.mig(0, [GIB, GIB])
-    host.set(first, error=nvml_stub.NO_PERMISSION)
+    if fails == "one":
+        host.set(first, error=nvml_stub.NO_PERMISSION)
+    else:
+        host.fail("nvmlDeviceGetMigDeviceHandleByIndex", nvml_stub.NO_PERMISSION, index=0)
     found = take()
-    assert found["usable"] == [second, host.uuids[1]]
-    assert "may not use it" in found["gpus"][1]["problem"]
-    assert found["gpus"][1]["mig_parent"] == host.uuids[0]
-
-
-def test_mig_devices_that_cannot_be_had(host: Host, take: Callable[..., Any]) -> None:
-    host.mig(0, [GIB, GIB])
-    host.fail("nvmlDeviceGetMigDeviceHandleByIndex", nvml_stub.NO_PERMISSION, index=0)
-    found = take()
-    assert found["usable"] == [host.uuids[1]]
+    assert found["usable"] == [*([second] if fails == "one" else []), host.uuids[1]]
     assert "may not use it" in found["gpus"][1]["problem"]
     assert found["gpus"][1]["mig_parent"] == host.uuids[0]
 
@@ -353,13 +343,10 @@ def test_a_driver_without_gpus(host: Host, take: Callable[..., Any]) -> None:
     assert take()["usable"] == host.uuids[:1]
 
 
-def test_no_library(tmp_path: Path) -> None:
+def test_no_library_and_a_broken_one(tmp_path: Path) -> None:
     found = taken_with_library_in(tmp_path)
     assert found["gpus"] == []
     assert found["problem"].startswith("no NVIDIA driver here: libnvidia-ml.so.1 is missing. ")
-
-
-def test_a_broken_library(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_text("this is no library")
     found = taken_with_library_in(tmp_path)
     assert found["gpus"] == []

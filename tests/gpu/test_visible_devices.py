@@ -102,42 +102,6 @@ def test_a_broken_gpu_keeps_its_number() -> None:
     assert uuids(found.visible("GPU-")) == ["aa22"]
 
 
-@given(st.lists(st.integers(-2, 6), max_size=6), st.integers(0, 5))
-def test_numbers_follow_the_model(numbers: list[int], count: int) -> None:
-    cards = [gpu(index, f"GPU-{index}") for index in range(count)]
-    valid = list(numbers)
-    for position, number in enumerate(numbers):
-        if number < 0:  # ends the list before anything else is looked at
-            valid = numbers[:position]
-            break
-    twice = len(set(valid)) < len(valid)
-    expected: list[GPU] = []
-    for number in [] if twice else valid:
-        if number >= count:
-            break
-        expected.append(cards[number])
-    text = ",".join(map(str, numbers))
-    assert list(inventory(*cards).visible(text)) == expected
-
-
-@given(
-    st.sets(st.text("ab", min_size=4, max_size=4), max_size=5).map(sorted),
-    st.lists(st.text("abc", max_size=4), min_size=1, max_size=4),
-)
-def test_beginnings_of_uuids_follow_the_model(known: list[str], wanted: list[str]) -> None:
-    cards = [gpu(index, f"GPU-{text}") for index, text in enumerate(known)]
-    expected: list[GPU] = []
-    for text in wanted:
-        matches = [card for card in cards if card.uuid.startswith(f"GPU-{text}")]
-        if len(matches) != 1:
-            break
-        expected += matches
-    if len(set(expected)) < len(expected) or len(set(wanted)) < len(wanted):
-        expected = []
-    value = ",".join(f"GPU-{text}" for text in wanted)
-    assert list(inventory(*cards).visible(value)) == expected
-
-
 @given(st.text("0123456789,-+ GPUMIabcd/x\x00\n٣", max_size=40))
 def test_any_text_leaves_some_of_the_gpus_each_once(value: str) -> None:
     left = WITH_MIG.visible(value)

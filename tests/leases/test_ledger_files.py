@@ -40,25 +40,18 @@ def fields(uuid: str = "GPU-x", **changes: Any) -> dict[str, Any]:
 
 
 def broken_tickets(uuid: str) -> dict[str, bytes]:
-    """Return contents of tickets that nobody should believe, by name."""
+    """Return contents of tickets that nobody should believe, by name; test_hostile_tickets.py draws more."""
     good = fields(uuid)
     [part], [option] = good["parts"], good["gpu_needs"]
     parts = [
         {**part, "memory_bytes": -16 * GIB},
-        {**part, "memory_bytes": "1"},
         {**part, "memory_bytes": 1.5},
-        {**part, "memory_bytes": None},
         {**part, "budget_bytes": float("nan")},
-        {**part, "budget_bytes": -1},
         {**part, "more": 1},
         {**part, "memory_bytes": 10**400},
         {**part, "uuid": "\x1b[2J"},
         {**part, "uuid": "cores:all"},
         {**part, "uuid": f"unknown-memory:{1 << 60}", "budget_bytes": GIB},  # of tasks of another account
-        {**part, "alone": 1},
-        {},
-        [],
-        None,
         "part",
     ]
     # Of the tasks of this account, and of the other one. Without a budget, there would be nothing in all.
@@ -67,10 +60,7 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
     options = [
         {**option, "memory_bytes": -GIB},
         {**option, "memory_bytes": None, "share": float("nan")},
-        {**option, "memory_bytes": None, "share": float("inf")},
         {**option, "memory_bytes": None, "share": -1},
-        {**option, "memory_bytes": None, "share": "half"},
-        {**option, "memory_bytes": [1]},
         {**option, "uuid": "memory"},
     ]
     contents: list[Any] = [
@@ -80,16 +70,9 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
         {**good, "parts": [part, part]},
         {**good, "parts": [], "gpu_needs": [option, option]},
         {**good, "parts": [], "count": 2},
-        {**good, "parts": 5},
-        {**good, "gpu_needs": None},
         {**good, "count": -1},
-        {**good, "count": "all"},
-        {**good, "pid": "1"},
-        {**good, "since": "yesterday"},
         {**good, "since": 10**400},
         {"v": 1},
-        [],
-        None,
     ]
     raw = [
         *(json.dumps(content).encode() for content in contents),
@@ -161,14 +144,10 @@ def test_reports_that_are_garbage_count_as_none(one_gpu: LedgerHost) -> None:
     import zlib
 
     for told in (
-        b"",
-        b"garbage",
         b"[" * 5000,
         b'{"pid": 1}',
-        json.dumps({"pid": -1, "used": {uuid: GIB}}).encode(),
         json.dumps({"pid": 1, "used": {uuid: -8 * GIB}}).encode(),
         json.dumps({"pid": 1, "used": {uuid: float("inf")}}).encode(),
-        json.dumps({"pid": 1, "used": [uuid]}).encode(),
         json.dumps({"pid": 1, "used": {uuid: 10**400}}).encode(),
         json.dumps({"pid": 10**400, "used": {uuid: GIB}}).encode(),
         b'{"pid": 1, "used": {"x": ' + b"9" * 5000 + b"}}",

@@ -5,6 +5,22 @@ from __future__ import annotations
 import gpu_hosts
 import pytest
 
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.gpus import GPU
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="session")
+def gpu() -> GPU:
+    """A GPU with room for these tests."""
+    found = inventory.take()
+    inventory.close()
+    free = [one for one in found.usable if (one.free_bytes or 0) > 8 * GIB]
+    if not free:
+        pytest.skip(f"no NVIDIA GPU with 8 GiB free: {found.problem}")
+    return free[0]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_hosts.is_stand_in():

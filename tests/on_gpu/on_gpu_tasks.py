@@ -21,6 +21,23 @@ def take(nbytes: int) -> dict[str, Any]:
     return figures
 
 
+def take_with_settings_of_its_own(nbytes: int) -> dict[str, Any]:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return take(nbytes)
+
+
+def take_all(piece: int) -> int:
+    """Take pieces until there are no more."""
+    import torch
+
+    held = []
+    try:
+        while True:
+            held.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        return len(held) * piece
+
+
 def take_when(begun: str, then: str, nbytes: int) -> bool:
     """Start CUDA, say so, and take memory when somebody says so; the second time at once."""
     import torch

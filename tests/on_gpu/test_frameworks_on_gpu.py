@@ -31,18 +31,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 OTHERS = ["tensorflow", "jax"]
 
 
-@pytest.fixture(scope="module")
-def gpu() -> GPU:
-    free = [gpu for gpu in look().usable if (gpu.free_bytes or 0) > 12 * GIB]
-    if not free:
-        pytest.skip("no NVIDIA GPU with 12 GiB free")
-    return free[0]
-
-
 @pytest.fixture
 def library(request: pytest.FixtureRequest, gpu: GPU) -> str:
     """A library that can use the GPU: builds for the CPU are usual where tests run."""
     name: str = request.param
+    if (gpu.free_bytes or 0) < 12 * GIB:
+        pytest.skip("no NVIDIA GPU with 12 GiB free")
     if not find_spec(name) or call("sees_gpu", "spawn", gpu, name)[0] is not True:
         pytest.skip(f"needs {name} with CUDA")
     return name

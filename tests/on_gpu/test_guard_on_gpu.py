@@ -9,23 +9,17 @@ from pathlib import Path
 import pytest
 
 from flower_gpu import run_in_worker
-from flower_gpu.gpu import guard, inventory
+from flower_gpu.gpu import guard
 from flower_gpu.gpu.gpus import GPU
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
-pytestmark = [pytest.mark.gpu, pytest.mark.card("there are no device files"), pytest.mark.timeout(150)]
-
-
-@pytest.fixture(scope="module")
-def gpu() -> GPU:
-    found = inventory.take()
-    inventory.close()
-    if not found.usable:
-        pytest.skip(f"no NVIDIA GPU: {found.problem}")
-    if reason := guard.problem():
-        pytest.skip(f"no guard: {reason}")
-    return found.usable[0]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.card("there are no device files"),
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(guard.problem() is not None, reason=f"no guard: {guard.problem()}"),
+]
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])

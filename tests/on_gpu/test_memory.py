@@ -37,21 +37,19 @@ def assert_back_at(before: int) -> None:
     assert now <= before + _TOLERANCE_BYTES
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_memory_is_back_after_every_call(method: str) -> None:
     before = level()
     client = GPUClient("gpu_tasks:train", start_method=method)
-    for _ in range(2):
-        _, _, metrics = client.fit([np.zeros(3, np.float32)], {})
-        print(f"{method}: used during the call {metrics['used_bytes'] / 1e6:.1f} MB")
-        assert metrics["used_bytes"] >= before + gpu_tasks.GIB
-        assert_back_at(before)
+    _, _, metrics = client.fit([np.zeros(3, np.float32)], {})
+    print(f"{method}: used during the call {metrics['used_bytes'] / 1e6:.1f} MB")
+    assert metrics["used_bytes"] >= before + gpu_tasks.GIB
+    assert_back_at(before)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_memory_is_back_after_a_worker_died(method: str) -> None:
+def test_memory_is_back_after_a_worker_died() -> None:
     before = level()
-    client: Any = GPUClient("gpu_tasks:train_and_die", start_method=method)
+    client: Any = GPUClient("gpu_tasks:train_and_die", start_method="forkserver")
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         client.fit([np.zeros(3, np.float32)], {})
     assert_back_at(before)

@@ -12,23 +12,19 @@ import pytest
 from flower_gpu import GPUClient, run_in_worker
 from flower_gpu.errors import GPUOutOfMemoryError
 from flower_gpu.gpu import inventory
+from flower_gpu.gpu.gpus import GPU
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 needs_nccl = pytest.mark.card("NCCL has a runtime of its own")
 
 
 @pytest.fixture(scope="module")
-def gpus() -> int:
-    found = inventory.take()
-    inventory.close()
-    free = [one for one in found.usable if (one.free_bytes or 0) > 6 * GIB]
-    if not free:
-        pytest.skip(f"no NVIDIA GPU with 6 GiB free: {found.problem}")
-    return len(free)
+def gpus(gpu: GPU) -> int:
+    return len(used())
 
 
 @pytest.fixture(scope="module")
