@@ -51,19 +51,25 @@ def blocks(page: str | Path, language: str) -> list[str]:
     return found
 
 
-def commands(page: str) -> list[str]:
-    """Return the lines of the first block of commands of a page, without comments."""
-    lines = next(iter(blocks(page, "bash")), "").splitlines()
+def block(page: str | Path, language: str, having: str) -> str:
+    """Return the only block of code of a page with a text in it."""
+    (found,) = (text for text in blocks(page, language) if having in text)
+    return found
+
+
+def commands(page: str, having: str = "") -> list[str]:
+    """Return the commands of a page's first block, or of the first with a text in it, without comments."""
+    lines = next((text for text in blocks(page, "bash") if having in text), "").splitlines()
     return [command for line in lines if (command := re.sub(r"(^|\s)# ?.*", "", line).rstrip())]
 
 
-def first_command(page: str, **instead: str) -> str:
-    """Return the first command of a page with something else for some of its words.
+def first_command(page: str, having: str = "", **instead: str) -> str:
+    """Return the first command of a page, or of the first block with a text in it, with some words replaced.
 
     ``superlink`` stands for its address, ``port`` for the number of a port, ``ca`` for the certificate,
     ``data`` for the folder of data; where there is no ``ca``, the connection is insecure.
     """
-    line = commands(page)[0]
+    line = commands(page, having)[0]
     patterns = {
         "superlink": r"(?<=--superlink )\S+",
         "port": r"(?<=--port )\d+",

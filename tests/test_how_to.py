@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from how_to_pages import PAGES, blocks, commands, write_app
+from how_to_pages import PAGES, block, blocks, commands, write_app
 from launched import StubHost, events_of
 
 from flower_gpu.apps.app import parse_pairs
@@ -20,20 +20,19 @@ from flower_gpu.calls.settings import call_settings
 
 REPOSITORY = PAGES.parents[1]
 #: They install something first, which is not done here.
-INSTALL = {"cluster.md", "lora.md", "ray.md", "tensorflow-and-jax.md", "trackers.md"}
+INSTALL = {"cluster.md", "lora.md", "tensorflow-and-jax.md", "trackers.md"}
 #: Where the first command runs; these tests take it from the page.
 ELSEWHERE = {
     "confine.md": "tests/flower/supernode/test_confined_apps.py",
     "from-start-client.md": "tests/test_first_pages.py",
-    "keys.md": "tests/launch/keyed_superlink.py",
     "simulate.md": "tests/test_simulate_docs.py",
     "supernodes.md": "tests/flower/supernode/test_confined_apps.py",
 }
 #: Flower's own command, with options of ours: they are read here.
 READ = {"existing-app.md"}
-HERE = {"debug.md", "from-ray.md", "share-gpus.md", "slurm.md", "trackers.md", "watch.md"}
+HERE = {"ray.md", "share-gpus.md", "slurm.md", "training-code.md", "watch.md"}
 #: Whose commands are run by tests of their own, at the end.
-RECIPES = {"lab-server.md", "sweeps.md"}
+RECIPES = {"sweeps.md"}
 RATES = ["0.01", "0.1", "1.0"]
 
 # Instead of what a page has: fewer clients, the run that is there, and commands that end by themselves.
@@ -75,14 +74,17 @@ def test_the_first_command_of_every_page_is_run_by_a_test() -> None:
         assert page in (REPOSITORY / test).read_text(), test
 
 
-@pytest.mark.parametrize("page", sorted(INSTALL))
-def test_what_a_page_installs_is_there(page: str) -> None:
+def test_what_pages_install_is_there() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    install = commands(page)[0]
-    assert install.startswith("pip install ")
-    where, extra = re.findall(r"""["'](\S+)\[([\w-]+)\]["']""", install)[0]
-    there = extras if where == "." else metadata.metadata(where).get_all("Provides-Extra") or []
-    assert extra in there
+    seen = set()
+    for page in PAGES.glob("*.md"):
+        for line in re.findall(r"^pip install .+", page.read_text(), re.MULTILINE):
+            seen.add(page.name)
+            where, extra = re.findall(r"""["'](\S+)\[([\w-]+)\]["']""", line)[0]
+            if where in (".", "flwr"):
+                there = extras if where == "." else metadata.metadata(where).get_all("Provides-Extra") or []
+                assert extra in there, line
+    assert seen == INSTALL | {"ray.md"}
 
 
 def test_what_a_node_is_told_in_its_config_is_read() -> None:
@@ -106,13 +108,15 @@ def test_first_commands_one_after_the_other(tmp_path: Path) -> None:
     write_app(tmp_path, APP)
     (tmp_path / "task.py").write_text(TASK)
     script = (
-        blocks("debug.md", "python")[0].replace("\nclient", "\nweights = [np.zeros(2)]\nclient", 1)
+        block("training-code.md", "python", "client.fit(").replace(
+            "\nclient", "\nweights = [np.zeros(2)]\nclient", 1
+        )
         + "print('trained')\n"
     )
     (tmp_path / "my_script.py").write_text(script)
 
-    lines = [commands("from-ray.md")[1], commands("trackers.md")[1]]
-    for page in sorted(HERE - {"from-ray.md", "trackers.md"}):
+    lines = [commands("ray.md")[1], commands("trackers.md")[1]]
+    for page in sorted(HERE - {"ray.md"}):
         lines += commands(page)
     lines.remove("flower-gpu metrics")  # goes on for ever; its tests look at it
     for pattern, replacement in SMALL:
@@ -168,7 +172,7 @@ def test_a_sweep_shares_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
 def test_the_ledger_of_a_lab_is_for_all_accounts(tmp_path: Path) -> None:
-    command = blocks("lab-server.md", "bash")[1]
+    command = block("share-gpus.md", "bash", "export FLOWER_GPU_LEDGER_DIR")
     assert command.count("/var/tmp/leases") == 2
     script = (
         command.replace("/var/tmp/leases", str(tmp_path / "leases")) + "flower-gpu doctor --json || true\n"
@@ -180,5 +184,5 @@ def test_the_ledger_of_a_lab_is_for_all_accounts(tmp_path: Path) -> None:
         "ok",
         f"{tmp_path / 'leases'}, for all accounts of this host",
     )
-    quoted = re.search(r'"ok  ledger  /tmp, (.+)"', blocks("lab-server.md", "bash")[0])
+    quoted = re.search(r'"ok  ledger  /tmp, (.+)"', block("share-gpus.md", "bash", "ok  ledger"))
     assert quoted and ledger["text"].endswith(quoted[1])

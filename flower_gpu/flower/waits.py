@@ -54,7 +54,7 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: see unix(7)
 def wait_s(waited_s: float, least_s: float, idle_s: float = LONGEST_S) -> float:
     """Return how long a process waits before it asks a SuperLink again: longer, the longer nothing has come.
 
-    What a question costs the SuperLink is in docs/explanation/supernodes.md. ``waited_s`` is how
+    What a question costs the SuperLink is in docs/how-to/supernodes.md. ``waited_s`` is how
     long nothing came, ``least_s`` the shortest wait, ``idle_s`` the wait without work.
     """
     if waited_s >= IDLE_AFTER_S:

@@ -55,7 +55,7 @@ def test_the_text_and_the_json_are_those_of_the_documentation(shell: Shell, host
         parts = [part for holder in told["holders"] for part in holder["parts"]]
         on_it = [part["memory_bytes"] for part in parts if part["uuid"] == gpu["uuid"]]
         assert sum(on_it) == gpu["leased_bytes"] <= gpu["capacity_bytes"]
-    page = PAGE.read_text().partition("## flower-gpu doctor")[0]
+    page = PAGE.read_text().partition("\n## flower-gpu leases\n")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     keys = [*told, *told["gpus"][0], *told["holders"][0], *told["waiting"][0]]
     assert documented == list(dict.fromkeys(keys))

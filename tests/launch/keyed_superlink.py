@@ -54,8 +54,9 @@ class SuperLink:
         return json.loads(text[text.index("{") :])["nodes"]  # type: ignore[no-any-return]
 
     def start_nodes(self, folder: Path, said: Path) -> subprocess.Popen[bytes]:
-        """Start two as docs/how-to/keys.md says."""
-        line = first_command("keys.md", superlink=f"{ports.HOST}:{self.port}", ca=str(self.authority))
+        """Start two as docs/how-to/supernodes.md says."""
+        address = f"{ports.HOST}:{self.port}"
+        line = first_command("supernodes.md", "--keys", superlink=address, ca=str(self.authority))
         words = shlex.split(re.sub(r"--count \d+", "--count 2", line))
         with said.open("wb") as output:
             return subprocess.Popen(

@@ -20,7 +20,8 @@ TRAIN = Key("task:train", "11.2M parameters f32 ab12cd34", "NVIDIA Stub 16GB", (
 SAME_TASK = Key("task:train", "11.2M parameters f32 ab12cd34", "NVIDIA Stub 16GB", (("batch-size", 64),))
 EVALUATE = Key("task:evaluate", "11.2M parameters f32 ab12cd34", "NVIDIA Stub 16GB")
 
-REFERENCE = Path(__file__).parents[2] / "docs/reference/footprint.md"
+COMMANDS = (Path(__file__).parents[2] / "docs/reference/commands.md").read_text()
+REFERENCE = COMMANDS.partition("\n## flower-gpu footprint\n")[2].partition("\n## ")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,6 @@ def test_reference_has_every_column_and_key(learned: Footprints, capsys: pytest.
     columns = re.split(r" {2,}", capsys.readouterr().out.splitlines()[0])
     assert run("--json") == 0
     keys: list[Any] = list(json.loads(capsys.readouterr().out)["footprints"][0])
-    rows = re.findall(r"^\| (?:`(.*)`)? ?\| `(\w+)` \|", REFERENCE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (?:`(.*)`)? ?\| `(\w+)` \|", REFERENCE, re.MULTILINE)
     assert [column for column, _ in rows if column] == columns
     assert {key for _, key in rows} == set(keys)
