@@ -47,25 +47,19 @@ def returns_object(marker: str) -> Bomb:
     return Bomb(marker)
 
 
-def leaves(data: bytes, size: int | None = None) -> None:
+def _leaves(data: bytes) -> None:
     """Leave these bytes in the place of the reply."""
-
-    def leave(_: object, descriptor: int) -> None:
-        os.pwrite(descriptor, data, 0)
-        if size is not None:
-            os.ftruncate(descriptor, size)
-
-    worker.leave_reply = leave
+    worker.leave_reply = lambda _, descriptor: os.pwrite(descriptor, data, 0)
 
 
 def leaves_pickle(marker: str, shape: str) -> None:
     """Leave a pickle in the forms of other replies."""
     bomb = pickle.dumps(Bomb(marker))
     if shape == "bare":
-        return leaves(bomb)
+        return _leaves(bomb)
     if shape == "error":
         head = pickle.dumps(Outcome(error_type="x.Y", error_pickle=bomb))
-        return leaves(struct.pack("<8sQ", b"fgplain1", len(head)) + head)
+        return _leaves(struct.pack("<8sQ", b"fgplain1", len(head)) + head)
     from flower_gpu.workers import transport
 
     def leave(_: object, descriptor: int) -> None:

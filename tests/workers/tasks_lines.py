@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -81,27 +80,9 @@ def send_a_path() -> None:
     events.send("saved", path=Path("/somewhere"))
 
 
-def write(count: int) -> int:
-    line = "y" * 99 + "\n"
-    for _ in range(count // 100):
-        sys.stdout.write(line)
-    return count
-
-
 def close_stdout_object() -> int:
     sys.stdout.close()
     return 42
-
-
-def leave_group_of_children(program: bool) -> int:
-    """Leave a child; return its pid."""
-    if program:
-        child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
-        return child.pid
-    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
-    process.start()
-    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # nobody joins it
-    return process.pid or 0
 
 
 def say_pid_and_hang(file: str) -> NoReturn:
@@ -112,18 +93,10 @@ def say_pid_and_hang(file: str) -> NoReturn:
         time.sleep(600)
 
 
-def leave_semaphore(file: str, hangs: bool) -> None:
+def leave_semaphore(file: str) -> None:
     """Have a semaphore as that of a DataLoader that spawns its workers: it has a file."""
     kept.append(multiprocessing.get_context("spawn").Semaphore())
     Path(file).write_text(kept[-1]._semlock.name)
-    time.sleep(600 * hangs)
-
-
-def say_family_and_hang() -> None:
-    """Start a program and fork a child, say who they are, and hang."""
-    children = [leave_group_of_children(program) for program in (True, False)]
-    # In one piece: others write as well.
-    os.write(sys.stdout.fileno(), f"pids {os.getpid()} {children[0]} {children[1]}\n".encode())
     time.sleep(600)
 
 

@@ -31,6 +31,8 @@ INTERRUPTED = """
 KILLED = """
     import ctypes, os, signal, subprocess, sys, threading, time
     from flower_gpu import run_in_worker
+    from flower_gpu.workers.call import Call
+    from flower_gpu.workers.caller import Line
 
     def busy(hold_the_gil):
         code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
@@ -43,6 +45,9 @@ KILLED = """
 
     method = sys.argv[1]
     threading.Thread(target=run_in_worker, args=(busy, True), kwargs={"start_method": method}).start()
+    idle = Line()
+    pid = idle.run(Call("os:getpid"), method, calls=2)
+    os.write(1, f"pids {pid}\\n".encode())  # in one piece: others write as well
     run_in_worker(busy, False, start_method=method)
 """
 
@@ -159,10 +164,10 @@ def test_ctrl_c_during_many_short_calls(
 
 
 def test_caller_is_killed(start_method: str, caller: Callable[..., subprocess.Popen[str]]) -> None:
-    """With two calls, one of which holds the GIL."""
+    """With two calls, one of which holds the GIL, and a worker that waits for another one."""
     process = caller(KILLED, start_method)
-    pids = read_pids(process, lines=2)
-    assert len(pids) == 6
+    pids = read_pids(process, lines=3)
+    assert len(pids) == 7
     assert all(is_running(pid) for pid in pids)
     process.kill()
     assert wait_until(lambda: not any(is_running(pid) for pid in pids))

@@ -35,7 +35,8 @@ int cuDeviceGetCount(int *count) { if (!initialised) return 3; *count = devices;
 SCRIPT = """
     import ctypes, json, os, sys
     from flower_gpu.errors import ConfigError
-    from flower_gpu.workers import methods, native
+    from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
+    from flower_gpu.workers import methods
 
     for driver, program, method, gpus in json.loads(sys.argv[1]):
         if os.fork():
@@ -46,7 +47,7 @@ SCRIPT = """
             cuda = ctypes.CDLL(driver)
             if gpus is not None:
                 cuda.cuInit(gpus)
-        assert native.initialized_cuda_devices() == gpus
+        assert initialized_cuda_devices() == gpus
         try:
             print(methods.choose(method).name, flush=True)
         except ConfigError as error:

@@ -18,7 +18,7 @@ from processes import all_processes, children_of, is_running, wait_until
 
 from flower_gpu import WorkerDiedError, run_in_worker
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.workers.forkserver import client, control, program, sockets
+from flower_gpu.workers.forkserver import client, control, program
 
 pytestmark = forkservers.marks(timeout_s=120, own="folder")
 
@@ -194,17 +194,6 @@ class TestReplacement:
             with pytest.raises(WorkerStartError, match="fork server could not be started: it ended"):
                 call()
         assert call() == only_server().pid
-
-
-class TestManyConnections:
-    def test_hundreds_that_say_nothing(self) -> None:
-        server = call()
-        name = only_server().name
-        silent = [sockets.connect(name, 10) for _ in range(600)]
-        assert call() == server
-        for connection in silent:
-            connection.close()
-        assert until_only(lambda status: status.users <= 1).pid == server
 
 
 def test_two_seeds_of_the_hash_have_two_servers(no_server: None) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import redirect_stdout
 from typing import Any
 
 import forkservers
 import pytest
-from crash_cases import CRASHES, Crash
 from phases import without_phases
 from processes import descriptors, is_running, wait_until, zombies_of
 from worker_lines import Caller, descriptors_of, left_of, settled
@@ -43,19 +40,6 @@ def caller(of_module: Caller) -> Iterator[Caller]:
     assert len(descriptors()) <= len(before), (before, descriptors())
     assert settled(lambda: descriptors_of(server), there)
     assert settled(lambda: len(zombies_of(server)), 0)
-
-
-@pytest.mark.parametrize("case", CRASHES, ids=str)
-def test_crash_of_a_worker_that_could_have_had_another_call(case: Crash, caller: Caller) -> None:
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), pytest.raises(case.error) as caught:
-        caller.run(case.task, *case.args, calls=2)
-    case.check(caught.value)
-    assert "worker_library" not in sys.modules
-
-
-@pytest.mark.parametrize("task", ["leave_children", "close_stdout"])
-def test_result_counts(task: str, caller: Caller) -> None:
-    assert caller.run(f"crash_tasks:{task}", calls=2) == 42
 
 
 @pytest.mark.parametrize("task", ["never_ends_its_thread", "never_ends_at_exit"])
@@ -99,20 +83,6 @@ def test_nothing_of_a_line_is_in_workers_of_others(caller: Caller) -> None:
             caller.lines.remove(line)
 
 
-def test_output(caller: Caller, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("from the worker", "once more"):
-        caller.run("builtins:print", text, calls=2)
-    assert capsys.readouterr().out == "from the worker\nonce more\n"
-    with open(os.devnull, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert caller.run("tasks_lines:write", 10_000_000, calls=2) == 10_000_000
-    for closed in (stream, None):
-        monkeypatch.setattr(sys, "stdout", closed)
-        assert caller.run("tasks_lines:write", 1000) == 1000
-    assert caller.run("tasks_lines:close_stdout_object", calls=5) == 42
-    assert not caller.lines[0].has_worker
-
-
 def test_events(caller: Caller) -> None:
     """They keep their order, may be long, and come from threads and children as well."""
     seen: list[dict[str, Any]] = []
@@ -138,3 +108,8 @@ def test_error_in_a_callback_ends_the_worker(where: str, caller: Caller) -> None
     assert wait_until(lambda: not is_running(pid))
     for number in range(3):
         assert caller.run("plain_tasks:echo", number, calls=100, timeout_s=20) == (number,)
+
+
+def test_a_worker_without_a_stream_has_no_more_calls(caller: Caller) -> None:
+    assert caller.run("tasks_lines:close_stdout_object", calls=5) == 42
+    assert not caller.lines[0].has_worker

@@ -207,24 +207,22 @@ def neither_module_nor_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         sys.modules.pop(module, None)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork", "in-process"])
-def test_set_before_the_module_is_imported(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "the caller's")
-    call = {"start_method": start_method, "env": {VARIABLE: "the worker's"}}
-    assert run_in_worker("reads_environment:at_import", **call) == ("the worker's", "the worker's")
-    assert os.environ[VARIABLE] == "the caller's"
-
-
 VALUES = ("", "ä ö \N{SNOWMAN}", "two\nlines", "a=b", "x" * 100_000)
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork", "in-process"])
-def test_values_arrive_as_they_are_and_do_not_leak(start_method: str) -> None:
+def test_values_are_there_at_import_arrive_as_they_are_and_do_not_leak(
+    start_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env = {f"{VARIABLE}_{number}": value for number, value in enumerate(VALUES)}
     names = [*env]
     assert run_in_worker("plain_tasks:variables", *names, start_method=start_method, env=env) == [*VALUES]
     assert not env.keys() & os.environ.keys()
     assert run_in_worker("plain_tasks:variables", *names, start_method=start_method) == [None] * len(VALUES)
+    monkeypatch.setenv(VARIABLE, "the caller's")
+    call = {"start_method": start_method, "env": {VARIABLE: "the worker's"}}
+    assert run_in_worker("reads_environment:at_import", **call) == ("the worker's", "the worker's")
+    assert os.environ[VARIABLE] == "the caller's"
 
 
 def test_does_not_leak_after_an_error_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
