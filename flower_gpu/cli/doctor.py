@@ -11,7 +11,7 @@ from textwrap import TextWrapper
 from typing import Final
 
 from flower_gpu.cli.arguments import JSON, Command, is_quiet
-from flower_gpu.doctor import Check, Finding, cuda, environment, examine, gpus, host, ledger
+from flower_gpu.doctor import Check, Finding, cuda, environment, examine, gpus, host
 from flower_gpu.gpu import inventory
 
 #: Exit status if something must be done.
@@ -50,9 +50,9 @@ def checks() -> Mapping[str, Check]:
         "system": host.system,
         "state folder": host.state_folder,
         "fork server": host.fork_servers,
-        "ledger": ledger.folder,
-        "leases": ledger.leases,
-        "one ledger": partial(ledger.only_one, found),
+        "ledger": host.ledger_folder,
+        "leases": host.leases,
+        "one ledger": partial(host.other_ledger, found),
         "SuperLink": host.superlinks,
         "cuda": partial(cuda.works, found),
     }

@@ -119,8 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = build_parser()
         ours, for_sbatch = slurm.split(sys.argv[1:] if argv is None else argv)
         arguments, unknown = parser.parse_known_args(ours)
-        if for_sbatch:
-            arguments.sbatch = for_sbatch
+        arguments.words, arguments.sbatch = ours, for_sbatch
         try:
             if unknown:
                 near = _nearest(parser.commands[arguments.command], unknown)

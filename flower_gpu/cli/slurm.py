@@ -28,10 +28,10 @@ from typing import Final
 from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.folder import check_log_dir, short
 from flower_gpu.cli import simulate
-from flower_gpu.cli.arguments import Command, is_quiet, verbosity
+from flower_gpu.cli.arguments import Command, add_options, is_quiet
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.kinds import COUNT, SWITCH, Kind
-from flower_gpu.options import Option, flag
+from flower_gpu.options import Option
 
 NAME: Final = "slurm"
 
@@ -215,29 +215,22 @@ def _plan(arguments: argparse.Namespace) -> JobPlan:
         app.name,
         Path.cwd(),
         sys.executable,
-        [str(arguments.app_dir), *given_options(arguments)],
+        for_simulate(arguments.words),
         arguments.log_dir.absolute(),
         arguments.resume,
         arguments.nodes,
         arguments.gpus_per_node,
-        getattr(arguments, "sbatch", []),  # what followed two dashes
+        arguments.sbatch,  # what followed two dashes
     )
 
 
-def given_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options of ``simulate`` that were given, as its command line has them."""
-    said = {1: ["--verbose"], -1: ["--quiet"]}.get(verbosity(arguments), [])
-    for name, option in _OF_SIMULATE.items():
-        value = getattr(arguments, name)
-        if name in _OF_THE_SCRIPT or value is None or value == option.default:
-            continue
-        if option.kind is SWITCH:
-            if value != bool(option.default):
-                said.append(flag(name if value else f"no_{name}"))
-        else:
-            for each in value if isinstance(value, list) else [value]:
-                said.append(f"{flag(name)}={','.join(each) if isinstance(each, tuple) else each}")
-    return said
+def for_simulate(words: Sequence[str]) -> list[str]:
+    """Return what of a command line is for ``simulate``, as it was given; the script says the rest."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_options(own, {**OPTIONS, **{name: _OF_SIMULATE[name] for name in _OF_THE_SCRIPT}})
+    _, rest = own.parse_known_args(list(words))
+    rest.remove(NAME)
+    return rest
 
 
 def batch_script(plan: JobPlan) -> str:

@@ -10,6 +10,9 @@ from typing import Any, Final
 _MOST_METRICS: Final = 3  # of a round's task, in one line
 _FIRST: Final = ({"accuracy", "acc"}, {"loss"}, {"f1", "f1score"}, {"precision"}, {"recall"})
 _WORD: Final = re.compile("[a-z0-9]+")
+#: The client of the server's own calls.
+SERVER: Final = "server"
+_MOST_DIGITS: Final = 15  # of the number of a client
 _HUGE: Final = 1 << 63  # larger ones are no figures of a run, and fit into no float
 
 
@@ -71,7 +74,12 @@ def metric_rank(name: str) -> int:
 def call_label(event: Mapping[str, Any]) -> str:
     """Name a call: ``fit of client 3``, ``evaluate on the server``."""
     task, client = event.get("task") or "call", event.get("client")
-    return f"{task} on the server" if client in (None, "", "server") else f"{task} of client {client}"
+    return f"{task} on the server" if client in (None, "", SERVER) else f"{task} of client {client}"
+
+
+def client_key(client: str) -> tuple[bool, int, str]:
+    """Return what sorts clients as people do: the server first, then numbers by their value, then names."""
+    return client != SERVER, len(client) if client.isdecimal() else _MOST_DIGITS, client
 
 
 def whose(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Any, Final
 from flower_gpu.printable import duration_text, printable
 from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.report.page import task_name
+from flower_gpu.watch.result import result_lines
 from flower_gpu.watch.spans import RoundPart
 
 _MOST_COLUMNS: Final = 6  # of metrics
 _MOST_ROWS: Final = 12
-_MOST_REASONS: Final = 3
 # In attributes: notebooks take away style sheets of files that they do not trust.
 _CELL: Final = 'style="text-align: right; white-space: nowrap; padding: 2px 8px"'
 
@@ -36,26 +36,8 @@ class ReportPath(PosixPath):
 
 def result_html(app: str, summary: Mapping[str, Any], folder: str, parts: Sequence[RoundPart]) -> str:
     """Return the HTML that a notebook shows of a run; ``folder`` is empty where it has none."""
-    return f"<div>{_heading(app, summary, folder)}{_table(parts)}</div>"
-
-
-def _heading(app: str, summary: Mapping[str, Any], folder: str) -> str:
-    of = f" of {summary['num_rounds']}" if summary.get("num_rounds") else ""
-    facts = [
-        str(summary["outcome"]),
-        f"{summary['rounds_finished']}{of} rounds",
-        f"{summary['clients']} clients",
-        f"{summary['messages']} messages",
-        duration_text(summary["seconds"]),
-    ]
-    lines = [f"<b>{_text(app)}</b>: {_text(', '.join(facts))}"]
-    reasons = summary["failures"]
-    lines += [f"{one['count']} failed: {_text(one['reason'])}" for one in reasons[:_MOST_REASONS]]
-    if len(reasons) > _MOST_REASONS:
-        lines.append(f"{len(reasons) - _MOST_REASONS} more reasons")
-    if folder:
-        lines.append(f"<code>{_text(folder)}</code>")
-    return f"<p>{'<br>'.join(lines)}</p>"
+    lines = "\n".join([f"<b>{_text(app)}</b>", *map(_text, result_lines(summary, folder or None))])
+    return f"<div><pre>{lines}</pre>{_table(parts)}</div>"
 
 
 def _table(parts: Sequence[RoundPart]) -> str:

@@ -15,7 +15,7 @@ from flower_gpu.apps.failures import outcome_text
 from flower_gpu.apps.folder import RunFolder, write_json
 from flower_gpu.printable import duration_text
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE
-from flower_gpu.watch.fields import metrics_text
+from flower_gpu.watch.fields import client_key, metrics_text
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import LeaseCounts, RoundPart
 
@@ -27,7 +27,7 @@ _MOST_METRICS: Final = 8
 _REASON_CHARACTERS: Final = 120
 _SHOWN_WAIT_S: Final = 1.0
 #: How a call that ran out of GPU memory went on: ``then`` in its event.
-_THEN: Final = {"again": "ran again", "on the CPU": "ran on the CPU", "failed": "failed"}
+THEN: Final = {"again": "ran again", "on the CPU": "ran on the CPU", "failed": "failed"}
 #: Metrics that each round has beside those by task.
 METRICS: Final = ("loss", "accuracy", "precision", "recall", "f1")
 
@@ -189,7 +189,7 @@ def result_lines(
     if leases["count"]:
         rows.append(("leases", _waits_text(leases)))
     if counts := leases["out_of_memory"]:
-        follows = ", ".join(f"{count} {_THEN.get(then, then)}" for then, count in counts.items())
+        follows = ", ".join(f"{count} {THEN.get(then, then)}" for then, count in counts.items())
         rows.append(("memory", f"ran out {sum(counts.values())} times: {follows}"))
     if cores["waited_s"] >= _SHOWN_WAIT_S:
         rows.append(("cores", _waits_text(cores)))
@@ -223,21 +223,18 @@ def _failures(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for reason in reasons:
         messages = reason["messages"]
-        clients = sorted({message["client"] for message in messages} - {None}, key=_client_order)
+        told = {str(message["client"]) for message in messages if message["client"] is not None}
+        clients = sorted(told, key=client_key)
         kinds = " and ".join(dict.fromkeys(message["type"] for message in messages))
         rounds = [str(number) for message in messages if (number := message["round"]) is not None]
         in_rounds = f" in {_listed('round', list(dict.fromkeys(rounds)), _MOST_ROUNDS)}" if rounds else ""
         count = f" ({reason['count']} messages)" if reason["count"] > len(clients) else ""
         text = textwrap.shorten(reason["reason"], _REASON_CHARACTERS, placeholder=" ...") or "no reason given"
-        who = _listed("client", list(map(str, clients)), _MOST_CLIENTS)
+        who = _listed("client", clients, _MOST_CLIENTS)
         lines.append(f"  {who}, {kinds}{in_rounds}{count}: {text}")
     if more := result["failed"] - sum(reason["count"] for reason in reasons):
         lines.append(f"  and {more} more failed messages")
     return ["failed:", *lines] if lines else []
-
-
-def _client_order(client: Any) -> tuple[int, str]:
-    return len(str(client)), str(client)
 
 
 def _listed(noun: str, names: Sequence[str], most: int) -> str:

@@ -24,7 +24,7 @@ from run_programs import run_python
 
 from flower_gpu.calls import runner
 from flower_gpu.cli import doctor
-from flower_gpu.doctor import Check, Finding, Found, cuda, environment, examine, ledger
+from flower_gpu.doctor import Check, Finding, Found, cuda, environment, examine
 from flower_gpu.doctor import host as system
 from flower_gpu.flower.private_names import NAMES
 from flower_gpu.gpu.gpus import GPU, Inventory
@@ -399,7 +399,7 @@ def test_a_fork_server_answers_or_does_not(here: Shell) -> None:
 )
 def test_the_ledgers_folder(here: Shell, mode: int | None, level: str, text: str, todo: str) -> None:
     here.ledger.rmdir() if mode is None else here.ledger.chmod(mode)
-    (finding,) = findings(ledger.folder)
+    (finding,) = findings(system.ledger_folder)
     assert finding.level == level and text in finding.text
     assert finding.todo.startswith(todo.format(here.ledger))
 
@@ -408,18 +408,18 @@ def test_an_accounts_folder_that_others_can_write_to_is_a_problem(here: Shell) -
     own = here.ledger / f"flower-gpu-leases-{os.getuid()}"
     own.mkdir()
     own.chmod(0o777)
-    (finding,) = findings(ledger.folder)
+    (finding,) = findings(system.ledger_folder)
     assert finding.level == "problem" and str(own) in finding.text
 
 
 def test_a_stuck_mutex_is_a_problem_that_names_who_has_it(
     here: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "_MUTEX_WAIT_S", 0.1)
-    findings(ledger.leases)  # makes it
+    monkeypatch.setattr(system, "_MUTEX_WAIT_S", 0.1)
+    findings(system.leases)  # makes it
     with open(here.ledger / "flower-gpu-leases.mutex") as mutex:
         fcntl.flock(mutex, fcntl.LOCK_EX)
-        (finding,) = findings(ledger.leases)
+        (finding,) = findings(system.leases)
     assert finding.level == "problem" and f"locked for 0.1 s by process {os.getpid()}" in finding.text
 
 
@@ -427,7 +427,7 @@ def test_a_file_in_the_place_of_a_ticket_is_noted_with_its_path(here: Shell) -> 
     path = here.ledger / f"flower-gpu-leases-{os.getuid()}" / "1-1-1.ticket"
     path.parent.mkdir()
     path.write_text("{}")
-    counted, noted = findings(ledger.leases)
+    counted, noted = findings(system.leases)
     assert (counted.level, counted.text) == ("ok", "0 held, 0 waiting")
     assert noted.level == "note" and str(path) in noted.text
 
@@ -444,9 +444,9 @@ def test_tickets_are_counted_and_those_of_another_ledger_told(
     other = tmp_path / "other"
     other.mkdir()
     here.holder("fit of client 0", 2 * GIB, env={"FLOWER_GPU_LEDGER_DIR": str(other)})
-    monkeypatch.setattr(ledger, "_DEFAULT", str(other))
+    monkeypatch.setattr(system, "_DEFAULT", str(other))
     gpus = tuple(GPU(0, uuid, "", None, None, None, None, None, None) for uuid in host.uuids)
-    (finding,) = findings(lambda: ledger.only_one(Inventory(gpus, None, None)))
+    (finding,) = findings(lambda: system.other_ledger(Inventory(gpus, None, None)))
     assert finding.level == "problem" and finding.text.startswith("1 lease or request is in another ledger")
     assert finding.todo == f"start all that share these GPUs with FLOWER_GPU_LEDGER_DIR={here.ledger}"
 

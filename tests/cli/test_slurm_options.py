@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import run_programs
 
 from flower_gpu.cli import main as cli
-from flower_gpu.cli import simulate
 from flower_gpu.cli import slurm as command
 from flower_gpu.cli.slurm import JobPlan, batch_script, sbatch_lines
 from flower_gpu.simulation.checkpoint import INDEX_NAME
@@ -36,43 +35,40 @@ def parsed(line: list[str]) -> argparse.Namespace:
 # The command line
 
 
-def samples() -> Iterator[list[str]]:
-    """Yield each option of simulate with a value that is not its default."""
-    parser = argparse.ArgumentParser(add_help=False)
-    simulate.COMMAND.add_arguments(parser)
-    values = {
-        "N": "3",
-        "X": "0.5",
-        "S": "2.5",
-        "N|auto": "4",
-        "SIZE": "3GiB",
-        "LIST": "0,1",
-        "'K=V ...'": "a=1 b='c d'",
-    }
-    values |= {"'MODULE:FUNCTION K=V ...'": "a.b:c d=1", "tensorboard|wandb|mlflow": "mlflow,wandb"}
-    for action in parser._actions:
-        if action.dest in ("app_dir", "log_dir", "resume", "ray_address"):
-            continue
-        for name in action.option_strings:
-            if action.nargs == 0:
-                yield [name]
-            else:
-                yield [name, str(action.choices[-1]) if action.choices else values[str(action.metavar)]]
-
-
 @pytest.mark.parametrize(
-    "given", [*samples(), ["--clients", "3", "-q"], ["-c", "a=1", "-c", "b=2"]], ids=" ".join
+    ("line", "rest"),
+    [
+        (["slurm", APP, "--clients", "3", "-q"], [APP, "--clients", "3", "-q"]),
+        (
+            ["-v", "slurm", "--nodes=2", "-c", "a=1", "--num-gpus", "0.5"],
+            ["-v", "-c", "a=1", "--num-gpus", "0.5"],
+        ),
+        (
+            [
+                "slurm",
+                "--preload",
+                "a.b:c d=1",
+                "--log-dir",
+                "x",
+                APP,
+                "-c",
+                "b='c d'",
+                "--gpus-per-node",
+                "a:2",
+            ],
+            ["--preload", "a.b:c d=1", APP, "-c", "b='c d'"],
+        ),
+        (["slurm", "--resume", "x", "--dry-run", "--deterministic"], ["--deterministic"]),
+    ],
 )
-def test_what_is_given_is_what_the_job_gives_to_simulate(given: list[str]) -> None:
-    written = command.given_options(parsed([APP, *given]))
-    expected, found = (
-        vars(cli.build_parser().parse_args(["simulate", APP, *line])) for line in (given, written)
-    )
-    assert found == expected and written
-
-
-def test_what_is_not_given_is_left_to_simulate() -> None:
-    assert command.given_options(parsed([APP, "--clients", "3"])) == ["--num-supernodes=3"]
+def test_what_is_given_is_what_the_job_gives_to_simulate(line: list[str], rest: list[str]) -> None:
+    assert command.for_simulate(line) == rest
+    parser = cli.build_parser()
+    expected = vars(parser.parse_args(line)) | {"log_dir": None, "resume": None}
+    found = vars(parser.parse_args(["simulate", *rest])) | {"log_dir": None, "resume": None}
+    assert {name: value for name, value in expected.items() if name in found and name != "command"} == {
+        name: value for name, value in found.items() if name in expected and name != "command"
+    }
 
 
 @pytest.mark.parametrize(
@@ -187,7 +183,7 @@ def test_the_script_of_one_node(run: Run) -> None:
         "#SBATCH -t 3",
     ]
     assert start.startswith(f"cd {here} || exit\npython={python}\nlogs={here}/runs/slurm-$SLURM_JOB_ID\n")
-    assert last == f'exec "$python" -P -m flower_gpu.cli simulate {APP} --num-supernodes=3 "${{where[@]}}"\n'
+    assert last == f'exec "$python" -P -m flower_gpu.cli simulate {APP} --clients 3 "${{where[@]}}"\n'
 
 
 def test_options_of_sbatch_have_their_values_on_their_lines() -> None:

@@ -135,24 +135,16 @@ def test_a_notebook_shows_a_table(result: SimulationResult) -> None:
     texts = Page(html).texts
     assert html.count("<tr>") == 1 + ROUNDS
     assert texts.index("accuracy") < texts.index("loss")
-    assert "2 failed: RuntimeError: no <data> here" in texts
+    assert "RuntimeError: no <data> here" in "".join(texts)
 
 
 @pytest.mark.parametrize(("rounds", "rows"), [(0, 0), (1, 2), (12, 13), (500, 14)])
-def test_any_number_of_rounds(rounds: int, rows: int) -> None:
+def test_any_number_of_rounds(result: SimulationResult, rounds: int, rows: int) -> None:
     parts = [
         RoundPart(0.0, number, "server-evaluate", metrics={"<b>": number - 1, "f1": 0.0}, seconds=1.0)
         for number in range(rounds)
     ]
-    summary = {
-        "outcome": "completed",
-        "rounds_finished": rounds,
-        "clients": 2,
-        "messages": 0,
-        "seconds": 1.0,
-        "failures": [],
-    }
-    html = result_html("an\x1bapp", {**summary, "num_rounds": None}, "", parts)
+    html = result_html("an\x1bapp", result.summary, "", parts)
     assert Page(html).texts[0] == "an?app"
     assert html.count("<tr>") == rows
     assert len(html) < 50_000

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from nvml_stub import GIB
 from report_traces import Event, Run, at, history_of, joined, lost
 
-from flower_gpu.watch.fields import metric_rank
+from flower_gpu.watch.fields import client_key, metric_rank
 from flower_gpu.watch.report.calls import (
     NO_LEASE,
     PHASES,
     CallTry,
     RunClock,
-    client_key,
     client_rows,
     tries_of,
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from flower_gpu.watch.fields import client_key
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import (
     CANCELLED,
@@ -23,10 +24,8 @@ PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
 
 #: How calls end that got no worker: the wait for a lease was over, or there was an error before.
 NO_LEASE: Final = "no lease"
-SERVER: Final = "server"
 #: How calls end that have not failed; of one that is given up its message tells why.
 _NO_FAILURES: Final = ("ok", HOST_LOST, CANCELLED, "")
-_MOST_DIGITS: Final = 15
 
 
 @dataclass(frozen=True)
@@ -167,11 +166,6 @@ def _parts(clock: RunClock, phases: Sequence[str], times: Sequence[float]) -> tu
         at = until
     # What is over in no time at all is there, too.
     return tuple(found) or (CallPhase(phases[-1], at, at),)
-
-
-def client_key(client: str) -> tuple[bool, int, str]:
-    """Return what sorts clients as people do: the server first, then numbers by their value, then names."""
-    return client != SERVER, len(client) if client.isdecimal() else _MOST_DIGITS, client
 
 
 def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:

@@ -18,11 +18,12 @@ from flower_gpu.apps.failures import COMPLETED, outcome_text
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import duration_text, format_bytes, path_text, printable
-from flower_gpu.watch.fields import mapping, metric_rank
+from flower_gpu.watch.fields import client_key, mapping, metric_rank
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report import pictures
-from flower_gpu.watch.report.calls import PHASES, RunClock, client_key, client_rows, tries_of
+from flower_gpu.watch.report.calls import PHASES, RunClock, client_rows, tries_of
 from flower_gpu.watch.report.totals import Totals, holdings_of
+from flower_gpu.watch.result import THEN
 from flower_gpu.watch.spans import RoundPart
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _MOST_NAMES, _NAME_CHARACTERS = 10, 40
 _MOST_METRICS, _MOST_RESULTS = 16, 3  # of a round, and of the last one at the top
 _TASKS: Final = ("train", "fit", "evaluate", "server-evaluate")  # in the order of a round
 _UNKNOWN: Final = "-"
-_CONSEQUENCES: Final = {"again": "tried again", "on the CPU": "then on the CPU", "failed": "failed for good"}
 #: Whose metrics they are, by the kind of the messages that they come from.
 _WHOSE: Final = {
     "server-evaluate": "server, evaluate",
@@ -108,7 +108,7 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
         errors=totals.errors[:_MOST_ERRORS],
         errors_left_out=[one.count for one in totals.errors[_MOST_ERRORS:]],
         consequences={
-            _CONSEQUENCES.get(then, then): count
+            THEN.get(then, then): count
             for then, count in Counter(event.then for event in history.out_of_memory).most_common()
         },
         unknown=_UNKNOWN,

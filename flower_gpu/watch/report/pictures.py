@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 
 from flower_gpu.printable import duration_text, printable
-from flower_gpu.watch.fields import call_label
+from flower_gpu.watch.fields import SERVER, call_label, client_key
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import PHASES, SERVER, CallPhase, CallTry, RunClock, client_key
+from flower_gpu.watch.report.calls import PHASES, CallPhase, CallTry, RunClock
 from flower_gpu.watch.report.totals import HeldPart, leased_steps, steps
 from flower_gpu.watch.spans import (
     EXITING,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final
 
+from flower_gpu.watch.fields import SERVER
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import PHASES, SERVER, CallTry, RunClock, highest_peak, processes
+from flower_gpu.watch.report.calls import PHASES, CallTry, RunClock, highest_peak, processes
 from flower_gpu.watch.spans import STARTING, WAITING, GPUInfo, GPUSample, HostSpan, reason_of
 
 # A release is written down just after it: in between another call may have got a lease. A killed process
