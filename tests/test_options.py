@@ -11,7 +11,7 @@ from flower_gpu import options, run_in_worker
 from flower_gpu.calls.settings import WorkerSettings, call_settings, checked_environment
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.gpu.policy import DevicePolicy
-from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.leases.lease import LeaseRequest
 from flower_gpu.options import CALL, START_METHODS, VARIABLES, find_all
 from flower_gpu.workers.threads import cores
 

@@ -24,11 +24,10 @@ from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
 from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_rule import Key
+from flower_gpu.leases.footprint_rule import Key, needed_bytes
 from flower_gpu.leases.host import CallMemory
-from flower_gpu.leases.lease import VARIABLE, Lease, Share
+from flower_gpu.leases.lease import VARIABLE, Lease, LeaseRequest, Share
 from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, waited_for
-from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.printable import format_bytes
 from flower_gpu.workers import events, own_process
@@ -269,7 +268,7 @@ class Leasing:
 
     def _learned_bytes(self, model: str) -> int | None:
         peak = self.footprints.get(self.key.on(model))
-        return None if peak is None else self.footprints.needed_bytes(peak)
+        return None if peak is None else needed_bytes(peak)
 
     def _check_context(self, index: int, name: str, memory_bytes: int) -> None:
         context = self.footprints.context(name)

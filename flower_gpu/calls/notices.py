@@ -10,9 +10,8 @@ from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.errors import GPUUnavailableError
 from flower_gpu.gpu import cuda_version, inventory
 from flower_gpu.gpu.gpus import GPU
-from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.leases.lease import Lease, LeaseRequest, Share
 from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.wording import describe
 from flower_gpu.options import USE_GPU
 from flower_gpu.printable import format_bytes

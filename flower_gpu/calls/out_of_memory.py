@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flower_gpu.calls.gpu_use import least_bytes
-from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.lease import Lease, Share
-from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.leases.footprint_rule import needed_bytes
+from flower_gpu.leases.lease import Lease, LeaseRequest, Share
 from flower_gpu.printable import format_bytes
 
 _GROWTHS = 2  # tries with more memory, before one that is alone on a GPU
@@ -48,7 +47,7 @@ def next_request(
 
 def _needed_bytes(told: Mapping[str, Any], lease: Lease) -> int:
     share = share_of(told, lease)
-    return min(Footprints.needed_bytes(least_bytes(told, share)), share.memory_bytes)
+    return min(needed_bytes(least_bytes(told, share)), share.memory_bytes)
 
 
 def share_of(told: Mapping[str, Any], lease: Lease) -> Share:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.policy import DevicePolicy
 from flower_gpu.leases.admission import CORES, HostNeed
-from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.leases.lease import LeaseRequest
 from flower_gpu.options import (
     CALL,
     CONCURRENCY,

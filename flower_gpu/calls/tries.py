@@ -22,8 +22,7 @@ from flower_gpu.calls.told import ProgressDisplay, Told
 from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError
 from flower_gpu.frameworks.out_of_memory import says_device_is_busy
 from flower_gpu.gpu import guard
-from flower_gpu.leases.lease import Lease
-from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import CONFINED_VARIABLE, DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
 from flower_gpu.workers import caller as worker

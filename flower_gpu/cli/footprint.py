@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from flower_gpu.cli.arguments import JSON, Command, is_quiet
-from flower_gpu.leases.footprint import Contexts, Footprints, Peaks, Sizes
-from flower_gpu.leases.footprint_rule import Key
+from flower_gpu.leases.footprint import Footprints, Peaks
+from flower_gpu.leases.footprint_rule import Key, needed_bytes
 from flower_gpu.printable import format_bytes, path_text
 
 #: Exit status of `clear --task` when there is no such task.
@@ -59,7 +59,7 @@ def _clear(footprints: Footprints, task: str | None, *, in_json: bool) -> int:
     return 0
 
 
-def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> dict[str, Any]:
+def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> dict[str, Any]:
     """Return what `--json` prints: sizes in bytes, times as Unix time."""
     return {
         "footprints": [
@@ -69,7 +69,7 @@ def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> d
                 "gpu": key.gpu,
                 "sizes": dict(key.sizes),
                 "peak_bytes": peaks.peak_bytes,
-                "needed_bytes": Footprints.needed_bytes(peaks.peak_bytes),
+                "needed_bytes": needed_bytes(peaks.peak_bytes),
                 "last_bytes": peaks.recent_bytes[-1],
                 "measured": peaks.measured,
                 "updated_s": peaks.updated_s,
@@ -88,7 +88,7 @@ def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> d
     }
 
 
-def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> str:
+def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> str:
     """Return both as tables."""
     tables = []
     if entries:
@@ -101,7 +101,7 @@ def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> 
                     key.gpu,
                     " ".join(f"{name}={value}" for name, value in key.sizes) or "-",
                     format_bytes(peaks.peak_bytes),
-                    format_bytes(Footprints.needed_bytes(peaks.peak_bytes)),
+                    format_bytes(needed_bytes(peaks.peak_bytes)),
                     *_measured(peaks),
                 )
             )
@@ -114,7 +114,7 @@ def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> 
     return "\n\n".join(tables)
 
 
-def _measured(peaks: Sizes) -> tuple[str, str]:
+def _measured(peaks: Peaks) -> tuple[str, str]:
     when = datetime.fromtimestamp(peaks.updated_s).astimezone()
     return ("once" if peaks.measured == 1 else f"{peaks.measured} times", when.strftime("%Y-%m-%d %H:%M"))
 

@@ -39,7 +39,11 @@ def take(*, processes: bool = True) -> Inventory:
     ``processes``: whether to ask who uses each GPU, which takes several times as long.
     Never raises, and never waits for ever: what cannot be had is missing, with the reason in words.
     """
-    return _host().take(processes)
+    host = _host()
+    try:
+        return host.ask(lambda: host.take_here(processes))
+    except LateError as late:
+        return Inventory((), host.driver_version, _hangs(host.asked, late.waited_s), hangs=True)
 
 
 def take_of(uuids: Sequence[str]) -> tuple[GPU, ...]:
@@ -47,7 +51,10 @@ def take_of(uuids: Sequence[str]) -> tuple[GPU, ...]:
 
     For a worker, which has a lease of some: others are not opened, and nothing is asked about them.
     """
-    return _host().take_of(uuids)
+    host = _host()
+    with suppress(LateError):
+        return host.ask(lambda: host.take_of(uuids))
+    return ()
 
 
 def take_here() -> Inventory:
@@ -67,7 +74,10 @@ def temperatures() -> dict[str, int]:
 
     Of the cards that the last :func:`take` of this process has found; empty after :func:`close`.
     """
-    return _host().temperatures()
+    host = _host()
+    with suppress(LateError):
+        return host.ask(host.temperatures)
+    return {}
 
 
 def close() -> None:
@@ -98,33 +108,15 @@ class _HeldNVML:
     def __init__(self) -> None:
         self.thread = NVMLThread(self.forget)
         self._session: nvml.NVMLSession | None = None
-        self._driver_version: str | None = None
+        self.driver_version: str | None = None
         self._cuda_version: tuple[int, int] | None = None
         self._cards: dict[int, _CardFacts] = {}
         self._last: dict[int, GPU] = {}  # of each card, for the name of one that answers no more
-        self._asked = ""  # what the driver was asked for last, should it hang
+        self.asked = ""  # what the driver was asked for last, should it hang
 
-    def take(self, processes: bool) -> Inventory:
-        try:
-            return self.thread.ask(
-                lambda: self.take_here(processes), _START_S if self._session is None else _ANSWER_S
-            )
-        except LateError as late:
-            return Inventory((), self._driver_version, _hangs(self._asked, late.waited_s), hangs=True)
-
-    def take_of(self, uuids: Sequence[str]) -> tuple[GPU, ...]:
-        try:
-            return self.thread.ask(
-                lambda: self._take_of(uuids), _START_S if self._session is None else _ANSWER_S
-            )
-        except LateError:
-            return ()
-
-    def temperatures(self) -> dict[str, int]:
-        try:
-            return self.thread.ask(self._temperatures, _ANSWER_S)
-        except LateError:
-            return {}
+    def ask(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, in that thread; raises LateError."""
+        return self.thread.ask(work, _START_S if self._session is None else _ANSWER_S)
 
     # In that thread, or in the only one ---------------------------------------------------------------------
 
@@ -132,9 +124,9 @@ class _HeldNVML:
         try:
             return self._asked_of(lambda session: self._snapshot(session, processes))
         except nvml.QueryError as problem:
-            return Inventory((), self._driver_version, str(problem))
+            return Inventory((), self.driver_version, str(problem))
 
-    def _take_of(self, uuids: Sequence[str]) -> tuple[GPU, ...]:
+    def take_of(self, uuids: Sequence[str]) -> tuple[GPU, ...]:
         try:
             found = self._asked_of(lambda session: [_read_by_uuid(session, uuid) for uuid in uuids])
         except nvml.QueryError:
@@ -155,7 +147,7 @@ class _HeldNVML:
             self.forget()
             raise
 
-    def _temperatures(self) -> dict[str, int]:
+    def temperatures(self) -> dict[str, int]:
         found: dict[str, int] = {}
         if self._session is None:
             return found
@@ -172,21 +164,21 @@ class _HeldNVML:
             session.close()
 
     def _started(self) -> nvml.NVMLSession:
-        self._asked = "to start"
+        self.asked = "to start"
         if self._session is None:
             self._session = nvml.NVMLSession()
-            self._driver_version = self._session.driver_version()
+            self.driver_version = self._session.driver_version()
             self._cuda_version = self._session.cuda_version()
         return self._session
 
     def _snapshot(self, session: nvml.NVMLSession, processes: bool) -> Inventory:
         gpus = [gpu for index in range(session.count()) for gpu in self._read_card(session, index, processes)]
         problem = None if gpus else _NO_GPU
-        return Inventory(tuple(gpus), self._driver_version, problem, cuda_version=self._cuda_version)
+        return Inventory(tuple(gpus), self.driver_version, problem, cuda_version=self._cuda_version)
 
     def _read_card(self, session: nvml.NVMLSession, index: int, processes: bool) -> list[GPU]:
         """Read a card and its MIG devices; one that fails is asked for anew once, its handle may be stale."""
-        self._asked = f"about GPU {index}"
+        self.asked = f"about GPU {index}"
         while True:
             known = self._cards.pop(index, None)
             try:

@@ -18,8 +18,8 @@ from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases import admission
 from flower_gpu.leases.admission import Card, Claim, GPUNeed
 from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.lease import LeaseRequest
 from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.options import CALL, CallOptions, flag
 from flower_gpu.printable import format_bytes
 

@@ -152,27 +152,6 @@ def plan(
     return granted
 
 
-def answers(parts: Sequence[Part], claim: Claim) -> bool:
-    """Tell whether parts are what a claim asks for: so many of its GPUs, so much of each, all its needs."""
-    of_gpus = {need.uuid: need for need in claim.gpu_needs}
-    of_host = {need.resource: need for need in claim.host_needs}
-
-    def is_asked(part: Part) -> bool:
-        if not part.is_gpu:
-            return part.uuid in of_host and part.memory_bytes <= of_host[part.uuid].amount
-        need = of_gpus.get(part.uuid)
-        if need is None or need.alone != part.alone:
-            return False
-        return need.memory_bytes is None or need.memory_bytes == part.memory_bytes
-
-    count = sum(part.is_gpu for part in parts)
-    return (
-        all(map(is_asked, parts))
-        and count == claim.count
-        and len({part.uuid for part in parts}) == count + len(of_host) == len(parts)
-    )
-
-
 class _Spot:
     """One GPU while ``plan`` goes through the claims."""
 

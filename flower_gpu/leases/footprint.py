@@ -11,9 +11,9 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
@@ -22,7 +22,7 @@ from flower_gpu.leases.footprint_rule import LEAST_SPARE, MOST_SPARE, Key, Measu
 from flower_gpu.workers import state_folder
 
 FILE_NAME: Final = "footprints.json"
-VERSION: Final = 1
+VERSION: Final = 2
 
 #: A footprint is the highest of so many last measurements: growth is known at once, a task that shrank after
 #: so many calls.
@@ -35,24 +35,17 @@ _MOST_ENTRIES = 500  # the oldest are forgotten
 _MOST_BYTES, _LATEST_S = 1 << 60, 1e11
 
 
+# What stands for the task in the footprints of CUDA contexts, one for each model of GPU.
+_CONTEXT: Final = "CUDA context"
+
+
 @dataclass(frozen=True)
-class Sizes:
-    """What was measured of one thing."""
+class Peaks:
+    """What was measured of the calls of one task, or of CUDA contexts on one model of GPU."""
 
     recent_bytes: tuple[int, ...]  # the last measurements, oldest first, at most :data:`REMEMBERED`
     measured: int  # how many there were in all
     updated_s: float  # when the last one was taken, Unix time
-
-    def and_now(self, number_bytes: int, **fields: Any) -> Self:
-        """Return it with one more measurement, and other fields changed."""
-        recent = (*self.recent_bytes, number_bytes)[-REMEMBERED:]
-        return replace(self, recent_bytes=recent, measured=self.measured + 1, updated_s=time.time(), **fields)
-
-
-@dataclass(frozen=True)
-class Peaks(Sizes):
-    """The footprints of the calls of one task."""
-
     # What an allocator needs for a byte of tensors, see :func:`footprint_rule.spare_after`
     spare: float = LEAST_SPARE
     # What the last call had outside of its allocator: the context, and what other libraries took
@@ -62,6 +55,16 @@ class Peaks(Sizes):
     def peak_bytes(self) -> int:
         """The highest of the recent ones."""
         return max(self.recent_bytes)
+
+    @property
+    def context_bytes(self) -> int:
+        """The smallest of the recent ones, of contexts: others may have had something else counted in."""
+        return min(self.recent_bytes, default=DEFAULT_CONTEXT_BYTES)
+
+    def and_now(self, number_bytes: int, **fields: Any) -> Peaks:
+        """Return it with one more measurement, and other fields changed."""
+        recent = (*self.recent_bytes, number_bytes)[-REMEMBERED:]
+        return replace(self, recent_bytes=recent, measured=self.measured + 1, updated_s=time.time(), **fields)
 
     def after(self, call: Measured) -> Peaks:
         """Return it with one more call."""
@@ -79,22 +82,7 @@ class Peaks(Sizes):
         return self.and_now(needed_bytes, spare=spare)
 
 
-@dataclass(frozen=True)
-class Contexts(Sizes):
-    """The sizes of CUDA contexts on one model of GPU."""
-
-    @property
-    def context_bytes(self) -> int:
-        """The smallest of the recent ones: others may have had something else counted in."""
-        return min(self.recent_bytes, default=DEFAULT_CONTEXT_BYTES)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """All that is in the file."""
-
-    peaks: Mapping[Key, Peaks] = field(default_factory=dict)
-    contexts: Mapping[str, Contexts] = field(default_factory=dict)
+_Known = Mapping[Key, Peaks]  # all that is in the file
 
 
 class Footprints:
@@ -114,11 +102,11 @@ class Footprints:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or state_folder.state_dir() / FILE_NAME
-        self._read: tuple[object, _Known] = (None, _Known())
+        self._read: tuple[object, _Known] = (None, {})
 
     def get(self, key: Key) -> int | None:
         """Return the highest recent footprint in bytes, context included; None where there is none yet."""
-        found = self._load().peaks.get(key)
+        found = self._load().get(key)
         return found.peak_bytes if found else None
 
     def learn(self, key: Key, peak_bytes: int) -> None:
@@ -136,7 +124,7 @@ class Footprints:
         ``is_done``: whether the task has come to its end. One that failed before is kept only if it took more
         than is known.
         """
-        known = self._load().peaks.get(key, _NEW)
+        known = self._load().get(key, _NEW)
         number = footprint_rule.footprint_bytes(call, known.spare)
         if not is_done and number <= max(known.recent_bytes, default=number):
             return
@@ -157,19 +145,19 @@ class Footprints:
         _check_bytes(number_bytes)
 
         def change_all(known: _Known) -> _Known:
-            peaks = {**known.peaks, key: change(known.peaks.get(key, _NEW))}
+            peaks = {**known, key: change(known.get(key, _NEW))}
             kept = sorted(peaks, key=lambda one: peaks[one].updated_s)[-_MOST_ENTRIES:]
-            return _Known({one: peaks[one] for one in kept}, known.contexts)
+            return {one: peaks[one] for one in kept}
 
         self._change(change_all)
 
     def outside(self, key: Key) -> int:
         """Return what the last call of a task had outside of its allocator, in bytes; 0 where not known."""
-        return self._load().peaks.get(key, _NEW).outside_bytes
+        return self._load().get(key, _NEW).outside_bytes
 
     def context(self, gpu: str) -> int:
         """Return how large a CUDA context is on this model of GPU, in bytes."""
-        return self._load().contexts.get(gpu, _NO_CONTEXT).context_bytes
+        return self._load().get(_context_on(gpu), _NEW).context_bytes
 
     def learn_context(self, gpu: str, context_bytes: int) -> None:
         """Keep how large a CUDA context was on this model of GPU; errors as for :meth:`learn`.
@@ -177,28 +165,17 @@ class Footprints:
         What cannot be the size of a context is not kept, see :data:`footprint_rule.MOST_CONTEXT_BYTES`.
         """
         _check_bytes(context_bytes)
-        if not is_context(context_bytes):
-            return
-
-        def change(known: _Known) -> _Known:
-            measured = known.contexts.get(gpu, _NO_CONTEXT).and_now(context_bytes)
-            return _Known(known.peaks, {**known.contexts, gpu: measured})
-
-        self._change(change)
-
-    @staticmethod
-    def needed_bytes(peak_bytes: int) -> int:
-        """Return what to ask for where the footprint is ``peak_bytes``: with a margin."""
-        return footprint_rule.needed_bytes(peak_bytes)
+        if is_context(context_bytes):
+            self.learn(_context_on(gpu), context_bytes)
 
     def entries(self) -> dict[Key, Peaks]:
-        """Return all footprints, those measured last at the end."""
-        known = self._load().peaks
-        return dict(sorted(known.items(), key=lambda item: item[1].updated_s))
+        """Return the footprints of all tasks, those measured last at the end."""
+        found = sorted(self._load().items(), key=lambda item: item[1].updated_s)
+        return {key: one for key, one in found if key.task != _CONTEXT}
 
-    def contexts(self) -> dict[str, Contexts]:
+    def contexts(self) -> dict[str, Peaks]:
         """Return what contexts were measured, by model of GPU."""
-        return dict(sorted(self._load().contexts.items()))
+        return {key.gpu: one for key, one in sorted(self._load().items(), key=str) if key.task == _CONTEXT}
 
     def clear(self, task: str | None = None) -> int:
         """Forget the footprints of a task, or all of them and the contexts. Return how many footprints."""
@@ -206,9 +183,9 @@ class Footprints:
 
         def change(known: _Known) -> _Known:
             nonlocal removed
-            kept = {key: one for key, one in known.peaks.items() if task is not None and key.task != task}
-            removed = len(known.peaks) - len(kept)
-            return _Known(kept, {} if task is None else known.contexts)
+            kept = {key: one for key, one in known.items() if task is not None and key.task != task}
+            removed = sum(key.task != _CONTEXT for key in known.keys() - kept.keys())
+            return kept
 
         if self.path.exists() and not self._change(change):
             raise ConfigError(f"{self.path} could not be changed; the warning says why")
@@ -226,13 +203,13 @@ class Footprints:
     def _load(self) -> _Known:
         version = self.version()
         if version is None:
-            return _Known()
+            return {}
         if self._read[0] != version:
             self._check_folder()
             try:
                 self._read = (version, _parse(self.path.read_bytes()))
             except FileNotFoundError:  # just cleared or put aside
-                return _Known()
+                return {}
             except (OSError, ValueError):
                 self._change(lambda known: known)  # under the lock: another process may be doing the same
                 return self._read[1]
@@ -259,7 +236,7 @@ class Footprints:
         try:
             return _parse(self.path.read_bytes())
         except FileNotFoundError:
-            return _Known()
+            return {}
         except (OSError, ValueError) as error:
             aside = self.path.with_name(f"{self.path.name}.unreadable")
             self.path.replace(aside)
@@ -268,7 +245,7 @@ class Footprints:
                 RuntimeWarning,
                 stacklevel=5,
             )
-            return _Known()
+            return {}
 
     def _check_folder(self) -> None:
         folder = self.path.parent
@@ -284,8 +261,11 @@ class Footprints:
             )
 
 
-_NEW = Peaks((), 0, 0.0)
-_NO_CONTEXT = Contexts((), 0, 0.0)
+_NEW: Final = Peaks((), 0, 0.0)
+
+
+def _context_on(gpu: str) -> Key:
+    return Key(_CONTEXT, "", gpu)
 
 
 def _check_bytes(number: object) -> None:
@@ -294,9 +274,9 @@ def _check_bytes(number: object) -> None:
 
 
 def _format(known: _Known) -> bytes:
-    peaks = [{**vars(key), **vars(one)} for key, one in known.peaks.items()]
-    contexts = [{"gpu": gpu, **vars(one)} for gpu, one in known.contexts.items()]
-    return json.dumps({"v": VERSION, "peaks": peaks, "contexts": contexts}).encode()
+    return json.dumps(
+        {"v": VERSION, "peaks": [{**vars(key), **vars(one)} for key, one in known.items()]}
+    ).encode()
 
 
 def _parse(data: bytes) -> _Known:
@@ -305,10 +285,7 @@ def _parse(data: bytes) -> _Known:
         content = json.loads(data)
         if content["v"] != VERSION:
             raise ValueError(f"version {content['v']!r} instead of {VERSION}")
-        return _Known(
-            {_parse_key(one): _parse_peaks(one) for one in content["peaks"]},
-            {_a(str, one["gpu"]): Contexts(*_parse_sizes(one)) for one in content["contexts"]},
-        )
+        return {_parse_key(one): _parse_peaks(one) for one in content["peaks"]}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a file of footprints, {type(error).__name__}: {error}") from None
 
@@ -319,18 +296,17 @@ def _parse_key(one: dict[str, Any]) -> Key:
 
 
 def _parse_peaks(one: dict[str, Any]) -> Peaks:
-    spare, outside_bytes = float(one["spare"]), _a(int, one["outside_bytes"])
-    if not (LEAST_SPARE <= spare <= MOST_SPARE and 0 <= outside_bytes <= _MOST_BYTES):
-        raise ValueError("a share or a size that cannot be")
-    return Peaks(*_parse_sizes(one), spare, outside_bytes)
-
-
-def _parse_sizes(one: dict[str, Any]) -> tuple[tuple[int, ...], int, float]:
     recent = tuple(_a(int, number) for number in one["recent_bytes"])
-    updated_s = float(one["updated_s"])
-    if not (recent and 0 < min(recent) <= max(recent) <= _MOST_BYTES and 0 <= updated_s <= _LATEST_S):
-        raise ValueError("a size or a time that cannot be")
-    return recent[-REMEMBERED:], _a(int, one["measured"]), updated_s
+    spare, outside_bytes, updated_s = (
+        float(one["spare"]),
+        _a(int, one["outside_bytes"]),
+        float(one["updated_s"]),
+    )
+    if not (recent and 0 < min(recent) <= max(recent) <= _MOST_BYTES and 0 <= outside_bytes <= _MOST_BYTES):
+        raise ValueError("a size that cannot be")
+    if not (LEAST_SPARE <= spare <= MOST_SPARE and 0 <= updated_s <= _LATEST_S):
+        raise ValueError("a share or a time that cannot be")
+    return Peaks(recent[-REMEMBERED:], _a(int, one["measured"]), updated_s, spare, outside_bytes)
 
 
 def _a(kind: Any, value: Any) -> Any:

@@ -115,7 +115,7 @@ class Ledger:
             entry = self._with_needs(entry, claimant, state, measured)
             state = replace(state, waiting=(*state.waiting, entry))
             state = replace(state, host=self._host_cards(measured, state.holders, state.waiting))
-            parts = _checked(entry, state.granted().get(entry.id, ()))
+            parts = state.granted().get(entry.id, ())
             ticket = Ticket.create(own, replace(entry, parts=parts), claimant.label)
             _take_back(ticket, measured)
         if not ticket.entry.parts:
@@ -254,7 +254,7 @@ class Ledger:
                     state = replace(state, waiting=tuple(waiting))
                     _ask(state.holders, ticket.entry)
                 ready = self._ready(state)
-                parts = _checked(ticket.entry, ready.pop(ticket.entry.id, ()))
+                parts = ready.pop(ticket.entry.id, ())
                 if parts:
                     ticket.write(replace(ticket.entry, parts=parts, since=time.time()))
                     _take_back(ticket, measured)
@@ -314,13 +314,6 @@ def _take_back(ticket: Ticket, measured: Readings) -> None:
     """
     if ticket.entry.parts and not measured.is_held():
         ticket.write(replace(ticket.entry, parts=()))
-
-
-def _checked(entry: Entry, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Return what was granted to a claim; an error if that is not what it asks for."""
-    if parts and not admission.answers(parts, entry):
-        raise LeaseError(f"the ledger granted {parts} to a claim of {entry.gpu_needs} and {entry.host_needs}")
-    return parts
 
 
 def _wake(waiting: Sequence[Entry], ready: Container[str]) -> None:

@@ -16,10 +16,9 @@ from flower_gpu.calls.leasing import MOST_TOO_MUCH, Leasing
 from flower_gpu.errors import GPUError
 from flower_gpu.leases.admission import GPUNeed
 from flower_gpu.leases.entries import Entry, Reader, pid_namespace
-from flower_gpu.leases.lease import Lease
+from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.workers.caller import Line
 

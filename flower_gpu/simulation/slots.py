@@ -13,8 +13,7 @@ from typing import Any
 from flower_gpu.calls.leasing import Leasing
 from flower_gpu.calls.tries import Workers
 from flower_gpu.errors import WorkerDiedError
-from flower_gpu.leases.lease import Lease
-from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.simulation.core_leases import CoreLeases
 from flower_gpu.simulation.lease_turns import LeasedLine, LeaseTurns

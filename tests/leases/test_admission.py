@@ -20,7 +20,6 @@ from flower_gpu.leases.admission import (
     GPUNeed,
     HostNeed,
     Part,
-    answers,
     of_group,
     plan,
     possible,
@@ -496,23 +495,3 @@ def test_a_share_is_a_part_of_what_there_is_once_workers_have_told() -> None:
     claim = Claim("late", 2, (GPUNeed(A, share=0.25),))
     [part] = plan([card], [], [claim])["late"]
     assert part.memory_bytes == int(int(16 * GIB * SHARED_PART) * 0.25)
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ((Part(A, GIB, GIB), Part(CORES, 500, 1000)), True),
-        ((Part(A, GIB, GIB), Part(CORES, 100, 1000)), True),  # as much as is free
-        ((Part(B, 1, GIB), Part(CORES, 500, 1000)), False),
-        ((Part(A, 1, GIB), Part(CORES, 500, 1000)), False),
-        ((Part(A, GIB, GIB), Part(CORES, 501, 1000)), False),
-        ((Part(A, GIB, GIB, alone=True), Part(CORES, 500, 1000)), False),
-        ((Part(A, GIB, GIB), Part(MEMORY, 500, 1000)), False),
-        ((Part(A, GIB, GIB),), False),
-        ((Part(CORES, 500, 1000),), False),
-        ((Part(A, GIB, GIB), Part(A, GIB, GIB)), False),
-    ],
-)
-def test_a_grant_answers_a_request_or_is_none(parts: tuple[Part, ...], expected: bool) -> None:
-    claim = Claim("one", 1, (GPUNeed(A, GIB),), host_needs=(HostNeed(CORES, 500, 100),))
-    assert answers(parts, claim) is expected

@@ -12,7 +12,7 @@ import pytest
 
 from flower_gpu.cli import footprint as command
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_rule import Key
+from flower_gpu.leases.footprint_rule import Key, needed_bytes
 from flower_gpu.workers import state_folder
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -82,7 +82,7 @@ def test_json(learned: Footprints, capsys: pytest.CaptureFixture[str]) -> None:
         "gpu": "NVIDIA Stub 16GB",
         "sizes": {"batch-size": 32},
         "peak_bytes": 2 * GIB,
-        "needed_bytes": Footprints.needed_bytes(2 * GIB),
+        "needed_bytes": needed_bytes(2 * GIB),
         "last_bytes": GIB,
         "measured": 2,
     }

@@ -249,36 +249,28 @@ def test_version_changes_with_the_file(path: Path) -> None:
 # Files that are not ours.
 
 
-def with_context(**fields: Any) -> bytes:
-    """A file of one context whose fields are not what they should be."""
-    context = {"gpu": "a", "recent_bytes": [1], "measured": 1, "updated_s": 1.0, **fields}
-    return json.dumps({"v": 1, "peaks": [], "contexts": [context]}).encode()
-
-
 def with_peaks(**fields: Any) -> bytes:
     """A file of one footprint whose fields are not what they should be."""
     whole = {"recent_bytes": [1], "measured": 1, "updated_s": 1.0, "spare": 2.0, "outside_bytes": 0}
     peaks = {**vars(KEY), **whole, **fields}
-    return json.dumps({"v": 1, "peaks": [peaks], "contexts": []}).encode()
+    return json.dumps({"v": 2, "peaks": [peaks]}).encode()
 
 
 BROKEN = {
     "empty": b"",
-    "torn": b'{"v": 1, "peaks": [{"task": "task:tra',
+    "torn": b'{"v": 2, "peaks": [{"task": "task:tra',
     "binary": bytes(range(256)),
     "a list": b"[]",
-    "another version": b'{"v": 2, "peaks": [], "contexts": []}',
-    "other types": b'{"v": 1, "peaks": {"a": 1}, "contexts": []}',
+    "another version": b'{"v": 1, "peaks": [], "contexts": []}',
+    "other types": b'{"v": 2, "peaks": {"a": 1}}',
     "nested": b"[" * 100_000,
-    "no size": with_context(recent_bytes=[]),
-    "negative": with_context(recent_bytes=[-1]),
-    "no time": with_context(updated_s=float("nan")),
+    "no size": with_peaks(recent_bytes=[]),
+    "negative": with_peaks(recent_bytes=[-1]),
+    "no time": with_peaks(updated_s=float("nan")),
     "no share": with_peaks(spare=0.5),
     "nothing outside": with_peaks(outside_bytes=-1),
-    "no name": with_context(gpu=None),
-    "list as a size": b'{"v": 1, "peaks": [{"task": "t", "weights": "w", "gpu": "g", "sizes": [["a", []]], '
-    b'"recent_bytes": [1], "measured": 1, "updated_s": 1, "spare": 2.0, "outside_bytes": 0}], '
-    b'"contexts": []}',
+    "no name": with_peaks(gpu=None),
+    "list as a size": with_peaks(sizes=[["a", []]]),
 }
 
 

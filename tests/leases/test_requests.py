@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import SIZE
-from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.leases.lease import LeaseRequest
 from flower_gpu.printable import format_bytes
 
 GIB = 1 << 30

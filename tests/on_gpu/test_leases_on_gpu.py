@@ -17,7 +17,7 @@ from flower_gpu import run_in_worker, trace
 from flower_gpu.errors import GPUOutOfMemoryError
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
+from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU, needed_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
@@ -127,7 +127,7 @@ def test_the_footprint_is_the_real_peak_and_the_next_lease_is_for_it(run: Run) -
     first, second = run.leases()
     assert first["alone"]
     assert not second["alone"]
-    assert second["memory_bytes"] == Footprints.needed_bytes(footprint)
+    assert second["memory_bytes"] == needed_bytes(footprint)
     assert run.events("out_of_memory") == []
 
 
@@ -139,7 +139,7 @@ def test_a_task_that_grows_runs_again_with_more_and_is_known_then(run: Run) -> N
     assert out["asked_bytes"] == 3 * GIB
     _, learned, more, last = run.leases()
     assert learned["memory_bytes"] < 3 * GIB < more["memory_bytes"]
-    assert last["memory_bytes"] == Footprints.needed_bytes(run.footprint())
+    assert last["memory_bytes"] == needed_bytes(run.footprint())
 
 
 def test_over_the_cap_of_a_size_that_was_asked_for_it_runs_again_with_more(run: Run) -> None:

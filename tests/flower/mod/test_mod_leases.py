@@ -16,7 +16,7 @@ from waiting import until
 
 from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
+from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU, needed_bytes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -129,7 +129,7 @@ print(json.dumps(result))
 """
     )
     assert [one["alone"] for one in found] == [True, False, False, True, True, True]
-    need = Footprints.needed_bytes(1500 << 20) >> 20
+    need = needed_bytes(1500 << 20) >> 20
     assert [one["mib"] for one in found[1:3]] == [[need], [need]]
     keys = [key for key in Footprints(host.footprints).entries() if key.gpu not in (ON_CPU, BESIDE_GPU)]
     assert {(key.task, key.sizes) for key in keys} == {
