@@ -274,7 +274,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def end_later(pids: Collection[int]) -> None:
-    """Give trackers of workers that are gone the time to end; then kill them. Returns at once."""
+    """Give trackers of a worker that is gone the time to end; then kill them. Returns at once."""
     descriptors = []
     for pid in pids:
         with suppress(OSError):
@@ -289,27 +289,6 @@ def end_later(pids: Collection[int]) -> None:
             os.close(descriptor)
 
     threading.Thread(target=end, name="flower-gpu-trackers", daemon=True).start()
-
-
-class Trackers:
-    """The resource trackers among a process's children whose workers are gone."""
-
-    def __init__(self) -> None:
-        self._deadlines: dict[int, float] = {}
-
-    def has(self, pid: int) -> bool:
-        """Tell whether a child is one that has time left to end by itself."""
-        # A confined app's processes, which may call themselves as they like, are in another session.
-        if os.getsid(pid) != os.getsid(0) or not is_tracker(pid):
-            return False
-        now = time.monotonic()
-        return now < self._deadlines.setdefault(pid, now + _TRACKER_S)
-
-    def are_left(self) -> bool:
-        """Tell whether there may be one, to be looked at again; forget those that are gone."""
-        own = children() if self._deadlines else set()
-        self._deadlines = {pid: deadline for pid, deadline in self._deadlines.items() if pid in own}
-        return bool(self._deadlines)
 
 
 class LeftProcesses:

@@ -232,8 +232,8 @@ class StartedWorker:
         # A confined app's processes may call themselves as they like.
         if self._open and not self._is_confined and sys.platform == "linux":
             trackers, _ = end_group(self.pid)
-            if trackers and not self._is_from_server:
-                end_later(trackers)  # a fork server does that itself
+            if trackers:
+                end_later(trackers)
             return
         with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
             os.killpg(self.pid, signal.SIGKILL)

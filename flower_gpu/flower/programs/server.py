@@ -34,7 +34,7 @@ from flower_gpu.flower.commands import (
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs, Subprocess
 from flower_gpu.workers import interpreter, messages
 from flower_gpu.workers.forkserver import identity
-from flower_gpu.workers.forkserver.forking import ChildWatch
+from flower_gpu.workers.forkserver.forking import Become, ChildWatch
 from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.life import explained
 from flower_gpu.workers.own_process import facts
@@ -130,10 +130,12 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
     httpx.Client(verify=False).close()  # the first one has OpenSSL take 10 MB, which forks share from here
     gc.collect()
     gc.freeze()  # the collector of a fork would touch, and so copy, every object
-    program = _ProgramForker(connection, started_with).run()
-    if program is None:
+    try:
+        _ProgramForker(connection, started_with).run()
         os._exit(0)
-    interpreter.run_to_end(program)
+    except Become as fork:
+        become = fork.work
+    interpreter.run_to_end(become())
 
 
 def _be_shown_as(command: str, name: str | None = None) -> None:
@@ -204,27 +206,24 @@ class _ProgramForker:
         self._children = ChildWatch(self._on_child)
         self._selector = self._children.selector
 
-    def run(self) -> Callable[[], object] | None:
-        """Serve until the first connection is closed; in a fork, return the program that it is."""
+    def run(self) -> None:
+        """Serve until the first connection is closed; Become in a fork."""
         self._watch(self._first)
         while not self._has_ended:
             for key, _ in self._selector.select():
-                program: Callable[[], object] | None = key.data()
-                if program is not None:
-                    return program
-        return None
+                key.data()
 
     def _watch(self, connection: socket.socket) -> None:
         self._selector.register(connection, selectors.EVENT_READ, partial(self._on_request, connection))
 
-    def _on_request(self, connection: socket.socket) -> Callable[[], object] | None:
+    def _on_request(self, connection: socket.socket) -> None:
         try:
             message, descriptors = messages.receive(connection)
         except messages.Gone:
             self._has_ended = connection is self._first
             self._selector.unregister(connection)
             connection.close()
-            return None
+            return
         request = _ProgramRequest.of(message, descriptors)
         try:
             if messages.is_closed(request.answer):  # it was started in another way meanwhile
@@ -232,16 +231,16 @@ class _ProgramForker:
             found = find(request.argv[0], request.env)
             if read_at_start(request.env) != self._started_with:
                 raise NoEntryError("its environment has other variables that are read at the start")
-            return self._fork(request, found)
+            self._fork(request, found)
+            return
         except NoEntryError as error:
             request.say({"refused": str(error)})
         except OSError as error:
             request.say({"refused": explained(error)})
         request.close()
         request.answer.close()
-        return None
 
-    def _fork(self, request: _ProgramRequest, found: ProgramEntry) -> Callable[[], object] | None:
+    def _fork(self, request: _ProgramRequest, found: ProgramEntry) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not request.is_adopted:
             request = replace(request, log=os.dup(request.streams[2]))
@@ -257,7 +256,7 @@ class _ProgramForker:
                 os.close(request.log)
             self._leave()
             request.answer.detach()  # it stays open: who waits sees its end, also where this server has ended
-            return _become(found, request, theirs)
+            raise Become(partial(_become, found, request, theirs))
         theirs.close()
         self._watch(ours)
         request.close()
@@ -266,7 +265,6 @@ class _ProgramForker:
             request.answer.close()
         else:
             self._running[pid] = request
-        return None
 
     def _leave(self) -> None:
         """Let go of all this, in a fork."""

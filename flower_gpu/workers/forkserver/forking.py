@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from flower_gpu.errors import FlowerGPUError, text_of
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import sockets
-from flower_gpu.workers.life import Trackers, adopt_orphans, children, end_adopted
+from flower_gpu.workers.life import adopt_orphans, children, end_adopted, is_tracker
 
 # How many pieces of memory a process puts into huge pages after a fork, with torch about 160 in all. One
 # takes 5 ms; each saves 0.2 ms of CPU in all later forks. A federation of SuperNodes has perhaps twenty: all
@@ -25,7 +25,6 @@ from flower_gpu.workers.life import Trackers, adopt_orphans, children, end_adopt
 _HUGE_PAGES = 2
 _MADV_COLLAPSE = 25  # asm-generic/mman-common.h, Linux 6.1
 _HUGE_PAGE = 1 << 21  # bytes, on x86-64 and usually on arm64
-_TRACKERS_S = 1.0  # between two looks at resource trackers
 _MAX_TEXT = 4000  # of an error, in bytes: a pipe takes it without a reader
 
 #: What a server that can be connected to writes to the process that started it; anything else is an error.
@@ -50,7 +49,7 @@ class Become(BaseException):
     feel that: ``torch.manual_seed`` writes down the stack while CUDA has not started.
     """
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
         self.work = work
 
 
@@ -130,7 +129,6 @@ class Loop(ChildWatch):
     def __init__(self, on_child: Callable[[], object]) -> None:
         self._small_pages: list[int] = []  # which could be in huge pages
         self._forks = 0  # that were not followed by some of that
-        self._trackers = Trackers()
         self._own = children()  # processes that a library or the user's data have started here
         adopt_orphans()
         super().__init__(on_child)
@@ -151,11 +149,7 @@ class Loop(ChildWatch):
         For each of them only some: a process with torch has 1.3 s to do.
         """
         has_time = bool(self._small_pages and self._forks)
-        if are_left := self._trackers.are_left():
-            timeout_s = _TRACKERS_S if timeout_s is None else min(timeout_s, _TRACKERS_S)
         ready = self.selector.select(0 if has_time else timeout_s)
-        if are_left and not ready and not has_time:
-            os.write(self._wakeup_end, b"\0")  # as if a child had ended: they have a limit
         if has_time and not ready:
             self._forks -= 1
             for address in self._small_pages[-_HUGE_PAGES:]:
@@ -168,10 +162,13 @@ class Loop(ChildWatch):
 
         The groups of the living ``workers`` are left alone: their callers end them.
         """
-        return end_adopted(self._own | workers, workers, is_spared=self._is_spared)
+        return end_adopted(self._own | workers, workers, is_spared=_is_spared)
 
-    def _is_spared(self, pid: int) -> bool:
-        return sockets.is_server(pid) or self._trackers.has(pid)
+
+def _is_spared(pid: int) -> bool:
+    """Tell whether this is another server, or a resource tracker, which its worker's caller ends."""
+    # A confined app's processes, which may call themselves as they like, are in another session.
+    return sockets.is_server(pid) or (os.getsid(pid) == os.getsid(0) and is_tracker(pid))
 
 
 def huge_page_regions() -> list[int]:
