@@ -87,8 +87,8 @@ def version() -> int:
         raise LandlockUnavailableError("there is no Landlock outside of Linux") from None
     if found < LEAST_VERSION:
         raise LandlockUnavailableError(
-            f"with Landlock {found} programs could not move files between folders: that takes Linux "
-            f"{_LEAST_KERNEL}"
+            f"Landlock {found} keeps programs from moving files between folders; "
+            f"Linux {_LEAST_KERNEL} or later does not"
         )
     return found
 

@@ -168,9 +168,9 @@ def test_empty_variables_are_unset_ones(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_more_cores_than_there_are_cannot_be_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"^num_cpus=1000000 is more than there is: .* at most"):
+    with pytest.raises(ConfigError, match=r"^num_cpus=1000000 is too much: .* at most"):
         call_settings({"num_cpus": 1_000_000})
-    with pytest.raises(ConfigError, match=r"^--num-cpus 1000 is more than there is"):
+    with pytest.raises(ConfigError, match=r"^--num-cpus 1000 is too much"):
         checked_environment({"num_cpus": 1000.0}, {})
     call_settings({"num_cpus": 1_000_000}, base={"FLOWER_GPU_CPU_LEASES": "off"})
 

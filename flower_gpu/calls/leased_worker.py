@@ -97,7 +97,7 @@ def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
             watch.stop()
             _tell(holds, watch, error)
         except Exception:
-            _log.warning("what this call took of its lease is not known", exc_info=True)
+            _log.warning("the GPU memory that this call has used is not known", exc_info=True)
         facts.when_idle = watch.rest
 
 

@@ -308,9 +308,8 @@ class Leasing:
         reason = found.problem or (gpu.problem if gpu is not None else "it is not there any more")
         name = uuid if gpu is None else f"{gpu.index} ({gpu.name})"
         return GPUUnavailableError(
-            f"{self.label} got a lease on GPU {name}, but the driver does not tell any more how much "
-            f"memory that has, so nothing could hold the call to its lease: {reason}. It was not started. "
-            "See `flower-gpu gpus`; it can be tried again once the GPU answers there"
+            f"{self.label} was not started: it has a lease on GPU {name}, but the driver no longer tells the "
+            f"memory of that GPU, so no limit can be set: {reason}. Try again when `flower-gpu gpus` shows it"
         )
 
 

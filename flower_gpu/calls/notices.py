@@ -84,7 +84,7 @@ def refused(label: str, lease: Lease) -> GPUUnavailableError:
             f"End it, or as root nvidia-smi -i {share.index} -c DEFAULT"
         )
     return GPUUnavailableError(
-        f"{label}: CUDA was refused GPU {share.index} ({share.name}), as busy or unavailable. Its compute "
+        f"{label}: CUDA refused GPU {share.index} ({share.name}) as busy or unavailable. Its compute "
         f"mode is {mode or 'unknown'}: {todo}. Also there: {who_else(lease, share.uuid)}"
     )
 

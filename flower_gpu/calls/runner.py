@@ -130,14 +130,14 @@ def _check_confined(settings: CallSettings) -> None:
         return
     if settings.gpu.request.count > 1:
         raise ConfigError(
-            "--confine: a call gets one GPU at most, since the ranks of several talk to each other by TCP. "
-            "Ask for one (num-gpus=1), or run apps that need several without --confine"
+            "--confine allows one GPU for a call: ranks on several GPUs connect by TCP, which is refused. "
+            "Ask for one (num-gpus=1), or run this app without --confine"
         )
     method = settings.worker.start_method
     if method not in ("auto", methods.FORKSERVER.name, methods.SPAWN.name):
         raise ConfigError(
-            f"--confine: start_method={method!r} gives workers what their caller has. Leave it out, or use "
-            "'forkserver' or 'spawn'"
+            f"start_method={method!r} cannot be used with --confine: the worker would have the memory and "
+            "the open files of its caller. Remove it, or use 'forkserver' or 'spawn'"
         )
 
 

@@ -200,7 +200,7 @@ def _host_settings(
     )
     if settings.is_leased and (settings.num_cpus or 0) > (most := available_cores()):
         raise ConfigError(
-            f"{given['num_cpus']} is more than there is: this process may use {most:g} "
+            f"{given['num_cpus']} is too much: this process may use {most:g} "
             f"core{'' if most == 1 else 's'} here. Ask for at most {most:g}"
         )
     return settings

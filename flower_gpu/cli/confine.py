@@ -56,16 +56,14 @@ def environment(
     if arguments.confine is None:
         if allowed != Allowed():
             named = next(flag(name) for name in OPTIONS if getattr(arguments, name))
-            raise ConfigError(
-                f"{named} goes with --confine: without it apps can do all that this account can"
-            )
+            raise ConfigError(f"{named} needs --confine: without it apps have all rights of this account")
         return {}
     if reason := confinement.problem():
         raise ConfigError(f"--confine: apps cannot be confined on this host: {reason}")
     if arguments.confine == _STRICT and (missing := confinement.not_refused(with_ports=bool(allowed.ports))):
         raise ConfigError(
             f"--confine=strict: this kernel does not refuse {'; '.join(missing)}. Use another host, "
-            "or --confine on, which runs without that"
+            "or --confine on, which leaves that open"
         )
     allowed.check(keys, environ)
     return allowed.environment()

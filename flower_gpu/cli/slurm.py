@@ -255,8 +255,8 @@ def _directives(plan: JobPlan) -> list[list[str]]:
     """Return the options of sbatch, each with its value: what the script needs, and what is given."""
     if set("%\\\n") & set(str(plan.log_dir)):
         raise ConfigError(
-            f"--log-dir {plan.log_dir}: Slurm reads % and \\ in the name of a log as signs of its own; "
-            "choose another folder"
+            f"--log-dir {plan.log_dir}: % and \\ in the name of a log have a meaning for Slurm. "
+            "Choose another folder"
         )
     return [
         [f"--job-name={plan.name}"],
@@ -285,7 +285,7 @@ def sbatch_lines(options: Sequence[str]) -> list[list[str]]:
         elif lines:
             lines[-1].append(text)
         else:
-            raise ConfigError(f"after two dashes there are options of sbatch, and {text!r} is none")
+            raise ConfigError(f"{text!r} is not an option of sbatch; only those can follow the two dashes")
     for name, *_ in lines:
         for (long, *letters), what_to_do in _REFUSED.items():
             is_long = name.partition("=")[0] == long
@@ -304,8 +304,8 @@ def submit(plan: JobPlan) -> str:
     script = os.fsencode(batch_script(plan))
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "sbatch is not on PATH: run this where jobs are submitted, such as a login node of the cluster, "
-            "or have the batch script shown with --dry-run"
+            "sbatch is not on PATH. Run this on a login node of the cluster, or show the batch script with "
+            "--dry-run"
         )
     plan.log_dir.mkdir(parents=True, exist_ok=True)
     # Variables such as SBATCH_OUTPUT go before what a script says, and after a command line.
@@ -313,7 +313,7 @@ def submit(plan: JobPlan) -> str:
     done = subprocess.run(command, input=script, stdout=subprocess.PIPE, check=False)
     job = done.stdout.decode(errors="replace").strip().partition(";")[0]  # the cluster's name may follow
     if done.returncode or not job.isdecimal():
-        raise FlowerGPUError("sbatch did not take the job; what it says is above")
+        raise FlowerGPUError("sbatch refused the job; its message is above")
     plan.log(job).with_suffix(".sh").write_bytes(script)
     return job
 

@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.count is not None:
         return _run_several(arguments)
     if arguments.log_dir is not None:
-        raise ConfigError("--log-dir goes with --count: one SuperNode writes its log to this terminal")
+        raise ConfigError("--log-dir needs --count: without it the SuperNode writes its log to this terminal")
     if arguments.keys is not None:
         raise ConfigError(
-            f"--keys goes with --count, also with --count 1: without it give {node_keys.OPTION} FILE after "
+            f"--keys needs --count, such as --count 1. Without --count give {node_keys.OPTION} FILE after "
             "the two dashes"
         )
     from flower_gpu.flower import commands  # here: --help works without the dependencies of workers
@@ -127,10 +127,13 @@ def _keys(arguments: argparse.Namespace) -> list[node_keys.NodeKey]:
     if arguments.keys is None:
         return []
     if without_option(arguments.flower, node_keys.OPTION)[1]:
-        raise ConfigError(f"--keys and {node_keys.OPTION} both say which key a SuperNode has: leave one out")
+        raise ConfigError(
+            f"--keys cannot be used with {node_keys.OPTION}: both name the key of a SuperNode. Remove one of "
+            "the two"
+        )
     if any(len(given) > 2 and "--insecure".startswith(given) for given in arguments.flower):
         raise ConfigError(
-            "--keys needs TLS, without which Flower takes no keys: leave --insecure out, and give "
+            "--keys needs TLS: Flower sends no keys without it. Remove --insecure, and give "
             "--root-certificates FILE with the certificate of the SuperLink's authority"
         )
     return node_keys.node_keys(arguments.keys, arguments.count)
@@ -273,8 +276,8 @@ def check(flower: Sequence[str]) -> None:
     _, isolation = without_option(flower, "--isolation")
     if "process" in isolation:
         raise ConfigError(
-            "--isolation process cannot be used: another program would start the processes of messages, and "
-            "they would have no lease. Please leave it out; then flower-supernode starts them"
+            "--isolation process cannot be used: another program would start the processes of messages, "
+            "without a lease. Remove it; then flower-supernode starts them"
         )
 
 

@@ -184,7 +184,7 @@ class _Sum:
     def _look_at(self, dtype: np.dtype[Any]) -> None:
         if not np.can_cast(dtype, self._sum.dtype, "same_kind"):
             raise _CannotBeAddedError(
-                f"has dtype {dtype}, which does not go with {self._dtype} of the replies before"
+                f"has dtype {dtype}, which cannot be added to {self._dtype} of earlier replies"
             )
         if dtype.kind not in "biu":
             self._is_integer = False
@@ -198,7 +198,7 @@ class _Sum:
             return np.broadcast_to(array, self._shape)  # as numpy's += does in Flower's mean
         except ValueError:
             raise _CannotBeAddedError(
-                f"has shape {array.shape}, and {self._shape} in the replies before: do all clients train "
+                f"has shape {array.shape}, and {self._shape} in earlier replies: do all clients train "
                 "the same model?"
             ) from None
 

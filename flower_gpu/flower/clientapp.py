@@ -98,7 +98,8 @@ def _folder_of(*app: str) -> Path:
     folder = get_project_dir(*app)
     if folder.parent != get_project_dir("a/b", "1", "").parent:
         raise ConfigError(
-            f"--confine: the app {app[0]!r} of version {app[1]!r} would lie elsewhere than apps do"
+            f"--confine: the name {app[0]!r} or the version {app[1]!r} of the app leads out of the folder of "
+            "apps. The app was not run"
         )
     return folder
 

@@ -146,7 +146,7 @@ def gpu_mod(*call: Any, resources: Resources | None = None, **options: Any) -> A
     if len(call) == 3:  # given to the app without brackets, and called by Flower
         return GPUMod(resources, options)(*call)
     if call:
-        raise TypeError(f"gpu_mod takes options by their names only, such as num_gpus=0.5, not {call[0]!r}")
+        raise TypeError(f"gpu_mod takes keyword arguments only, such as num_gpus=0.5, not {call[0]!r}")
     return GPUMod(resources, options)
 
 

@@ -170,11 +170,11 @@ class _Written:
             value, "load_state_dict"
         ):  # as Flower's PrivacyAccountant
             return ["state_dict", self._described(value.state_dict())]
-        raise TypeError(f"files have no form for a value of type {type(value).__name__}")
+        raise TypeError(f"files cannot hold a value of type {type(value).__name__}")
 
     def _add(self, array: NDArray[Any]) -> int:
         if array.dtype.kind in "OV":  # of objects, or of a type that numpy does not know
-            raise TypeError(f"files have no form for an array of {array.dtype}")
+            raise TypeError(f"files cannot hold an array of {array.dtype}")
         self._arrays.append(array if array.flags.c_contiguous else array.copy(order="C"))
         return len(self._arrays) - 1
 
@@ -217,6 +217,6 @@ def _load(target: Any, content: Any, path: str) -> None:
         target.load_state_dict(content)
     except (AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"the checkpoint has a state for the strategy's {path}, and the app's {path} does not take it: "
-            f"{error}. Give the one that the run began with, or start a new run without --resume"
+            f"the strategy's {path} refuses its state in the checkpoint: {error}. "
+            "Use the app with which the run began, or start a new run without --resume"
         ) from error

@@ -180,6 +180,6 @@ def _make_missing() -> None:
 
 def _required(reason: str) -> ConfigError:
     return ConfigError(
-        f"--gpu-guard require ({GUARD_VARIABLE}): workers of this host cannot be kept from GPUs that are not "
-        f"theirs: {reason}. Use another host, or --gpu-guard on, which does without"
+        f"--gpu-guard require ({GUARD_VARIABLE}): this host cannot keep workers to their own GPUs: {reason}. "
+        "Use another host, or --gpu-guard on, which runs without the guard here"
     )

@@ -112,7 +112,7 @@ def _check_values(leaf: Any) -> None:
         raise WeightsError("a shape has no values")
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
-            raise WeightsError("its memory was donated or deleted; keep what the function returned")
+            raise WeightsError("its memory was donated or deleted; keep the function's result")
         if not leaf.is_fully_addressable:
             raise WeightsError("parts of it are on other hosts; gather it first")
 

@@ -285,7 +285,7 @@ class Federation:
         if asked.runs:
             return False
         if asked.returncode != 0:
-            raise LaunchFailedError(f"{asked.describe_end()}: no word on how the run ended", asked)
+            raise LaunchFailedError(f"{asked.describe_end()}: the outcome of the run is not known", asked)
         status, details = run_status(asked.log.read_text(encoding="utf-8", errors="replace"))
         if status == "finished:completed":
             return True

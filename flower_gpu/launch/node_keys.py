@@ -126,7 +126,7 @@ def _public_text(private: Path) -> str:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     name = path_text(private)
-    otherwise = "Or move it away: a new one is made, which the SuperLink has to be told of"
+    otherwise = "Or move it away: then a new one is made, which has to be registered at the SuperLink"
     found = private.stat()
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
@@ -139,8 +139,8 @@ def _public_text(private: Path) -> str:
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
         raise ConfigError(
-            f"{name} is no EC key in OpenSSH's format without a password, which is what Flower takes: put "
-            f"one there that `ssh-keygen -t ecdsa -b 384 -N ''` makes. {otherwise}"
+            f"{name} is not an EC key in OpenSSH's format without a password. Flower takes no other: make "
+            f"one with `ssh-keygen -t ecdsa -b 384 -N ''`. {otherwise}"
         )
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return public.decode("ascii")

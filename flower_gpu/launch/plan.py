@@ -86,10 +86,10 @@ def make_plan(options: LaunchOptions) -> Plan:
         raise ConfigError(f"--clients-per-round {per_round}{where} is more than --clients {clients}")
     partition = run_config.get("partition")
     if "dirichlet-alpha" in options.run_config_options and partition not in (None, "dirichlet"):
-        raise ConfigError(f"--dirichlet-alpha goes with --partition dirichlet, not {partition}")
+        raise ConfigError(f"--dirichlet-alpha needs --partition dirichlet, not {partition}")
     for key in _NODE_KEYS:
         if key in options.node_config:
-            raise ConfigError(f"--node-config {key} is set by the launcher, for each client its own")
+            raise ConfigError(f"--node-config {key} cannot be given: the launcher sets it for each client")
     check_node_config(options.calls, options.node_config)
     _check_commands()
     check_log_dir(options.log_dir)
@@ -127,7 +127,9 @@ def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str
     hints = {option.run_config_key: option.hint for option in RUN_CONFIG.values()}
     for key in options.run_config:
         if key in options.run_config_options:
-            raise ConfigError(f"{flags[key]} and --run-config {key} say the same twice")
+            raise ConfigError(
+                f"{flags[key]} and --run-config {key} give the same setting twice: leave one out"
+            )
 
     def said(key: str) -> str:
         return flags[key] if key in options.run_config_options else f"--run-config {key}"

@@ -46,7 +46,9 @@ class LedgerFolder:
         try:
             is_there = root.is_dir()
         except PermissionError as error:
-            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={root} is not for this account: {error}") from error
+            raise LeaseError(
+                f"FLOWER_GPU_LEDGER_DIR={root} cannot be opened by this account: {error}"
+            ) from error
         if not is_there:
             raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={root} is not a folder; make it, with mode 1777")
         if not os.access(root, os.W_OK | os.X_OK | os.R_OK):

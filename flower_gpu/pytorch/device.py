@@ -137,7 +137,7 @@ def _checked(device: torch.device | str | int | None) -> torch.device:
             raise TypeError("a truth value")
         target = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{device!r} is no device: use 'cpu' or 'cuda', or leave it out") from error
+        raise ConfigError(f"{device!r} is not a device: use 'cpu' or 'cuda', or leave it out") from error
     try:
         torch.empty(0, device=target)
     except torch.OutOfMemoryError:

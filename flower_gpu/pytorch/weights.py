@@ -178,9 +178,7 @@ def _entries(
     else:
         state = dict(model)
         if not is_divided and any(hasattr(tensor, "full_tensor") for tensor in state.values()):
-            raise WeightsError(
-                "this state_dict is divided over ranks; give the model itself, which is put together"
-            )
+            raise WeightsError("this state_dict is divided over ranks; give the model itself")
     entries = {}
     for name, tensor in state.items():
         problem = None

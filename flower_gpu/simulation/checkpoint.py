@@ -291,7 +291,7 @@ class Checkpoints:
         if differing:
             raise ConfigError(
                 f"the run in {path_text(self._folder)} cannot be continued by this one: "
-                f"{'; '.join(differing)}. Give the same as then, or start a new run without --resume"
+                f"{'; '.join(differing)}. Give the earlier values, or start a new run without --resume"
             )
 
 

@@ -64,8 +64,8 @@ def check_gpus(on_oom: str, gpus: Sequence[GPU], uuids: Sequence[str]) -> None:
     """
     if uuids and on_oom == "cpu":
         raise ConfigError(
-            "--on-oom cpu lets chance decide what runs on the CPU, and a deterministic run cannot have that: "
-            "use --on-oom retry"
+            "--on-oom cpu cannot be used in a deterministic run: chance would decide which calls run on the "
+            "CPU. Use --on-oom retry"
         )
     models = sorted({gpu.name for gpu in gpus if gpu.uuid in uuids})
     if len(models) > 1:

@@ -158,7 +158,7 @@ class SimulationGrid(Grid):
         if wanted is not None and wanted > count:
             raise ConfigError(
                 f"the ServerApp waits for {wanted} nodes, and there are {count}: raise the number of "
-                "SuperNodes, or lower what the strategy asks for (min_available_nodes, min_train_nodes)"
+                "SuperNodes, or lower the strategy's min_available_nodes or min_train_nodes"
             )
         if threading.get_ident() == self._app_thread and not self._boxes:
             self._asked += 1

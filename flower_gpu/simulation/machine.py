@@ -42,9 +42,11 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: 
     ]
     if not different:
         return
-    text = f"this deterministic run has begun elsewhere: {'; '.join(different)}"
+    text = f"this deterministic run began in another environment: {'; '.join(different)}"
     if is_strict:
-        raise ConfigError(f"{text}. Go on there, or accept another model with --keep-going")
+        raise ConfigError(
+            f"{text}. Continue it in the first environment, or accept another model with --keep-going"
+        )
     from flwr.common.logger import log  # launch, which asks for versions only, does without Flower
 
     log(WARNING, "%s. The model may be another one", text)

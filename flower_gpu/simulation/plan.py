@@ -210,11 +210,13 @@ def _check_same_app(
 def _check_can_verify(calls_per_worker: int, ray_address: str | None) -> None:
     if calls_per_worker == 1:
         raise ConfigError(
-            "there is nothing to verify: with calls_per_worker=1, the default of deterministic runs, no "
-            "worker is used again"
+            "verify_recycling cannot be used with calls_per_worker=1, the default of deterministic runs: no "
+            "worker is used again. Remove one of the two"
         )
     if ray_address is not None:
-        raise ConfigError("verify_recycling is a check on one machine: leave ray_address out")
+        raise ConfigError(
+            "verify_recycling cannot be used with ray_address: it checks one machine. Remove one of the two"
+        )
 
 
 def _checked_trackers(
@@ -224,7 +226,10 @@ def _checked_trackers(
         trackers = tracking.known(folder.path)
     names = tracking.checked(trackers)
     if names and folder is None and log_dir is None:
-        raise ConfigError("trackers follow the trace in the run's folder: log_dir=None makes no folder")
+        raise ConfigError(
+            "trackers cannot be used with log_dir=None: they read the trace in the run's folder. "
+            "Remove one of the two"
+        )
     return names
 
 

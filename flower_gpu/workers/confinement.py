@@ -129,9 +129,9 @@ def apply(environ: Mapping[str, str]) -> None:
         raise ConfigError(f"--confine: nobody answers this worker ({error}). The app was not run") from None
     if sockets.has_proof():
         raise ConfigError(
-            f"--confine: the app could open what flower-gpu keeps in {path_text(state_folder.state_dir())}, "
-            "since that lies in a folder that it may read. Set FLOWER_GPU_STATE_DIR to another one. The app "
-            "was not run"
+            f"--confine: the app could open the state folder {path_text(state_folder.state_dir())}, which "
+            "lies in a folder that it may read. Set FLOWER_GPU_STATE_DIR to another folder. "
+            "The app was not run"
         )
     _move_in(told)
     facts.confinement = told

@@ -253,8 +253,8 @@ def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
     gpus = initialized_cuda_devices()
     if asked is FORK and gpus is not None:
         raise ConfigError(
-            "start_method='fork' cannot be used: this process has initialised CUDA, and a fork of it "
-            "could not. Use 'auto' or 'spawn'"
+            "start_method='fork' cannot be used: this process has initialised CUDA, so a fork of it "
+            "could not use a GPU. Use 'auto' or 'spawn'"
         )
     runtime = frameworks.with_threads()
     if asked is FORK and runtime is not None:

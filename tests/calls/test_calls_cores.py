@@ -59,7 +59,7 @@ def test_a_call_has_as_many_threads_as_it_asks_for_cores(
 
 
 def test_more_cores_than_there_are_is_an_error_at_once(calls_host: CallsHost) -> None:
-    with pytest.raises(CallError, match=f"num_cpus={ALL + 1} is more than there is: .* may use {ALL} core"):
+    with pytest.raises(CallError, match=f"num_cpus={ALL + 1} is too much: .* may use {ALL} core"):
         calls_host.start()("run", "calls_tasks:seen", num_cpus=ALL + 1, **ON_CPU)
 
 

@@ -201,7 +201,7 @@ def test_device_files_of_a_mig_device(tmp_path: Path, monkeypatch: pytest.Monkey
         (errno.ENOSYS, "the kernel has no Landlock"),
         (errno.EOPNOTSUPP, "not among the kernel's security modules"),
         (errno.EPERM, "the container forbids Landlock"),
-        (0, "with Landlock 1 programs could not move files between folders"),
+        (0, "Landlock 1 keeps programs from moving files between folders"),
     ],
 )
 def test_where_the_kernel_cannot(

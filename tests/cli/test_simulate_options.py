@@ -180,8 +180,11 @@ def refusal(
         (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait, log"),
         (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients=4, but there are 3 clients"),
         (["--num-supernodes", "3", "-c", "none.toml"], "--run-config none.toml: No such file"),
-        (["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"], "nothing to verify"),
-        (["--num-supernodes", "3", "--ray-address", "auto", "--verify-recycling"], "on one machine"),
+        (
+            ["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"],
+            "no worker is used again",
+        ),
+        (["--num-supernodes", "3", "--ray-address", "auto", "--verify-recycling"], "checks one machine"),
         (["--num-supernodes", "3", "--preload", "app:"], "--preload: 'app:' does not name a function; write"),
         (["--num-supernodes", "3", "--preload", "nowhere:load"], "there is no module 'nowhere'"),
         (["--num-supernodes", "3", "--preload", "counting.app.load"], "no module 'counting.app.load'"),

@@ -133,7 +133,7 @@ def program(name: str, text: str) -> None:
         ([APP, "--clients", "3", "--partition", "gpu"], "unknown: --partition gpu"),
         (
             [APP, "--clients", "3", "--", "gpu"],
-            "after two dashes there are options of sbatch, and 'gpu' is none",
+            "'gpu' is not an option of sbatch; only those can follow the two dashes",
         ),
         ([APP, "--clients", "3", "--", "-N4"], "--nodes cannot be given to sbatch here: give --nodes before"),
         ([APP, "--clients", "3", "--", "-t", "3", "--output=x"], "--output cannot be given to sbatch here"),
@@ -141,9 +141,12 @@ def program(name: str, text: str) -> None:
         ([APP, "--clients", "3", "--", "--comment", "a\nb"], "no line break in an option: 'a\\nb'"),
         ([APP, "--clients", "3", "--ray-address", "auto"], "unknown: --ray-address auto"),
         ([APP, "--resume", "nothing"], "--resume nothing: there is no such folder"),
-        ([APP, "--clients", "3", "--log-dir", "50%"], "Slurm reads % and \\ in the name of a log"),
+        (
+            [APP, "--clients", "3", "--log-dir", "50%"],
+            "% and \\ in the name of a log have a meaning for Slurm",
+        ),
         ([APP, "--clients", "3", "--log-dir", "bin/sbatch"], "bin/sbatch is not a folder"),
-        ([APP, "--clients", "3"], "sbatch is not on PATH: run this where jobs are submitted"),
+        ([APP, "--clients", "3"], "sbatch is not on PATH. Run this on a login node"),
     ],
 )
 def test_bad_input_is_a_line_and_nothing_is_submitted(run: Run, line: list[str], reason: str) -> None:
@@ -281,7 +284,7 @@ def test_a_job_that_slurm_does_not_take_is_an_error(run: Run, answer: str) -> No
     program("sbatch", answer)
     code, output, error = run(APP, "--clients", "3", "--", "-p", "gpu")
     assert (code, output) == (1, "")
-    assert error == "flower-gpu slurm: sbatch did not take the job; what it says is above\n"
+    assert error == "flower-gpu slurm: sbatch refused the job; its message is above\n"
     assert not list(Path("runs").iterdir())
 
 

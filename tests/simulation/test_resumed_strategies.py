@@ -280,7 +280,7 @@ def test_what_keeps_something_else_runs_without_a_checkpoint(
     assert last is None and not list(tmp_path.iterdir())
     assert [event.resumes for event in recorded.of("strategy_started")] == [None]
     warned = [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()]
-    assert warned == [line for line in warned if "FedAvg.more cannot be written: files have no form" in line]
+    assert warned == [line for line in warned if "FedAvg.more cannot be written: files cannot hold" in line]
     assert len(warned) == ("object" in what and "method" not in what)
 
 
@@ -307,7 +307,7 @@ def test_a_round_that_cannot_be_written_leaves_the_checkpoint_of_the_one_before(
     result, last, _ = run("", strategy, tmp_path, evaluate_fn=keeps_the_best)
     assert len(result.train_metrics_clientapp) == ROUNDS
     assert last is not None and last.server_round == 1
-    assert "FedAdam.best cannot be written: files have no form for a value of type object" in caplog.text
+    assert "FedAdam.best cannot be written: files cannot hold a value of type object" in caplog.text
 
 
 def test_what_the_app_gives_holds_when_a_run_goes_on(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ CLIENT_APP = "/some/where/bin/flwr-clientapp"
 SCRIPT_OF_USER = "client.py"
 NO_LIBRARY, UNTOUCHED = "no library", "untouched"
 REFUSED = (
-    "start_method='fork' cannot be used: this process has initialised CUDA, and a fork of it could not. "
-    "Use 'auto' or 'spawn'"
+    "start_method='fork' cannot be used: this process has initialised CUDA, so a fork of it could not use a "
+    "GPU. Use 'auto' or 'spawn'"
 )
 
 

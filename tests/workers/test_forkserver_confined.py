@@ -246,7 +246,7 @@ def test_nothing_is_preloaded_for_a_confined_worker(tmp_path: Path) -> None:
         preload=[("os:mkdir", {"path": str(tmp_path / "made")})],
         confinement=Confinement(str(tmp_path / "own")),
     )
-    with pytest.raises(WorkerStartError, match="no fork server with preloaded data"):
+    with pytest.raises(WorkerStartError, match="preload= cannot be used with --confine"):
         run(call, "forkserver")
     assert not list(tmp_path.iterdir())
 
@@ -270,7 +270,7 @@ def test_no_app_runs_where_it_could_read_the_state_folder(
             patch.setattr(tempfile, "tempdir", "/dev/shm")
             with (
                 forkservers.own_servers(light=True),
-                pytest.raises(ConfigError, match="Set FLOWER_GPU_STATE_DIR to another one"),
+                pytest.raises(ConfigError, match="Set FLOWER_GPU_STATE_DIR to another folder"),
             ):
                 run(call, method)
         assert run(call, method)

@@ -217,7 +217,7 @@ class TestShadows:
         task = ("tasks_forkserver:attribute", "timeit", "VALUE")
         with Client() as caller:
             caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
-            with pytest.raises(forkservers.CallError, match="cannot do without timeit"):
+            with pytest.raises(forkservers.CallError, match="needs its own timeit"):
                 caller.call(*task)
             assert caller.call(*task, start_method="auto") == ["own", False]
             assert "workers are spawned, which is slower" in caller.errors()

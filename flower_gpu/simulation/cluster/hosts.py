@@ -410,7 +410,7 @@ class RayHosts:
         if self._work.is_strict and first != about.described:
             raise ConfigError(
                 f"host {about.name} has other processors, GPUs or versions than the others "
-                f"({about.described} there, {first} elsewhere): --deterministic wants hosts of one kind"
+                f"({about.described} there, {first} elsewhere): --deterministic needs equal hosts"
             )
 
 

@@ -56,7 +56,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         if not source.is_file():
             raise ConfigError(
                 f"{path_text(source)} is not there: a report is made from the trace of a run. Give the "
-                "folder of a run of `flower-gpu launch` or `simulate`, or what FLOWER_GPU_RUN_DIR was"
+                "folder of a run of `flower-gpu launch` or `simulate`, or the one of FLOWER_GPU_RUN_DIR"
             )
         history = History.read(source)
     except OSError as error:

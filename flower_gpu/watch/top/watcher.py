@@ -31,7 +31,9 @@ class Watcher:
 
     def __init__(self, folder: Path | None = None) -> None:
         if folder is not None and not folder.is_dir():
-            raise ConfigError(f"{path_text(folder)} is not a folder of a run: that has a trace.jsonl in it")
+            raise ConfigError(
+                f"{path_text(folder)} is not the folder of a run, which has a trace.jsonl in it"
+            )
         self._is_of_one_run = folder is not None
         self._runs = {} if folder is None else {(str(folder), 0.0): FollowedRun(folder.absolute())}
         self._ended: dict[tuple[str, float], float] = {}

@@ -214,7 +214,8 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
         for descriptor in {folder, own} - {-1}:
             os.close(descriptor)
     raise WorkerStartError(
-        f"no fork server had what this process needs, after {_TRIES} tries. Use start_method='spawn'"
+        f"no fork server fits this process after {_TRIES} tries: they ended, or had read other values of its "
+        "environment variables. Use start_method='spawn'"
     )
 
 
@@ -300,7 +301,7 @@ def _remember(kind: _ServerKind, answer: dict[str, Any]) -> None:
     if variables <= kind.variables and without <= kind.without:
         hidden = ", ".join(sorted(without)) or ", ".join(sorted(variables))
         raise WorkerStartError(
-            f"the fork server cannot do without {hidden}, and this process has another one. "
+            f"the fork server needs its own {hidden}, and this process has another one. "
             "Use start_method='spawn'"
         )
     with _memory.lock:
@@ -317,8 +318,8 @@ def _connected(
         return kind.name(environ), _connect_or_start(kind, environ, deadline)
     if call.confinement is not None:
         raise WorkerStartError(
-            "there is no fork server with preloaded data for a worker that is confined: the server runs the "
-            "functions of preload= itself, and is not confined"
+            "preload= cannot be used with --confine: its functions run in the fork server, which is not "
+            "confined. Remove one of the two"
         )
     preload = [(function, dict(kwargs)) for function, kwargs in call.preload]
     name = kind.name(environ, [preload, inherited.path, os.getcwd()])

@@ -122,8 +122,9 @@ def preload_on_cpu(functions: Preload) -> None:
             raise ConfigError(cuda_message(name))
         if (library := frameworks.with_threads()) is not None:
             raise ConfigError(
-                f"{name} computes with {library}, whose threads no worker would have: it would wait for them "
-                "for ever. Load numpy arrays there, and make tensors, data sets and models in the task"
+                f"{name} computes with {library} in the process that workers are forked from. A fork has no "
+                f"threads of {library}, and would wait for them for ever. Load numpy arrays there, and make "
+                "tensors, data sets and models in the task"
             )
     gc.collect()  # what loading has left: each fork would have it
 

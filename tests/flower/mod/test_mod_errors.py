@@ -135,7 +135,7 @@ def test_wrong_options_are_refused_where_they_are_written(
 
 @pytest.mark.parametrize("wrong", [(0.5,), ({"num_gpus": 1}, "2GiB"), (functions.where,)])
 def test_options_are_given_by_name(wrong: tuple[Any, ...]) -> None:
-    with pytest.raises(TypeError, match=r"takes options by their names only, such as num_gpus=0.5"):
+    with pytest.raises(TypeError, match=r"takes keyword arguments only, such as num_gpus=0.5"):
         gpu_mod(*wrong)
 
 

@@ -56,7 +56,7 @@ def test_what_is_named_reaches_the_messages(home: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("--data-dir {home}/data", "--data-dir goes with --confine"),
+        ("--data-dir {home}/data", "--data-dir needs --confine"),
         ("--confine --data-dir {home}/nothing", "there is no such folder"),
         ("--confine -- --allow-runtime-dependency-installation", "--confine cannot be used with"),
         ("--confine --data-dir {home}", "what Flower keeps of this account"),
@@ -220,7 +220,7 @@ def test_an_app_is_installed_where_apps_are(home: Path, monkeypatch: pytest.Monk
         )
     before = set(home.iterdir())
     clientapp.install_among_apps()
-    with pytest.raises(ConfigError, match="would lie elsewhere than apps do"):
+    with pytest.raises(ConfigError, match="leads out of the folder of apps"):
         install.install_from_fab(elsewhere, skip_prompt=True)
     assert set(home.iterdir()) == before
     assert install.install_from_fab(bundle("1.0"), skip_prompt=True).parent == home / "flwr" / "apps"

@@ -33,10 +33,10 @@ REFUSED = [
     ("slurm my-app --time 1:00", "unknown: --time sbatch go after two dashes, --"),
     ("supernode --gpu require -- --insecure", "policy require cannot be used Nothing was run"),
     ("supernode -- --insecure --node-config \"gpu='require'\"", "policy require cannot be used"),
-    ("supernode --log-dir logs -- --insecure", "--log-dir goes with --count"),
-    ("supernode -- --isolation process", "--isolation process lease leave it out"),
+    ("supernode --log-dir logs -- --insecure", "--log-dir needs --count"),
+    ("supernode -- --isolation process", "--isolation process lease Remove it"),
     ("supernode --count 2 -- --insecure --port=9101", "--port leave it out free ones"),
-    ("supernode -- --node-config num-cpus=10000", "num-cpus node config more than there is at most"),
+    ("supernode -- --node-config num-cpus=10000", "num-cpus node config is too much at most"),
     ("supernode -- --node-config gpu=3", "gpu node config never, offer, force, require"),
     ("supernode --count 2 -- --node-config", "--node-config key=value"),
     ("supernode --count 2 -- --node-config data=here", "--node-config data=here quoted text '\"here\"'"),
@@ -45,12 +45,12 @@ REFUSED = [
     ("supernode --count 2 --log-dir= -- --insecure", "--log-dir must be a path"),
     (
         "supernode --keys keys -- --superlink 127.0.0.1:9",
-        "--keys goes with --count --auth-supernode-private-key",
+        "--keys needs --count --auth-supernode-private-key",
     ),
     ("supernode --count 2 --keys keys -- --insecure", "--keys needs TLS --insecure --root-certificates FILE"),
     (
         "supernode --count 2 --keys keys -- --auth-supernode-private-key=key",
-        "--keys --auth-supernode-private-key both leave one out",
+        "--keys --auth-supernode-private-key both Remove one of",
     ),
 ]
 
