@@ -51,11 +51,10 @@ def _once(watcher: Watcher, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(snapshot.as_json(), indent=2))
         return 0
-    from flower_gpu.watch.top.lines import plain
     from flower_gpu.watch.top.view import Size, draw
 
     for line in draw(snapshot, Size(shutil.get_terminal_size().columns)):
-        print(plain(line).rstrip())
+        print(line.plain.rstrip())
     return 0
 
 

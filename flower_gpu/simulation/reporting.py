@@ -27,8 +27,8 @@ from flower_gpu.simulation.simulation_result import SimulationStoppedError
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
 from flower_gpu.watch.fields import first_line
-from flower_gpu.watch.flower_log import flower_lines
 from flower_gpu.watch.history import History
+from flower_gpu.watch.output import flower_lines
 from flower_gpu.watch.result import result_lines, result_of, write_results, write_table
 from flower_gpu.watch.spans import RoundPart
 

@@ -18,7 +18,7 @@ from flower_gpu.printable import duration_text
 from flower_gpu.trace import SERVER_EVALUATE, Event
 from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, text, whole
 from flower_gpu.watch.history import History
-from flower_gpu.watch.output_above import OutputAbove
+from flower_gpu.watch.output import OutputAbove
 from flower_gpu.watch.spans import OpenRound
 
 if TYPE_CHECKING:

@@ -19,21 +19,15 @@ from flower_gpu.options import flag
 BAD_OPTIONS = [
     # arguments after the app's folder, and words its line must hold
     ("--clients 0", "--clients 1 or more"),
-    ("--clients -3", "--clients 1 or more -3"),
     ("--clients two", "--clients 'two' whole number"),
-    ("--clients 1.5", "--clients '1.5' whole number"),
     ("--rounds 0", "--rounds 1 or more"),
-    ("--rounds -1", "--rounds 1 or more"),
     ("--clients-per-round 0", "--clients-per-round 1 or more"),
     ("--clients-per-round 3", "--clients-per-round 3 more than --clients 2"),
     ("--clients 4 --clients-per-round 5", "--clients-per-round 5 more than --clients 4"),
     ("--learning-rate 0", "--learning-rate above 0"),
-    ("--learning-rate -0.1", "--learning-rate above 0"),
-    ("--learning-rate nan", "--learning-rate above 0"),
     ("--learning-rate fast", "--learning-rate 'fast' number"),
     ("--seed -1", "--seed 0 or more"),
     ("--timeout-s 0", "--timeout-s above 0"),
-    ("--timeout-s inf", "--timeout-s above 0"),
     ("--start-method thread", "--start-method 'thread' spawn fork"),
     ("--partition label", "--partition 'label' iid dirichlet"),
     ("--dirichlet-alpha 0.1", "--dirichlet-alpha --partition dirichlet iid"),
@@ -58,19 +52,15 @@ BAD_OPTIONS = [
     ("--node-config gpu=true", "gpu node config words bool"),
     ("--node-config gpu-ids=1.5", "gpu-ids node config number float"),
     ("--num-gpus 0", "--num-gpus share policy never"),
-    ("--num-gpus half", "--num-gpus 'half' number"),
     ("--num-gpus 1.5", "--num-gpus 1.5 share whole 1 or 2"),
     ("--gpu-memory 4", "--gpu-memory 4 bytes 4GiB"),
     ("--gpu-memory 4G", "--gpu-memory '4G' GB GiB"),
-    ("--gpu-memory -1GiB", "--gpu-memory"),
     ("--num-gpus 0.5 --gpu-memory 4GiB", "--num-gpus --gpu-memory not allowed"),
-    ("--lease-timeout-s 0", "--lease-timeout-s above 0"),
     ("--on-oom pray", "--on-oom 'pray' retry cpu fail"),
     ("--use-gpu true", "--use-gpu tiny use-gpu = true [tool.flwr.app.config] pyproject.toml context=context"),
     ("--use-gpu yes", "--use-gpu true or false 'yes'"),
     ("--run-config use-gpu=true", "--run-config use-gpu tiny pyproject.toml context=context"),
     ("--round 3", "unknown: --round 3; did you mean --rounds? flower-gpu launch --help"),
-    ("--num-supernodes 0", "--num-supernodes must be 1 or more"),
     ("another", "unknown: another"),
     ("-v -q", "-q -v"),
     ("--log-dir pyproject.toml/x", "--log-dir not a folder"),
@@ -187,16 +177,13 @@ def test_run_config_holds_what_was_given(
     assert plan.clients == overrides["num-clients"]
 
 
-def test_number_of_clients_without_the_key(tiny_app: Path) -> None:
-    replace(tiny_app / "pyproject.toml", "num-clients = 2\n", "")
-    assert plan_of(tiny_app, "").clients == 2
-    plan = plan_of(tiny_app, "--clients 3")
-    assert (plan.clients, plan.overrides) == (3, {})
-
-
 def test_the_apps_own_number_of_clients(tiny_app: Path) -> None:
     replace(tiny_app / "pyproject.toml", "num-clients = 2\n", "num-clients = 6\n")
     assert plan_of(tiny_app, "").clients == 6
+    replace(tiny_app / "pyproject.toml", "num-clients = 6\n", "")
+    assert plan_of(tiny_app, "").clients == 2
+    plan = plan_of(tiny_app, "--clients 3")
+    assert (plan.clients, plan.overrides) == (3, {})
 
 
 def test_node_config_of_each_client(tiny_app: Path) -> None:

@@ -24,17 +24,12 @@ def worker(name: str, time: float, pid: int, **fields: Any) -> dict[str, Any]:
     return event(name, time, **known, **fields)
 
 
-METRICS = {"loss": 0.5, "accuracy": 0.75, "precision": 0.7, "recall": 0.6, "f1": 0.65, "num_examples": 9}
 EVENTS = [
     event("round", 100.0, round=0, num_rounds=2, metrics={"loss": 2.5}),
     worker("worker_started", 100.5, 11),
-    event("progress", 100.6, pid=11, client="0", desc="epoch 1", n=1, total=4),
     worker("worker_finished", 101.0, 11, seconds=0.5, outcome="ok", error=None),
-    worker("worker_started", 101.5, 12),
-    event("round", 102.25, round=1, num_rounds=2, metrics=METRICS),
-    worker("worker_started", 102.5, 11),  # the kernel gives out a pid again
+    worker("worker_started", 102.5, 11),
     worker("worker_finished", 103.0, 11, seconds=0.25, outcome="died", error="KilledError: gone\nmore"),
-    event("round", 104.0, round=2, num_rounds=2, metrics={"loss": float("nan"), "accuracy": True}),
 ]
 
 
@@ -64,55 +59,6 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--log-dir"):
         RunFolder.create(tmp_path / "file")
-
-
-def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    display = LaunchDisplay(None)
-    for each in EVENTS:
-        display.show(each)
-    display.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "round 0/2  server-evaluate                           loss 2.5",
-        "round 1/2  server-evaluate                           loss 0.5, accuracy 0.75, precision 0.7",
-        "round 2/2  server-evaluate                           loss nan",
-    ]
-
-
-def finished(time: float, number: int, task: str, messages: int, failed: int, **metrics: Any) -> Any:
-    fields = {"round": number, "task": task, "messages": messages, "failed": failed, "seconds": 1.25}
-    return event("round_finished", time, **fields, metrics=metrics)
-
-
-def reply(time: float, task: str, error: str | None = None) -> dict[str, Any]:
-    return event("reply", time, round=1, task=task, node=2**63 + 1, error=error, metrics={})
-
-
-#: Of an app that knows nothing of flower_gpu, with Flower's own FedAvg and an evaluation on the clients.
-RECORDED = [
-    event("strategy_started", 10.0, strategy="FedAvg", num_rounds=1),
-    event("round_started", 10.5, round=1, task="train", messages=2),
-    reply(11.0, "train"),
-    reply(12.0, "train", "RuntimeError: no"),
-    finished(12.5, 1, "train", 2, 1, train_loss=0.5),
-    event("round_started", 12.5, round=1, task="evaluate", messages=2),
-    reply(13.0, "evaluate"),
-    reply(13.0, "evaluate"),
-    finished(13.5, 1, "evaluate", 2, 0, loss=0.25, eval_acc=0.875),
-    event("round", 14.0, round=1, num_rounds=1, metrics={"accuracy": 0.75, "f1": 0.5}),
-    finished(14.0, 1, "server-evaluate", 0, 0, accuracy=0.75),
-]
-
-
-def test_lines_of_any_app_are_those_of_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:
-    display = LaunchDisplay(None)
-    for each in RECORDED:
-        display.show(each)
-    display.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "round 1/1  train                2/2 clients  1.25 s  1 failed, train_loss 0.5",
-        "round 1/1  evaluate             2/2 clients  1.25 s  loss 0.25, eval_acc 0.875",
-        "round 1/1  server-evaluate                           accuracy 0.75",
-    ]
 
 
 def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

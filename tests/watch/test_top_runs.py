@@ -25,7 +25,6 @@ from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen
-from flower_gpu.watch.top.lines import plain
 from flower_gpu.watch.top.snapshot import RunRow, Snapshot, run_row, waiting_rows, worker_rows
 from flower_gpu.watch.top.view import Size, draw
 
@@ -299,4 +298,4 @@ def test_no_trace_ends_the_view(tmp_path: Path, events: list[dict[str, object]],
         waiting=waiting_rows(seen, [watch]),
     )
     json.dumps(shown.as_json())
-    assert all(plain(line).isprintable() for line in draw(shown, Size(width)))
+    assert all(line.plain.isprintable() for line in draw(shown, Size(width)))

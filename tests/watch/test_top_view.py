@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from top_snapshots import RESOURCES, RUN, WAITING, WORKER, gpu, snapshot, waiting, workers
 
 from flower_gpu.watch.top.browsing import Browsing, keys_of
-from flower_gpu.watch.top.lines import coloured, plain
+from flower_gpu.watch.top.lines import coloured
 from flower_gpu.watch.top.snapshot import Snapshot
 from flower_gpu.watch.top.view import Size, divided, draw
 
@@ -36,7 +36,7 @@ def texts(
     is_ascii: bool = False,
 ) -> list[str]:
     """Return the lines without their styles."""
-    lines = [plain(line) for line in draw(shown, Size(width, height, is_ascii), browsing)]
+    lines = [line.plain for line in draw(shown, Size(width, height, is_ascii), browsing)]
     assert height is None or len(lines) <= height
     assert all(cell_len(line) <= width for line in lines)
     return [line.rstrip() for line in lines]

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rich.text import Text
+
 from flower_gpu.printable import format_bytes
 from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.top.browsing import HELP, WAITING, WORKERS, Browsing
-from flower_gpu.watch.top.lines import Column, Line, cut, duration, joined, line, table, width_of
+from flower_gpu.watch.top.lines import Column, Part, cut, duration, joined, line, table
 from flower_gpu.watch.top.snapshot import GPURow, RunRow, Snapshot, WaitingRow, WorkerRow
 
 _GIB = 2**30
@@ -41,7 +43,7 @@ class Size:
     is_ascii: bool = False  # it knows no other letters
 
 
-def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[Line]:
+def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[Text]:
     """Return the lines; with ``browsing`` there is a line of the keys, too."""
     width, height = size.width, size.height
     top = _header(shown, width)
@@ -49,7 +51,7 @@ def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[
         top.append(joined(width, *((rank, told, "dim") for rank, told in enumerate(HELP))))
     top += _gpus(shown, size) + _host(shown, width)
     browsing = browsing or Browsing()
-    blank: list[Line] = [[]] if height is None or height >= _SPACIOUS else []
+    blank: list[Text] = [Text()] if height is None or height >= _SPACIOUS else []
     sections = {WORKERS: _workers(shown, size), WAITING: _waiting(shown, size)}
     runs = [line(("Runs", "bold"), (f"  {len(shown.runs) or 'none of this account goes on here'}", "dim"))]
     runs += [_run(run, width) for run in shown.runs]
@@ -64,18 +66,19 @@ def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[
         found += [*blank, *section.lines(name, limits[name], browsing, size)]
     found = [cut(one, width) for one in found[:height]]
     if size.is_ascii:
-        found = [[(text.replace("…", "~"), style) for text, style in one] for one in found]
+        for one in found:
+            one.plain = one.plain.replace("…", "~")
     return found
 
 
-def _shortened(lines: list[Line], most: int, what: str) -> list[Line]:
+def _shortened(lines: list[Text], most: int, what: str) -> list[Text]:
     """Return the first lines, and how many more there are."""
     if len(lines) <= most:
         return lines
     return [*lines[: most - 1], line((f"  ... {len(lines) - most + 1} more{what}", "dim"))]
 
 
-def _header(shown: Snapshot, width: int) -> list[Line]:
+def _header(shown: Snapshot, width: int) -> list[Text]:
     clock = time.strftime("%H:%M:%S", time.localtime(shown.time))
     title = joined(width, (0, "flower-gpu top", "bold"), (1, shown.host, ""), (2, clock, "dim"))
     problem = shown.ledger_problem
@@ -85,7 +88,7 @@ def _header(shown: Snapshot, width: int) -> list[Line]:
 # GPUs
 
 
-def _gpus(shown: Snapshot, size: Size) -> list[Line]:
+def _gpus(shown: Snapshot, size: Size) -> list[Text]:
     if not shown.gpus:
         return [line(("No GPU: ", "bold"), (shown.gpu_problem or "see flower-gpu gpus", ""))]
     letters = [(plain if size.is_ascii else letter, style, told) for letter, plain, style, told in _PARTS]
@@ -96,7 +99,7 @@ def _gpus(shown: Snapshot, size: Size) -> list[Line]:
     return [*lines, line(("  ", ""), *meanings)]
 
 
-def _gpu(gpu: GPURow, size: Size) -> Line:
+def _gpu(gpu: GPURow, size: Size) -> Text:
     """Return a bar of the GPU's memory, by who has it, and numbers."""
     name = f"GPU {gpu.index}" + (" MIG" if gpu.mig_parent else "")
     if problem := gpu.problem or ("" if gpu.total_bytes else "its memory is not told"):
@@ -107,7 +110,7 @@ def _gpu(gpu: GPURow, size: Size) -> Line:
     start = line((f"{name:<6} ", "bold"), *bar, ("  ", ""))
     percent = "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent}%"
     return start + joined(
-        max(1, size.width - width_of(start)),
+        max(1, size.width - start.cell_len),
         (0, f"used {_gib(gpu.used_bytes, '?')} of {_gib(gpu.total_bytes, '?')} GiB", ""),
         (1, f"leased {_gib(leased, '?')} of {_gib(gpu.capacity_bytes, '?')}", ""),
         (2, f"busy {percent}", ""),
@@ -116,7 +119,7 @@ def _gpu(gpu: GPURow, size: Size) -> Line:
     )
 
 
-def _bar(gpu: GPURow, cells: int, is_ascii: bool) -> Line:
+def _bar(gpu: GPURow, cells: int, is_ascii: bool) -> list[Part]:
     parts = [
         gpu.own_used_bytes,
         max(0, gpu.own_leased_bytes - gpu.own_used_bytes),
@@ -142,7 +145,7 @@ def divided(cells: int, parts: Sequence[int], total: int) -> list[int]:
     return lengths
 
 
-def _host(shown: Snapshot, width: int) -> list[Line]:
+def _host(shown: Snapshot, width: int) -> list[Text]:
     """Return a line with the cores and the main memory that are leased; none where that is not known."""
     host = shown.resources
     if host is None:
@@ -161,7 +164,7 @@ def _host(shown: Snapshot, width: int) -> list[Line]:
 # Runs
 
 
-def _run(run: RunRow, width: int) -> Line:
+def _run(run: RunRow, width: int) -> Text:
     read = "" if run.read_part >= 1 else f"reading its trace: {100 * run.read_part:.0f} %"
     metrics = [f"{name} {run.metrics[name]:.4g}" for name in sorted(run.metrics, key=metric_rank)[:3]]
     if metrics and run.metrics_round != run.round:
@@ -179,7 +182,7 @@ def _run(run: RunRow, width: int) -> Line:
         (8, "" if run.pid is None else f"pid {run.pid}", "dim"),
         (9, run.folder, "dim"),
     )
-    return [("  ", ""), *fields]
+    return Text("  ") + fields
 
 
 def _of(total: int | None) -> str:
@@ -209,7 +212,7 @@ class _Section:
     def height(self) -> int:
         return 1 + len(self.rows) + bool(self.rows)
 
-    def lines(self, name: str, most: int | None, browsing: Browsing, size: Size) -> list[Line]:
+    def lines(self, name: str, most: int | None, browsing: Browsing, size: Size) -> list[Text]:
         """Return as many lines as there is room for: of the chosen table a window, else the first rows."""
         count, is_chosen = len(self.rows), browsing.table == name and most is not None
         is_cut = most is not None and self.height > most
