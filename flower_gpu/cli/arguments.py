@@ -14,8 +14,6 @@ from flower_gpu.kinds import FOLDER, SWITCH, Kind
 from flower_gpu.options import CALL, CallOptions, Option, flag
 
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-#: The folder of an app that is not named.
-HERE: Final = Path()
 #: Of commands that print something else for programs than for people.
 JSON: Final = MappingProxyType({"json": Option("print JSON", SWITCH, default=False)})
 
@@ -36,7 +34,6 @@ class Command:
     more: Mapping[str, str] = field(default_factory=dict)  # what ``--help`` adds to an option
     takes_app: bool = False
     add: Callable[[argparse.ArgumentParser], None] = _nothing_more  # arguments that no table has
-    has_own_help: bool = False
     after_dashes: str = ""  # whose options stand after two dashes
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -47,7 +44,7 @@ class Command:
                 metavar="APP_DIR",
                 nargs="?",
                 type=reader(FOLDER),
-                default=HERE,
+                default=Path(),
                 help="folder of the Flower app (default: this folder)",
             )
         self.add(parser)

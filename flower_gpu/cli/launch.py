@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
-from flower_gpu.apps.app import FlowerApp, parse_pairs
-from flower_gpu.cli.arguments import HERE, Command, given_calls, verbosity
-from flower_gpu.errors import ConfigError
+from flower_gpu.apps.app import parse_pairs
+from flower_gpu.cli.arguments import Command, given_calls, verbosity
 from flower_gpu.kinds import PAIRS
 from flower_gpu.launch.options import OWN, RUN_CONFIG, RUN_CONFIG_GROUP, LaunchOptions
 from flower_gpu.options import flag, options_of
@@ -28,36 +26,6 @@ _MORE: Final = {
     "all of them (default: every call may)",
 }
 _TABLE: Final = {**RUN_CONFIG, **OWN, **options_of("launch")}
-
-
-class _HelpWithAppDefaults(argparse.Action):
-    """``--help``; after an app's folder it also shows what that app declares."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="show this help and exit")
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        app_dir = getattr(namespace, "app_dir", HERE)
-        try:
-            app = FlowerApp.load(app_dir)
-        except ConfigError as error:
-            if app_dir != HERE:
-                parser.error(str(error))
-        else:
-            lines = "\n".join(f"  {key} = {value!r}" for key, value in app.run_config.items())
-            parser.epilog = f"run config of {app.name} and its defaults:\n{lines or '  (empty)'}"
-        parser.print_help()
-        parser.exit()
-
-
-def _add_help(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-h", "--help", action=_HelpWithAppDefaults)
 
 
 def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
@@ -100,6 +68,4 @@ stopped at the end. Nothing needs to be configured, and the user's Flower config
     _GROUPS,
     _MORE,
     takes_app=True,
-    add=_add_help,
-    has_own_help=True,
 )

@@ -91,7 +91,6 @@ def build_parser() -> _Parser:
             description=command.description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            add_help=not command.has_own_help,
         )
         command.add_arguments(added)
     parser.commands = commands.choices

@@ -76,16 +76,6 @@ class HostSpan:
         """How many messages it handles at a time, at most."""
         return sum(concurrency for _, concurrency in self.nodes.values())
 
-    @property
-    def calls_done(self) -> int:
-        """How many calls have ended there. Those that are given up, or tried again, are left out."""
-        return self.calls.total() - sum(self.calls[one] for one in (OUT_OF_MEMORY, HOST_LOST, CANCELLED))
-
-    @property
-    def calls_failed(self) -> int:
-        """How many of these have failed."""
-        return self.calls_done - self.calls["ok"]
-
     def join(self, time: float, event: Event) -> None:
         """Take in that it is there."""
         self.joined_at = time if self.joined_at is None else self.joined_at

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import tempfile
+import time
 import xml.etree.ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,15 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_traces import Run, at, history_of, on_hosts, write
 from run_programs import run_cli
+from top_snapshots import snapshot
 
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.cli import main as cli
 from flower_gpu.errors import ConfigError
+from flower_gpu.gpu.gpus import Inventory
+from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.host_look import Seen
 from flower_gpu.watch.report import page as report
 from flower_gpu.watch.report.calls import RunClock, tries_of
 from flower_gpu.watch.result import result_of, write_results
+from flower_gpu.watch.top.snapshot import run_row, waiting_rows, worker_rows
+from flower_gpu.watch.top.view import Size, draw
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -130,14 +138,14 @@ def test_a_line_that_is_cut_is_left_out_and_said(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(cut=st.integers(0, 100_000), other=st.integers(0, 100_000))
-def test_a_trace_with_a_part_missing_gives_a_page(rich_trace: bytes, cut: int, other: int) -> None:
+def test_a_trace_with_a_part_missing_is_shown(rich_trace: bytes, cut: int, other: int) -> None:
     begin, end = sorted((cut % len(rich_trace), other % len(rich_trace)))
     check_sums(parsed(rich_trace[:begin] + rich_trace[end:]))
 
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 1 << 30), often=st.sampled_from([0.002, 0.02, 0.2]))
-def test_a_trace_with_anything_in_it_gives_a_page(rich_trace: bytes, seed: int, often: float) -> None:
+def test_a_trace_with_anything_in_it_is_shown(rich_trace: bytes, seed: int, often: float) -> None:
     draw = random.Random(seed)
     check_sums([spoiled(event, draw, often) for event in parsed(rich_trace)])
 
@@ -171,6 +179,21 @@ def check_sums(events: list[dict[str, Any]]) -> None:
         assert all(0 <= part.seconds <= clock.duration_s for part in one.parts)
     with tempfile.TemporaryDirectory() as folder:
         write_results(RunFolder(Path(folder)), history.rounds, result_of(history))
+        check_top(Path(folder), events)
+
+
+def check_top(folder: Path, events: list[dict[str, Any]]) -> None:
+    """See that the live view shows a run, whatever its trace says."""
+    run, seen = FollowedRun(folder), Seen(time.time(), Inventory((), None, "no driver"))
+    run.history.feed(events)
+    rows = {
+        "runs": (run_row(seen, run),),
+        "workers": worker_rows(seen, [run], others=True),
+        "waiting": waiting_rows(seen, [run]),
+    }
+    shown = snapshot(gpus=(), gpu_problem="no driver", **rows)
+    json.dumps(shown.as_json())
+    assert all(line.plain.isprintable() for line in draw(shown, Size(100)))
 
 
 def test_without_a_gpu(tmp_path: Path) -> None:

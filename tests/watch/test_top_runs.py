@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from top_traces import Trace
 
@@ -25,8 +25,7 @@ from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen
-from flower_gpu.watch.top.snapshot import RunRow, Snapshot, run_row, waiting_rows, worker_rows
-from flower_gpu.watch.top.view import Size, draw
+from flower_gpu.watch.top.snapshot import RunRow, run_row, worker_rows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -246,56 +245,3 @@ def test_how_a_run_has_ended(trace: Trace, dead_pid: int) -> None:
     assert of_registry.outcome() == ""  # it is locked, so it is there
     of_registry.is_registered = False
     assert of_registry.outcome() == "gone"
-
-
-# Whatever it says ------------------------------------------------------------------------------------------
-
-ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-5, 5),
-    st.sampled_from([2**31, -(2**70), 10**400, 1e308, -0.0, float("nan"), float("inf")]),
-    st.floats(),
-    st.text(max_size=4),
-    st.sampled_from(["node1", "fit", "c1", "l1", "GPU-1", "launch", "\ud800", "\x1b[2J"]),
-    st.lists(
-        st.dictionaries(st.sampled_from(["uuid", "memory_bytes", "used_bytes"]), st.integers()), max_size=2
-    ),
-    st.dictionaries(st.text(max_size=3), st.floats(), max_size=2),
-)
-NAMES = [
-    *("run_started", "run_finished", "gpu_sample", "strategy_started", "round_started", "round_finished"),
-    *("round", "lease_requested", "lease_granted", "lease_not_granted", "lease_released", "worker_started"),
-    *("host_joined", "host_lost", "task_started", "cuda_started", "progress", "worker_result"),
-    *("worker_finished", "out_of_memory"),
-]
-FIELDS = [
-    *("call", "client", "task", "round", "pid", "lease", "gpus", "memory_bytes", "count", "share", "alone"),
-    *("caller_pid", "desc", "n", "total", "metrics", "num_rounds", "messages", "kind", "name", "outcome"),
-    *("start_method", "host", "ray_node", "concurrency", "cores", "reason"),
-]
-EVENT = st.fixed_dictionaries(
-    {"v": st.just(1), "time": st.one_of(st.floats(0, 2e9), ODD), "event": st.sampled_from(NAMES)},
-    optional=dict.fromkeys(FIELDS, ODD),
-)
-
-
-@given(st.lists(EVENT, max_size=30), st.integers(1, 120))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_no_trace_ends_the_view(tmp_path: Path, events: list[dict[str, object]], width: int) -> None:
-    (tmp_path / "trace.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    watch = read(tmp_path)
-    seen = Seen(time.time(), Inventory((), None, "no driver"))
-    shown = Snapshot(
-        time=seen.now,
-        host="here",
-        account="me",
-        gpu_problem=None,
-        ledger_problem=None,
-        gpus=(),
-        runs=(run_row(seen, watch),),
-        workers=worker_rows(seen, [watch], others=True),
-        waiting=waiting_rows(seen, [watch]),
-    )
-    json.dumps(shown.as_json())
-    assert all(line.plain.isprintable() for line in draw(shown, Size(width)))
