@@ -242,8 +242,8 @@ class CallOptions(TypedDict, total=False):
     num_gpus: Annotated[
         float | None,
         Option(
-            "GPUs of a call: a share of one, such as 0.25, or 1, 2, ... (default: what the task was seen to "
-            "need)",
+            "GPUs of a call: a share of one, such as 0.25, or 1, 2, ... (default: the measured need of the "
+            "task)",
             GPUS,
             "FLOWER_GPU_NUM_GPUS",
             None,
@@ -269,8 +269,8 @@ class CallOptions(TypedDict, total=False):
     num_cpus: Annotated[
         float | None,
         Option(
-            "cores of a call, such as 0.5 or 2; it waits until they are free (default: on the CPU the cores "
-            "divided by what may run at a time, on a GPU none)",
+            "cores of a call, such as 0.5 or 2; it waits until they are free (default: on the CPU an equal "
+            "part of the cores, on a GPU none)",
             CPUS,
             "FLOWER_GPU_NUM_CPUS",
             None,
@@ -293,8 +293,8 @@ class CallOptions(TypedDict, total=False):
     on_oom: Annotated[
         OnOomWord | None,
         Option(
-            "a call that runs out of GPU memory: retry with more of it, then fail; the same, but at last on "
-            "the cpu; fail at once (default: {default})",
+            "after a call ran out of GPU memory: retry with more of it, and at last fail; the same, but at "
+            "last run on the cpu; fail at once (default: {default})",
             words(*ON_OOM),
             "FLOWER_GPU_ON_OOM",
             "retry",

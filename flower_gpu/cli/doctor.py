@@ -85,9 +85,9 @@ def summary(findings: Iterable[Finding]) -> str:
 COMMAND: Final = Command(
     "check driver, PyTorch, Flower, the ledger and this shell, and tell what to do",
     """\
-Checks what calls on a GPU depend on. Each line is ok, a note (fine, and good to know), or a problem, with
-what to do about it. With a GPU it runs a call as a client's: in a worker with a lease, which asks for more
-than that, and computes. Exit status: 0, or 1 if there is a problem.""",
+Check this host from the driver to the ledger, with the variables of this shell. Each line is ok, a note
+(fine, and good to know), or a problem and its solution. With a GPU a worker with a lease asks for more memory
+than it has, and computes. Exit status: 0, or 1 if there is a problem.""",
     run,
     JSON,
 )

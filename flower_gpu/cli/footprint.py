@@ -127,11 +127,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 COMMAND: Final = Command(
-    "show or forget how much GPU memory tasks were seen to take",
+    "show or forget the measured GPU memory of tasks",
     """\
-A call that names neither num_gpus nor gpu_memory asks for what calls of the same task were seen to take, plus
-a margin. Here is what was learned on this host, by this user. After `clear` the next call of a task has a GPU
-for itself once more, and is measured.""",
+A call that names neither num_gpus nor gpu_memory asks for the measured memory of earlier calls of its task,
+plus a margin. This shows the measurements of this user on this host. After `clear` the next call of a task
+has a GPU for itself once more, and is measured.""",
     run,
     JSON,
     add=_add_actions,

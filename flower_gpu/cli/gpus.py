@@ -133,11 +133,11 @@ def _wrapped(text: str, margin: str = "") -> list[str]:
 
 
 COMMAND: Final = Command(
-    "list this machine's GPUs: memory, who uses them, and why one cannot be used",
+    "list this machine's GPUs: memory, processes, and problems",
     """\
-Lists the GPUs of this machine as NVIDIA's driver tells them: number, model, UUID, memory, who uses it, what
-CUDA_VISIBLE_DEVICES leaves visible, and why one cannot be used, or why there is none. Nothing is started on
-them. What the driver does not tell is "unknown", and a GPU without memory figures is never leased.""",
+List the GPUs of this machine with the figures of NVIDIA's driver: number, model, UUID, memory, processes,
+visibility by CUDA_VISIBLE_DEVICES, and the reason if one cannot be used, or if there is none. Nothing is
+started on them. Missing figures are "unknown", and a GPU without memory figures is never leased.""",
     run,
     {"json": Option("print it as JSON, with all figures in bytes", SWITCH)},
 )

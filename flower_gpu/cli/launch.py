@@ -16,7 +16,7 @@ _GROUPS: Final = {
     "federation": "",
     RUN_CONFIG_GROUP: "Passed on only when given; the app must declare the key, and sets the default.",
     "workers": "A client gets its share of the cores (OMP_NUM_THREADS), unless that variable is set.",
-    "GPUs": "Which GPUs calls may use, and what each of them leases there. The app's own values override\n"
+    "GPUs": "Which GPUs calls may use, and how much each leases there. The app's own values override\n"
     "--num-gpus, --gpu-memory, --lease-timeout-s and --on-oom; --gpu and --gpu-ids override the app.",
     "output": "",
 }

@@ -1,4 +1,4 @@
-"""``flower-gpu leases``: who holds which share of which GPU, and who waits."""
+"""``flower-gpu leases``: the leases of this host, and the requests that wait."""
 
 from __future__ import annotations
 
@@ -182,10 +182,10 @@ def _line(entry: Entry) -> str:
 
 
 COMMAND: Final = Command(
-    "show who holds which share of which GPU, and who waits",
+    "show the leases on GPUs, cores and main memory, and the requests that wait",
     """\
-Show the leases on this host's GPUs, cores and main memory: what there is for leases, who holds a part of it,
-and who waits for one, in which order. Labels are shown for this account's own calls.""",
+Show this host's GPUs, cores and main memory for leases, the leases on them, and the requests that wait, in
+the order of the line. Labels are shown for this account's own calls.""",
     run,
     JSON,
 )

@@ -54,8 +54,8 @@ _TABLE: Final = {
         synonyms=("c",),
     ),
     "preload": Option(
-        "function that loads data, called once, with these arguments, where workers are forked from: all of "
-        "them find what it keeps in its module; may be repeated",
+        "function that loads data, called once with these arguments: all workers share the data that it "
+        "keeps in its module; may be repeated",
         replace(PAIRS, metavar="'MODULE:FUNCTION K=V ...'"),
         group="workers",
     ),
@@ -317,10 +317,7 @@ clients in a worker process with a lease. How many run at a time follows from le
 Metrics, the final model and the result are left in a folder under --log-dir.""",
     run,
     _TABLE,
-    {
-        "GPUs": "Which GPUs messages may use, and what each of them leases there: so many run at a time as "
-        "fit."
-    },
+    {"GPUs": "Which GPUs messages may use, and how much each leases there. As many run at a time as fit."},
     {
         "gpu": "; it holds for every client and for the server's own calls",
         "gpu_ids": ": all of the clients may use them (default: every GPU)",

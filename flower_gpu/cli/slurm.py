@@ -322,11 +322,11 @@ COMMAND: Final = Command(
     "run a simulation as a job of a Slurm cluster",
     """\
 Have Slurm run `flower-gpu simulate`: write the batch script, submit it, and say how to follow the job. It
-takes the options of simulate. What stands after two dashes are options of sbatch.
+takes the options of simulate, and options of sbatch after two dashes.
 
     flower-gpu slurm my-app --nodes 4 --gpus-per-node 2 --clients 10000 -- --time 8:00:00 --partition gpu
 
-A job that is preempted waits in the queue again, and goes on after the last round that it has finished. Log,
+A job that is preempted waits in the queue again, and goes on after its last finished round. Log,
 batch script and results are left in --log-dir.""",
     run,
     {**OPTIONS, **_OF_SIMULATE},

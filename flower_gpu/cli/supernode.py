@@ -1,4 +1,4 @@
-"""``flower-gpu supernode``: SuperNodes whose every message runs under a lease, whatever the app is.
+"""``flower-gpu supernode``: SuperNodes whose every message runs under a lease, with any app.
 
 Without ``--count`` this process becomes Flower's SuperNode. With it, this process starts that many, each with
 a log and a port of its own, and starts again the ones that end. What is ours in a SuperNode is its
@@ -308,11 +308,11 @@ def _add_flowers(parser: argparse.ArgumentParser) -> None:
 
 
 COMMAND: Final = Command(
-    "run SuperNodes whose messages get leases, whatever the app is",
+    "run SuperNodes whose messages get leases, with any app",
     """\
 Run Flower's SuperNode so that each message is handled in a worker that first gets a lease on a GPU, and is
-held to it. Apps need not be changed for that, and cannot change it. Messages start in milliseconds: Flower
-and torch are imported already in the process that workers are forked from.
+held to it. Apps stay as they are, and cannot change it. Messages start in milliseconds, because workers are
+forks of a process that has imported Flower and torch.
 
     flower-gpu supernode --gpu-memory 4GiB -- --insecure --superlink 127.0.0.1:9092 --port 9101 \\
         --node-config 'partition-id=0 num-partitions=2'
@@ -328,8 +328,8 @@ num-partitions in their node configs. A SuperNode that ends is started again.
             f"with --count: where a folder with a log of each is made (default: {LOG_DIR.default})", FOLDER
         ),
         "keys": Option(
-            "with --count: folder of the SuperNodes' keys, by which the SuperLink knows them; those that are "
-            "missing are made, and the public keys are shown (default: no keys)",
+            "with --count: folder of the SuperNodes' keys, by which the SuperLink knows them; missing keys "
+            "are made, and the public keys are shown (default: no keys)",
             FOLDER,
         ),
         **options_of("supernode"),
@@ -338,8 +338,8 @@ num-partitions in their node configs. A SuperNode that ends is started again.
     },
     {
         **confine.GROUPS,
-        "GPUs": "Which GPUs messages may use, and what each of them leases there, whatever the app's code "
-        "says.",
+        "GPUs": "Which GPUs messages may use, and how much each leases there. The app's code cannot change "
+        "it.",
     },
     {
         "gpu_ids": ": with --count, the first node uses the first, and so on round and round (default: every "

@@ -80,9 +80,9 @@ def _metrics(arguments: argparse.Namespace) -> int:
 TOP: Final = Command(
     "watch GPUs, workers and the line for leases while runs go on",
     """\
-Shows, twice a second, this host's GPUs and who has how much of them, this account's runs and how far they
-are, their workers and what each does, and who waits for a lease. Keys sort and scroll; q or Ctrl-C ends
-it. It changes nothing.""",
+Show this host's GPUs and their leases, this account's runs and their progress, the workers of these runs, and
+the requests that wait for a lease, twice a second. Keys sort and scroll; q or Ctrl-C ends it. It changes
+nothing.""",
     _top,
     {
         "interval": Option(
@@ -110,8 +110,8 @@ killed.""",
 METRICS: Final = Command(
     "serve figures of GPUs, leases and runs for Prometheus",
     """\
-Answer Prometheus, over HTTP and until Ctrl-C: what the GPUs of this host do, how much of them is leased, and
-what the runs of this account do. It looks when it is asked, and changes nothing.
+Serve figures for Prometheus over HTTP until Ctrl-C: this host's GPUs, the leases on them, and this account's
+runs. The figures are of the moment of the question. It changes nothing.
 
     flower-gpu metrics
     curl http://127.0.0.1:9460/metrics""",

@@ -78,7 +78,7 @@ def _joined(names: Iterable[str], most: int = 20) -> str:
 
 
 COMMAND: Final = Command(
-    "look at the processes that workers are forked from, or end them",
+    "show or end the fork servers, from which workers are forked",
     """\
 Workers are forked from a process that has imported torch and other libraries already: one for each user and
 Python environment of this machine, shared by all clients. It is started with the first call, ends when nobody

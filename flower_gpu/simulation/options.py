@@ -31,13 +31,13 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 synonyms=("clients",),
             ),
             "seed": Option(
-                "of the clients' ids and random numbers, and of sampling (default: drawn, and written down)",
+                "seed of the clients' ids, random numbers and sampling (default: drawn, and written down)",
                 NON_NEGATIVE,
                 group=_FEDERATION,
             ),
             "deterministic": Option(
                 "the same seed gives the same final model, bit for bit, with any number of workers, "
-                "after crashes and --resume; what would change it ends the run",
+                "after crashes and --resume; anything that would change it ends the run",
                 SWITCH,
                 default=False,
                 group=_FEDERATION,
@@ -55,15 +55,14 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 group=_WORKERS,
             ),
             "verify_recycling": Option(
-                "a check of the app, in which messages are handled more than once: have new workers handle "
-                "what used ones handle, and compare the results",
+                "check the app: handle messages in used workers and in new ones, and compare the results",
                 SWITCH,
                 default=False,
                 group=_WORKERS,
             ),
             "order": Option(
-                "which messages of a round are handled first: those whose clients were seen to take longest, "
-                "or those that are sent first (default: {default})",
+                "order of a round's messages: the clients that took longest first, or the order in which "
+                "messages are sent (default: {default})",
                 words(*get_args(OrderWord)),
                 default="longest",
                 group=_WORKERS,
