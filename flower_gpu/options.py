@@ -285,9 +285,9 @@ class CallOptions(TypedDict, total=False):
             "seconds a call may wait for its lease (default: {default} for a GPU, no limit for cores)",
             SECONDS,
             "FLOWER_GPU_LEASE_TIMEOUT_S",
-            1800.0,  # half of what Flower gives a round
-            "GPUs",
-            _EVERYWHERE,
+            default=1800.0,  # half of what Flower gives a round
+            group="GPUs",
+            commands=_EVERYWHERE,
         ),
     ]
     on_oom: Annotated[

@@ -42,6 +42,14 @@ def test_names_in_the_lists_are_in_the_code() -> None:
         assert re.search(rf"\b{name}\b", code), name
 
 
+def test_names_in_the_map_are_in_the_files_that_it_links() -> None:
+    for row in (REPOSITORY / "flower_gpu/README.md").read_text().splitlines():
+        if row.startswith("|") and (links := re.findall(r"\]\(([^)]+)\)", row)):
+            texts = " ".join((REPOSITORY / "flower_gpu" / link).read_text() for link in links)
+            for name in re.findall(r"`([\w.]+)`", row):
+                assert re.search(rf"\b{re.escape(name)}\b", texts), (name, row)
+
+
 def test_a_new_tracker_needs_a_file_and_a_word_in_the_table_of_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

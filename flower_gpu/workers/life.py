@@ -1,4 +1,18 @@
-"""How workers die with their caller, how they end, and why none can be started."""
+"""How workers die with their caller, how they end, and why none can be started.
+
+===========================================  ================================================================
+what has happened                            who ends what
+===========================================  ================================================================
+the caller is gone, whatever ended it        the kernel kills the worker's group: ``die_with_the_caller``
+the call is over, or its time is             its caller ends the worker's group: ``end_group``
+the worker is gone, not what it started      its parent ends what is in sessions of its own: the caller
+in a session of its own                      (``LeftProcesses``), or the fork server (``end_adopted``)
+the worker is gone, its resource tracker     it ends itself; after 30 s the caller does: ``end_later``
+is not
+a fork server ends while its successor       the kernel kills the successor: ``end_with_parent``
+still imports
+===========================================  ================================================================
+"""
 
 from __future__ import annotations
 
