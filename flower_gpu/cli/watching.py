@@ -72,9 +72,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _metrics(arguments: argparse.Namespace) -> int:
     from flower_gpu.watch.host_look import HostLook
-    from flower_gpu.watch.metrics import MUTEX_WAIT_S, Collector, Runs, serve
+    from flower_gpu.watch.metrics import MUTEX_WAIT_S, Collector, serve
 
-    return serve(Collector(HostLook(MUTEX_WAIT_S), Runs()), arguments.address, arguments.port)
+    return serve(Collector(HostLook(MUTEX_WAIT_S)), arguments.address, arguments.port)
 
 
 TOP: Final = Command(

@@ -1,18 +1,21 @@
-"""One run, followed by its trace while it goes on."""
+"""Runs, followed by their traces while they go on."""
 
 from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from flower_gpu import trace
+from flower_gpu.apps import registry
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.registry import RunningRun
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import Tally, WorkerSpan
+from flower_gpu.watch.spans import Tally, WorkerSpan, drop_oldest
 
+_MOST_GONE: Final = 1000
 _CHUNK_BYTES: Final = 256 << 10  # takes about ten milliseconds
 #: Clocks may have been set meanwhile; a process number is not given out again this soon.
 _SLACK_S: Final = 10.0
@@ -89,6 +92,58 @@ class FollowedRun:
         if self.pid is None or began is None or not self.is_of_this_host:
             return ""
         return "" if is_there(self.pid, began) else "gone"
+
+
+class FollowedRuns:
+    """The runs of this account, as the registry names them, each followed by its trace.
+
+    One that has ended is shown for ``ended_s`` seconds more, in one look at least. A run may be resumed in
+    the same folder: it goes on with its history, and what its trace has told is not counted again.
+    ``running`` returns what is registered.
+    """
+
+    def __init__(
+        self,
+        ended_s: float,
+        tally: Tally | None = None,
+        running: Callable[[], list[RunningRun]] = registry.running,
+    ) -> None:
+        self.tally = tally
+        self._ended_s = ended_s
+        self._running = running
+        self._runs: dict[str, FollowedRun] = {}  # by folder
+        self._ended_at: dict[str, float] = {}
+        self._gone: dict[str, FollowedRun] = {}
+
+    def notice(self) -> set[str]:
+        """Return the folders of the runs that go on; a run that ends before anybody looks is remembered."""
+        found = self._running()
+        for run in found:
+            if run.folder not in self._runs:
+                gone = self._gone.pop(run.folder, None)
+                self._runs[run.folder] = gone or FollowedRun(Path(run.folder), tally=self.tally)
+            self._runs[run.folder].run, self._runs[run.folder].is_registered = run, True
+        return {run.folder for run in found}
+
+    def look(self) -> list[FollowedRun]:
+        """See which runs have begun, and which have ended; return all that are shown."""
+        now = time.monotonic()
+        for folder in [folder for folder, at in self._ended_at.items() if now >= at + self._ended_s]:
+            del self._ended_at[folder]
+            self._gone[folder] = self._runs.pop(folder)
+        drop_oldest(self._gone, _MOST_GONE)
+        going_on = self.notice()
+        for folder, followed in self._runs.items():
+            followed.is_registered = folder in going_on
+            if followed.is_registered:
+                self._ended_at.pop(folder, None)
+            else:
+                self._ended_at.setdefault(folder, now)
+        return list(self._runs.values())
+
+    def read_on(self, until: float) -> bool:
+        """Read what is new, each run for a moment at least; tell whether that was all."""
+        return not [run for run in self._runs.values() if not run.read_on(until)]
 
 
 def is_there(pid: int, since: float) -> bool:

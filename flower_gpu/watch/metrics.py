@@ -13,11 +13,10 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import flower_gpu
@@ -28,7 +27,7 @@ from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.printable import printable
 from flower_gpu.watch import spans
-from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.followed_run import FollowedRun, FollowedRuns
 from flower_gpu.watch.host_look import HostLook, Seen
 from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, Tally
 
@@ -108,55 +107,6 @@ _ROWS: Final = (
 METRICS: Final = {row.name: row for row in _ROWS}
 
 
-# Runs that are looked at
-
-_MOST_ENDED: Final = 1000
-
-
-class Runs:
-    """All runs that go on, and one tally over them and those that have ended meanwhile."""
-
-    def __init__(self, running: Callable[[], list[RunningRun]] = registry.running) -> None:
-        self.tally = Tally()
-        self._running = running
-        self._followed: dict[str, FollowedRun] = {}  # by folder
-        # A run may be resumed in the same folder: what its trace has told is not counted again.
-        self._ended: dict[str, FollowedRun] = {}
-
-    def notice(self) -> set[str]:
-        """Return the folders of the runs that go on; a run that ends before anybody looks is remembered."""
-        found = self._running()
-        for run in found:
-            if run.folder not in self._followed:
-                folder = Path(run.folder)
-                followed = self._ended.pop(run.folder, None) or FollowedRun(folder, tally=self.tally)
-                followed.run, followed.is_registered = run, True
-                # Its folder's name, or the whole path where another run's folder has the same name.
-                has_namesake = any(one.label == folder.name for one in self._followed.values())
-                followed.label = run.folder if has_namesake else folder.name
-                self._followed[run.folder] = followed
-        return {run.folder for run in found}
-
-    def catch_up(self) -> None:
-        """Read what the runs have told by now, which may take long, for the next look to be short."""
-        self.notice()
-        for followed in self._followed.values():
-            followed.read_on(math.inf)
-
-    def look(self) -> list[FollowedRun]:
-        """Read what is new, and return the runs; one that has just ended is there once more."""
-        for folder in [folder for folder, one in self._followed.items() if not one.is_registered]:
-            self._ended[folder] = self._followed.pop(folder)
-            if len(self._ended) > _MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
-        going_on = self.notice()
-        # A run ends in its trace before it does in the registry, so nothing comes after this look at it.
-        for folder, followed in self._followed.items():
-            followed.is_registered = folder in going_on
-            followed.read_on(math.inf)
-        return list(self._followed.values())
-
-
 # What is made of it
 
 _KINDS: Final = ("launch", "simulate", "supernodes")
@@ -169,9 +119,11 @@ _BUSY_S: Final = 30.0  # longer than anybody waits for an answer
 class Collector:
     """The object that :mod:`prometheus_client` asks for metrics."""
 
-    def __init__(self, host: HostLook, runs: Runs) -> None:
+    def __init__(self, host: HostLook, running: Callable[[], list[RunningRun]] = registry.running) -> None:
         self._host = host
-        self._runs = runs
+        self._tally = Tally()  # of the runs that go on, and those that have ended meanwhile
+        # A run that has just ended is there once more.
+        self._runs = FollowedRuns(0.0, self._tally, running)
         self._problem: str | None = None
         self._lock = threading.Lock()
 
@@ -185,8 +137,11 @@ class Collector:
         try:
             found = _Families()
             _add_host(found, self._look())
-            _add_runs(found, self._runs.look())
-            _add_tally(found, self._runs.tally)
+            runs = self._runs.look()
+            # A run ends in its trace before it does in the registry, so nothing comes after this look at it.
+            self._runs.read_on(math.inf)
+            _add_runs(found, runs)
+            _add_tally(found, self._tally)
         finally:
             self._lock.release()
         yield from found.families.values()
@@ -205,7 +160,8 @@ class Collector:
     def keep_up(self) -> None:
         """Find runs as they come, for ever, also those that end before somebody asks."""
         with self._lock:
-            self._runs.catch_up()  # which may take longer than a client of HTTP waits
+            self._runs.notice()
+            self._runs.read_on(math.inf)  # which may take longer than a client of HTTP waits
         while True:
             time.sleep(_NOTICE_S)
             with self._lock:
@@ -263,9 +219,12 @@ def _add_host(found: _Families, seen: Seen) -> None:
         found.add("temperature_celsius", seen.temperatures.get(gpu.uuid), *labels)
 
 
-def _add_runs(found: _Families, runs: Iterable[FollowedRun]) -> None:
+def _add_runs(found: _Families, runs: Sequence[FollowedRun]) -> None:
     kinds = Counter(dict.fromkeys(_KINDS, 0))
     for followed in runs:
+        if not followed.label:  # its folder's name, or the whole path where another run's has the same
+            has_namesake = any(one.label == followed.folder.name for one in runs)
+            followed.label = str(followed.folder) if has_namesake else followed.folder.name
         label, run, history = followed.label, followed.run, followed.history
         kind, name = (run.kind, run.name) if run else ("", "")
         kinds[kind] += followed.is_registered

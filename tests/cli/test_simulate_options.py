@@ -333,6 +333,9 @@ def test_quiet_shows_the_summary_only_and_where_the_results_are(shell: Shell, ap
     plain = simulate(shell, here, *options)
     assert plain.returncode == 0, plain.stderr
     assert "[ROUND 1/2]" in plain.stderr and "trains with 3" in plain.stderr  # of the server, of clients
+    (folder,) = (here / "runs").iterdir()
+    assert plain.stderr.splitlines()[-1].split() == ["report", "flower-gpu", "report", f"runs/{folder.name}"]
+    assert not (folder / "report.html").exists()
     odd = here / os.fsdecode(b"caf\xe9 'n")
     quiet = simulate(shell, here, *options, "-q", "--log-dir", odd)
     assert (quiet.returncode, quiet.stdout) == (0, "")

@@ -1,23 +1,13 @@
-"""`flower-gpu metrics` in a process of its own, and runs for it to find."""
+"""`flower-gpu metrics` in a process of its own, and what it answers."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-import pytest
 from cli.command_shell import Shell
 from prometheus_client.parser import text_string_to_metric_families as parse
-
-from flower_gpu import trace
-from flower_gpu.apps.registry import registered
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -67,43 +57,3 @@ class Exporter:
     def __call__(self) -> Samples:
         """Return the samples of an answer."""
         return samples_of(self.get())
-
-
-class Run:
-    """A run that is registered, and whose trace is written here."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Append an event."""
-        trace.write_to(self.folder, event, **fields)
-
-    def write_text(self, text: str) -> None:
-        """Append what may be no whole line."""
-        with (self.folder / trace.FILE_NAME).open("a") as file:
-            file.write(text)
-
-    def worker(self, call: str, outcome: str | None = None, pid: int = 1, **fields: Any) -> None:
-        """Append what a worker tells, up to its end if an outcome is given."""
-        told = {"call": call, "client": "3", "task": "fit", "round": 1, "pid": pid, **fields}
-        self.write("worker_started", **{"start_method": "forkserver", **told})
-        if outcome is not None:
-            self.write("worker_finished", **{"start_method": "forkserver", **told}, outcome=outcome)
-
-
-@contextmanager
-def run(shell: Shell, folder: Path, kind: str = "launch", name: str = "app") -> Iterator[Run]:
-    """Register a run where the shell's commands look, as long as the context is open."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLOWER_GPU_STATE_DIR", str(shell.state))
-        with registered(folder, kind, name) as is_first:
-            assert is_first
-            patch.undo()
-            yield Run(folder)
-
-
-def line(event: Mapping[str, Any]) -> str:
-    """Return a line of a trace."""
-    return json.dumps({"v": trace.VERSION, "time": time.time(), **event}) + "\n"

@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 from cli.command_shell import Shell
-from metrics_exporter import Exporter, run, value
+from metrics_exporter import Exporter, value
 from nvml_stub import GIB, Host
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
+from top_traces import run_of
 
 from flower_gpu.cli import main as cli
 from flower_gpu.cli.watching import METRICS as COMMAND
 from flower_gpu.watch.host_look import HostLook
-from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, MetricRow, Runs
+from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, MetricRow
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -82,7 +83,7 @@ def test_without_gpus_and_ledger_the_rest_is_served(
     shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:
     shell.ledger.rmdir()
-    with run(shell, tmp_path / "runs" / "one") as one:
+    with run_of(shell, tmp_path / "runs" / "one") as one:
         one.worker("a", "ok")
         ask = exporter()
         for _ in range(2):
@@ -102,7 +103,7 @@ def test_without_gpus_and_ledger_the_rest_is_served(
 
 
 def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path) -> None:
-    with run(shell, tmp_path / "runs" / "one", "simulate", "digits") as one:
+    with run_of(shell, tmp_path / "runs" / "one", "digits", "simulate") as one:
         one.write("run_started", host="another host", num_rounds=5)
         one.worker("a")
         one.worker("b")
@@ -151,7 +152,7 @@ def test_workers_that_were_killed_with_their_caller_are_gone(
     """Nobody has written their ends down."""
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
-    with run(shell, tmp_path / "runs" / "one") as one:
+    with run_of(shell, tmp_path / "runs" / "one") as one:
         one.write("run_started", host=os.uname().nodename)
         one.worker("a", pid=killed.pid)
         one.worker("b", pid=os.getpid())
@@ -162,7 +163,7 @@ def test_workers_that_were_killed_with_their_caller_are_gone(
 def test_what_others_have_named_breaks_nothing(
     shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:
-    with run(shell, tmp_path / "runs" / 'a "run"\n', name="\ud800\\") as one:
+    with run_of(shell, tmp_path / "runs" / 'a "run"\n', name="\ud800\\") as one:
         one.write("round", round=1, metrics={'x"} 1\nflower_gpu_gpus 99\n': 4.0})
         one.write("round", round=10**400, num_rounds=10**400, metrics={"loss": 1.0})
         one.write("round", round=1, metrics={"\ud800": 1.0, "\x00": 2.0, "huge": 10**400, "long" * 100: 3.0})
@@ -219,7 +220,7 @@ def name_of(row: MetricRow) -> str:
 
 def test_what_is_served_has_these_types_and_help_texts() -> None:
     registry = CollectorRegistry()
-    registry.register(Collector(HostLook(1.0), Runs(list)))  # type: ignore[arg-type]
+    registry.register(Collector(HostLook(1.0), list))  # type: ignore[arg-type]
     text = generate_latest(registry).decode()
     assert re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE) == [
         (name_of(row), row.help) for row in METRICS.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from metrics_exporter import Samples, counters, line, samples_of, value
+from metrics_exporter import Samples, counters, samples_of, value
 from prometheus_client import CollectorRegistry, generate_latest
 from top_traces import Trace
 
@@ -23,9 +24,10 @@ from flower_gpu import trace
 from flower_gpu.apps.registry import RunningRun
 from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.watch import history, spans
+from flower_gpu.watch.followed_run import FollowedRuns
 from flower_gpu.watch.host_look import Seen
-from flower_gpu.watch.metrics import Collector, Runs
-from flower_gpu.watch.spans import OUTCOMES
+from flower_gpu.watch.metrics import Collector
+from flower_gpu.watch.spans import OUTCOMES, Tally
 
 
 class NoHost:
@@ -61,7 +63,7 @@ class Looks:
     def __init__(self) -> None:
         self.running: dict[str, RunningRun] = {}
         self.registry = CollectorRegistry()
-        collector: Any = Collector(NoHost(), Runs(lambda: list(self.running.values())))  # type: ignore[arg-type]
+        collector: Any = Collector(NoHost(), lambda: list(self.running.values()))  # type: ignore[arg-type]
         self.registry.register(collector)
         self.before: Samples = {}
 
@@ -86,7 +88,7 @@ class Looks:
 )
 def test_counters_are_exact_and_never_go_down(steps: Iterable[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        looks = Looks()
+        looks, made = Looks(), Trace(Path(folder))
         written: list[dict[str, Any]] = []
         held_back = [b"", b""]  # of a line that is being written
 
@@ -109,7 +111,7 @@ def test_counters_are_exact_and_never_go_down(steps: Iterable[Any]) -> None:
             else:
                 number, events, cut = step
                 written += events
-                data = held_back[number] + b"".join(line(event).encode() for event in events)
+                data = held_back[number] + b"".join(made.line(**event).encode() for event in events)
                 held_back[number] = data[len(data) - cut :] if cut else b""
                 append(number, data[: len(data) - cut] if cut else data)
         for number in (0, 1):
@@ -171,24 +173,25 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_run_that_is_over_before_anybody_asks_is_counted(tmp_path: Path) -> None:
     running = [RunningRun(str(tmp_path), "launch", "app", 1, 0.0)]
-    runs = Runs(lambda: running)
+    runs = FollowedRuns(0.0, Tally(), lambda: running)
     runs.notice()
-    (tmp_path / trace.FILE_NAME).write_text(line({"event": "worker_finished", "outcome": "ok"}))
+    Trace(tmp_path).write("worker_finished", outcome="ok")
     running.clear()
     runs.notice()
     for goes_on in ([False], [], []):
         assert [followed.is_registered for followed in runs.look()] == goes_on
-        assert runs.tally.workers_finished == {"ok": 1}
+        runs.read_on(math.inf)
+        assert runs.tally is not None and runs.tally.workers_finished == {"ok": 1}
 
 
 def test_many_runs_leave_little_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_gpu.watch.metrics._MOST_ENDED", 5)
+    monkeypatch.setattr("flower_gpu.watch.followed_run._MOST_GONE", 5)
     running: list[RunningRun] = []
-    runs = Runs(lambda: running)
+    runs = FollowedRuns(0.0, running=lambda: running)
     for number in range(20):
         running[:] = [RunningRun(str(tmp_path / str(number)), "launch", "app", 1, 0.0)]
         runs.look()
-    assert (len(runs._followed), len(runs._ended)) == (2, 5)
+    assert (len(runs._runs), len(runs._gone)) == (2, 5)
 
 
 def test_hosts_of_a_run_and_their_calls(tmp_path: Path) -> None:

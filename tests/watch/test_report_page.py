@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import tempfile
@@ -17,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_traces import Run, at, history_of, on_hosts, write
-from run_programs import run_cli
 from top_snapshots import snapshot
 
 from flower_gpu import trace
@@ -300,15 +298,3 @@ def test_what_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(ConfigError, match="--output"):
         report.write_report(tmp_path / "run", tmp_path / "no/where.html")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["trace.jsonl"]
-
-
-def test_a_run_ends_with_the_command_for_its_report(tmp_path: Path) -> None:
-    app = Path(__file__).parents[1] / "simulation" / "apps" / "plain"
-    command = ["simulate", str(app), "--num-supernodes", "2", "--log-dir", str(tmp_path)]
-    done = run_cli(
-        *command, env={name: value for name, value in os.environ.items() if name != "FLOWER_GPU_RUN_DIR"}
-    )
-    assert done.returncode == 0, done.stderr
-    [folder] = tmp_path.iterdir()
-    told = re.findall(r"(?m)^report +(.+)$", done.stdout + done.stderr)
-    assert told == [f"flower-gpu report {folder}"] and not (folder / "report.html").exists()

@@ -6,17 +6,15 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli.command_shell import Shell
 from nvml_stub import GIB, Host
-from top_traces import Trace
+from top_traces import run_of
 
-from flower_gpu.apps.registry import registered
 from flower_gpu.cli import main as cli
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,18 +35,6 @@ def look_until(shell: Shell, is_so: Callable[[dict[str, Any]], bool], *arguments
     while not is_so(told := look(shell, *arguments)):
         assert time.monotonic() < deadline, told
     return told
-
-
-@contextmanager
-def run_of(shell: Shell, folder: Path, name: str = "quickstart") -> Iterator[Trace]:
-    """Register a run where the shell's commands look, as long as the context is open."""
-    folder.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLOWER_GPU_STATE_DIR", str(shell.state))
-        with registered(folder, "launch", name) as is_first:
-            assert is_first
-            patch.undo()
-            yield Trace(folder, time.time())
 
 
 def client(shell: Shell, folder: Path, asked: str) -> Any:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from cli.command_shell import Shell
+
 from flower_gpu import trace
+from flower_gpu.apps.registry import registered
 from flower_gpu.trace import VERSION
 
 GPU_UUID = "GPU-1"
@@ -50,6 +56,13 @@ class Trace:
         with self.path.open("a") as file:
             file.write(text)
 
+    def worker(self, call: str, outcome: str | None = None, pid: int = 1, **fields: Any) -> None:
+        """Append what a worker tells, up to its end if an outcome is given."""
+        told = {"call": call, "client": "3", "task": "fit", "round": 1, "pid": pid, **fields}
+        self.write("worker_started", **told, start_method="forkserver")
+        if outcome is not None:
+            self.write("worker_finished", **told, start_method="forkserver", outcome=outcome)
+
     def call(self, number: int, pid: int = 1, uuid: str = GPU_UUID, **more: Any) -> Iterator[str]:
         """Yield the lines of a call with a lease, from its request to its end."""
         of = {"call": f"c{number}", "client": str(number % 100), "task": "fit", "round": 1 + number // 1000}
@@ -65,3 +78,15 @@ class Trace:
         yield self.line("gpu_sample", gpus=[{"uuid": uuid, "used_bytes": number}])
         yield self.line("worker_finished", **worker, outcome="ok", error=None, seconds=1.0)
         yield self.line("lease_released", **of, lease=lease, held_s=2.0)
+
+
+@contextmanager
+def run_of(shell: Shell, folder: Path, name: str = "quickstart", kind: str = "launch") -> Iterator[Trace]:
+    """Register a run where the shell's commands look, as long as the context is open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWER_GPU_STATE_DIR", str(shell.state))
+        with registered(folder, kind, name) as is_first:
+            assert is_first
+            patch.undo()
+            yield Trace(folder, time.time())

@@ -9,11 +9,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from flower_gpu.apps import registry
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import inventory
 from flower_gpu.printable import account_name, path_text
-from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.followed_run import FollowedRun, FollowedRuns
 from flower_gpu.watch.host_look import HostLook
 from flower_gpu.watch.top import snapshot
 from flower_gpu.watch.top.snapshot import Snapshot
@@ -34,39 +33,25 @@ class Watcher:
             raise ConfigError(
                 f"{path_text(folder)} is not the folder of a run, which has a trace.jsonl in it"
             )
-        self._is_of_one_run = folder is not None
-        self._runs = {} if folder is None else {(str(folder), 0.0): FollowedRun(folder.absolute())}
-        self._ended: dict[tuple[str, float], float] = {}
+        self._one = None if folder is None else FollowedRun(folder.absolute())
+        self._runs = FollowedRuns(_ENDED_SHOWN_S)
+        self._shown = [] if self._one is None else [self._one]
         self._host = HostLook(_MUTEX_WAIT_S)
 
     def look_for_runs(self) -> None:
         """See which runs have begun, and which have ended."""
-        if self._is_of_one_run:
-            return
-        now = time.monotonic()
-        registered = {(run.folder, run.since): run for run in registry.running()}
-        for key, run in registered.items():
-            if key not in self._runs:
-                self._runs[key] = FollowedRun(Path(run.folder), run)
-        for key in set(self._runs) - set(registered):
-            self._runs[key].is_registered = False
-            # One that goes on in the same folder has the same trace.
-            again = any(folder == key[0] for folder, _ in registered)
-            if again or now >= self._ended.setdefault(key, now) + _ENDED_SHOWN_S:
-                del self._runs[key]
-                self._ended.pop(key, None)
+        if self._one is None:
+            self._shown = self._runs.look()
 
     def read_on(self, seconds: float) -> bool:
         """Read what is new in the traces, no longer than so many seconds; tell whether that was all."""
-        until = time.monotonic() + seconds
-        # Each for a moment at least.
-        return not [run for run in self._runs.values() if not run.read_on(until)]
+        return (self._one or self._runs).read_on(time.monotonic() + seconds)
 
     def take(self) -> Snapshot:
         """Look at the GPUs and the ledger, and return them with the runs as they were read last."""
         seen = self._host.look()
         runs = self._labelled_runs()
-        workers = snapshot.worker_rows(seen, runs, others=not self._is_of_one_run)
+        workers = snapshot.worker_rows(seen, runs, others=self._one is None)
         pids = {row.lease: row.pid for row in workers if row.run and row.lease and row.pid}
         return Snapshot(
             time=seen.now,
@@ -87,9 +72,7 @@ class Watcher:
 
     def _labelled_runs(self) -> list[FollowedRun]:
         """Return the runs, the oldest first, each with a label that no other has."""
-        runs = sorted(
-            self._runs.values(), key=lambda one: one.run.since if one.run else one.history.started_at or 0.0
-        )
+        runs = sorted(self._shown, key=lambda one: one.run.since if one.run else 0.0)
         names = Counter(run.name for run in runs)
         for run in runs:
             run.label = run.name if names[run.name] == 1 else f"{run.name}:{run.pid}"
