@@ -16,19 +16,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return a text as it is kept: of a long one the head and the tail, and how much is left out.
 
     An exception may quote a whole batch. Its text goes into the reply to the server, the trace, the logs and
-    the summary: each of them keeps what this function returns.
-
-    Parameters
-    ----------
-    text : str
-        What others have written.
-    most : int
-        How many characters of it are kept.
-
-    Returns
-    -------
-    str
-        The text, with at most some dozens of characters more than ``most``.
+    the summary: each of them keeps what this function returns, some dozens of characters more than ``most``.
     """
     # A text that is cut already is a little longer than the limit. It is not cut again.
     if len(text) <= most + _NOTE_CHARACTERS:

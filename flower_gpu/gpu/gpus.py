@@ -78,14 +78,9 @@ class Inventory:
         """Those that can be used."""
         return tuple(gpu for gpu in self.gpus if gpu.is_usable)
 
-    def find(self, which: int | str) -> GPU | None:
-        """Return the GPU with this number, UUID, or beginning of a UUID that only one has; else None."""
-        if isinstance(which, str) and re.fullmatch(r"[0-9]{1,9}", which):
-            which = int(which)
-        if isinstance(which, int):
-            cards = (gpu for gpu in self.gpus if gpu.mig_parent is None)
-            return next((gpu for gpu in cards if gpu.index == which), None)
-        return _with_uuid(self.gpus, which)
+    def find(self, uuid: str) -> GPU | None:
+        """Return the GPU with this UUID; None where there is none."""
+        return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
     def visible(self, cuda_visible_devices: str | None) -> tuple[GPU, ...]:
         """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to a process, in its order, broken ones too.

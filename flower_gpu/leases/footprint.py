@@ -88,16 +88,9 @@ _Known = Mapping[Key, Peaks]  # all that is in the file
 class Footprints:
     """The footprints of this user's tasks on this host.
 
-    Parameters
-    ----------
-    path : Path, optional
-        The file; default: ``footprints.json`` in the state folder. It is made when something is
-        learned, readable by its owner only.
-
-    Notes
-    -----
-    A file that is not ours, or torn by a crash, is renamed with a warning, and a new one is begun: nothing is
-    lost that cannot be measured again. A file that cannot be written is a warning, too.
+    ``path``: the file, in the state folder by default. It is made when something is learned, readable by its
+    owner only. One that is not ours, or torn by a crash, is renamed with a warning, and a new one is begun:
+    nothing is lost that cannot be measured again. A file that cannot be written is a warning, too.
     """
 
     def __init__(self, path: Path | None = None) -> None:

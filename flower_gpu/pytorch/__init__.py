@@ -28,19 +28,13 @@ if TYPE_CHECKING:
     from flower_gpu.pytorch.weights import save_model as save_model
     from flower_gpu.pytorch.weights import set_weights as set_weights
 
-_HOME = {
-    "classification_metrics": "evaluation",
-    "get_state": "weights",
-    "get_weights": "weights",
-    "mean": "distributed",
-    "rank": "distributed",
-    "save_model": "weights",
-    "set_weights": "weights",
-    "to_device": "device",
-    "to_numpy": "device",
-    "total": "distributed",
-    "world_size": "distributed",
+_NAMES = {
+    "device": ("to_device", "to_numpy"),
+    "distributed": ("mean", "rank", "total", "world_size"),
+    "evaluation": ("classification_metrics",),
+    "weights": ("get_state", "get_weights", "save_model", "set_weights"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)
 

@@ -16,7 +16,6 @@ from calls_host import CallsHost
 @pytest.fixture(scope="session")
 def calls_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("calls")
-    nvml_stub.build(folder / "lib")
     state = folder / "state"
     state.mkdir(mode=0o700)
     yield folder
@@ -32,6 +31,6 @@ def calls_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def calls_host(tmp_path: Path, calls_folder: Path) -> Iterator[CallsHost]:
     """A host with one GPU of 16 GiB."""
-    host = CallsHost(tmp_path, calls_folder / "lib", calls_folder / "state")
+    host = CallsHost(tmp_path, nvml_stub.compiled(550).parent, calls_folder / "state")
     yield host
     host.close()

@@ -43,19 +43,9 @@ _EXPORTED = re.compile(r"^[0-9a-f]+ T (\w+)$", re.MULTILINE)
 class Host(nvml_stub.Host):
     """A host with cards that PyTorch can use, besides what NVML tells of them.
 
-    Parameters
-    ----------
-    folder : Path
-        Where its files are.
-    context : int
-        What a context takes of a card, in bytes.
-    driver : str
-        The driver's version. From 570 on it names threads of its own.
-    **options
-        As for :class:`nvml_stub.Host`.
+    ``context`` is what a context takes of a card, in bytes. From version 570 on a ``driver`` names threads of
+    its own. All else is as for :class:`nvml_stub.Host`.
 
-    Notes
-    -----
     :meth:`set` takes these fields, too: ``context`` (bytes); ``context_ms`` (how long it takes to make one);
     ``kernel_us`` (how long each kernel takes). ``compute_mode=3`` refuses a second process, ``lost=True``
     lets every call fail from then on.

@@ -104,16 +104,6 @@ def test_client_and_server_processes_never_import_torch() -> None:
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("model", "norm"), [("resnet14", "batch"), ("resnet18", "group")])
-def test_models_fit_the_images(model: str, norm: str) -> None:
-    for shape in ((1, 8, 8), (3, 32, 32)):
-        built = task.build_model(settings(model=model, norm=norm), shape[0])
-        assert built(torch.rand(2, *shape)).shape == (2, 10)
-        kinds = {type(module) for module in built.modules()}
-        assert (torch.nn.BatchNorm2d in kinds) == (norm == "batch")
-
-
 @pytest.mark.timeout(300)
 def test_two_ranks_learn_what_one_does() -> None:
     images, labels = task.load_partition(settings())

@@ -1,7 +1,6 @@
 """The quickstart's data, models, training and evaluation, called directly; the settings are the app's own."""
 
 import hashlib
-import os
 import pickle
 import sys
 import tomllib
@@ -117,28 +116,6 @@ def test_iid_partitions_have_equal_sizes_and_dirichlet_partitions_favour_labels(
     assert largest_share(iid) < 0.25 < largest_share(dirichlet)
 
 
-def test_partitioning_needs_no_files_and_no_network(tmp_path):
-    # In a process of its own: a hub or a cache would be looked for where HOME says.
-    script = (
-        "import socket\n"
-        "def refuse(*args): raise AssertionError('a connection was opened')\n"
-        "socket.socket.connect = refuse\n"
-        "import torch\n"
-        "from quickstart import task\n"
-        "config = {'dirichlet-alpha': 0.5, 'seed': 0, 'num-partitions': 3, 'partition-id': 1}\n"
-        "for kind in ('iid', 'dirichlet'):\n"
-        "    print(len(task.partition(torch.arange(90) % 10, {**config, 'partition': kind})))\n"
-    )
-    done = run_python(
-        script,
-        cwd=APP,
-        env={**os.environ, "HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path / "matplotlib")},
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(0 < int(size) < 90 for size in done.stdout.split())
-    assert {path.name for path in tmp_path.iterdir()} <= {"matplotlib"}  # its list of fonts
-
-
 # --- data -------------------------------------------------------------------------------------------------
 
 
@@ -198,15 +175,6 @@ def test_initial_weights_depend_on_the_seed_only():
     first, again, other = (task.initial_weights(app_settings(seed=seed)) for seed in (1, 1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-def test_unknown_names_are_told():
-    with pytest.raises(ValueError, match="unknown dataset 'mnist'"):
-        task.load_data(app_settings(dataset="mnist"), train=True)
-    with pytest.raises(ValueError, match="unknown model 'vgg'"):
-        task.build_model("vgg", (1, 8, 8))
-    with pytest.raises(KeyError, match="pathological"):
-        task.partition(torch.arange(10), app_settings(partition="pathological"))
 
 
 # --- training and evaluation ------------------------------------------------------------------------------

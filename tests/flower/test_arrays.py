@@ -51,13 +51,6 @@ def test_both_ways(start_method: str) -> None:
     assert arrived == sent and sent == arrived
 
 
-def test_updates_come_back() -> None:
-    sent = record()
-    arrived = worked_on(array_tasks.update, sent)
-    for ours, theirs in zip(arrived.to_numpy_ndarrays(), sent.to_numpy_ndarrays(), strict=True):
-        assert (ours == theirs + 1).all()
-
-
 def test_torch() -> None:
     sent = record(value=2)
     arrived = run_in_worker(array_tasks.torch_step, sent, start_method="forkserver")
@@ -144,12 +137,6 @@ def test_sent_on() -> None:
     second = worked_on(array_tasks.update, first)
     assert (second["1"].numpy() == 2).all()
     assert (first["1"].numpy() == 1).all()
-
-
-def test_made_in_the_worker() -> None:
-    for size in (5, 300_000):
-        arrived = worked_on(array_tasks.made_here, size)
-        assert arrived["0"].numpy().tolist() == list(range(size))
 
 
 def test_records_within_records() -> None:

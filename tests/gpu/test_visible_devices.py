@@ -151,34 +151,8 @@ def test_pytorch_counts_as_many(host: Host) -> None:
     assert ours == dict(zip(values, json.loads(done.stdout), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("which", "uuid"),
-    [
-        (0, "GPU-aa11"),
-        (1, "GPU-bb22"),
-        ("2", "GPU-dd55"),
-        ("GPU-bb22", "GPU-bb22"),
-        ("GPU-d", "GPU-dd55"),
-        ("MIG-cc44", "MIG-cc44"),
-        ("MIG-cc3", "MIG-cc33"),
-        ("GPU-", None),
-        ("MIG-cc", None),
-        ("", None),
-        ("a", None),
-        (3, None),
-        (-1, None),
-        ("-1", None),
-        ("9" * 5000, None),
-    ],
-)
-def test_find(which: int | str, uuid: str | None) -> None:
-    found = WITH_MIG.find(which)
-    assert (found.uuid if found else None) == uuid
-
-
-def test_find_does_not_take_a_whole_uuid_for_the_beginning_of_another() -> None:
+def test_a_whole_uuid_is_not_taken_for_the_beginning_of_another() -> None:
     found = inventory(gpu(0, "GPU-aa"), gpu(1, "GPU-aabb"))
-    assert found.find("GPU-aa") == found.gpus[0]
     assert found.visible("GPU-aa") == found.gpus[:1]
 
 

@@ -47,34 +47,13 @@ _NAMESPACE = uuid.UUID("6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59")
 _COUNTER = itertools.count()
 
 
-def build(folder: Path, driver: int = 550) -> Path:
-    """Compile the stub into a folder, unless it is there already.
-
-    Parameters
-    ----------
-    folder : Path
-        Where ``libnvidia-ml.so.1`` goes.
-    driver : int
-        Major version of the driver whose symbols it has. Before 510 there is no
-        ``nvmlDeviceGetMemoryInfo_v2`` and no third version of the lists of processes, before 450 no MIG and
-        no second version, before 390 nothing that nvidia-ml-py could start.
-
-    Raises
-    ------
-    RuntimeError
-        If there is no C compiler, or it failed.
-    """
-    library = folder / _NAME
-    code = compiled(driver).read_bytes()
-    if not library.exists() or library.read_bytes() != code:
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(library, code)
-    return library
-
-
 @cache
 def compiled(driver: int) -> Path:
-    """Return the library; compiled once for all processes, as a module's bytecode is."""
+    """Return the library of a driver's major version; compiled once for all processes, as bytecode is.
+
+    Before 510 it has no ``nvmlDeviceGetMemoryInfo_v2`` and no third version of the lists of processes, before
+    450 no MIG and no second version, before 390 nothing that nvidia-ml-py could start.
+    """
     code = hashlib.sha256(_SOURCE.read_bytes() + FILES.read_bytes()).hexdigest()[:16]
     name = f"nvml-{driver}-{platform.machine()}-{code}"
     library = Path(__file__).absolute().parent / "__pycache__" / name / _NAME
@@ -113,30 +92,14 @@ class Program:
 
 
 class Host:
-    """A host with stub GPUs.
+    """A host with up to 64 stub GPUs.
 
-    Parameters
-    ----------
-    folder : Path
-        Where its files are.
-    gpus : int
-        How many GPUs it has, up to 64.
-    total, reserved : int
-        Memory of each GPU, and what the driver keeps of it, in bytes.
-    name : str
-        Their model.
-    driver : str
-        The driver's version; decides which symbols its library has, see :func:`build`.
-    host : str
-        Tells hosts apart whose GPUs are not to have the same UUIDs.
+    ``total``, ``reserved``: memory of each GPU, and what the driver keeps of it, in bytes.
+    ``driver``: its version, which decides which symbols its library has, see :func:`compiled`.
+    ``host``: tells hosts apart whose GPUs are not to have the same UUIDs.
 
-    Attributes
-    ----------
-    env : dict of str to str
-        Variables that programs on this host start with.
-    uuids : list of str
-        Of the GPUs, in the order of their numbers. By default the same for every host, so that output can
-        be compared.
+    Programs on this host start with the variables :attr:`env`. :attr:`uuids` are in the order of the GPUs'
+    numbers; by default the same for every host, so that output can be compared.
     """
 
     def __init__(
@@ -164,19 +127,13 @@ class Host:
     def set(self, index: int | str, *, lost: bool | None = None, **fields: int | str | None) -> None:
         """Change what a GPU or MIG device (number, or UUID) answers.
 
-        Parameters
-        ----------
-        index : int or str
-            Which one.
-        lost : bool, optional
-            Whether it has fallen off the bus: every call for it fails.
-        **fields
-            ``name``; ``total``, ``reserved`` and ``used`` (by programs that are not simulated), in bytes;
-            ``util`` in percent; ``temp`` in degrees Celsius; ``error`` (a code, for every call);
-            ``hidden=1`` (processes are listed, their memory is not told); ``unlisted=1`` (none is listed);
-            ``shift`` (added to their numbers, as those of another namespace); ``persistence`` (mode, 0 or
-            1); ``compute_mode`` (3: EXCLUSIVE_PROCESS); ``mps=1`` (its processes are clients of MPS); None
-            takes a field away.
+        ``lost``: whether it has fallen off the bus: every call for it fails.
+        ``fields``: ``name``; ``total``, ``reserved`` and ``used`` (by programs that are not simulated), in
+        bytes; ``util`` in percent; ``temp`` in degrees Celsius; ``error`` (a code, for every call);
+        ``hidden=1`` (processes are listed, their memory is not told); ``unlisted=1`` (none is listed);
+        ``shift`` (added to their numbers, as those of another namespace); ``persistence`` (mode, 0 or 1);
+        ``compute_mode`` (3: EXCLUSIVE_PROCESS); ``mps=1`` (its processes are clients of MPS); None takes a
+        field away.
         """
         if lost is not None:
             fields["error"] = GPU_IS_LOST if lost else 0
@@ -244,13 +201,7 @@ class Host:
         _update(self.folder / "host", {"gpus": gpus})
 
     def mig(self, index: int, sizes: list[int] | None) -> list[str]:
-        """Turn MIG mode on, with devices of these sizes in bytes; None turns it off.
-
-        Returns
-        -------
-        list of str
-            The UUIDs of the MIG devices.
-        """
+        """Turn MIG mode on, with devices of these sizes in bytes; return their UUIDs. None turns it off."""
         card = self.folder / f"gpu-{index}"
         if sizes is None:
             _update(card, {"mig": 0, "instances": 0})

@@ -13,28 +13,6 @@ from typing import Any
 from flower_gpu import frameworks
 from flower_gpu.frameworks import pytorch_memory
 
-#: Whether torch was there before the task: its module is loaded with everything set up.
-IMPORTED_BEFORE = "torch" in sys.modules
-
-
-def settings() -> dict[str, Any]:
-    """Return PyTorch's settings in this worker, and what setting it up has left."""
-    import torch
-
-    loader = torch.__spec__.loader
-    return {
-        "imported_before": IMPORTED_BEFORE,
-        "settings": torch._C._accelerator_getAllocatorSettings(),
-        "visible": os.environ["CUDA_VISIBLE_DEVICES"],
-        "waiting": len(pytorch_memory._waiting),
-        "started": torch.cuda.is_initialized(),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "hooks": [type(finder).__name__ for finder in sys.meta_path],
-        "loader": type(loader).__name__,
-        "wrapped": "exec_module" in vars(loader),
-    }
-
-
 _READ: list[tuple[int, str]] = []
 
 

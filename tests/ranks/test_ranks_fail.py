@@ -50,13 +50,11 @@ def nothing_left(tmp_path: Path) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("how", "says", "failing", "start_method"),
     [
-        ("exception", "ValueError: the number is odd", 0, "forkserver"),
         ("exception", "ValueError: the number is odd", 1, "forkserver"),
         ("SIGKILL", "was killed by SIGKILL", 1, "forkserver"),
         ("exit", "exited with code 7", 1, "forkserver"),
         # The ranks of a worker that was forked are forked by the fork server, as in the rows above.
         ("SIGKILL", "was killed by SIGKILL", 0, "fork"),
-        ("SIGKILL", "was killed by SIGKILL", 1, "spawn"),
     ],
 )
 def test_a_rank_fails(

@@ -13,11 +13,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
-def test_ranks_learn_and_cannot_open_a_device(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_learn_and_cannot_open_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_GPU_GUARDED", "/dev/full")
     weights = run_in_worker("ranks_tasks:first_weights")
-    client = GPUClient("ranks_tasks:guarded", num_gpus=2, start_method=start_method)
+    client = GPUClient("ranks_tasks:guarded", num_gpus=2)
     _, num_examples, metrics = client.fit(weights, {"device": "/dev/full"})
     assert num_examples == 2  # one of each rank
     assert metrics == {"refused": 2.0}

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import nvml_stub
 import pytest
 from simulation_host import NewHost, SimulationHost
 from waiting import until
@@ -26,7 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("simulations")
-    nvml_stub.build(folder / "lib")
     (folder / "state").mkdir(mode=0o700)
     yield folder
     env = {**os.environ, "FLOWER_GPU_STATE_DIR": str(folder / "state")}

@@ -55,7 +55,7 @@ class SimulationHost:
         self.env |= {
             "HOME": str(self.new_folder("home")),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "LD_LIBRARY_PATH": str(shared / "lib"),
+            "LD_LIBRARY_PATH": str(nvml_stub.compiled(550).parent),
             "NVML_STUB_DIR": str(folder / "stub"),
             "FLOWER_GPU_LEDGER_DIR": str(self.new_folder("ledger")),
             "FLOWER_GPU_STATE_DIR": str(shared / "state"),

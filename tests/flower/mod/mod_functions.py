@@ -172,13 +172,6 @@ def fails(received: Message, context: Context) -> Any:
         from flower_gpu.errors import WeightsError
 
         raise WeightsError("model has 3 arrays, got 2")
-    if how in ("interrupts its client", "kills its client"):
-        trace = Path(os.environ["FLOWER_GPU_RUN_DIR"], "trace.jsonl")
-        while not trace.exists() or str(os.getpid()) not in trace.read_text():
-            time.sleep(0.01)
-        number = signal.SIGINT if how.startswith("interrupts") else signal.SIGKILL
-        os.kill(received.content["config"]["client"], number)
-        time.sleep(600)
     if how == "another node's":
         reply = Message(received.content, reply_to=received)
         reply.metadata.__dict__["_src_node_id"] = 14

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mod_functions as functions
@@ -14,7 +13,7 @@ from flwr.clientapp import ClientApp
 from mod_messages import EVERYWHERE, WORKERS, context, message
 
 import flower_gpu
-from flower_gpu import errors, gpu_mod, trace
+from flower_gpu import errors, gpu_mod
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -89,19 +88,6 @@ def test_a_long_error_of_its_own_is_cut() -> None:
 
 def test_keyboard_interrupt_passes() -> None:
     assert type(fail("interrupt", "in-process")) is KeyboardInterrupt
-
-
-@pytest.mark.parametrize("method", WORKERS)
-def test_ctrl_c_at_the_client_ends_its_worker(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
-    assert type(fail("interrupts its client", method)) is KeyboardInterrupt
-    events = trace.read(tmp_path / trace.FILE_NAME)
-    [finished] = [one for one in events if one["event"] == "worker_finished"]
-    assert finished["outcome"] == "cancelled"
-    with pytest.raises(ProcessLookupError):
-        os.kill(finished["pid"], 0)
 
 
 # What cannot be used --------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 from launched import events_of
 from mod_host import ModHost
-from nvml_stub import GIB
-from waiting import until
 
 from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.leases.footprint import Footprints
@@ -184,47 +181,6 @@ print(json.dumps(None))
         "mod_functions:client_fn train",
         "mod_functions:client_fn_of_old train",
     }
-
-
-def test_no_lease_in_time_and_none_ever(run: Run, host: ModHost) -> None:
-    for number in range(2):
-        host.program(number, 14 * GIB, name="/usr/bin/desktop")
-    found = run(
-        """
-result = [
-    ask(gpu_memory="4GiB", lease_timeout_s=0.3),
-    ask({"gpu-memory": "20GiB"}),
-    ask({"num-gpus": 3}),
-    ask({"gpu": "require", "gpu-ids": 7}, gpu_memory="1GiB"),
-    ask(gpu_memory="300MiB"),
-]
-print(json.dumps(result))
-"""
-    )
-    assert [kind for kind, _ in found] == [
-        "LeaseTimeoutError", "LeaseError", "LeaseError", "GPUUnavailableError", "ConfigError"
-    ]  # fmt: skip
-    texts = [text for _, text in found]
-    assert all("train of client 3" in text for text in texts), texts
-    assert "no lease within lease_timeout_s=0.3" in texts[0]
-    assert "20.0 GiB" in texts[1] and "3 GPUs" in texts[2] and "there is no GPU 7" in texts[3]
-    assert events_of(host.run_dir, "worker_started") == []
-    assert not host.status().holders
-
-
-def test_a_client_process_that_is_killed_leaves_neither_worker_nor_lease(
-    host: ModHost, run_script: Callable[..., Any]
-) -> None:
-    script = """
-        import os
-        from mod_scripts import ask, mod_functions
-        how = {"how": "kills its client", "client": os.getpid()}
-        ask(function=mod_functions.fails, config=how, gpu_memory="2GiB")
-    """
-    assert run_script(script, env=host.env, check=False).returncode == -signal.SIGKILL
-    [event] = events_of(host.run_dir, "worker_started")
-    until(lambda: not (Path(f"/proc/{event['pid']}").exists() or host.status().holders), "all of it is gone")
-    assert events_of(host.run_dir, "worker_finished", "lease_released") == [], "nobody was left to say it"
 
 
 def test_out_of_memory_is_tried_again_with_the_state_as_it_was(run: Run, host: ModHost) -> None:

@@ -31,12 +31,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class Commands:
     """Both commands, with one environment and folders of a test's own.
 
-    Parameters
-    ----------
-    folder : Path
-        For what they write.
-    more : mapping of str to str
-        Further environment variables.
+    ``folder`` is for what they write, ``more`` are further environment variables.
     """
 
     def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
@@ -144,14 +139,7 @@ def until(
 ) -> bool:
     """Wait for what happens soon in another process, and return whether it has happened.
 
-    Parameters
-    ----------
-    condition : callable
-        Whether it has.
-    process : Popen, optional
-        Must not end before.
-    limit_s : float, optional
-        Without it, what does not happen fails the test.
+    ``process`` must not end before. Without ``limit_s``, what does not happen fails the test.
     """
     deadline = time.monotonic() + (limit_s or TIMEOUT_S)
     while not condition():

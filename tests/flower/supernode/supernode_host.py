@@ -39,15 +39,7 @@ class Message(NamedTuple):
 
 
 class Federation:
-    """A SuperLink on a host with GPUs of 16 GiB, a ledger and fork servers of its own; a context manager.
-
-    Parameters
-    ----------
-    folder : Path
-        Where all of it is.
-    gpus : int
-        How many GPUs the host has.
-    """
+    """A SuperLink on a host with GPUs of 16 GiB, a ledger and fork servers of its own; a context manager."""
 
     def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.folder = folder

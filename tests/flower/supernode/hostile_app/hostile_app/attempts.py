@@ -219,13 +219,6 @@ def read_for_another(path):
     return pathlib.Path(path).read_bytes()
 
 
-def _connect_to_any(pattern):
-    for path in glob.glob(pattern):
-        _connect(path, socket.AF_UNIX)
-        return
-    raise FileNotFoundError(pattern)
-
-
 def _in_thread(function):
     errors = []
 
