@@ -51,31 +51,13 @@ def run(shell: Shell, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_cli(*arguments, env=shell.env, stdin=subprocess.DEVNULL)
 
 
-def test_the_parsers_are_those_of_all_commands() -> None:
-    assert {f"flower-gpu {name}" for name in ("launch", *COMMANDS)} <= PARSERS.keys()
-    assert {
-        "flower-gpu workers stop",
-        "flower-gpu footprint clear",
-    } <= PARSERS.keys()
-
-
-@pytest.mark.parametrize("name", PARSERS)
-def test_every_command_takes_them(name: str) -> None:
-    options = {option: action for action in PARSERS[name]._actions for option in action.option_strings}
-    for flags, value in ((("-v", "--verbose"), 1), (("-q", "--quiet"), -1)):
-        for flag in flags:
-            assert (options[flag].dest, options[flag].const) == ("verbosity", value)
-    text = PARSERS[name].format_help()
-    assert "[-v | -q]" in text
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize(("flag", "value"), [("-v", 1), ("--quiet", -1)])
-def test_they_may_stand_before_and_behind(name: str, flag: str, value: int) -> None:
-    required = REQUIRED.get(name, [])
-    for typed in ([flag, name, *required], [name, flag, *required], [name, *required, flag]):
-        assert verbosity(build_parser().parse_args(typed)) == value
-    assert verbosity(build_parser().parse_args([name, *required])) == 0
+def test_they_may_stand_before_and_behind(name: str) -> None:
+    parser, required = build_parser(), REQUIRED.get(name, [])
+    for flag, value in (("-v", 1), ("--verbose", 1), ("-q", -1), ("--quiet", -1)):
+        for typed in ([flag, name, *required], [name, flag, *required], [name, *required, flag]):
+            assert verbosity(parser.parse_args(typed)) == value
+    assert verbosity(parser.parse_args([name, *required])) == 0
 
 
 def test_both_at_once_are_refused(shell: Shell) -> None:

@@ -12,7 +12,6 @@ from launch_helpers import PlanOn
 from nvml_stub import GIB, Host
 from run_programs import run
 
-from flower_gpu import options
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.cli import main as cli
@@ -20,7 +19,6 @@ from flower_gpu.cli.launch import from_arguments
 from flower_gpu.launch.federation import client_environment, service_environment
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.run import remarks_at_end
-from flower_gpu.options import CallOptions
 from flower_gpu.watch.history import History
 
 REFUSED = [
@@ -124,23 +122,6 @@ def test_requests_of_the_environment_count_too(plan_on: PlanOn, host: Host) -> N
     assert policy[1] == (["calls run on GPU 1 (NVIDIA Stub 16GB): as many at a time as have room"], None)
 
 
-def test_wrong_variables_are_refused_by_their_names(plan_on: PlanOn, host: Host) -> None:
-    wrong = {
-        "FLOWER_GPU_MEMORY": "lots",
-        "FLOWER_GPU_NUM_GPUS": "1.5",
-        "FLOWER_GPU_POLICY": "maybe",
-        "FLOWER_GPU_IDS": "zero",
-        "FLOWER_GPU_ON_OOM": "pray",
-        "FLOWER_GPU_PLACEMENT": "anywhere",
-        "FLOWER_GPU_RESERVE": "-1",
-        "FLOWER_GPU_LEASE_TIMEOUT_S": "soon",
-        "FLOWER_GPU_LEDGER_DIR": "/nowhere",
-    }
-    answers = plan_on(host, *(("", {variable: value}) for variable, value in wrong.items()))
-    for (variable, value), (_, refused) in zip(wrong.items(), answers, strict=True):
-        assert refused is not None and variable in refused and value in refused
-
-
 def test_without_a_gpu(plan_on: PlanOn) -> None:
     nothing, memory, force, require, wanted, never = plan_on(
         None,
@@ -218,21 +199,6 @@ def test_code_with_and_without_context_gets_the_same_policy(
     ]
     assert policies[0] == policies[1]
     assert (policies[0].gpu, tuple(map(str, policies[0].gpu_ids or ()))) == ("never", ("1",))
-
-
-def test_every_option_reaches_the_settings_of_a_call() -> None:
-    given: CallOptions = {"gpu": "force", "gpu_ids": "0,1", "gpu_memory": "2GiB"}
-    given |= {"lease_timeout_s": 12.5, "on_oom": "cpu"}
-    env = options.environment(
-        given, {"FLOWER_GPU_NUM_GPUS": "2", "FLOWER_GPU_ON_OOM": "fail", "HOME": "/root"}
-    )
-    settings = call_settings({}, base=env).gpu
-    assert (settings.policy.gpu, settings.policy.gpu_ids) == ("force", (0, 1))
-    assert (settings.request.num_gpus, settings.request.memory_bytes) == (None, 2 * GIB)
-    assert (settings.lease_timeout_s, settings.on_oom) == (12.5, "cpu")
-    assert env["HOME"] == "/root"
-    share = call_settings({}, base=options.environment({"num_gpus": 0.25}, env)).gpu.request
-    assert share.num_gpus == 0.25
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from run_programs import run
 from flower_gpu.cli import main as cli
 from flower_gpu.cli.launch import from_arguments
 from flower_gpu.flower import commands
-from flower_gpu.launch.federation import client_environment
 from flower_gpu.launch.options import RUN_CONFIG
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.options import flag
@@ -43,20 +42,15 @@ BAD_OPTIONS = [
     ("--rounds 2 --run-config num-server-rounds=2", "--rounds --run-config twice"),
     ("--node-config partition-id=1", "--node-config partition-id launcher"),
     ("--node-config num-partitions=1", "--node-config num-partitions launcher"),
-    ("--gpu sometimes", "--gpu 'sometimes' never offer force require"),
     ("--gpu-ids 0,,1", "--gpu-ids empty entry"),
     ("--gpu-ids first", "--gpu-ids 'first' number UUID nvidia-smi"),
     ("--gpu force --node-config gpu='never'", "--gpu --node-config gpu twice"),
     ("--gpu-ids 0 --node-config gpu-ids=1", "--gpu-ids --node-config gpu-ids twice"),
     ("--node-config gpu='sometimes'", "gpu node config 'sometimes' never offer force require"),
-    ("--node-config gpu=true", "gpu node config words bool"),
     ("--node-config gpu-ids=1.5", "gpu-ids node config number float"),
     ("--num-gpus 0", "--num-gpus share policy never"),
-    ("--num-gpus 1.5", "--num-gpus 1.5 share whole 1 or 2"),
     ("--gpu-memory 4", "--gpu-memory 4 bytes 4GiB"),
-    ("--gpu-memory 4G", "--gpu-memory '4G' GB GiB"),
     ("--num-gpus 0.5 --gpu-memory 4GiB", "--num-gpus --gpu-memory not allowed"),
-    ("--on-oom pray", "--on-oom 'pray' retry cpu fail"),
     ("--use-gpu true", "--use-gpu tiny use-gpu = true [tool.flwr.app.config] pyproject.toml context=context"),
     ("--use-gpu yes", "--use-gpu true or false 'yes'"),
     ("--run-config use-gpu=true", "--run-config use-gpu tiny pyproject.toml context=context"),
@@ -202,15 +196,9 @@ def test_data_dir_becomes_absolute(tiny_app: Path, monkeypatch: pytest.MonkeyPat
 def test_clients_share_the_cores(tiny_app: Path) -> None:
     assert plan_of(tiny_app, "--clients 8").clients_at_once == 8
     assert plan_of(tiny_app, "--clients 8 --clients-per-round 2").clients_at_once == 2
-    given = [client_environment({}, 0, at_once)["FLOWER_GPU_CONCURRENCY"] for at_once in (1, 8)]
-    assert given == ["1", "8"]
-    threads = [int(client_environment({}, 0, at_once)["OMP_NUM_THREADS"]) for at_once in (1, 2, 10**6)]
-    assert threads == sorted(threads, reverse=True) and threads[-1] == 1
 
 
-@pytest.mark.parametrize(
-    "line", ["--help", "launch --help", "workers --help", "supernode --help", "--version"]
-)
+@pytest.mark.parametrize("line", ["launch --help", "supernode --help", "--version"])
 def test_answers_without_dependencies(line: str) -> None:
     """-S: no installed package can be imported, as in a fresh clone."""
     result = run(

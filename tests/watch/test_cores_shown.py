@@ -38,12 +38,3 @@ def test_cores_of_a_run_are_summed_up_and_the_wait_is_a_part_of_the_call() -> No
     result = result_of(history)
     assert result["cores"] == {"count": 3, "waited_s": 8.0, "longest_wait_s": 8.0}
     assert result["leases"]["count"] == 0  # those are of GPUs
-
-
-def test_who_waits_for_cores_is_among_those_who_wait() -> None:
-    history = History(keep_finished=False)
-    history.feed(call("1", 0.0, 5.0, 9.0, 1.0)[:1])
-    assert [one.client for one in history.waiting] == ["1"]
-    history.feed([event(6.0, "cores_not_granted", "1", waited_s=6.0, reason="LeaseTimeoutError")])
-    assert history.waiting == []
-    assert history.tally.cores.refused == 1

@@ -184,7 +184,7 @@ def test_without_a_terminal_it_is_one_look_and_a_hint(shell: Shell, host: Host) 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("nowhere",), "nowhere is not a folder"),
+        (("nowhere",), "nowhere is not the folder of a run"),
         (("--interval", "0"), "--interval: must be a number of seconds, 0.1 to 1e+09, not '0'"),
     ],
 )
