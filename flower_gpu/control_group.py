@@ -1,4 +1,4 @@
-"""Cores and memory of this host, and what this process's control groups leave it, of Linux' versions 1 and 2.
+"""Cores and memory of this host, and the limits of this process's control groups (Linux, versions 1 and 2).
 
 They are counted here and nowhere else, so that all who share them count alike. A limit of any group above
 this process's own counts, too: inside of a container that may be the only one.
@@ -30,7 +30,7 @@ def processors() -> int:
 
 @cache
 def all_cores() -> int:
-    """Count the cores of the host, whatever this process may use of them."""
+    """Count all cores of the host."""
     try:
         numbers: list[int] = []
         for text in (_CPUS / "online").read_text().strip().split(","):
@@ -43,7 +43,7 @@ def all_cores() -> int:
 
 @cache
 def cores_of(cpus: frozenset[int]) -> int:
-    """Count the cores of these processors: two of one core share what computes.
+    """Count the cores of these processors: the two threads of a core count once.
 
     PyTorch starts one thread for both, too.
     """

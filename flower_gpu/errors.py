@@ -128,7 +128,7 @@ class ClientCallError(FlowerGPUError):
 
 
 class RunEndedError(FlowerGPUError):
-    """A simulated run was ended since it could not give what it is to give; the message says why.
+    """A simulated run was ended because it could not give a valid result; the message has the reason.
 
     Attributes
     ----------

@@ -247,7 +247,7 @@ def opened(path: Path, flags: int, mode: int = 0o600) -> Descriptor:
 
 @contextmanager
 def passed_on(descriptor: int) -> Iterator[None]:
-    """Let forks that this thread makes in the block keep a descriptor: they are what it is meant for."""
+    """Let forks of this thread inherit a descriptor in the block."""
     _passed_on.descriptor = descriptor
     try:
         yield

@@ -44,7 +44,7 @@ class FlowerApp:
         said: Callable[[str], str] = "run config {}".format,
         hint: Callable[[str], str] = lambda _: "",
     ) -> dict[str, ConfigValue]:
-        """Return what is given for the run config, and ``num-clients`` where the app declares it.
+        """Return the given values of the run config, and ``num-clients`` where the app declares it.
 
         ``said``: how a key was given, for errors; ``hint``: what to do where the app does not declare it.
         Raises ConfigError if the app does not declare a key, or a value is none of its choices.

@@ -1,4 +1,4 @@
-"""Messages to clients that failed: what is kept of them, when they end a run, how its outcome is worded.
+"""Messages to clients that failed: the records of them, the rule that ends a run, the words for its outcome.
 
 Shared by all engines: the recorder of a run's rounds judges whether all clients fail, and an engine keeps and
 shows the failures.
@@ -200,7 +200,7 @@ class AllFailed:
         return None
 
     def never_succeeded(self, failed: int) -> str | None:
-        """Say why a run with so many failed messages is none, now that it is over; else return None."""
+        """Return why a finished run in which every message failed counts as failed, or None."""
         if self._successful or not failed:
             return None
         return "the only message failed" if failed == 1 else f"all {failed} messages failed"

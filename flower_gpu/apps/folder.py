@@ -55,7 +55,7 @@ class RunFolder:
         return self.path / f"{process}.log"
 
     def settings(self) -> dict[str, Any] | None:
-        """Return what the run was started with, the first time; None where the trace does not say so."""
+        """Return the settings of the run's first start, or None where the trace has none."""
         with suppress(OSError):
             for event in trace.read(self.trace, only="run_started"):
                 found = event.get("settings")

@@ -1,4 +1,4 @@
-"""One run as a whole, in its trace: that it began, what the GPUs did meanwhile, and how it ended."""
+"""Writes a run as a whole into its trace: its start, samples of the GPUs, its end."""
 
 from __future__ import annotations
 

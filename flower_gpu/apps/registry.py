@@ -66,7 +66,7 @@ def registered(folder: Path, kind: str, name: str) -> Iterator[bool]:
 
 
 def running() -> list[RunningRun]:
-    """Return this user's runs on this host, the oldest first; take away what dead ones have left."""
+    """Return this user's runs on this host, the oldest first; remove the entries of dead ones."""
     found = []
     with suppress(OSError):
         for path in sorted(_folder().iterdir()):

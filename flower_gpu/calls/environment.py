@@ -1,4 +1,4 @@
-"""The environment variables of one worker: what it sees of GPUs, and how much its allocators may take."""
+"""The environment variables of one worker: its visible GPUs, and the limits of its allocators."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
 
 
 class _VariableRules:
-    """What variables become when they are set, and what is said of that, once for each."""
+    """Decides the value of a variable that code sets, and logs each changed variable once."""
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:
         self.rules = rules
@@ -105,7 +105,7 @@ class _VariableRules:
         return isinstance(name, str | bytes) and os.fsdecode(name) in self.rules
 
     def ruled(self, name: Any, value: Any) -> Any:
-        """Return what a variable is set to, as ``str`` or ``bytes`` like ``value``."""
+        """Return the value that a variable gets, as ``str`` or ``bytes`` like ``value``."""
         if not self.has(name) or not isinstance(value, str | bytes):
             return value
         name, asked = os.fsdecode(name), os.fsdecode(value)

@@ -1,4 +1,4 @@
-"""What a worker uses of GPUs: by its allocator and the driver, and by what its ranks tell."""
+"""A worker's use of GPUs, by the figures of its allocator, of the driver and of its ranks."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Use:
     is_told: bool | None = None  # whether the driver tells what this worker uses; None: it was not asked
 
     def see(self, used_bytes: int) -> None:
-        """Note what is used now."""
+        """Note the use at this moment."""
         self.peak_bytes = max(self.peak_bytes or 0, used_bytes)
 
     def beyond(self, reserved_bytes: int) -> int:
-        """Return what is used where the allocator has so much: with what is outside of it."""
+        """Return the use of the process if its allocator has so much: with the memory outside of it."""
         if self.outside_bytes is not None:
             return reserved_bytes + self.outside_bytes
         return reserved_bytes + max(0, self.share.memory_bytes - self.share.cap_bytes)  # as the lease has it
 
     def ask(self, gpu: GPU) -> dict[int, int]:
-        """Note what the driver tells; return by process what this worker uses, empty where it does not tell.
+        """Note the driver's figures; return this worker's use by process, empty where the driver has none.
 
         A process that is not listed uses nothing, unless somebody uses memory who is not listed.
         """
@@ -63,7 +63,7 @@ class Use:
             self.outside_bytes = max(self.outside_bytes or 0, sum(told.values()) - reserved_bytes)
 
     def as_event(self, own: Figures | None, before: Figures | None, in_force: int | None) -> dict[str, Any]:
-        """Return what the caller is told."""
+        """Return the figures for the caller."""
         reserved = own.peak_reserved_bytes if own is not None else 0
         if reserved:
             self.see(self.beyond(reserved))
@@ -87,7 +87,7 @@ class Use:
 
 
 class RankFigures:
-    """Collects what ranks tell, each of its own GPU."""
+    """Collects the figures of ranks, each of its own GPU."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,7 +158,7 @@ def least_bytes(told: Mapping[str, Any], share: Share) -> int:
 
 
 def in_allocator(told: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return what the allocator would have needed, and tensors in it; None where no allocator tells."""
+    """Return the memory that the allocator needed, and that of tensors; None without an allocator."""
     if told.get("allocated_bytes") is None:
         return None
     asked = told.get("asked_bytes") or 0

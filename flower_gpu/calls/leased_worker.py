@@ -34,7 +34,7 @@ _log = logging.getLogger(events.LOGGER)
 
 
 def setup() -> AbstractContextManager[None]:
-    """Bring this worker to its lease; the task runs in what this returns.
+    """Limit this worker to its lease. The task runs in the returned context.
 
     The lease is in the environment. Without one the libraries get their threads and nothing else happens.
 
@@ -61,7 +61,7 @@ def _fixed(rules: Mapping[str, Rule]) -> AbstractContextManager[None]:
 
 
 def _kept(variables: Iterable[str]) -> dict[str, Rule]:
-    """Return rules by which these variables stay as they are now."""
+    """Return rules that keep these variables at their present values."""
     return {name: partial(_value, os.environ[name]) for name in variables if name in os.environ}
 
 
@@ -160,7 +160,7 @@ class _UsageWriter:
             self._thread.join(_LAST_LOOK_S)
 
     def rest(self) -> None:
-        """Give back what no tensor is in, and report what this process holds while it waits for a call."""
+        """Free the allocator's cache, and report the memory that this idle process keeps."""
         from flower_gpu.leases import tickets
 
         frameworks.free_cached()

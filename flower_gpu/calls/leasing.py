@@ -1,4 +1,4 @@
-"""From what a call wants to the lease that its worker gets: decided, waited for, told."""
+"""Leases for calls: the request, the wait, the grant, and the events of all three."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Leasing:
             ledger.release(ticket)
 
     def ledger(self) -> Ledger:
-        """Return the ledger, with what this call never asks for."""
+        """Return the ledger, without the resources that this call never asks for."""
         return Ledger(reserve_bytes=self.settings.reserve_bytes, host_reserve_bytes=self.host.reserve_bytes)
 
     @contextmanager
@@ -127,7 +127,7 @@ class Leasing:
             yield held
 
     def host_needs(self) -> tuple[HostNeed, ...]:
-        """Return what the call needs of cores and main memory, as of now."""
+        """Return the cores and the main memory that the call needs now."""
         if not self.host.is_leased:
             return ()
         found = [self.host.cores(on_gpu=bool(self.uuids)), self._memory.need()]
@@ -138,7 +138,7 @@ class Leasing:
         return CallMemory(self.footprints, self.key, bool(self.uuids), self.host.reserve_bytes)
 
     def learn_memory(self, taken_bytes: int) -> None:
-        """Keep for the next calls what a worker has taken of main memory."""
+        """Keep a worker's peak of main memory for the next calls."""
         if self.host.is_leased:
             with _only_warned():
                 self._memory.learn(taken_bytes)
@@ -186,7 +186,7 @@ class Leasing:
                 self.footprints.learn_call(self.key.on(share.name), measured, is_done=is_done)
 
     def learn_at_least(self, told: Mapping[str, Any], lease: Lease) -> None:
-        """Keep from an ``out_of_memory`` event what the task would have needed to go on."""
+        """Keep the memory that the task would have needed, by an ``out_of_memory`` event."""
         share = next((share for share in lease.shares if share.uuid == told.get("uuid")), None)
         if share is not None and told.get("kind") == "over_cap":
             with _only_warned():
@@ -297,7 +297,7 @@ class Leasing:
         return Lease(ticket.entry.id, tuple(shares), alone, str(ticket.entry.path))
 
     def _outside(self, name: str, memory_bytes: int) -> int:
-        """Return what of a lease is not for the allocator: the context, and what other libraries took."""
+        """Return the part of a lease that is not for the allocator: the context, and other libraries."""
         context = self.footprints.context(name)
         if not self._names_no_size():
             return context
@@ -314,7 +314,7 @@ class Leasing:
 
 
 def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, str]) -> Decision:
-    """Decide whether a call may use a GPU, and which; what is to be said about it is logged.
+    """Decide whether a call may use a GPU, and which one; log the warnings.
 
     Raises GPUUnavailableError if the node requires a GPU that cannot be used.
     """

@@ -1,4 +1,4 @@
-"""What callers are told: about leases, in the log, and where calls will run, or why on the CPU."""
+"""Log lines for callers: about leases, the place of calls, and reasons for the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def say_once(text: str, level: int = logging.WARNING) -> None:
 
 
 def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
-    """Log once why a worker could not use its GPU, from its ``no_cuda`` event, and what to change."""
+    """Log once why a worker could not use its GPU, by its ``no_cuda`` event, with a way out."""
     text = f"GPU {lease.shares[0].index} was leased, but {told.get('reason')}. Calls run on the CPU"
     if told.get("torch"):
         host = inventory.take(processes=False)
@@ -44,7 +44,7 @@ def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
 
 
 def untold(share: Share, task: str) -> str:
-    """Return what to say of a GPU whose driver does not tell what a process uses there."""
+    """Return the line about a GPU whose driver does not tell the memory of a process."""
     return (
         "the NVIDIA driver does not tell how much memory a process uses on GPU "
         f"{share.index} ({share.name}), as in some containers, on some MIG devices and with old drivers. "
@@ -128,7 +128,7 @@ def why_on_cpu(settings: GPUSettings, use_gpu: bool | None, env: Mapping[str, st
 
 
 def without_effect(request: LeaseRequest, who: str, why: str) -> str:
-    """Say that what is asked for of a GPU does not matter: such calls run on the CPU."""
+    """Return that a request for a GPU has no effect, since the calls run on the CPU."""
     ranks = request.count
     but = f" but for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
     return f"note: {request.written} has no effect{but}: {who} run on the CPU, {why}"

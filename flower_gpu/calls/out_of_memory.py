@@ -23,7 +23,7 @@ _KINDS = {
 def next_request(
     told: Mapping[str, Any], lease: Lease, requests: Sequence[LeaseRequest], on_oom: str
 ) -> LeaseRequest | None:
-    """Return what the next try asks for after an ``out_of_memory`` event; None where no try would help.
+    """Return the request of the next try after an ``out_of_memory`` event; None where no try would help.
 
     ``requests``: what the tries so far have asked for.
     """
@@ -56,7 +56,7 @@ def share_of(told: Mapping[str, Any], lease: Lease) -> Share:
 
 
 def describe(told: Mapping[str, Any], lease: Lease) -> str:
-    """Return what happened, with the numbers, in one sentence."""
+    """Describe the event in one sentence, with its numbers."""
     share = share_of(told, lease)
 
     def size(name: str) -> str:

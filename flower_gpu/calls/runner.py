@@ -122,7 +122,7 @@ def run_in_worker(
 
 
 def _check_confined(settings: CallSettings) -> None:
-    """Refuse what a confined worker cannot have.
+    """Refuse settings that a confined worker cannot have.
 
     Raises ConfigError if so.
     """

@@ -1,4 +1,4 @@
-"""How calls run and what they want of the host's GPUs: from code, environment and Flower's configs."""
+"""The settings of calls, from code, environment and Flower's configs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class HostSettings:
     reserve_bytes: int | None  # of main memory; None: a part of it
 
     def cores(self, *, on_gpu: bool) -> HostNeed | None:
-        """Return what a call asks for of the cores; None: nothing."""
+        """Return the cores that a call asks for, or None."""
         if self.num_cpus is not None:
             amount = max(1, int(1000 * self.num_cpus))
         elif on_gpu:
@@ -98,14 +98,14 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class CallSettings:
-    """How calls are run: their processes, and what they want of the host."""
+    """The settings of calls: their processes, and their requests to the host."""
 
     worker: WorkerSettings
     gpu: GPUSettings
     host: HostSettings
 
     def confined(self, confinement: Confinement | None) -> CallSettings:
-        """Return the same with workers that keep only this of the host."""
+        """Return settings whose workers are confined to this part of the host."""
         return replace(self, worker=replace(self.worker, confinement=confinement))
 
     def named(self, name: str) -> CallSettings:
@@ -122,7 +122,7 @@ def call_settings(
     run_config: Mapping[str, Any] = _NOTHING,
     named: Callable[[str], str] = str,
 ) -> CallSettings:
-    """Check options, and fill what they leave open from configs and environment.
+    """Check options, and fill missing ones from configs and environment.
 
     ``options``: as in :class:`CallOptions`; their context has both configs.
     ``name``: name of the client where neither they nor the environment have one.
@@ -190,7 +190,7 @@ def _request(values: Mapping[str, Any], given: Mapping[str, GivenValue]) -> Leas
 def _host_settings(
     values: Mapping[str, Any], given: Mapping[str, GivenValue], environ: Mapping[str, str]
 ) -> HostSettings:
-    """Return what a call wants of the host; it would wait for ever for more cores than there are."""
+    """Return a call's requests to the host; refuse more cores than it has: the call would wait for ever."""
     settings = HostSettings(
         is_leased=CPU_LEASES.resolve(None, environ) == "on",
         num_cpus=values["num_cpus"],

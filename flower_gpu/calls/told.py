@@ -127,7 +127,7 @@ class Told:
 
     @property
     def memory_bytes(self) -> int:
-        """Main memory that the worker took, as far as it has told."""
+        """The worker's peak of main memory, by its last report."""
         return int(self._times["memory_bytes"] or 0)
 
     def on_start(self, pid: int, method: str, *, is_process: bool, is_used_again: bool) -> None:
@@ -187,7 +187,7 @@ class Told:
 
 
 def used_of_lease(used_bytes: Mapping[str, int], held: Lease | None) -> dict[str, int]:
-    """Return what a worker says that it uses, as far as that can be: of GPUs of its lease, and not more."""
+    """Return the use that a worker reports, limited to the GPUs and the size of its lease."""
     shares = held.shares if held is not None else ()
     return {
         share.uuid: min(used_bytes[share.uuid], share.total_bytes)

@@ -132,7 +132,7 @@ class Tries:
         return self.on_cpu(replace(leasing, uuids=()), environ)
 
     def on_cpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
-        """Run it without a GPU, with what it gets of cores and main memory."""
+        """Run it without a GPU, with a lease on cores and main memory."""
         without_gpu = environment.of_worker(None, environ)
         with self.workers.held_on_cpu(leasing) as found:
             try:
@@ -249,14 +249,14 @@ class Tries:
 
 
 def _around(method: StartMethod, env: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Return what this process does around a call, so that its threads fit the worker's environment."""
+    """Return a context around a call in which this process's threads fit the worker's environment."""
     if not method.is_own_process:
         return threads.restored()
     return threads.prepared({**os.environ, **env}) if method.copies_caller else nullcontext()
 
 
 def _confined(confinement: Confinement | None) -> dict[str, str]:
-    """Return the variables of a worker that say by what it is confined."""
+    """Return the variables that tell a worker its confinement."""
     if confinement is not None:
         return confinement.environment()
     # A worker that a confined one starts is confined with it. Between these two all is one app's.
@@ -264,7 +264,7 @@ def _confined(confinement: Confinement | None) -> dict[str, str]:
 
 
 def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
-    """Return what a worker has to know that starts a worker for each of several GPUs."""
+    """Return the settings for a worker that starts one rank for each GPU."""
     env = {RANKS_VARIABLE: str(num_gpus)}
     if settings.start_method != "auto":
         env[START_METHOD_VARIABLE] = settings.start_method
@@ -274,7 +274,7 @@ def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
 
 
 def _log_prefix(fields: Mapping[str, Any]) -> str:
-    """Return what is put in front of a worker's log lines: its client and round."""
+    """Return the prefix of a worker's log lines: client and round."""
     client, server_round = fields["client"], fields["round"]
     if client == SERVER and is_worker():  # a worker of a worker, which knows its client
         return events.log_prefix()

@@ -37,7 +37,7 @@ class Command:
     after_dashes: str = ""  # whose options stand after two dashes
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add what the command takes to its parser."""
+        """Add the command's arguments to its parser."""
         if self.takes_app:
             parser.add_argument(
                 "app_dir",
@@ -52,7 +52,7 @@ class Command:
 
 
 def reader(kind: Kind) -> Callable[[str], Any]:
-    """Return what argparse reads a text by."""
+    """Return the function with which argparse reads a text."""
 
     def read(text: str) -> Any:
         try:
@@ -70,7 +70,7 @@ def add_options(
     groups: Mapping[str, str] = _NOTHING,
     more: Mapping[str, str] = _NOTHING,
 ) -> None:
-    """Add options to a parser; those that a variable can set, too, are None where they are not given.
+    """Add options to a parser. Options that a variable can set are None if not given.
 
     ``table``: the options by name.
     ``groups``: what ``--help`` says about each group.
@@ -148,5 +148,5 @@ def verbosity(arguments: argparse.Namespace) -> int:
 
 
 def is_quiet(arguments: argparse.Namespace) -> bool:
-    """Tell whether only the result and errors are to be said."""
+    """Tell whether only the result and errors are wanted."""
     return verbosity(arguments) < 0

@@ -45,7 +45,7 @@ GROUPS: Final = MappingProxyType(
 def environment(
     arguments: argparse.Namespace, keys: Iterable[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what tells the processes of messages how apps are confined; nothing where they are not.
+    """Return the variables that tell the processes of messages the confinement of apps; none without it.
 
     ``arguments``: with :data:`OPTIONS`.
     ``keys``: files of the SuperNode that only it may read.
@@ -70,7 +70,7 @@ def environment(
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
-    """Return lines about how apps are confined, and what they still can do."""
+    """Return lines about the confinement of apps, and its gaps."""
     if arguments.confine is None:
         return []
     allowed = _allowed(arguments)

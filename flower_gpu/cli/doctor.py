@@ -1,4 +1,4 @@
-"""``flower-gpu doctor``: what of this machine and shell is fine, and what to do about the rest."""
+"""``flower-gpu doctor``: checks of this machine and shell, with a way out of each problem."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def checks() -> Mapping[str, Check]:
-    """Return all checks by their names, in the order in which they are told."""
+    """Return all checks by their names, in the order of the output."""
     found = inventory.take()
     inventory.close()
     return {

@@ -1,4 +1,4 @@
-"""``flower-gpu footprint``: look at what was learned about tasks' GPU memory, or forget it."""
+"""``flower-gpu footprint``: show or forget the measured GPU memory of tasks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _clear(footprints: Footprints, task: str | None, *, in_json: bool) -> int:
 
 
 def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> dict[str, Any]:
-    """Return what `--json` prints: sizes in bytes, times as Unix time."""
+    """Return the output of `--json`: sizes in bytes, times as Unix time."""
     return {
         "footprints": [
             {

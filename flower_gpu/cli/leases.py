@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(ledger: Ledger, state: State) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
+    """Return the output of ``--json``."""
     capacity = {card.uuid: card.capacity_bytes for card in state.cards}
     return {
         "ledger": str(ledger.folder.root),

@@ -80,7 +80,7 @@ def begin_command(arguments: argparse.Namespace) -> None:
 
 
 def _earlier_settings(folder: Path | None) -> Mapping[str, Any]:
-    """Return what an earlier run was started with; nothing where that cannot be read, which is told later."""
+    """Return the settings of an earlier run; nothing where they cannot be read, which is an error later."""
     return {} if folder is None else RunFolder(folder).settings() or {}
 
 
@@ -214,7 +214,7 @@ class _Shown:
         return self.progress and not self.is_quiet
 
     def say(self, text: str) -> None:
-        """Say what goes on before there are bars."""
+        """Show a line before there are bars."""
         if self.has_bars:
             _say(text)
 

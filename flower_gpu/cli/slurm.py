@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def how_to_follow(job: str, plan: JobPlan) -> str:
-    """Return the commands that show what becomes of a job."""
+    """Return the commands that follow a job."""
     log = short(plan.log(job))
     runs = short(plan.log(job).with_suffix(""))
     commands = {
@@ -193,7 +193,7 @@ def how_to_follow(job: str, plan: JobPlan) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> JobPlan:
-    """Return the job, if what can be known here of its options lets it start."""
+    """Return the job, if its options pass all checks that are possible on this host."""
     app = FlowerApp.load(arguments.app_dir)
     given = simulate.given_run_config(arguments.run_config)
     if arguments.num_supernodes is not None:
@@ -225,7 +225,7 @@ def _plan(arguments: argparse.Namespace) -> JobPlan:
 
 
 def for_simulate(words: Sequence[str]) -> list[str]:
-    """Return what of a command line is for ``simulate``, as it was given; the script says the rest."""
+    """Return the part of a command line for ``simulate``, unchanged; the script has the rest."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_options(own, {**OPTIONS, **{name: _OF_SIMULATE[name] for name in _OF_THE_SCRIPT}})
     _, rest = own.parse_known_args(list(words))
@@ -252,7 +252,7 @@ def batch_script(plan: JobPlan) -> str:
 
 
 def _directives(plan: JobPlan) -> list[list[str]]:
-    """Return the options of sbatch, each with its value: what the script needs, and what is given."""
+    """Return the options of sbatch, each with its value: those of the script, then the given ones."""
     if set("%\\\n") & set(str(plan.log_dir)):
         raise ConfigError(
             f"--log-dir {plan.log_dir}: % and \\ in the name of a log have a meaning for Slurm. "

@@ -140,7 +140,7 @@ def _keys(arguments: argparse.Namespace) -> list[node_keys.NodeKey]:
 
 
 def _limits(arguments: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
-    """Return what the kernel keeps apps from on this host, and what not."""
+    """Return lines about the limits of apps on this host, and about the gaps."""
     return [line for line in (guard.describe(env), *confine.describe(arguments)) if line]
 
 
@@ -160,7 +160,7 @@ def _key_files(arguments: argparse.Namespace) -> list[str]:
 
 
 def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, ConfigValue]:
-    """Return what is given as --node-config, if calls can use it on this host."""
+    """Return the given --node-config, if calls can use it on this host."""
     _, given = without_option(arguments.flower, _NODE_CONFIG)
     pairs = parse_pairs(_NODE_CONFIG, given)
     call_settings({}, base=env, node_config=pairs)

@@ -1,4 +1,4 @@
-"""``flower-gpu top``, ``report`` and ``metrics``: what runs and GPUs do."""
+"""``flower-gpu top``, ``report`` and ``metrics``: views of runs and GPUs."""
 
 from __future__ import annotations
 

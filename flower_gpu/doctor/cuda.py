@@ -48,7 +48,7 @@ class Build(NamedTuple):
 
 
 def build() -> Build | None:
-    """Read what PyTorch was built for, without importing it; None where it is not installed."""
+    """Read PyTorch's version and CUDA version, without importing it; None where it is not installed."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         return None

@@ -1,4 +1,4 @@
-"""The driver, each GPU, and what a call would get of them."""
+"""The driver, each GPU, and the GPUs of a call."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gpus(found: Inventory) -> Iterator[Found]:
 
 
 def calls(found: Inventory) -> Iterator[Found]:
-    """Check what a call would get by this shell's variables: policy, request, ``CUDA_VISIBLE_DEVICES``."""
+    """Check the GPUs of a call by this shell's variables: policy, request, ``CUDA_VISIBLE_DEVICES``."""
     try:
         settings = call_settings({}).gpu
     except ConfigError:

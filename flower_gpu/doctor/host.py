@@ -53,7 +53,7 @@ def system() -> Iterator[Found]:
 
 
 def state_folder() -> Iterator[Found]:
-    """Check the folder of what processes of this account share."""
+    """Check the folder that processes of this account share."""
     path = state_dir()
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if problem := _state_problem():

@@ -204,7 +204,7 @@ class _Sum:
 
 
 def _rounded(mean: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a mean of integers as such; what a float cannot hold exactly must not leave their range."""
+    """Return a mean of integers as integers. A rounding of the float must not leave their range."""
     mean = np.rint(mean, out=mean)
     if dtype.kind not in "iu":
         return mean.astype(dtype)
@@ -280,7 +280,7 @@ def without_arrays(reply: Message) -> Message:
 
 @lru_cache(maxsize=16)
 def _names_of(keys: tuple[str, ...]) -> ArrayRecord:
-    """Return what stands in the place of arrays with these names: one record for all replies."""
+    """Return a record without arrays for these names, shared by all replies."""
     record = ArrayRecord()
     for key in keys:
         record[key] = _SummedArray(key)
@@ -326,12 +326,12 @@ SumItem = Message | tuple[str, ReplySum]
 
 
 def place(reply: Message) -> tuple[int, int, str]:
-    """Return what replies are sorted by: their nodes; then, for grids that count messages, what was sent."""
+    """Return the sort key of replies: the node; then, for grids that count messages, the message's number."""
     return reply.metadata.src_node_id, *number_of(reply)
 
 
 def number_of(reply: Message) -> tuple[int, str]:
-    """Return what replies are sorted by to be in the order of sending, for grids that count messages."""
+    """Return the sort key for the order of sending, for grids that count messages."""
     sent = reply.metadata.reply_to_message_id
     return len(sent), sent
 

@@ -222,7 +222,7 @@ class GPUClient(NumPyClient):
         )
 
     def _named(self, task: Task) -> Task:
-        """Return what the user has named or given, of which a task is made."""
+        """Return the user's function, or its name, for a task."""
         return task
 
 

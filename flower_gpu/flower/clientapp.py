@@ -112,7 +112,7 @@ def _unknown(what: str, so: str) -> ConfigError:
 
 
 def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
-    """Return what loads an app that fails with an exception, and says why in the trace of the run.
+    """Wrap the function that loads an app: a failure is written into the trace of the run.
 
     To its server Flower tells the last line of an exception only. Of an app that exits, or whose function
     returns no reply, Flower tells nothing, and the server waits for ever.
@@ -182,13 +182,13 @@ class LeasedClientApp:
             )
 
     def _confined(self) -> AbstractContextManager[Confinement | None]:
-        """Return by what the worker of a message is confined, in a block; None where it is not."""
+        """Return a context with the confinement of the worker of a message, or with None."""
         allowed = Allowed.from_environment(os.environ)
         return nullcontext() if allowed is None else for_message(allowed, [str(_folder_of(*self._app))])
 
 
 def _learn_imports(app: tuple[str, ...]) -> None:
-    """Have the fork server import what the app will import: once, and not in each worker of a first round."""
+    """Have the fork server import the app's libraries once, instead of each worker of the first round."""
     # Whatever is wrong with the app is for its worker to say.
     with suppress(Exception):
         folder = Path(get_project_dir(*app))

@@ -1,4 +1,4 @@
-"""Our commands of Flower's names: how Flower comes to start them, and what they do.
+"""Our commands with Flower's names, and the ``PATH`` on which Flower finds them.
 
 ::
 
@@ -131,7 +131,7 @@ class CommandFolder:
             self._files[self.path / name] = _STARTER.format(interpreter=interpreter, program=program)
 
     def make(self) -> Path:
-        """Make what is missing of it, and return its path; raises ConfigError if that cannot be done."""
+        """Make the missing parts of the folder, and return its path; raises ConfigError."""
         if all(path.exists() for path in self._files):
             return self.path
         try:
@@ -146,7 +146,7 @@ class CommandFolder:
         return self.path
 
     def first_on(self, path: str | None) -> str:
-        """Make what is missing of it, and return a ``PATH`` by which its commands are found first.
+        """Make the missing parts of the folder, and return a ``PATH`` that begins with it.
 
         Raises ConfigError if they would not be found, or cannot be made.
         """
@@ -193,7 +193,7 @@ def fast_start(
 
 
 def warm_up(libraries: Sequence[str] = ()) -> None:
-    """Start the fork server if there is none, and have it import what each message needs.
+    """Start the fork server if there is none, and have it import the libraries of every message.
 
     A failure is not told here: the first message meets it as well.
 
@@ -216,7 +216,7 @@ def warm_up_command(libraries: Sequence[str] = ()) -> list[str]:
 
 
 def warm_up_in_background(env: Mapping[str, str]) -> None:
-    """Do that in a process of its own, which the caller's program need not know."""
+    """Call :func:`warm_up` in a process of its own, apart from the caller's program."""
     with suppress(OSError):
         # Twice removed: a program that replaces this one would have to reap it.
         subprocess.run(

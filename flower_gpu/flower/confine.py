@@ -1,4 +1,4 @@
-"""``flower-gpu supernode --confine``: what the apps of a SuperNode may have of its host.
+"""``flower-gpu supernode --confine``: the parts of a host that the apps of a SuperNode may use.
 
 The operator's word travels to the processes of messages in a variable. There each message gets a folder, and
 the app is held to it all in its worker (:mod:`flower_gpu.workers.confinement`).
@@ -49,19 +49,19 @@ class Allowed:
     ports: tuple[int, ...] = ()  # --allow-connect
 
     def environment(self) -> dict[str, str]:
-        """Return what tells the processes of messages."""
+        """Return the variables for the processes of messages."""
         return {CONFINE_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Allowed | None:
-        """Return what is allowed; None where apps are not confined."""
+        """Return the allowed folders and ports; None where apps are not confined."""
         if not (text := environ.get(CONFINE_VARIABLE)):
             return None
         told = json.loads(text)
         return cls(*(tuple(told[name]) for name in ("read", "write", "ports")))
 
     def check(self, keys: Iterable[str], environ: Mapping[str, str]) -> None:
-        """Refuse folders by which an app would get what it must never have.
+        """Refuse folders that would open secrets or programs to an app.
 
         ``keys``: files of the SuperNode that only it may read.
         ``environ``: of the SuperNode.
@@ -126,7 +126,7 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def not_enforced(allowed: Allowed) -> list[str]:
-    """Return what apps can do on this host although they are confined."""
+    """Return the gaps of the confinement on this host."""
     missing = confinement.not_refused(with_ports=bool(allowed.ports))
     if pipes := sharing.mps_pipes(os.environ):
         missing.append(f"errors on a GPU for all clients of the MPS daemon in {path_text(pipes)}")

@@ -81,7 +81,7 @@ def takes_lease(environ: Mapping[str, str]) -> bool:
 
 
 def _forward(pid: int, _: str) -> None:
-    """From now on, send the child what this process is sent."""
+    """From now on, pass this process's signals on to the child."""
 
     def forward(number: int, __: FrameType | None) -> None:
         with suppress(ProcessLookupError):
@@ -93,7 +93,7 @@ def _forward(pid: int, _: str) -> None:
 
 
 def _end_by(number: int) -> None:
-    """End as the child did, so that whoever started this process is told the same."""
+    """End with the child's exit status or signal."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what there was to see died with the child
     with suppress(OSError):  # SIGKILL has no handler
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""One message to a ``ClientApp``, handled in a worker: both sides of it, and what comes back."""
+"""One message to a ``ClientApp``, handled in a worker: the caller's side and the worker's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def call(
     passed_on: tuple[type[Exception], ...] = (),
     workers: Workers | None = None,
 ) -> Message:
-    """Have a worker handle a message, and take over what it did to the context's state.
+    """Have a worker handle a message, and take over its changes of the context's state.
 
     ``task``: ``task(*args, message, context, identity)`` runs in the worker and returns what :func:`run`
     does. ``args``: its first arguments.

@@ -48,7 +48,7 @@ class GPUMod:
             call_settings(self._with(own))
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Run what follows in a worker; called by Flower.
+        """Run the next mod or the function in a worker; called by Flower.
 
         Raises
         ------
@@ -80,7 +80,7 @@ class GPUMod:
         return {**{name: value for name, value in self._options.items() if name not in replaced}, **own}
 
     def _own(self, context: Context) -> Mapping[str, Any]:
-        """Return what this client has of its own."""
+        """Return this client's own options."""
         if callable(self._resources):
             try:
                 own = self._resources(context)

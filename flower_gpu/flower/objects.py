@@ -82,7 +82,7 @@ class ObjectBatches:
         self._is_known = False
 
     def pulling(self, pull_objects: _Function) -> _Function:
-        """Return what is called for Flower's ``pull_objects``, with the same arguments and result."""
+        """Return a replacement for Flower's ``pull_objects``, with the same arguments and result."""
 
         def pull(object_ids: list[str], pull_object_fn: _Function, **options: Any) -> dict[str, bytes]:
             found: dict[str, bytes] = {}
@@ -106,7 +106,7 @@ class ObjectBatches:
         return pull
 
     def pushing(self, push_contents: _Function) -> _Function:
-        """Return what is called for Flower's ``push_object_contents_from_iterable``."""
+        """Return a replacement for Flower's ``push_object_contents_from_iterable``."""
 
         def push(contents: Iterable[tuple[str, bytes]], push_object_fn: _Function, **options: Any) -> None:
             together = packages(contents) if self._is_known else contents
@@ -116,7 +116,7 @@ class ObjectBatches:
 
 
 def answering_pulls(pull_object: _Function) -> _Function:
-    """Return what is called for a server's function that answers a ``PullObjectRequest``."""
+    """Wrap a server's function that answers a ``PullObjectRequest``."""
 
     def answer(request: Any, *args: Any, **kwargs: Any) -> Any:
         names = request.object_id.split(_COMMA)
@@ -140,7 +140,7 @@ def answering_pulls(pull_object: _Function) -> _Function:
 
 
 def answering_pushes(push_object: _Function) -> _Function:
-    """Return what is called for a server's function that answers a ``PushObjectRequest``."""
+    """Wrap a server's function that answers a ``PushObjectRequest``."""
 
     def answer(request: Any, *args: Any, **kwargs: Any) -> Any:
         names = request.object_id.split(_COMMA)
@@ -181,13 +181,13 @@ def _package(contents: dict[str, bytes]) -> tuple[str, bytes]:
 
 
 def packed(contents: list[bytes | None]) -> bytes:
-    """Return the contents of several objects as one: their lengths, and what is there of them."""
+    """Return the contents of several objects as one: the length of each (or "missing"), then the bytes."""
     lengths = [None if content is None else len(content) for content in contents]
     return b"\n".join([json.dumps(lengths).encode(), b"".join(filter(None, contents))])
 
 
 def unpacked(names: Iterable[str], content: bytes) -> dict[str, bytes]:
-    """Return the objects of :func:`packed` by name, without those that were not there."""
+    """Return the objects of :func:`packed` by name, without missing ones."""
     text, _, joined = content.partition(b"\n")
     found, at = {}, 0
     for name, length in zip(names, json.loads(text), strict=False):  # an answer may end before all names

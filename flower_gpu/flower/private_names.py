@@ -1,4 +1,4 @@
-"""The names of Flower that are not public and are used here: what is so without each.
+"""The private names of Flower that are used here, and the effect of a missing one.
 
 Who looks one up here gets None where the installed Flower has no such name. Then Flower does its own, and the
 log says it once, at the level DEBUG. `flower-gpu doctor` lists what the installed Flower lacks.
@@ -68,7 +68,7 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 
 def find(name: str) -> Any:
-    """Return what Flower has under one of the names; None where there is nothing."""
+    """Return Flower's object of one of the names, or None."""
     found = _find(name)
     if found is None:
         _say(name)
@@ -76,7 +76,7 @@ def find(name: str) -> Any:
 
 
 def lacking() -> dict[str, str]:
-    """Return those of the names that the installed Flower lacks, with what is so without them."""
+    """Return the names that the installed Flower lacks, each with the effect."""
     return {name: effect for name, effect in NAMES.items() if _find(name) is None}
 
 

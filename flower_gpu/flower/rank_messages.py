@@ -1,4 +1,4 @@
-"""Functions of a ``ClientApp`` in several ranks: what of Message and Context goes there and comes back."""
+"""Functions of a ``ClientApp`` in several ranks: Message and Context on the way there and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNTS: Final = ("num-examples", "num_examples")
 
 
 def call(function: Task, timeout_s: float, count: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a function that gets a Context in ranks, and take over what rank 0 did to the Context's state.
+    """Run a function that gets a Context in ranks, and take over rank 0's changes of the Context's state.
 
     ``function``: the user's, in ``count`` ranks that wait ``timeout_s`` seconds for each other at one point.
     ``args``, ``kwargs``: its arguments, a ``Context`` among the first.

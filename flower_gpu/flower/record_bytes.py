@@ -1,4 +1,4 @@
-"""Flower's records as bytes, and what handling a message gives: a reply and a state.
+"""Flower's records as bytes, and the result of a message: a reply and a state.
 
 The bytes are a description in JSON, then those of the arrays as they are. Nothing is pickled. Flower's own
 way to protobuf is not used, since it ends at 2 GiB and at integers of 64 bits, and copies each array twice.
