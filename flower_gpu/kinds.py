@@ -1,4 +1,4 @@
-"""What the value of an option can be, how it is read, and what a wrong one is answered."""
+"""Kinds of option values: how each is read, and the error for a wrong one."""
 
 from __future__ import annotations
 

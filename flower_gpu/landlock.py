@@ -1,4 +1,4 @@
-"""Landlock: what a process gives up for good, with all that it starts. Root is not needed.
+"""Landlock: a process gives up rights for good, with all its children. Root is not needed.
 
 The rules are those of a process tree, and no program can take them back. The kernel's side is described in
 landlock(7) and in its file Documentation/userspace-api/landlock.rst.
@@ -182,7 +182,7 @@ class Ruleset:
                 _call(_RESTRICT_SELF, self._descriptor, 0)
 
     def close(self) -> None:
-        """Let go of it; whoever is restricted stays so."""
+        """Close the ruleset; restricted processes stay restricted."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,4 +1,4 @@
-"""Checks what a user's function returns, in the worker, and turns it into what Flower accepts.
+"""Checks a user's result in the worker, and converts it for Flower.
 
 Runs where the function ran, so that a client process need not import torch to read a torch scalar. Nothing
 here imports torch or flwr.
@@ -38,7 +38,7 @@ class Sent:
 def fit(
     task: Task, weights: Weights, config: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[Weights, int, dict[str, Scalar]]:
-    """Call a user's training function and check what it returns against what was sent."""
+    """Call a user's training function, and check its result against the weights that were sent."""
     sent = [Sent.of(array) for array in weights]
     result = load_task(task)(weights, dict(config), **kwargs)
     return check_fit(result, sent, task_name(task))
@@ -47,7 +47,7 @@ def fit(
 def evaluate(
     task: Task, weights: Weights, config: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[float, int, dict[str, Scalar]]:
-    """Call a user's evaluation function and check what it returns."""
+    """Call a user's evaluation function, and check its result."""
     return check_evaluate(load_task(task)(weights, dict(config), **kwargs), task_name(task))
 
 

@@ -53,7 +53,7 @@ class SummingGrid(Protocol):
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether replies are summed in the order of the nodes, whoever asks."""
+        """Whether replies are summed in the order of the nodes."""
 
     def sums(
         self,
@@ -107,7 +107,7 @@ def capture_random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Set the generators to what :func:`capture_random_state` returned, as far as they are loaded."""
+    """Restore the generators from :func:`capture_random_state`, as far as they are loaded."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(state["numpy"])
@@ -174,7 +174,7 @@ def run(
 
 
 class _RoundParts:
-    """The parts of a round, and what came out so far."""
+    """The parts of a round, and the results so far."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class _RoundParts:
         self._state = strategy_state
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> int:
-        """Evaluate the initial model, or take up what was there; returns the round that is next."""
+        """Evaluate the initial model, or restore the earlier run; returns the next round."""
         state = self._grid.resumed()
         if state is None:
             self._arrays = initial_arrays

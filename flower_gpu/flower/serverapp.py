@@ -57,7 +57,7 @@ def _recorded(call: Callable[..., None], clock: GridTime) -> Callable[..., None]
 
 
 def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
-    """Note from now on what is sent through a grid of Flower's, also for the clock by which it waits.
+    """Record from now on the messages of a grid of Flower's, also for the clock of its waits.
 
     Its own ``send_and_receive`` pushes messages and pulls replies by the two methods that are replaced, so
     each reply is noted when it comes.

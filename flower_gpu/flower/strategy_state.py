@@ -47,7 +47,7 @@ class StrategyState:
         self._first = {path: value.text for path, value in _written(strategy)}
 
     def changed(self) -> RecordDict | None:
-        """Return what rounds have changed; None if it cannot be written, which is logged.
+        """Return the attributes that rounds have changed; None, and a log line, if they cannot be saved.
 
         The records read the strategy's own arrays: they hold until the next round.
         """
@@ -71,7 +71,7 @@ class StrategyState:
         return records
 
     def restore(self, state: RecordDict) -> None:
-        """Set what :meth:`changed` has returned.
+        """Restore the attributes of :meth:`changed`.
 
         Raises ConfigError if the strategy cannot take it.
         """
@@ -125,7 +125,7 @@ def _name(strategy: Strategy) -> str | None:
 
 
 class _Written:
-    """A value: what it is, as JSON, and its arrays and records."""
+    """A value as JSON, with its arrays and records beside it."""
 
     def __init__(self, value: Any) -> None:
         self._arrays: list[NDArray[Any]] = []
@@ -149,7 +149,7 @@ class _Written:
             yield str(number), each
 
     def _described(self, value: Any) -> Any:
-        """Return what JSON has, and for anything else a list of what it is and its content."""
+        """Return JSON's own values unchanged, and for others a list of a type's name and the content."""
         if isinstance(value, np.generic):
             return ["number", self._add(np.asarray(value))]
         if isinstance(value, bool | int | float | str | None):
@@ -192,7 +192,7 @@ def _written(strategy: Strategy, prefix: str = "") -> Iterator[tuple[str, _Writt
 
 
 def _value(description: Any, path: str, records: Mapping[str, Any]) -> Any:
-    """Return what was described."""
+    """Return the value of a description."""
     match description:
         case ["list", items]:
             return [_value(item, path, records) for item in items]

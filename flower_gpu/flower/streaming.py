@@ -74,7 +74,7 @@ class ComingReplies(Sequence[Message]):
 def aggregate(
     strategy: FedAvg, replies: Iterable[Message] | ComingSums, *, keeps_integers: bool
 ) -> Aggregated:
-    """Average replies one by one, with what a strategy says of them; each is freed before the next comes.
+    """Average replies one by one, by a strategy's functions; each is freed before the next comes.
 
     ``strategy``: checks and logs the replies, and aggregates their metrics.
     ``replies``: as they come, or as sums.
@@ -112,14 +112,14 @@ def aggregate(
 
 
 def configured(strategy: Any, messages: Any) -> Any:
-    """Mark the messages of a strategy that Flower's own ``start`` runs; what else there is stays as it is."""
+    """Mark the messages of a strategy that Flower's own ``start`` runs. Other strategies do not change."""
     is_flowers = isinstance(strategy, Strategy) and type(strategy).start is Strategy.start
     return Configured(messages) if is_flowers and type(messages) is list else messages
 
 
 @contextmanager
 def streamed_strategies() -> Iterator[None]:
-    """Have Flower's FedAvg, and what builds on it, sum replies as they come, while in the context."""
+    """Have Flower's FedAvg, and strategies built on it, sum replies as they come, while in the context."""
     original = FedAvg.aggregate_train
 
     @wraps(original)

@@ -86,7 +86,7 @@ def send_heartbeats_often() -> None:
 
 
 def _look_after(folder: CommandFolder) -> Callable[[], None]:
-    """Return what is called again and again, so that the next message starts fast and with a lease."""
+    """Return a function to be called regularly: it keeps the fork server ready for the next message."""
     stays = Stays()
     next_s = 0.0
 
@@ -101,7 +101,7 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
 
 
 class SuperNodeTime:
-    """The module ``time`` for a SuperNode's loop: what the loop waits for, and whom it wakes.
+    """The module ``time`` for a SuperNode's loop: its waits, and its wake-ups of others.
 
     The loop asks its SuperLink for a message, makes a task of it, pulls what is in it, waits for the reply,
     and sends that. The SuperExec is woken when the wait begins: a ClientApp that asks too early for a part
@@ -136,7 +136,7 @@ class SuperNodeTime:
         self._thread = threading.current_thread()
 
     def listen(self) -> None:
-        """Have Flower's code in this process tell what it does; another Flower's may not."""
+        """Have Flower's code in this process report its steps, where this version of Flower allows it."""
         if self._group is not None:
             call_after(NODE_STATE, "delete_messages", self._group.wake_server)  # the reply has been sent
         is_told = call_after(NODE_STATE, "create_task", self._note_task)
@@ -153,7 +153,7 @@ class SuperNodeTime:
             self._group.wake_nodes()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for what Flower waits for when it waits so long."""
+        """Wait for the event that Flower's code polls at this interval."""
         self._before_waiting()
         if seconds > _ASKING_S:
             self._wait_for_message()

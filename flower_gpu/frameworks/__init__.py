@@ -53,7 +53,7 @@ def comes_before(module: str) -> str:
 
 
 def imported_in_use(module: str) -> tuple[str, ...]:
-    """Return what a framework imports only when it is used: taking seconds, in each worker anew."""
+    """Return the modules that a framework imports at its first use, which takes seconds in each worker."""
     return next((framework.imported_in_use for framework in ALL if framework.module == module), ())
 
 
@@ -88,7 +88,7 @@ def use_one_thread() -> None:
 
 
 def environment(caps: Sequence[Cap], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which frameworks of a worker keep to caps, whichever it imports.
+    """Return the variables that hold a worker's frameworks to their caps.
 
     The user's settings of allocators in ``environ`` stay, a smaller cap too.
 
@@ -101,7 +101,7 @@ def environment(caps: Sequence[Cap], environ: Mapping[str, str]) -> dict[str, st
 
 
 def rules(caps: Sequence[Cap], fixed: Container[str]) -> dict[str, Rule]:
-    """Return what a variable becomes when code of the worker sets it; other ``fixed`` variables stay."""
+    """Return rules for variables that code of the worker sets; other ``fixed`` variables stay."""
     fraction = fraction_of(caps)
     return {name: rule for framework in ALL for name, rule in framework.cap_rules(fraction, fixed).items()}
 
@@ -147,7 +147,7 @@ def each_loaded(then: Callable[[Framework, bool], None]) -> Iterator[None]:
 
 
 def deterministic_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which frameworks give the same bits each time, whichever is imported."""
+    """Return the variables that make all frameworks deterministic."""
     return {
         name: value
         for framework in ALL
@@ -156,12 +156,12 @@ def deterministic_variables(threads: int, environ: Mapping[str, str]) -> dict[st
 
 
 def not_deterministic(text: str) -> str | None:
-    """Return what has no algorithm that gives the same bits each time, if that is what an error says."""
+    """Return the operation without a deterministic algorithm that an error names, or None."""
     return next((found for each in ALL if (found := each.not_deterministic(text)) is not None), None)
 
 
 def reserved_bytes() -> list[int] | None:
-    """Return what a framework's allocator has of each GPU; None where none has started CUDA and tells."""
+    """Return a framework's reserved bytes of each GPU; None without CUDA, or without such figures."""
     return next((found for each in loaded() if (found := each.reserved_bytes()) is not None), None)
 
 
@@ -177,7 +177,7 @@ def reset_peaks() -> None:
 
 
 def free_cached() -> None:
-    """Give the driver back what allocators keep for later: this process waits for a call."""
+    """Return the caches of all allocators to the driver: this process waits for a call."""
     for framework in loaded():
         framework.free_cached()
 
@@ -188,5 +188,5 @@ def no_cuda() -> dict[str, Any] | None:
 
 
 def lacks() -> str | None:
-    """Return what a framework that is loaded does not have in its version, and what is so without that."""
+    """Return the names that a loaded framework lacks in its version, each with the effect."""
     return next((found for each in loaded() if (found := each.lacks()) is not None), None)

@@ -1,4 +1,4 @@
-"""Whether numpy arrays fit the weights of a model, whatever framework that is of.
+"""Whether numpy arrays fit the weights of a model, of any framework.
 
 numpy has no bfloat16, so such weights travel as float32, which loses nothing. Strategies average integers and
 booleans into floats; those are rounded on the way in.

@@ -122,10 +122,10 @@ class Framework:
         """Let the highest figures be those from now on."""
 
     def free_cached(self) -> None:
-        """Give the driver back what its allocator keeps for later, in a process that waits for a call."""
+        """Return its allocator's cache to the driver, in a process that waits for a call."""
 
     def reserved_bytes(self) -> list[int] | None:
-        """Return what its allocator has of each GPU, like :meth:`figures`; cheap, and in any thread."""
+        """Return its allocator's bytes of each GPU, like :meth:`figures`; cheap, and in any thread."""
         return None
 
     def no_cuda(self) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ class Framework:
         return None
 
     def lacks(self) -> str | None:
-        """Return what was looked for in its version without being found, and what is so without that."""
+        """Return the names that its version lacks, each with the effect."""
         return None
 
     def threads(self) -> Threads | None:
@@ -148,13 +148,13 @@ class Framework:
         return None
 
     def set_random_state(self, state: bytes) -> None:
-        """Set that generator to what :meth:`random_state` returned."""
+        """Restore that generator from :meth:`random_state`."""
 
     def seed_fork(self) -> None:
         """Give a fork random numbers of its own, where all forks would draw the same."""
 
     def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables by which it gives the same bits each time, with so many threads.
+        """Return the variables that make it deterministic, with this number of threads.
 
         A user's own values in ``environ`` that do no harm to that stay.
         """
@@ -164,11 +164,11 @@ class Framework:
         """Use only algorithms that give the same bits each time; others raise an error from now on."""
 
     def not_deterministic(self, text: str) -> str | None:
-        """Return what of it has no algorithm that gives the same bits, if that is what an error says."""
+        """Return its operation without a deterministic algorithm that an error names, or None."""
         return None
 
     def settings(self) -> Iterator[Setting]:
-        """Yield what code can set in it, for all calls that follow in this process."""
+        """Yield the settings that code can change in it for all later calls of this process."""
         return iter(())
 
 

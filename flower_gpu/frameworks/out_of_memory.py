@@ -1,4 +1,4 @@
-"""Exceptions for want of GPU memory, or of the GPU: those of frameworks, and raw ones of CUDA."""
+"""Recognises exceptions of missing GPU memory, or of a missing GPU: of frameworks, and of CUDA itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
 
 
 def out_of_memory_in(error: BaseException) -> BaseException | None:
-    """Return what in a chain of exceptions says that a GPU's memory, not main memory, was not enough.
+    """Return the exception of a chain that reports too little memory of a GPU (not of the host), or None.
 
     None where nothing does. These are errors of frameworks, and raw errors of CUDA, its libraries, CuPy and
     Numba.
@@ -73,7 +73,7 @@ def classify(reserved: int | None, requested: int | None, cap: int, free: int | 
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from, members of groups too."""
+    """Yield an exception and its causes, members of groups too."""
     waiting, seen = [error], set()
     while waiting:
         link = waiting.pop(0)

@@ -138,7 +138,7 @@ class PyTorch(Framework):
         return None if reason is None else {"reason": reason, **versions}
 
     def lacks(self) -> str | None:
-        """Say so of what is not public, and is not in each version."""
+        """Return the private names that this version of PyTorch lacks."""
         return pytorch_memory.lacks()
 
     def threads(self) -> Threads:
@@ -159,7 +159,7 @@ class PyTorch(Framework):
             torch.cuda.manual_seed_all(number)
 
     def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Fix what cuBLAS and MKL do, and have the compiler choose kernels without measuring them."""
+        """Fix the algorithms of cuBLAS and MKL, and have the compiler choose kernels without measurements."""
         own = environ.get(_WORKSPACE, "")
         return {
             _WORKSPACE: own if own in _DETERMINISTIC_WORKSPACES else _DETERMINISTIC_WORKSPACES[0],

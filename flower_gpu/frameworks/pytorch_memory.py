@@ -241,13 +241,13 @@ def no_cuda_reason() -> str | None:
 
 
 def lacks() -> str | None:
-    """Return what this process has looked for in PyTorch without finding it, and what is so without that."""
+    """Return the private names that this process did not find in PyTorch, each with the effect."""
     texts = [f"torch.{name} (seen in {_NOT_PUBLIC[name][0]}): {_NOT_PUBLIC[name][1]}" for name in _lacking]
     return f"PyTorch {_torch().__version__} has no {'; no '.join(texts)}" if texts else None
 
 
 def _private(name: str, *, is_needed: bool = True) -> Any:
-    """Return what PyTorch has under a name of ``_NOT_PUBLIC``; None where there is nothing."""
+    """Return PyTorch's object of a name in ``_NOT_PUBLIC``, or None."""
     found = _torch()
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -53,7 +53,7 @@ class TensorFlow(Framework):
         return getattr(context, "_context_handle", None) is not None
 
     def seed(self, seed: int) -> None:
-        """Seed what has no seed of its own."""
+        """Seed the global generators."""
         sys.modules["tensorflow"].random.set_seed(seed & (1 << 31) - 1)
 
     def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -75,7 +75,7 @@ class TensorFlow(Framework):
         return is_its_own and "OOM when allocating" in text and "device:CPU" not in text
 
     def cap_variables(self, fraction: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """Let it take what it needs, up to the limit that :meth:`hold` sets."""
+        """Let its memory grow on demand, up to the limit of :meth:`hold`."""
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
     def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold | None:

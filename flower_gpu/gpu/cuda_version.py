@@ -20,7 +20,7 @@ def is_too_new(cuda: str, driver_cuda: tuple[int, int]) -> bool:
 
 
 def what_to_change(cuda: str, driver_cuda: tuple[int, int]) -> str:
-    """Return what to do where :func:`is_too_new`, with commands."""
+    """Return the solution for :func:`is_too_new`, with commands."""
     major = int(cuda.partition(".")[0])
     least = _LEAST_DRIVER.get(major)
     newer = (
@@ -40,7 +40,7 @@ def how_to_install(driver_cuda: tuple[int, int] | None) -> str:
 
 
 def explained(torch: str, cuda: str | None, driver: str | None, driver_cuda: tuple[int, int] | None) -> str:
-    """Return what versions a call without CUDA met, and which of them to change.
+    """Return the versions that a call without CUDA met, and which of them to change.
 
     ``torch``, ``cuda``: PyTorch's version and the CUDA it was built for; None: for the CPU only.
     ``driver``: the driver's version, as ``nvidia-smi`` shows it; None where not known.

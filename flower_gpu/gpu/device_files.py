@@ -1,4 +1,4 @@
-"""Which files of a host are GPUs of NVIDIA: those of one GPU, and all that there are."""
+"""The device files of NVIDIA's GPUs: of one GPU, and of all."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class GPU:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it works and its memory is known: what is not known counts against it."""
+        """Whether it works and its memory is known."""
         figures = (self.total_bytes, self.used_bytes, self.free_bytes)
         return self.problem is None and bool(self.uuid) and None not in figures
 
@@ -112,12 +112,12 @@ class Inventory:
         return tuple(gpu for found in named for gpu in self._devices(found))
 
     def _devices(self, gpu: GPU) -> tuple[GPU, ...]:
-        """Return what a program can use of a GPU: itself, or the MIG devices of a card in MIG mode."""
+        """Return the devices of a GPU for programs: itself, or the MIG devices of a card in MIG mode."""
         return tuple(other for other in self.gpus if other.mig_parent == gpu.uuid) or (gpu,)
 
 
 def _entries(text: str) -> list[int] | list[str]:
-    """Split the variable's value; the first entry decides what all of them are."""
+    """Split the variable's value; the first entry decides the kind of all."""
     parts = text.split(",")
     for prefix in ("GPU-", "MIG-"):
         if text.startswith(prefix):

@@ -24,7 +24,7 @@ _EVERYTHING: Final = "*"
 
 
 def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
-    """Return what tells a worker which device files it may open, if this process's environment has a guard.
+    """Return the variables that name a worker's device files, if this process's environment has a guard.
 
     ``files``: the files of each GPU of its lease; None where they are not known.
     Raises ConfigError if a guard is required and there can be none.
@@ -163,7 +163,7 @@ def _give_up(all_files: list[str], own: list[str]) -> None:
 
 
 def _close_devices(numbers: set[int]) -> None:
-    """Close what this process has open of these devices, such as what a preload function has left."""
+    """Close open files of these devices, such as those of a preload function."""
     for descriptor in list(map(int, os.listdir("/proc/self/fd"))):  # noqa: PTH208 - each worker does it
         with suppress(OSError):
             found = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Looks at the host's GPUs: what each is, how full, and why one cannot be used."""
+"""The host's GPUs: model, memory, and the problem of one that cannot be used."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class _HeldNVML:
         self.asked = ""  # what the driver was asked for last, should it hang
 
     def ask(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, in that thread; raises LateError."""
+        """Run ``work`` in that thread and return its result; raises LateError."""
         return self.thread.ask(work, _START_S if self._session is None else _ANSWER_S)
 
     # In that thread, or in the only one ---------------------------------------------------------------------

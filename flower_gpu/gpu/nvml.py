@@ -63,7 +63,7 @@ COMPUTE_MODES: Final = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3:
 
 
 class QueryError(Exception):
-    """NVML cannot answer. The text says why, in words, and what to do.
+    """NVML cannot answer. The text has the reason, and a way out.
 
     ``code``: NVML's own code; None where it was not even asked.
     """
@@ -79,7 +79,7 @@ class QueryError(Exception):
 
     @property
     def is_absence(self) -> bool:
-        """Whether what was asked for does not exist: a function, or a feature of this GPU."""
+        """Whether a function, or a feature of this GPU, does not exist."""
         return self.code in _NOT_TOLD
 
 
@@ -108,7 +108,7 @@ class NVMLSession:
             raise _at_start(_code(error), error) from None
 
     def close(self) -> None:
-        """Give NVML back, with what it holds open (``/dev/nvidiactl`` and the GPUs' files)."""
+        """Shut NVML down, which closes ``/dev/nvidiactl`` and the GPUs' files."""
         with suppress(*self._errors()):
             self._nvml.nvmlShutdown()
 
@@ -151,7 +151,7 @@ class NVMLSession:
         return None
 
     def utilization_percent(self, handle: Handle) -> int | None:
-        """Return how much of the last moments a kernel was running; None where that is not told (MIG)."""
+        """Return the share of the last moments with a running kernel; None without a figure (MIG)."""
         return self._told(lambda rates: int(rates.gpu), "nvmlDeviceGetUtilizationRates", handle)
 
     def temperature_c(self, handle: Handle) -> int | None:
@@ -287,7 +287,7 @@ def _memory(now: Any, reserved_bytes: int | None) -> Memory | None:
 
 
 def _unless_over(problem: QueryError) -> None:
-    """Go on without a figure that is not told, unless nothing works any more."""
+    """Ignore a missing figure, unless NVML as a whole fails."""
     if problem.ends_session:
         raise problem
 

@@ -84,7 +84,7 @@ class NVMLThread:
         self._last: _Question[Any] | None = None
 
     def ask(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Return what ``work`` returns, or raise what it raises.
+        """Run ``work``; return its result, or raise its exception.
 
         Raises LateError if there is no answer after ``timeout_s`` seconds; at once while an earlier question
         hangs.

@@ -1,4 +1,4 @@
-"""What a node allows against what the server requests: which GPUs a call may use.
+"""The GPUs that a call may use, by the node's policy and the server's request.
 
 The node has the last word. Its policy is read from its own settings and never from a message; from the
 server comes one answer only, ``use-gpu``.

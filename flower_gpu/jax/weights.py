@@ -126,7 +126,7 @@ def _fitted(array: object, leaf: Any) -> NDArray[Any]:
 
 
 def _like(array: NDArray[Any], leaf: Any) -> Any:
-    """Return an array as what a leaf is: an array of JAX on the same devices, of numpy, or a number."""
+    """Return an array in the leaf's kind: an array of JAX on the same devices, of numpy, or a number."""
     import jax
 
     if isinstance(leaf, bool | int | float | complex):

@@ -36,7 +36,7 @@ class LaunchDisplay:
             self._progress.say(text)
 
     def error(self, text: str) -> None:
-        """Show a line about what has failed."""
+        """Show a line about a failure."""
         if self._is_quiet:
             print(text, file=sys.stderr, flush=True)
         else:
@@ -58,7 +58,7 @@ class LaunchDisplay:
             say(self._out_of_memory(event))
 
     def tick(self) -> None:
-        """Let the time that is shown go on, and say what is waited for where no call has a worker."""
+        """Advance the displayed time; without any worker, show the reason for the wait."""
         pids = {one.caller_pid for one in self.history.waiting if one.caller_pid is not None}
         self._waits.look(self.history.stuck_since, time.time(), pids)
         self._progress.tick()

@@ -163,7 +163,7 @@ class Federation:
         self._supervisor.start(self._run, *self._nodes)
 
     def use_our_commands(self) -> None:
-        """Let SuperLink and SuperNodes find our commands; where these cannot be used, say what that means."""
+        """Let SuperLink and SuperNodes find our commands; if these cannot be used, log the effect."""
         try:
             path = CommandFolder(SERVER_COMMANDS).first_on(self._env.get("PATH"))
             self._link_env = {**self._env, "PATH": path}

@@ -1,4 +1,4 @@
-"""Whether this host can ever give what calls ask for: admission itself is asked, before anything starts.
+"""Checks requests against this host's GPUs before anything starts, by admission itself.
 
 What an app's own code asks for is not known here; the ledger refuses that at once.
 """
@@ -72,7 +72,7 @@ def check(
     is_given: bool,
     at_once: int,
 ) -> list[str]:
-    """Check what callers ask for against this host's GPUs.
+    """Check callers' requests against this host's GPUs.
 
     ``is_given``: whether the user says if the run is to use GPUs, and not the app alone. ``at_once``: how
     many clients may train at a time. Returns what the user should know: how many calls fit at a time, which
@@ -107,7 +107,7 @@ def check(
 
 
 def _check_request(callers: Callers, gpus: Sequence[GPU], calls: CallOptions) -> list[str]:
-    """Check that some day these GPUs can give what a call asks for, and say how often at a time."""
+    """Check that these GPUs can ever grant a call's request; return a note on how many fit at a time."""
     settings = callers.settings
     request = settings.request
     why = why_never(request, gpus, settings.reserve_bytes)
@@ -129,7 +129,7 @@ def _check_request(callers: Callers, gpus: Sequence[GPU], calls: CallOptions) ->
 
 
 def check_required(nodes: Iterable[GPUSettings], environ: Mapping[str, str]) -> None:
-    """Refuse nodes that require what no GPU here can give: each of their messages would fail.
+    """Refuse nodes whose requirement no GPU here can meet: each of their messages would fail.
 
     Raises GPUUnavailableError, or ConfigError if the GPUs are there and have too little memory.
     """
@@ -146,7 +146,7 @@ def check_required(nodes: Iterable[GPUSettings], environ: Mapping[str, str]) -> 
 
 
 def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) -> str | None:
-    """Say why these GPUs can never give what a call asks for, and what they could give; None if they can.
+    """Return why these GPUs can never grant a call's request, and the size that fits; None if they can.
 
     Raises LeaseError if the ledger cannot be used.
     """
@@ -175,7 +175,7 @@ def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) ->
 
 
 def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[GPUNeed]:
-    """Ask admission which GPUs can ever give what a call asks for; its context must fit into it, too."""
+    """Ask admission which GPUs can ever grant a call's request; the context must fit into it, too."""
     asked = [
         GPUNeed(
             gpu.uuid,

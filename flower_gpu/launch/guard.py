@@ -1,4 +1,4 @@
-"""Ends what a killed launcher leaves behind; run as a program, it imports nothing of this package.
+"""Ends the processes of a killed launcher. Run as a program, it imports nothing of this package.
 
 The kernel kills the launcher's services with it (see ``supervisor.py``), but not what Flower has detached
 from them into sessions of their own: its ``flwr-serverapp`` was seen to live on for minutes. Everything that

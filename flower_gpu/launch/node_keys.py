@@ -48,10 +48,10 @@ class NodeKey:
 
     @property
     def why_turned_away(self) -> str:
-        """What it means that a SuperLink does not let this node in, and what to do."""
+        """Return the reason for a SuperLink's refusal of this node, and a way out."""
         return (
-            "the SuperLink was not told of its key, or takes it for connected still, as for up to two "
-            "minutes after a SuperNode was killed. If the key is new, its operator runs: "
+            "the SuperLink does not know its key, or still counts it as connected, as for up to two "
+            "minutes after a SuperNode was killed. If the key is new, the SuperLink's operator runs: "
             f"{self.register_command}"
         )
 

@@ -1,4 +1,4 @@
-"""What SuperNodes write into their logs and their user should know: said on the terminal, each thing once."""
+"""Shows important lines of SuperNodes' logs on the terminal, each kind once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBERS: Final = re.compile(r"\d+")
 
 
 class Notices:
-    """What is said of the SuperNodes of one command.
+    """The notices about the SuperNodes of one command.
 
     ``count``: how many SuperNodes.
     ``superlink``: the address that they connect to.

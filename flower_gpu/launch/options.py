@@ -115,7 +115,7 @@ OWN: Final = MappingProxyType(table_of(LaunchOptions))
 
 
 def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> None:
-    """Check that ``--node-config`` does not say again what an option says.
+    """Check that ``--node-config`` does not repeat an option.
 
     Raises ConfigError if it does.
     """
@@ -128,7 +128,7 @@ def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> Non
 
 
 def node_config_of(calls: CallOptions, client: int) -> dict[str, ConfigValue]:
-    """Return what call options put into a node's config. GPUs are dealt out to the clients."""
+    """Return the node config of call options. GPUs are dealt out to the clients."""
     config: dict[str, ConfigValue] = {}
     if "gpu" in calls:
         config["gpu"] = str(calls["gpu"])

@@ -1,4 +1,4 @@
-"""From options to what will be started: everything that can be checked beforehand is checked here."""
+"""The plan of a run, from its options; everything is checked here before it starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NODE_KEYS: Final = ("partition-id", "num-partitions")
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can be started: what the user asked for, and what follows from it with this app, here."""
+    """A run that can be started: the user's options, completed for this app and this host."""
 
     options: LaunchOptions
     app: FlowerApp
@@ -105,7 +105,7 @@ def _check_commands() -> None:
 
 
 def _checked_on_gpus(plan: Plan) -> Plan:
-    """Return a plan with what its user should know of this host's GPUs, if they can serve it."""
+    """Return a plan with notes about this host's GPUs, if they can serve it."""
     calls, run_config = plan.options.calls, plan.run_config
     env = call_options.environment(calls, os.environ)
     node_configs = {f"client {client}": plan.node_config_of(client) for client in range(plan.clients)}

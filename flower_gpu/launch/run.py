@@ -109,7 +109,7 @@ def launch(options: LaunchOptions) -> int:
 
 
 def headline(plan: Plan, folder: RunFolder) -> str:
-    """Say in one line what is started and where the logs are."""
+    """Return a line about the run and the place of its logs."""
     counts = [f"{plan.clients} client" + "s" * (plan.clients > 1)]
     if plan.num_rounds is not None:
         counts.append(f"{plan.num_rounds} round" + "s" * (plan.num_rounds > 1))
@@ -117,7 +117,7 @@ def headline(plan: Plan, folder: RunFolder) -> str:
 
 
 def settings_of(plan: Plan) -> dict[str, object]:
-    """Collect what a run was started with."""
+    """Collect the settings of a run."""
     return {
         "app": plan.app.name,
         "app_folder": str(plan.app.path),
@@ -216,7 +216,7 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int
 
 
 def remarks_at_end(plan: Plan, history: History) -> Iterator[str]:
-    """Yield what the user should know of how the app used GPUs."""
+    """Yield remarks about the app's use of GPUs."""
     forced = plan.policies & {"force", "require"}
     key, leased = USE_GPU.run_config_key, history.tally.leases.granted
     if plan.run_config.get(key) is False and leased and not forced:

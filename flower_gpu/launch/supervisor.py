@@ -1,4 +1,4 @@
-"""The processes that belong to a run: they are started, watched and ended here, whatever happens.
+"""The processes of a run: started, watched and always ended here.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A grid that notes what is sent through it."""
+"""A grid that records its messages and replies."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RecordedGrid:
         keeps_integers: bool,
         in_order: bool,
     ) -> Generator[SumItem, None, None]:
-        """Have messages handled, and yield sums of the replies and what is not summed of them."""
+        """Have messages handled, and yield sums of the replies, and the rest of each reply."""
 
         def send(sent: Iterable[Message]) -> Generator[SumItem, None, None]:
             found: Generator[SumItem, None, None] = self._grid.sums(
@@ -98,7 +98,7 @@ class RecordedGrid:
     def _recorded(
         self, messages: Iterable[Message], timeout: float | None, send: Callable[[Iterable[Message]], Any]
     ) -> Generator[Any, None, None]:
-        """Send messages, and yield what comes; note each reply."""
+        """Send messages, yield replies, and record each of them."""
         self._recorder.check()
         batch = _Batch(self._recorder)
         # Closed with this one: whoever wants no further replies has the grid give up the messages.
@@ -134,7 +134,7 @@ class RecordedGrid:
         self._grid.close()
 
     def give_up(self, message_ids: Iterable[str], why: str) -> None:
-        """Tell of those of these messages that have no reply that there will be none."""
+        """Record for each of these messages without a reply that there will be none."""
         with self._lock:
             left = [found for id_ in message_ids if (found := self._awaited.pop(id_, None)) is not None]
         for phase, node_id, _ in left:

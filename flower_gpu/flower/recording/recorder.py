@@ -170,7 +170,7 @@ class Recorder:
                 self._show(phase)
 
     def phase_closed(self, kind: str, server_round: int | None, metrics: Metrics) -> None:
-        """Note what a strategy has made of the replies."""
+        """Record a strategy's aggregate of the replies."""
         with self._lock:
             phase = self._announced.pop(kind, None)
             if phase is None:
@@ -245,7 +245,7 @@ class Recorder:
                 self._close(self._others.pop(key), {})
 
     def close(self, *, is_whole: bool = True) -> None:
-        """Tell of what is still open; where an error ends the rounds, only of what has all its replies."""
+        """Record the open phases; after an error, only those that have all replies."""
         with self._lock:
             if is_whole:
                 for phase in [*self._others.values(), *self._announced.values()]:
@@ -297,7 +297,7 @@ class Recorder:
             self._on_event(trace.make("all_failed", reason=why))
 
     def place_of(self, node_id: int) -> int:
-        """Return what nodes are sorted by: their partition where that is known."""
+        """Return the sort key of nodes: the partition where it is known."""
         partition = self._partition(node_id)
         return node_id if partition is None else partition
 

@@ -1,4 +1,4 @@
-"""Learns from any Flower strategy of this process what its rounds give.
+"""Records the rounds of any Flower strategy of this process.
 
 An app makes its strategy itself and calls ``start`` on it, or hands it to Flower's ``Server``: nobody is
 asked. So for the time of a run the base classes of Flower's strategies and its ``Server`` have a
@@ -45,7 +45,7 @@ def recorded_rounds(
     *,
     streams: bool = False,
 ) -> Iterator[Recorder]:
-    """Record what Flower's strategies do in this process, while in the context.
+    """Record the rounds of Flower's strategies in this process, while in the context.
 
     ``on_event`` gets every event of the rounds, one at a time, in the thread where it happens; an exception
     of its ends the run. ``partition_of`` and ``pointer`` are for the :class:`Recorder`. With ``streams``
@@ -192,7 +192,7 @@ class _Hooks:
         return start
 
     def _state_of(self, strategy: Any, named: Mapping[str, Any]) -> StrategyState | None:
-        """Return what the first strategy that an app starts keeps, if it can go on with an earlier run."""
+        """Return the state of the first strategy of an app, if it can go on with an earlier run."""
         self._starts += 1
         if not self._streams or self._starts > 1 or not isinstance(named.get("grid"), rounds.SummingGrid):
             return None
