@@ -117,7 +117,7 @@ class Option:
         config: Mapping[str, Any] = _NOTHING,
         named: Callable[[str], str] = str,
     ) -> GivenValue | None:
-        """Return what the first place gives; ``named`` writes an argument's name for messages."""
+        """Return the first place's value; ``named`` writes an argument's name for messages."""
         key = self.node_key or self.run_config_key
         if key and config.get(key) is not None:
             of_run = f"{key} in the config of the call or the run"
@@ -460,7 +460,7 @@ def find_all(
     node_config: Mapping[str, Any] = _NOTHING,
     named: Callable[[str], str] = str,
 ) -> dict[str, GivenValue]:
-    """Return what is said of the options of a call.
+    """Return the given values of the options of a call.
 
     Of two options that exclude each other, the one counts that an earlier place has.
     Raises ConfigError if one place has both.
@@ -486,7 +486,7 @@ def resolve_all(
     node_config: Mapping[str, Any] = _NOTHING,
     named: Callable[[str], str] = str,
 ) -> tuple[dict[str, Any], dict[str, GivenValue]]:
-    """Return the values of the options of a call, and by which of them a place says something.
+    """Return the values of the options of a call, and the place of each.
 
     Raises as :meth:`GivenValue.read` does.
     """

@@ -30,7 +30,7 @@ _SLOW_S: Final = 1.0
 
 
 def printable(text: str) -> str:
-    """Return a text with ``?`` in the place of what a terminal would obey and not show.
+    """Return a text with ``?`` in the place of a terminal's control characters.
 
     A client's name is in labels, traces and tickets, and may be anything: escape sequences, line breaks,
     marks that turn the direction of writing.
@@ -94,7 +94,7 @@ def account_name(user: int) -> str:
 
 @contextmanager
 def told_if_slow(say: Callable[[str], Any], text: str) -> Iterator[None]:
-    """Say what goes on in the block, if it takes longer than a second."""
+    """Log a line about the block, if it takes longer than a second."""
     timer = threading.Timer(_SLOW_S, say, [text])
     timer.daemon = True
     timer.start()

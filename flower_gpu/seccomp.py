@@ -218,7 +218,7 @@ def confine(*, network: bool = False, asks: bool = False) -> int:
 
 
 def asked(listener: int) -> Opening:
-    """Return what the kernel asks about; OSError if the thread does not wait any more."""
+    """Return the kernel's question; OSError if the thread does not wait any more."""
     told = bytearray(_QUESTION.size)
     fcntl.ioctl(listener, _RECEIVE, told)
     question, thread, _, number, _, _, *arguments = _QUESTION.unpack(told)

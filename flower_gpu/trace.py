@@ -54,7 +54,7 @@ _here = _Here()
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Let :func:`write` do nothing in this thread: what is done in the block is no part of the run."""
+    """Let :func:`write` do nothing in this thread: the block is no part of the run."""
     _here.is_muted = True
     try:
         yield
@@ -118,7 +118,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def read(
     path: Path, on_cut: Callable[[], None] = lambda: None, only: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace file, oldest first; skip what is torn or not ours, and tell ``on_cut``.
+    """Yield the events of a trace file, oldest first; skip torn or foreign lines, and call ``on_cut``.
 
     With ``only`` events of one name: a long trace is searched ten times as fast as it is read.
     """
@@ -147,7 +147,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 class Follower:
-    """Gives what was added to a trace, or to a log, since the last time; the file may not exist yet."""
+    """Reads the new part of a trace, or of a log; the file may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Decide which claim gets what of GPUs, cores and main memory: one pure function over all that is known.
+"""Decides the grants of GPUs, cores and main memory: one pure function over all claims and cards.
 
 Every process of a host runs it for itself and must come to the same result: it depends on its arguments only.
 
@@ -98,7 +98,7 @@ class Claim:
 
 
 def of_group(resource: str, group: int) -> str:
-    """Return the name of the card for what a control group, or a task, may have."""
+    """Return the name of the card that stands for the limit of a control group or a task."""
     return f"{resource}{_OF_GROUP}{group}"
 
 
@@ -113,7 +113,7 @@ def is_of_account(group: int, user: int) -> bool:
 
 
 def kind_of(uuid: str) -> str | None:
-    """Return what a card is of that is not a GPU, also a control group's or a task's; None for a GPU."""
+    """Return the kind of a card that is not a GPU, also of a control group or a task; None for a GPU."""
     kind = uuid.partition(_OF_GROUP)[0]
     return kind if kind in (CORES, MEMORY, UNKNOWN_MEMORY) else None
 
@@ -187,7 +187,7 @@ class _Spot:
         return Part(need.uuid, memory_bytes, budget, need.alone)
 
     def part_for(self, need: HostNeed) -> Part | None:
-        """Return what a need gets now; None if that is too little."""
+        """Return the part that a need gets now; None if that is too little."""
         amount = self.most_for(need)
         free = max(0, self.free_bytes)
         if free < min(need.least, amount):
@@ -195,7 +195,7 @@ class _Spot:
         return Part(need.resource, min(amount, free), self.capacity)
 
     def most_for(self, need: HostNeed) -> int:
-        """Return what a need comes to here: never more than there is, so that it is met some day."""
+        """Return a need limited to all of the card, so that it can be met some day."""
         return min(need.amount, self.capacity)
 
     def fits(self, part: Part) -> bool:
@@ -211,7 +211,7 @@ class _Spot:
         return max(self.capacity, part.memory_bytes) if part.alone else part.memory_bytes
 
     def in_the_way(self, part: Part, order: int) -> tuple[int, int]:
-        """Return the bytes leased by earlier claims, and by later claims beyond what they could have."""
+        """Return the bytes leased by earlier claims, and by later claims beyond their share."""
         before = sum(other.memory_bytes for at, other in self.held if at < order)
         after = self.held_bytes - before
         if any(other.alone for at, other in self.held if at > order):
@@ -260,7 +260,7 @@ class _Room:
                 self._spots[part.uuid].take(order, part)
 
     def grant(self, claim: Claim) -> tuple[Part, ...] | None:
-        """Return what the claim can have now, or None."""
+        """Return the parts that the claim can have now, or None."""
         fitting = [(spot, part) for spot, part in self._parts(claim) if spot.fits(part)]
         if len(fitting) < claim.count:
             return None

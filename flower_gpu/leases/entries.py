@@ -111,7 +111,7 @@ class Entry(Claim):
         return found.get(resource)
 
     def label(self) -> str:
-        """Return what the request is for; empty where it is another account's."""
+        """Return the call's name; empty for another account's."""
         if self.user != os.getuid():  # text of other accounts is never shown
             return ""
         with suppress(OSError), opened(self.path.parent / f"{self.name}{LABEL}") as descriptor:
@@ -119,7 +119,7 @@ class Entry(Claim):
         return ""
 
     def could_use(self, parts: Iterable[Part]) -> bool:
-        """Tell whether a request could use what these are parts of; if it asks for GPUs, of these."""
+        """Tell whether a request could use the cards of these parts; for GPUs, one of their GPUs."""
         names = {need.uuid for need in self.gpu_needs}
         if not self.count:
             names = {need.resource for need in self.host_needs if need.least}
@@ -214,7 +214,7 @@ class Reader:
         return sorted(entries, key=lambda entry: (entry.order, entry.id))
 
     def say_invalid(self) -> None:
-        """Log what was found that is no ticket, once for each account. With the mutex held.
+        """Log files that are not valid tickets, once for each account. With the mutex held.
 
         Otherwise it may be one that is just being written.
         """
@@ -329,7 +329,7 @@ def _of_host(resource: object, user: int) -> str:
 
 
 def _gpu_need(uuid: str, memory_bytes: int | None, share: float | None, alone: bool) -> GPUNeed:
-    """Check what a ticket asks for on one GPU."""
+    """Check a ticket's request on one GPU."""
     part = None if share is None else _number(share, 1.0)
     if part == 0:
         raise ValueError("share")
@@ -339,7 +339,7 @@ def _gpu_need(uuid: str, memory_bytes: int | None, share: float | None, alone: b
 
 
 def _part(user: int, uuid: str, memory_bytes: int, budget_bytes: int, alone: bool) -> Part:
-    """Check what a ticket of an account holds of one thing."""
+    """Check a ticket's part of one card."""
     name = _gpu(uuid) if kind_of(_exactly(str, uuid)) is None else _of_host(uuid, user)
     part = Part(name, _whole(memory_bytes), _whole(budget_bytes), _exactly(bool, alone))
     if not (part.is_gpu or part.budget_bytes):  # it is what there is of it in all, see host.cards
@@ -348,7 +348,7 @@ def _part(user: int, uuid: str, memory_bytes: int, budget_bytes: int, alone: boo
 
 
 def _host_need(user: int, resource: str, amount: int, least: int, capacity: int) -> HostNeed:
-    """Check what a ticket of an account asks for beside GPUs."""
+    """Check a ticket's request of cores or main memory."""
     most = _whole(amount)
     return HostNeed(_of_host(resource, user), most, min(_whole(least), most), _whole(capacity))
 

@@ -103,7 +103,7 @@ class Footprints:
         return found.peak_bytes if found else None
 
     def learn(self, key: Key, peak_bytes: int) -> None:
-        """Keep what a call has taken at most, its context included.
+        """Keep the peak of a call, its context included.
 
         Raises ConfigError if it is no number of bytes from 1 on, or the folder is not this user's alone.
         """
@@ -125,7 +125,7 @@ class Footprints:
         self._learn(key, lambda known: known.after(call), number)
 
     def learn_need(self, key: Key, needed_bytes: int, in_allocator: tuple[int, int] | None) -> None:
-        """Keep what a call would have needed that ran out of memory; errors as for :meth:`learn`.
+        """Keep the need of a call that ran out of memory; errors as for :meth:`learn`.
 
         ``key``: what it is of.
         ``needed_bytes``: what it would have needed to go on, context included.
@@ -145,7 +145,7 @@ class Footprints:
         self._change(change_all)
 
     def outside(self, key: Key) -> int:
-        """Return what the last call of a task had outside of its allocator, in bytes; 0 where not known."""
+        """Return the bytes that the last call of a task had outside of its allocator; 0 if not known."""
         return self._load().get(key, _NEW).outside_bytes
 
     def context(self, gpu: str) -> int:
@@ -167,7 +167,7 @@ class Footprints:
         return {key: one for key, one in found if key.task != _CONTEXT}
 
     def contexts(self) -> dict[str, Peaks]:
-        """Return what contexts were measured, by model of GPU."""
+        """Return the measured sizes of contexts, by model of GPU."""
         return {key.gpu: one for key, one in sorted(self._load().items(), key=str) if key.task == _CONTEXT}
 
     def clear(self, task: str | None = None) -> int:

@@ -95,7 +95,7 @@ def footprint_bytes(call: Measured, spare: float = LEAST_SPARE) -> int:
 
 
 def spare_after(call: Measured, spare: float) -> float:
-    """Return what the allocator needs for a byte of tensors, after one more call. Never less than before."""
+    """Return the allocator's bytes for a byte of tensors, after one more call. Never less than before."""
     if not call.is_near_cap or not call.allocated_bytes:
         return spare
     return _more_spare(spare, call.cap_bytes, call.allocated_bytes)
@@ -112,12 +112,12 @@ def spare_after_out_of_memory(spare: float, needed_bytes: int, tensors_bytes: in
 
 
 def needed_bytes(footprint: int) -> int:
-    """Return what to ask for where the footprint is ``footprint``: with a margin."""
+    """Return the size of a request: the footprint and a margin."""
     return footprint + max(int(footprint * MARGIN), LEAST_MARGIN_BYTES)
 
 
 def cautious_bytes(total_bytes: int) -> int:
-    """Return how much main memory a call is taken to need of which nothing is known.
+    """Return the assumed main memory of a call without measurements.
 
     A third of all, so that no more than three of a task begin, and at most 4 GiB: on a large host more do.
     """
@@ -184,7 +184,7 @@ def key_of(task: str, arrays: Sequence[ShapedArray], settings: Mapping[str, Any]
 
 
 def sizes_of(settings: Mapping[str, Any]) -> tuple[tuple[str, int | str], ...]:
-    """Return what of a config decides how much memory a call takes, sorted by name.
+    """Return the settings of a config that decide a call's memory, sorted by name.
 
     Taken are settings whose name speaks of a size (batch, size, seq, length, image, resolution, layer, width,
     height, hidden, depth, channel, token, patch, len, dim, img, bs) and whose value is a whole number, or

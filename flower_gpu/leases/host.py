@@ -1,4 +1,4 @@
-"""Cores and main memory of this host: what there is, as cards for leases, and what a call needs of memory.
+"""Cores and main memory of this host as cards for leases, and a call's need of memory.
 
 Every process that shares the ledger must count alike. So the cores are those of the host, whatever this
 process may use of them; what its control groups allow is a card of its own, and a need of its own.
@@ -65,7 +65,7 @@ class HostMeasured:
     def cards(
         self, holders: Sequence[Entry], waiting: Sequence[Entry], reserve_bytes: int | None
     ) -> tuple[Card, ...]:
-        """Return what leases may have in all.
+        """Return the cards with all that leases may have.
 
         ``holders``, ``waiting``: the tickets.
         ``reserve_bytes``: how much main memory is never leased; default: :data:`RESERVED_PART` of it.
@@ -99,12 +99,12 @@ class HostMeasured:
 
 
 def reserve_of(total_bytes: int, reserve_bytes: int | None) -> int:
-    """Return how much of main memory is never leased: what is said, else a part of it."""
+    """Return the main memory that is never leased: the given size, else a part of it."""
     return int(RESERVED_PART * total_bytes) if reserve_bytes is None else reserve_bytes
 
 
 def measure() -> HostMeasured:
-    """Look what there is."""
+    """Measure the host."""
     cores = 1000 * control_group.all_cores()
     quota = control_group.cores_limit()
     if quota is not None and int(1000 * quota.cores) >= cores:
@@ -118,7 +118,7 @@ def measure() -> HostMeasured:
 
 @dataclass(frozen=True)
 class CallMemory:
-    """What a call needs of main memory, by what was learned of its task. That may change while it waits."""
+    """A call's need of main memory, by the measurements of its task. It may change while the call waits."""
 
     footprints: Footprints
     key: Key  # of its task; the model of GPU does not matter
@@ -142,7 +142,7 @@ class CallMemory:
         return HostNeed(task, guess, least=guess, capacity=max(1, most))
 
     def learn(self, taken_bytes: int) -> None:
-        """Keep what the call has taken; 0: nobody knows, as its worker stays.
+        """Keep the call's peak; 0: not known, as its worker stays.
 
         Not what is nearly known: each writing takes as long as a short call.
         """
@@ -166,7 +166,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def _not_taken(holders: Sequence[Entry]) -> Iterator[tuple[str, int]]:
-    """Return by card what calls that nobody has measured have not taken of the guess for them.
+    """Return by card the unused rest of the assumed memory of calls without measurements.
 
     So calls of one task begin one after the other also where none ends: they may wait for each other.
     """

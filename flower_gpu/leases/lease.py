@@ -1,4 +1,4 @@
-"""How much GPU a call asks for, and what its worker is granted: made by the ledger, read by the worker."""
+"""Requests and leases: the ledger grants a lease, and the worker reads it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Deadline = float | Callable[[], float] | None
 
 @dataclass(frozen=True)
 class Claimant:
-    """Who asks the ledger for a lease. It says again and again what it claims: that may change meanwhile."""
+    """Asks the ledger for a lease. Its claim is read again at each look, since it may change meanwhile."""
 
     # Returns what it needs of these GPUs (all that can be used) as of now: a task's footprint may be learned
     # while it waits
@@ -138,13 +138,13 @@ class Ledger:
             ticket.remove()
 
     def status(self) -> State:
-        """Return what the ledger says now. It waits for the mutex, so that it sees no half-done change."""
+        """Return the state of the ledger. It waits for the mutex, so that it sees no half-done change."""
         with self._clear_errors(), self._locked(asks_for_gpus=True) as measured:
             return self._look(measured, verify=True)
 
     @contextmanager
     def _locked(self, asks_for_gpus: bool) -> Iterator[Readings]:
-        """Hold the mutex, with what was measured just before."""
+        """Hold the mutex, with a measurement from just before."""
         # The tickets are read here once more: then little is left to read while others wait for the mutex.
         measured = Readings.take(self._reader.read(self.folder.all()), asks_for_gpus=asks_for_gpus)
 
@@ -223,7 +223,7 @@ class Ledger:
         }
 
     def _with_needs(self, entry: Entry, claimant: Claimant, state: State, measured: Readings) -> Entry:
-        """Return an entry with what its claimant needs now."""
+        """Return an entry with its claimant's present needs."""
         host_needs = measured.host.needs(claimant.host_needs())
         if not claimant.count:
             return replace(entry, host_needs=host_needs)
@@ -308,7 +308,7 @@ def _at(deadline: Deadline) -> float:
 
 
 def _take_back(ticket: Ticket, measured: Readings) -> None:
-    """Give up what was just granted if another process may have decided at the same time.
+    """Give up the new grant if another process may have decided at the same time.
 
     If the mutex was still the same file after the ticket was written, whoever decides later has seen that.
     """
@@ -335,7 +335,7 @@ def _roughly(cards: Sequence[Card]) -> list[tuple[str, int]]:
 
 
 def waited_for(pids: Container[int]) -> str:
-    """Return in words what the first of these processes that wait for a lease lacks; empty: none waits."""
+    """Return in words what the first waiting process of these lacks; empty: none waits."""
     try:
         state = Ledger().status()
     except (OSError, GPUError):

@@ -1,4 +1,4 @@
-"""What the ledger knows at one moment, by tickets and the driver: what there is, who has it, who waits."""
+"""The state of the ledger at one moment, by tickets and the driver: cards, leases, requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class State:
         return admission.plan((*self.cards, *self.host), self.holders, self.waiting)
 
     def in_the_way(self, leases: Sequence[str], waiting: Container[str]) -> set[str]:
-        """Return which of some leases have to end, so that claims are granted that wait.
+        """Return the leases of a set that have to end, so that waiting claims are granted.
 
         A claim that would not be granted without all of them either has to find what it could use free
         when the rest is.
@@ -93,7 +93,7 @@ class Readings:
 
     @classmethod
     def take(cls, entries: Sequence[Entry], *, asks_for_gpus: bool) -> Readings:
-        """Look what there is.
+        """Read tickets and cards.
 
         NVML is not asked where no claim is about GPUs: its answer takes long, and would start it in
         processes that have no use for it.
@@ -107,7 +107,7 @@ class Readings:
         return cls(found, host.measure(), held, told, time.monotonic() + _FRESH_S)
 
     def cards(self, holders: Sequence[Entry], reserve_bytes: int) -> tuple[Card, ...]:
-        """Return the GPUs, of which so much is never leased, as admission sees them."""
+        """Return the GPUs as admission sees them, without the reserve."""
         now = {entry.id for entry in holders}
         ended = [entry for entry in self.held if entry.id not in now]
         return tuple(self._card(gpu, holders, ended, reserve_bytes) for gpu in self.found.usable)
@@ -119,7 +119,7 @@ class Readings:
         ended: Sequence[Entry],
         reserve_bytes: int,
     ) -> Card:
-        """Return how much of a GPU can be leased: all but what other programs use.
+        """Return the card of a GPU: all memory that other programs do not use.
 
         Our workers' use is known as far as they or NVML report it. The rest counts as other programs' use, so
         that unknown use is never leased.

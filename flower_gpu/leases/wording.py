@@ -1,4 +1,4 @@
-"""Says in words what the ledger knows: what a claim waits for, who has it, why it can never be granted."""
+"""The ledger's state in words: the reason for a wait, the holders, the reason why a claim is impossible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe(entry: Entry) -> str:
 
 
 def what_is_held(state: State, waiting: Entry, label: str) -> str:
-    """Return why a claim was not granted: what is free, and who holds the rest."""
+    """Return why a claim was not granted: the free part, and the holders of the rest."""
     lines = []
     for card in state.host if not waiting.count else ():
         lines.append(f"{amount_text(card.uuid, card.capacity_bytes)} can be leased in all")
@@ -81,7 +81,7 @@ def why_never(
 
 
 def waited_for(state: State, pids: Container[int]) -> str:
-    """Return what the first of these processes that wait lacks, and who has it; empty: none of them waits.
+    """Return what the first waiting process of these lacks, and the holders; empty: none waits.
 
     It is one line, such as ``waiting for cores: 2 of 2 are leased to messages of app (pid 12) of account eve
     since 12:00:01``.
@@ -96,7 +96,7 @@ def waited_for(state: State, pids: Container[int]) -> str:
 
 
 def _wanted(state: State, entry: Entry) -> dict[str, str]:
-    """Return what a claim may be lacking, by its id in the ledger."""
+    """Return the possible reason for a claim's wait, by its id in the ledger."""
     names = {gpu.uuid: f"GPU {gpu.index}" for gpu in state.gpus}
     found = {need.uuid: names.get(need.uuid, "a GPU") for need in entry.gpu_needs}
     free = {card.uuid: card.capacity_bytes - state.leased_bytes(card.uuid) for card in state.host}

@@ -1,4 +1,4 @@
-"""The torch device of this process, and what it takes to bring things there and back."""
+"""The torch device of this process, and the way of things there and back."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def from_numpy(array: NDArray[Any]) -> torch.Tensor:
-    """Return a tensor in an array's memory, or in that of a copy where PyTorch cannot use it."""
+    """Return a tensor in an array's memory, or in a copy where PyTorch cannot use it."""
     # torch warns about read-only memory, and refuses steps that are negative or not whole items. It does not
     # look at the address, and crashes on a complex number that is not where it expects.
     address = array.__array_interface__["data"][0]

@@ -197,7 +197,7 @@ def _entries(
 
 
 def _own(model: nn.Module) -> nn.Module:
-    """Return the user's model in what averages its gradients over ranks."""
+    """Return the user's model from the wrapper that averages its gradients over ranks."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 

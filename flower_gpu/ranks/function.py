@@ -1,4 +1,4 @@
-"""``distributed``: what a user's function becomes that runs in one rank for each GPU."""
+"""``distributed``: a user's function that runs in one rank for each GPU."""
 
 from __future__ import annotations
 

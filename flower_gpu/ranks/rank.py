@@ -65,7 +65,7 @@ def main(rendezvous: Rendezvous, task: Task, args: tuple[Any, ...], kwargs: Mapp
 
 
 def run(rendezvous: Rendezvous, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what the function returned in this rank."""
+    """Run the function in this rank, and return its result."""
     function = load_task(task)  # what a Distributed is in a rank, which has one GPU: a call of its function
     from flower_gpu.pytorch import distributed
 

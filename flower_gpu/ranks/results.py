@@ -1,4 +1,4 @@
-"""One result, or one error, of what several ranks returned or raised.
+"""Makes one result, or one error, of those of several ranks.
 
 The result is rank 0's, with the metrics of them all. When the failure of one rank makes the others fail as
 well, the error names the one that failed first.
@@ -33,7 +33,7 @@ class RankNumbers:
 
 
 def part_of(value: Any) -> RankNumbers:
-    """Return the numbers in what a function returned; nothing where it is none of Flower's results."""
+    """Return the numbers in a function's result; nothing if it is none of Flower's results."""
     if not (isinstance(value, tuple | list) and len(value) == 3 and isinstance(value[2], Mapping)):
         return RankNumbers()
     loss, num_examples, metrics = value
@@ -67,7 +67,7 @@ def merged(values: Sequence[Any]) -> Any:
 
 
 def averaged(metrics: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-    """Return the mean of each metric that all ranks have; a number that all have alike stays what it is."""
+    """Return the mean of each metric that all ranks have; equal numbers do not change."""
     first = metrics[0]
     return {
         name: mean([each[name] for each in metrics], value)
@@ -131,7 +131,7 @@ class End:
 
     @property
     def is_last_word(self) -> bool:
-        """Whether this is why the call failed, whatever other ranks say."""
+        """Whether this is the reason for the call's failure, before all other ranks' errors."""
         return not (self.is_of_others or isinstance(self.error, WorkerTimeoutError))
 
     @property

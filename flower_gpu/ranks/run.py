@@ -68,7 +68,7 @@ def run(
     task: Task = RANK_TASK,
     merged: Callable[[Sequence[Any]], Any] = results.merged,
 ) -> Any:
-    """Run a function in so many ranks.
+    """Run a function in this many ranks.
 
     ``timeout_s``: that ranks wait for each other at one point.
     ``task``: what a rank runs, with the function as an argument; ``merged``: makes one result of all.
@@ -101,7 +101,7 @@ def run(
 def _call(
     task: Task, rendezvous: Rendezvous, lease: Lease | None, share: Share | None, rest: tuple[Any, ...]
 ) -> Call:
-    """Return what one rank does, with its GPU only and its part of the cores."""
+    """Return the call of one rank, with its GPU only and its part of the cores."""
     rank, count = rendezvous.rank, rendezvous.world_size
     own = None
     if lease is not None and share is not None:
@@ -129,7 +129,7 @@ def _call(
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which ranks find each other on this host, where no other host and account can."""
+    """Return the variables with which ranks connect on this host only."""
     # NCCL's sockets without files have no permissions. From 2.30 on it can do without those.
     network = {"NCCL_IPC_USE_ABSTRACT_SOCKET": "0"} if os.access("/tmp", os.W_OK) else {}
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A call: its task, and what is loaded before that. Shared by the caller's and the worker's side."""
+"""A call: its task, and the data loaded before that. Shared by the caller's and the worker's side."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Call:
 
 
 def check_task(task: Task) -> None:
-    """Refuse (ConfigError) what cannot be a task, where the user wrote it and not later in a worker."""
+    """Raise ConfigError if this cannot be a task: at the user's line of code, not later in a worker."""
     if isinstance(task, str):
         if not _REFERENCE.fullmatch(task):
             raise ConfigError(f"{task!r} does not name a function; write it as 'package.module:function'")
@@ -99,7 +99,7 @@ def load_task(task: Task) -> Callable[..., Any]:
 
 
 def set_up(setup: str | None) -> AbstractContextManager[Any]:
-    """Call what a call names as its ``setup``, and return what its task runs in."""
+    """Call the ``setup`` function of a call, and return the context of its task."""
     made = load_task(setup)() if setup is not None else None
     return made if isinstance(made, AbstractContextManager) else nullcontext()
 
@@ -110,7 +110,7 @@ Preload = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def checked_preload(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Bring what a user may write into one form; ConfigError if it is something else.
+    """Bring the forms of ``preload`` into one; ConfigError for anything else.
 
     ``preload``: ``"package.module:function"``, or with its keyword arguments, or ``"package.module"``.
     """

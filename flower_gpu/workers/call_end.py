@@ -1,4 +1,4 @@
-"""How a call ended, for its caller: its value, what its task raised, or why there is neither."""
+"""The end of a call, for its caller: a value, an exception, or the reason for neither."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _formatted(error: BaseException) -> str:
 
 
 def _shorten(error: BaseException) -> None:
-    """Cut the texts that an exception was made of, and those of the exceptions that led to it."""
+    """Shorten the texts of an exception, and of its causes."""
 
     def cut(value: Any) -> Any:
         return shortened(value, MOST_CHARACTERS // 4) if type(value) is str else value
@@ -155,7 +155,7 @@ class WorkerTraceback(Exception):  # noqa: N818 - a cause, never raised by itsel
 
 
 def unwrap(call: Call, outcome: Outcome) -> Any:
-    """Return what the task returned, or raise what it raised, with the worker's traceback as the cause."""
+    """Return the task's value, or raise its exception, with the worker's traceback as the cause."""
     if outcome.error_type is None:
         return outcome.value
     cause = WorkerTraceback(outcome.error_traceback)
@@ -180,7 +180,7 @@ _OURS = (ConfigError, InvalidResultError)
 
 
 class _WithoutImports(pickle.Unpickler):
-    """Rebuilds an exception from what this process has imported anyway.
+    """Rebuilds an exception without new imports in this process.
 
     What needs more stays a name and a text: a client that holds only weights must not import torch for
     an error message.
@@ -210,7 +210,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def timed_out(call: Call, pid: int, timeout_s: float, import_s: float, tail: Tail) -> WorkerTimeoutError:
-    """Return the error for a call that took too long, of which it has spent so much on imports."""
+    """Return the error for a call that took too long, with its time for imports."""
     import_s = min(import_s, timeout_s)  # it may have gone on while it wrote where it was
     imports = f", of which at least {import_s:.1f} s went into imports" if import_s >= _TOLD_S else ""
     return WorkerTimeoutError(

@@ -97,7 +97,7 @@ class Line:
                 self._running.kill()
 
     def run(self, call: Call, method: start.StartMethod | str, **options: Any) -> Any:
-        """Run a call and return what its task returned.
+        """Run a call and return its task's value.
 
         ``method``: what :func:`flower_gpu.workers.methods.choose` returned, or its name. ``options``: as in
         :class:`_How`.
@@ -150,7 +150,7 @@ class Line:
                 place.close()
 
     def _done(self, call: Call, how: _How) -> tuple[CallWatch, Outcome | None]:
-        """Have a call done; return what was seen of it, and its outcome where there is one."""
+        """Run a call; return the facts about it, and its outcome if there is one."""
         began = time.monotonic()
         files: dict[str, int] = {}
         try:
@@ -311,7 +311,7 @@ def _run_here(call: Call, on_event: Sink | None) -> Any:
 
 
 def _read_outcome(call: Call, reply: int, request: int) -> Outcome:
-    """Read what the worker of a call has left; WorkerError or InvalidResultError if that cannot be.
+    """Read the worker's outcome of a call; raises WorkerError or InvalidResultError.
 
     ``request`` is -1 if the worker had it by itself.
     """

@@ -67,7 +67,7 @@ def write_reply(outcome: Outcome, descriptor: int) -> None:
 
 
 def read_reply(descriptor: int) -> Outcome:
-    """Read, in the caller, what a confined worker wrote, once the worker is gone.
+    """Read a confined worker's reply in the caller, once the worker is gone.
 
     Its value is a memoryview, or of JSON. Raises InvalidResultError if the file holds something else.
     """
@@ -182,7 +182,7 @@ _EVENTS: Final[Mapping[str, Mapping[str, _Take]]] = MappingProxyType(
 
 
 def checked_event(event: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what of an event can be used; None where nothing can."""
+    """Return the valid fields of an event, or None."""
     name = event.get("event")
     fields = _EVENTS.get(name) if isinstance(name, str) else None
     return None if fields is None else {"event": name, **_taken(event, fields)}

@@ -1,4 +1,4 @@
-"""Confinement: a worker keeps of this host only what the app of a message needs.
+"""Confinement: a worker gives up all of this host that the app of a message does not need.
 
 The caller says what that is (:class:`Confinement`, in a variable of the worker's environment). The worker
 gives up the rest before any code of the app is imported (:func:`apply`), by Landlock and seccomp. The kernel
@@ -107,7 +107,7 @@ def own_variables() -> frozenset[str]:
 
 
 def apply(environ: Mapping[str, str]) -> None:
-    """Give up, in this worker and all that it starts, what its caller has not allowed.
+    """Give up, for this worker and its children, all that the caller has not allowed.
 
     Raises ConfigError if the kernel cannot do that.
     """
@@ -164,7 +164,7 @@ def problem() -> str | None:
 
 
 def not_refused(*, with_ports: bool = False) -> list[str]:
-    """Return what of the promise the kernel of this host does not keep: each in words, with what it takes.
+    """Return the gaps of this host's kernel in words, each with the version of Linux that closes it.
 
     ``with_ports``: whether there is a TCP port to which apps can connect. Without one they have no TCP at
     all.
