@@ -1,4 +1,4 @@
-"""Messages that were sent together, and what has become of them.
+"""Messages that were sent together, and their replies.
 
 ::
 
@@ -56,7 +56,7 @@ class Job:
         return self.message.metadata.message_id
 
     def visit(self, seed: int, state: bytes) -> Visit:
-        """Return what goes to the host."""
+        """Return the visit for the host."""
         return Visit(self.message, seed, state, self.held.group if self.held else None, self.place)
 
 
@@ -295,7 +295,7 @@ class SumBox(Box):
             super()._wait_again(job, is_last=is_last)
 
     def stop(self) -> None:
-        """Wait for no further replies, but for the sums of those that are in one."""
+        """Wait for no further replies, except sums of replies that a host has added already."""
         self._is_late = True
         self.take_waiting()
 

@@ -314,7 +314,7 @@ def _pragma(database: sqlite3.Connection, name: str) -> Any:
 
 
 def _round(database: sqlite3.Connection) -> dict[str, Any] | None:
-    """Return what the index says of its round; None where no round was finished."""
+    """Return the index's facts of its round; None where no round was finished."""
     found = database.execute("SELECT content, checksum FROM round").fetchone()
     if found is None:
         return None
@@ -337,7 +337,7 @@ def _os_error(error: OSError | sqlite3.Error) -> OSError:
 
 
 def _model_parts(state: RoundState) -> list[Buffer]:
-    """Return the global model, the metrics of all rounds so far, and what the strategy keeps."""
+    """Return the global model, the metrics of all rounds so far, and the strategy's state."""
     records = RecordDict({_MODEL: state.arrays})
     for prefix, metrics in (
         (_TRAIN, state.train_metrics),

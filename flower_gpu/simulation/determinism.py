@@ -1,4 +1,4 @@
-"""What a deterministic run fixes: the same seed gives the same bits, whatever runs beside or before.
+"""The settings of a deterministic run: the same seed gives the same bits.
 
     interpreter    hashes of texts, by PYTHONHASHSEED: this process must be started with it
     environment    threads, and what frameworks read when they start
@@ -96,7 +96,7 @@ def run_id(seed: int) -> int:
 
 @contextmanager
 def here(seed: int, env: Mapping[str, str]) -> Iterator[None]:
-    """Have this process compute deterministically in the block: what the ServerApp does itself."""
+    """Have this process, with the ServerApp, compute deterministically in the block."""
     before: list[tuple[Setting, Any]] = []
 
     def prepare(framework: Framework, is_new: bool) -> None:

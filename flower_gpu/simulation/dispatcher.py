@@ -32,7 +32,7 @@ _END_S: Final = 5.0  # that a thread which asks a host may go on at the end
 
 
 class Seeds:
-    """Seeds of a run's messages: each the same whatever came before, so that a run that goes on has it, too.
+    """Seeds of a run's messages: independent of earlier messages, so a resumed run has the same.
 
     ``seed``: the run's.
     """
@@ -201,7 +201,7 @@ class Dispatcher:
             del jobs, its_jobs
 
     def _exchange_all(self, host: Host) -> None:
-        """Fetch what has become of a host's messages, and give it the next ones, until it is lost."""
+        """Fetch a host's answers, and give it the next messages, until it is lost."""
         jobs: list[Job] = []
         try:
             while not self._is_closed and not host.is_gone:
@@ -210,7 +210,7 @@ class Dispatcher:
             self.lost(host, error)
 
     def _next_jobs(self, hosts: Iterable[Host]) -> dict[Host, list[Job]]:
-        """Return what hosts are to have now: first messages for all workers, then those that wait there."""
+        """Return the next messages for hosts: first for all workers, then those that wait there."""
         jobs: dict[Host, list[Job]] = {}
         self._waiting = [box for box in self._waiting if box.count_waiting]
         if not self._waiting:
@@ -288,7 +288,7 @@ class Dispatcher:
         return job.visit(seed, self._states.read(partition))
 
     def _take_answers(self, host: Host, told: Answers) -> list[Job]:
-        """Take what has become of messages; returns what the host is to have next."""
+        """Take answers to messages; returns the host's next messages."""
         if not told.answers and not told.sums and host.is_full == told.is_full:
             return []
         done: list[tuple[Job, Answer]] = []
@@ -324,7 +324,7 @@ class Dispatcher:
             self._forget(job.message_id)
 
     def _count(self, job: Job, answer: Answer) -> None:
-        """Have an answer count: keep what the client keeps, and put the reply into its box."""
+        """Accept an answer: keep the client's state, and put the reply into its box."""
         reply = answer.reply
         assert reply is not None
         try:

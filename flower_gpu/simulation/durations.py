@@ -1,4 +1,4 @@
-"""How long calls take: learned from those that are done, and expected of the next ones.
+"""Estimates the duration of calls from earlier ones.
 
 The longest message of a round goes out first. Then a round takes at most a third longer than in the best
 order (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969, https://doi.org/10.1137/0117039), and

@@ -203,7 +203,7 @@ class SimulationGrid(Grid):
         return found
 
     def _unavailable(self, message_id: str, code: int) -> Message:
-        """Return Flower's answer to who pulls what has expired, or was pulled before, or never was."""
+        """Return Flower's error for a reply that has expired, was pulled before, or never was there."""
         metadata = Metadata(
             run_id=self._run.run_id,
             message_id=f"{message_id}-reply",
@@ -283,12 +283,12 @@ class SimulationGrid(Grid):
         return self._resumed if self._starts == 1 else None
 
     def finished_round(self, state: RoundState) -> None:
-        """Keep what a run is after a round."""
+        """Save the state of the run after a round."""
         if self._checkpoints is not None and self._starts <= 1 and state.strategy_state is not None:
             self._checkpoints.write(state)
 
     def close(self) -> None:
-        """Give up what is not done, and hand out no more messages."""
+        """Give up unfinished messages, and hand out no more."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -351,7 +351,7 @@ class SimulationGrid(Grid):
             self._give_up(box)
 
     def _coming(self, box: SumBox, deadline: float) -> Generator[SumItem, None, None]:
-        """Yield what comes until all of it is there, or the deadline is over."""
+        """Yield replies until all are there, or the deadline is over."""
         asked_at = time.monotonic()
         taking_s, is_late, is_over = 0.0, False, False
         while not is_over:

@@ -1,4 +1,4 @@
-"""A host: a machine that handles messages of a run. What the grid wants of it, and what it is told."""
+"""A host: a machine that handles messages of a run. The interface between it and the grid."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class About:
 
 
 class Host(ABC):
-    """Handles messages: it takes visits, and tells in answers what has become of them.
+    """Handles messages: it takes visits, and returns answers.
 
     One thread at a time calls :meth:`exchange`; the others may be called by any thread.
 
@@ -144,7 +144,7 @@ class Host(ABC):
 
 
 class Hosts(Protocol):
-    """The hosts of a run: what an engine makes of a :class:`Work`."""
+    """The hosts of a run, made by an engine from a :class:`Work`."""
 
     @property
     def concurrency(self) -> int:
@@ -167,10 +167,10 @@ class Hosts(Protocol):
         """Take note that the trace says that the run has begun."""
 
     def load_data(self) -> None:
-        """Load what calls find loaded, where there is something to load."""
+        """Load the data for calls, if there are any."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the result is to hold of the hosts."""
+        """Return the hosts' facts for the result."""
 
     def close(self) -> None:
         """End all workers."""

@@ -55,7 +55,7 @@ class HostMemory:
                 self._changed.notify()
 
     def learn(self, worker_bytes: int) -> None:
-        """Take note of what a worker has taken."""
+        """Note a worker's memory."""
         self.largest_bytes = max(self.largest_bytes, worker_bytes)
 
     def _has_room(self) -> bool:

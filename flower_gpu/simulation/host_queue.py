@@ -69,13 +69,13 @@ class HostQueue:
             return visit
 
     def finish(self, visit: Visit, answer: Answer) -> None:
-        """Take what has become of a message."""
+        """Take the answer to a message."""
         finished = Finished(visit, answer, answer.size_bytes)
         with self._lock:
             self._finish(finished)
 
     def ask_for_sum(self, group: int) -> None:
-        """Have whoever fetches bring the sum of a group."""
+        """Mark the sum of a group to be fetched next."""
         with self._lock:
             self._asked.append(group)
             self._has_finished.notify()

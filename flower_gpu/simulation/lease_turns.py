@@ -76,7 +76,7 @@ class LeasedLine:
                 self._turns.given_back()
 
     def close(self) -> None:
-        """End what is left."""
+        """End the remaining workers."""
         self.line.close()
         self.release()
 
@@ -222,7 +222,7 @@ class LeaseTurns:
         return None
 
     def close(self) -> None:
-        """End what idles."""
+        """End idle workers."""
         with self._changed:
             self._is_closed = True
             idle, self._idle = self._idle, []

@@ -96,7 +96,7 @@ class LocalHost(QueueHost):
         self.start(handler, self.concurrency + has_spare)
 
     def where(self) -> str:
-        """Say where messages are handled, or what was asked for without effect."""
+        """Return a line on the place of messages, or on options without effect."""
         gpu, env = self._settings.gpu, {**os.environ, **self._settings.worker.env}
         gpus = [one for one in self.gpus if one.uuid in self._decision.uuids]
         if not gpus and not gpu.request.is_auto:
@@ -108,7 +108,7 @@ class LocalHost(QueueHost):
         """Do nothing: workers write into the trace themselves."""
 
     def load_data(self) -> None:
-        """Load what calls find loaded, where there is something to load.
+        """Load the data for calls, if there are any.
 
         Raises ConfigError if that fails: so the run ends here, and not each client's call.
         """
@@ -118,7 +118,7 @@ class LocalHost(QueueHost):
             raise ConfigError(str(error)) from error
 
     def facts(self) -> dict[str, Any]:
-        """Return what the result is to hold of the workers."""
+        """Return the workers' facts for the result."""
         return self.handler.facts()
 
     def close(self) -> None:

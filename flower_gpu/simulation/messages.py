@@ -215,7 +215,7 @@ class MessageHandler:
             self._here.slot.retire()
 
     def cancel(self, message_id: str) -> None:
-        """End the worker that handles a message; what it did to the node's state is forgotten."""
+        """End the worker that handles a message; its changes of the node's state are dropped."""
         with self._lock:
             self._given_up.append(message_id)
             slot = self._running.pop(message_id, None)
@@ -244,7 +244,7 @@ class MessageHandler:
             return max(min(waiting), self._worked_at) if waiting and len(waiting) == len(since) else None
 
     def facts(self) -> dict[str, Any]:
-        """Return what the result is to hold of this."""
+        """Return the facts for the result."""
         verified = {} if self._verifier is None else self._verifier.facts()
         return {
             "workers_started": self._others_started + sum(slot.workers_started for slot in self._slots),

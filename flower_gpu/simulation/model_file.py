@@ -1,4 +1,4 @@
-"""The final model of a run as a file of safetensors, and the number by which two models are compared."""
+"""The final model of a run as a file of safetensors, and its SHA-256."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class VirtualNodes:
         return None if node_id is None else self._partitions.get(node_id)
 
     def place_of(self, node_id: int) -> int:
-        """Return what nodes are sorted by: the partition; who is no node comes last."""
+        """Return the sort key of nodes: the partition; unknown nodes come last."""
         return self._partitions.get(node_id, len(self._partitions))
 
     def context_of(self, node_id: int, state: bytes) -> Context:

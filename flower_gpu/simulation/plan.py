@@ -1,4 +1,4 @@
-"""What a run is to do: what was given, checked, and joined with what the run had that it goes on with."""
+"""The plan of a run: the given options, checked, and joined with those of a resumed run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RunPlan:
         trackers: str | Sequence[str] | None,
         options: CallOptions,
     ) -> RunPlan:
-        """Check what was given, and join it with an earlier run's.
+        """Check the given options, and join them with an earlier run's.
 
         ``given``: values of the options of a simulation.
         ``options``: those of its calls.
@@ -134,7 +134,7 @@ class RunPlan:
         )
 
     def identity(self, hosts: Hosts) -> dict[str, Any]:
-        """Return what a run that goes on must have in common with the run before."""
+        """Return the values that a resumed run must share with the earlier one."""
         work = self.work
         found = {"app": work.name, "num_supernodes": work.num_supernodes, "seed": work.seed}
         if work.is_deterministic:
@@ -142,7 +142,7 @@ class RunPlan:
         return found
 
     def settings(self, hosts: Hosts) -> dict[str, Any]:
-        """Return what the trace of a new run says that it was started with."""
+        """Return the settings for the trace of a new run."""
         work = self.work
         return {
             "deterministic": work.is_deterministic,
@@ -162,7 +162,7 @@ class RunPlan:
 
 
 def earlier_run(path: Path) -> tuple[RunFolder, dict[str, Any]]:
-    """Return the folder of a run that is to go on, and what it was started with.
+    """Return the folder of a run to be resumed, and its settings.
 
     Raises ConfigError if it is no folder of a simulation, or has no checkpoint.
     """
@@ -186,7 +186,7 @@ def earlier_run(path: Path) -> tuple[RunFolder, dict[str, Any]]:
 def _components(
     app: str | Path | tuple[ServerApp, ClientApp],
 ) -> tuple[str, Path | None, ServerApp | str, ClientApp | AppReference]:
-    """Return what an app is called, where it is if it has a folder, and its two components."""
+    """Return an app's name, its folder if it has one, and its two components."""
     if isinstance(app, tuple):
         server, client = app
         if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):

@@ -33,7 +33,7 @@ class FilePlace:
 
 
 def disk_error(error: OSError, folder: Path, size_bytes: int, next_step: str) -> DiskError:
-    """Return the error for what could not be written into a folder."""
+    """Return the error for a failed write into a folder."""
     where = path_text(folder)
     needed = format_bytes(size_bytes)
     if error.errno == errno.EDQUOT:  # what is free on the disk says nothing

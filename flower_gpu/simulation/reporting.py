@@ -271,5 +271,5 @@ def _print(lines: list[str]) -> None:
 
 
 def _stream() -> TextIO | None:
-    """Return where progress and summary are shown: in a notebook, what is on stderr looks like an error."""
+    """Return the stream of progress and summary: stdout in a notebook, where stderr looks like an error."""
     return sys.stdout if in_notebook() else sys.stderr

@@ -252,7 +252,7 @@ class _Record:
         progress: bool,
         verbose: bool | None,
     ) -> Report:
-        """Begin to show and to write down what happens."""
+        """Begin to show and to record the run."""
 
         def begin_again() -> None:
             if self._run is not None:
@@ -333,7 +333,7 @@ def _run_server(
 
 
 def _hosts(plan: RunPlan, stack: ExitStack) -> Hosts:
-    """Return what handles messages: this machine, or the hosts of a cluster."""
+    """Return the hosts: this machine, or those of a cluster."""
     if plan.ray_address is None:
         return LocalHost(plan.work)
     from flower_gpu.simulation.cluster.hosts import RayHosts, connected

@@ -231,7 +231,7 @@ class Slot(Workers):
             self._cores.wake()
 
     def close(self) -> None:
-        """End what is left."""
+        """End the remaining worker."""
         self._place.close()
 
 

@@ -1,4 +1,4 @@
-"""Whether an app depends on what earlier clients left in their worker: asked for, in a run of its own.
+"""Checks in a run of its own whether an app depends on the state of earlier clients in a worker.
 
 A used worker handles a message, and then a new one does, whose reply counts. Where the two differ, a second
 new worker tells what the app gives other values of each time: that says nothing about used workers.
@@ -42,7 +42,7 @@ class Handled:
 
 
 class Verifier:
-    """Takes note of what was compared. Methods may be called by several threads."""
+    """Collects comparisons. Methods may be called by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class Verifier:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Return what was found, for the summary."""
+        """Return the findings for the summary."""
         return {
             "compared": self._compared,
             "compared_clients": len(self._clients),
@@ -101,7 +101,7 @@ def text(facts: dict[str, Any]) -> str:
 
 
 def differences(one: Handled, other: Handled) -> Differences:
-    """Return what is different between two results of one message, bit for bit: in reply and state."""
+    """Return the differences between two results of one message, bit for bit: in reply and state."""
     if one.error is not None or other.error is not None:
         error = one.error or other.error
         return {} if type(one.error) is type(other.error) else {f"result, {type(error).__name__}": inf}

@@ -1,4 +1,4 @@
-"""What goes to a host with a message, and what comes back: an answer, or an error in the place of a reply."""
+"""A message on its way to a host (a visit), and back (an answer, or an error in the place of a reply)."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class NoSuchNodeError(FlowerGPUError):
 
 
 def arrays_bytes(message: Message) -> int:
-    """Return what the arrays of a message take."""
+    """Return the bytes of the arrays of a message."""
     records = records_in(message, ArrayRecord).values()
     return sum(size_bytes(array) for record in records for array in record.values())
 

@@ -1,4 +1,4 @@
-"""The workers of a host: how many there are at a time, and what they are forked with."""
+"""The workers of a host: their number, and their settings."""
 
 from __future__ import annotations
 

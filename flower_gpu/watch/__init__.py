@@ -1,4 +1,4 @@
-"""Seeing what a run does: live, as a report, as metrics.
+"""Views of a run: live, as a report, as metrics.
 
     trace.jsonl, or a recorder in the same process
          │ events

@@ -163,7 +163,7 @@ class _Bars(Display):
         raise NotImplementedError
 
     def show(self, event: Event) -> None:
-        """Draw what an event has changed."""
+        """Draw the changes of an event."""
         match event.get("event"):
             case "run_waits":
                 self.say(text(event.get("text")))
@@ -189,7 +189,7 @@ class _Bars(Display):
         return max([done, *finished])
 
     def _rounds_text(self) -> str:
-        """Return what stands behind the bar over the rounds."""
+        """Return the text behind the bar over the rounds."""
         done, num_rounds = self._done_rounds, self.history.num_rounds
         is_over = num_rounds is not None and done >= num_rounds
         left_s = None if is_over else _rounds_left_s(self.history)
@@ -203,14 +203,14 @@ class _Bars(Display):
         return ", ".join(filter(None, parts))
 
     def _clients_label(self) -> str:
-        """Return what stands in front of the bar over the clients of the open round."""
+        """Return the text in front of the bar over the clients of the open round."""
         one = self.history.open_round
         if one is None:
             return ""
         return one.task if one.round is None else f"round {one.round} {one.task}"
 
     def _clients_text(self) -> str:
-        """Return what stands behind the bar over the clients of the open round."""
+        """Return the text behind the bar over the clients of the open round."""
         one = self.history.open_round
         if one is None:
             return ""

@@ -1,4 +1,4 @@
-"""Fields of events, as far as they are what they should be: a trace may have been written by anybody."""
+"""Checked fields of events: anybody may have written a trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def node_id(value: object) -> int | None:
 
 
 def mappings(value: object) -> list[Mapping[str, Any]]:
-    """Return what of a list is a mapping."""
+    """Return the mappings of a list."""
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
@@ -66,7 +66,7 @@ def metrics_text(metrics: Mapping[str, Any], most: int = _MOST_METRICS) -> str:
 
 
 def metric_rank(name: str) -> int:
-    """Return what sorts metrics by their names: accuracy and loss first, what is not known last."""
+    """Return the sort key of metrics: accuracy and loss first, unknown names last."""
     words = _WORD.findall(name.lower())
     return next((rank for rank, known in enumerate(_FIRST) if not known.isdisjoint(words)), len(_FIRST))
 

@@ -353,7 +353,7 @@ class History:
             self._learn_gpus(event, host.name)
 
     def _on_host_lost(self, time: float, event: Event) -> None:
-        """End what the host has had: nobody writes that down."""
+        """End the host's workers and leases, of which there are no further lines."""
         if (host := self._host(event)) is None:
             return
         host.lose(time, event)

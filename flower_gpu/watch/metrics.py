@@ -1,4 +1,4 @@
-"""``flower-gpu metrics``: what this host's GPUs, leases and runs do, for Prometheus.
+"""``flower-gpu metrics``: figures of this host's GPUs, leases and runs, for Prometheus.
 
 Prometheus asks the server, which asks the collector: it looks at the host (GPUs and ledger) and at the
 histories of all registered runs, and makes samples for the metrics of the table. Counters are one tally that

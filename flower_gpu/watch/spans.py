@@ -37,7 +37,7 @@ class GPUInfo:
     capacity_bytes: int | None = None
 
     def learn(self, told: Mapping[str, Any], host: str) -> None:
-        """Take in what an event tells of it."""
+        """Add an event's facts."""
         self.host = host or self.host
         index = whole(told.get("index"))
         self.index = self.index if index is None else index
@@ -204,7 +204,7 @@ class RoundPart:
     failed: int = 0
 
     def finish(self, time: float, event: Event, messages: int, failed: int) -> None:
-        """Take in what has finished. A strategy and a simulation may both tell it, each a part of it."""
+        """Add the facts of its end. A strategy and a simulation may both write it, each a part."""
         self.time, self.told = time, first_metrics({**self.told, **first_metrics(event.get("metrics"))})
         self.metrics = figures(self.told)
         seconds = number(event.get("seconds"))

@@ -89,7 +89,7 @@ class Confinement:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Confinement | None:
-        """Return what this worker was told; None where it is not confined."""
+        """Return this worker's confinement, or None."""
         if not (text := environ.get(CONFINED_VARIABLE)):
             return None
         told = json.loads(text)
@@ -212,7 +212,7 @@ def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str
 
 
 def _drop_capabilities() -> None:
-    """Leave root no rights but those of a file's owner."""
+    """Give up all capabilities of root but those of a file's owner."""
     library = ctypes.CDLL(None, use_errno=True)
     for number in range(_MOST_CAPABILITIES):
         if number != _KEPT_CAPABILITY:

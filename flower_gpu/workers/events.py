@@ -156,7 +156,7 @@ class SeenImports:
 
 
 def note_imported(names: Iterable[str]) -> None:
-    """Note what a fork of this process had to import, where its fork server wants to know that."""
+    """Note the imports of a fork of this process, if its fork server collects them."""
     if facts.imported_by_forks is not None:
         facts.imported_by_forks.update(dict.fromkeys(names))
 

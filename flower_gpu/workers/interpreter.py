@@ -22,7 +22,7 @@ UNKNOWN: Final = 255
 
 
 def begin(argv: Sequence[str], streams: Sequence[int], environ: Mapping[str, str]) -> None:
-    """Take on what a program has of its own.
+    """Set up the process as a fresh program.
 
     ``argv``: its path and arguments. ``streams``: descriptors of its standard input, output and error.
     ``environ``: says how many threads its libraries have.
@@ -43,7 +43,7 @@ def begin(argv: Sequence[str], streams: Sequence[int], environ: Mapping[str, str
 
 
 def run_to_end(main: Callable[[], Any], then: Callable[[], object] = lambda: None) -> NoReturn:
-    """Run a program, then what is to follow, and end; what the kernel takes down is left to it."""
+    """Run a program and its exit functions, and end without taking the interpreter down."""
     code = 1
     try:
         code = _status_of(main)
@@ -58,7 +58,7 @@ def run_to_end(main: Callable[[], Any], then: Callable[[], object] = lambda: Non
 
 
 def end() -> None:
-    """Do what an interpreter does at its end, but for taking itself down object by object.
+    """Run an interpreter's steps at its end, without taking it down object by object.
 
     After torch, pandas and scikit-learn that takes seconds.
     """
@@ -77,7 +77,7 @@ def flush() -> None:
 
 
 def with_all_cores(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables by which a library that was loaded with one thread gets what it begins with."""
+    """Return the variables with which a library that was loaded with one thread gets all cores."""
     return {threads.VARIABLE: str(len(os.sched_getaffinity(0))), **environ}
 
 

@@ -60,7 +60,7 @@ _before: dict[int, Any] = {}
 
 @contextmanager
 def ended_by_signals() -> Iterator[list[int]]:
-    """Let SIGTERM and SIGHUP do what Ctrl-C does, and yield a list for the one that came.
+    """Let SIGTERM and SIGHUP act as Ctrl-C does, and yield a list for the signal that came.
 
     Only the first of them counts: what ends a run may not be interrupted by more of the same. SIGHUP stays
     ignored where it is (``nohup``). To be used in the main thread of a program that is ours.

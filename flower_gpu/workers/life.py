@@ -119,7 +119,7 @@ def life_pipe() -> tuple[int, int]:
 
 
 def close_life_end(write: int) -> None:
-    """Close the write end: the kernel then kills what is left of the worker's process group."""
+    """Close the write end: the kernel then kills the rest of the worker's process group."""
     _life_ends.discard(write)
     os.close(write)
 
@@ -239,7 +239,7 @@ def _state_parent_group(pid: int) -> tuple[str, int, int]:
 def end_adopted(
     own: Collection[int], groups: Collection[int] = (), *, is_spared: Callable[[int], bool]
 ) -> bool:
-    """End the processes that have become children of this one: what is left of workers that have ended.
+    """End adopted children: processes of workers that have ended.
 
     To be called again when a child has ended: its own children are this process's then. Only for a process
     that has called :func:`adopt_orphans`, and whose living workers have, too: theirs do not come here.

@@ -81,7 +81,7 @@ def seal(descriptor: int) -> bool:
 
 
 def identity(descriptor: int) -> tuple[int, int, int]:
-    """Return what tells a file from all others: device, inode, size."""
+    """Return the identity of a file: device, inode, size."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size
 
@@ -105,7 +105,7 @@ class Map:
         self.view = memoryview(memory).cast("B")
 
     def leave_file(self, descriptor: int) -> None:
-        """Let what is written from here on stay in this process, at the same addresses."""
+        """Make later writes private to this process, at the same addresses."""
         _mmap(self.address, self.size, mmap.MAP_PRIVATE | _FIXED, descriptor)
 
     def offset_of(self, address: int, size: int) -> int | None:

@@ -127,7 +127,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def read_memory_file(file: int) -> Any:
-    """Read what :func:`memory_file` has written, and close the file."""
+    """Read a file of :func:`memory_file`, and close it."""
     try:
         size = os.fstat(file).st_size
         if size > _MAX_FILE:

@@ -1,4 +1,4 @@
-"""Start methods: what each of them is, how it starts a worker, and the choice between them."""
+"""Start methods: the properties of each, its start of a worker, and the choice between them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WorkerConnection:
     stderr: int
 
     def close(self) -> None:
-        """Close them; the kernel then kills what is left of the worker's process group."""
+        """Close them; the kernel then kills the rest of the worker's process group."""
         self.calls.close()
         for descriptor in (self.stdout, self.stderr):
             os.close(descriptor)
@@ -82,7 +82,7 @@ def prepare(
     deadline: float | None = None,
     place: client.ServerPlace | None = None,
 ) -> Prepared:
-    """Do what comes before the start of a worker; may take long, and may be interrupted.
+    """Prepare the start of a worker; may take long, and may be interrupted.
 
     ``otherwise``: how to start it where there can be no fork server; with FORK it raises ForkInsteadError
     there, and where the call cannot be passed on. ``place``: one that an earlier call has had; it is closed
@@ -138,7 +138,7 @@ def _find_place(
 
 
 def remember_variables(call: Call, variables: Mapping[str, str | None], *, may_spawn: bool) -> None:
-    """Take note of what a task's module sets, for the next try of the call and for all later ones.
+    """Note the variables that a task's module sets, for the next try of the call and for all later calls.
 
     Raises WorkerStartError if no fork server can have that, and the call must not be spawned.
     """
@@ -342,7 +342,7 @@ def no_start(*_: object) -> Process:
 
 @dataclass(frozen=True)
 class StartMethod:
-    """One way to run a call: what may be expected of it, and how its worker is started."""
+    """One way to run a call: its properties, and the start of its worker."""
 
     name: str
     #: Starts a worker for a call, with the worker's ends of the lines to the caller.

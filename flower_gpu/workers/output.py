@@ -47,7 +47,7 @@ class Stream:
         return bool(data)
 
     def drain(self) -> None:
-        """Take what has been written so far, and no more: a process that got away may go on writing."""
+        """Take the output so far, and no more: a process that got away may go on writing."""
         with suppress(BlockingIOError):
             for _ in range(_MAX_PIPE // _CHUNK):
                 data = os.read(self.descriptor, _CHUNK)
@@ -83,7 +83,7 @@ class Tail:
         self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
 
     def reader(self) -> LineCutter:
-        """Return what remembers the lines of one stream; the streams share the tail."""
+        """Return a reader that keeps the last lines of one stream; the streams share the tail."""
         return LineCutter(self._remember, max_unfinished=_CHUNK)
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def _is_frame(line: str) -> bool:
 
 
 def output_of(call: Call, target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
-    """Return what takes one stream of the output of a call's worker."""
+    """Return the receiver of one output stream of a call's worker."""
     return echo(target, tail, call.log_prefix if call.names_output else None)
 
 
@@ -144,7 +144,7 @@ def echo(target: TextIO | None, tail: Tail, name: str | None = None) -> Callable
 
 
 def _named_lines(text: str, name: str, *, is_end: bool) -> tuple[str, str]:
-    """Return whole lines with a name in front, and what has begun after them.
+    """Return whole lines with a name in front, and the unfinished rest.
 
     Log lines have the name already. Of a line that draws over itself, as a bar does, its last state is taken.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class OwnProcess:
-    """What this process is, and what it holds."""
+    """The role of this process, and its resources."""
 
     #: Whether it is a fork that is a program: it began with libraries.
     is_program: bool = False
@@ -54,7 +54,7 @@ class OwnProcess:
                 os.close(before)
 
     def be_idle(self) -> None:
-        """Do what is to be done when no call has come for a moment."""
+        """Run the steps for a moment without a call."""
         then, self.when_idle = self.when_idle, None
         if then is not None:
             with suppress(Exception):  # no call's problem
@@ -89,7 +89,7 @@ _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 @contextmanager
 def restored_environment(names: Iterable[str]) -> Iterator[None]:
-    """Put variables back after the block to what they were.
+    """Restore the variables after the block.
 
     Where several threads do so at the same time, the last one puts back what was there before the first: what
     one of them finds in between is another one's.
@@ -115,7 +115,7 @@ def restored_environment(names: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """Mark what runs in the block as a call."""
+    """Mark the block as a call."""
     token = _is_inside.set(True)
     try:
         yield

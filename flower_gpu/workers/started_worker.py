@@ -1,4 +1,4 @@
-"""One worker on its caller's side, from its start to its end, and what is seen of a call that it does."""
+"""One worker on its caller's side, from its start to its end, and the facts about its call."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CallWatch:
 
     @property
     def is_late_to_exit(self) -> bool:
-        """Whether the worker has not exited by then, and nobody has to wait for that."""
+        """Whether the worker exits later than allowed, so that nobody waits for it."""
         return self.has_result and not self.has_ended and self.exit_s < EXIT_GRACE_S
 
     @property
@@ -81,7 +81,7 @@ class CallWatch:
         return self.has_ended and not self.is_begun
 
     def take(self, told: dict[str, Any]) -> None:
-        """Take what the worker tells."""
+        """Take a report of the worker."""
         event = told if self.call.confinement is None else confined_replies.checked_event(told)
         if event is None:
             return
@@ -143,7 +143,7 @@ class StartedWorker:
 
     @property
     def imported(self) -> list[str]:
-        """The modules that it had to import, as far as it has told."""
+        """The modules that it had to import, by its reports."""
         return (self._seen.imported if self._seen is not None else []) or self._imported
 
     def has_exited(self) -> bool:
@@ -217,7 +217,7 @@ class StartedWorker:
             stream.drain()
 
     def close(self) -> None:
-        """Let go of every descriptor, and end what it has put into sessions of its own."""
+        """Close every descriptor, and end its processes in sessions of their own."""
         self._end_left()
         if self._pidfd >= 0:
             os.close(self._pidfd)
@@ -243,7 +243,7 @@ class StartedWorker:
             pass
 
     def _wait_once(self, timeout_s: float | None, order: int = -1) -> bool:
-        """Read what there is, or wait for it; tell whether the worker is gone, and all of that is read."""
+        """Read the available output, or wait for it; tell whether the worker is gone and all is read."""
         longest = _POLL_S
         if self._pidfd >= 0:
             longest = _MAX_WAIT_S if threading.current_thread() is not threading.main_thread() else _SIGNAL_S

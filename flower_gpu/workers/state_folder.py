@@ -44,7 +44,7 @@ def state_dir() -> Path:
 
 
 def state_dir_problem() -> tuple[str, str] | None:
-    """Return why others could change what is in the state folder, and what to do; None if they cannot."""
+    """Return why others could change the state folder, and a way out; None if they cannot."""
     parent, path = state_parent(), state_dir()
     # Not of /tmp itself: in many containers that is an empty volume, not sticky, with nobody else in it.
     if os.environ.get("FLOWER_GPU_STATE_DIR"):

@@ -1,4 +1,4 @@
-"""Names of threads: what a confined process writes in ``/proc``, with the help of one that is not confined.
+"""Names of threads: a confined process sets them in ``/proc`` with the help of one that is not confined.
 
 A program names another one of its threads by a file, ``/proc/self/task/<thread>/comm``. NVIDIA's driver does
 so from version 570 on, and CUDA does not start where it cannot. No rule of Landlock says "this file of each
@@ -65,7 +65,7 @@ def given(folder: Path) -> Iterator[None]:
 
 
 def ask(folder: str, listener: int) -> None:
-    """Have who made a folder answer (:func:`given`) what the kernel asks; else OSError."""
+    """Have the maker of a folder answer the kernel's questions (:func:`given`); else OSError."""
     be_readable()
     os.register_at_fork(after_in_child=be_readable)
     try:

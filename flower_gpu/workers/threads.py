@@ -1,4 +1,4 @@
-"""How many threads a worker uses: its part of the cores, and what its native libraries make of it.
+"""The threads of a worker: its part of the cores, set in its native libraries.
 
 A fresh interpreter needs nothing more: the libraries read ``OMP_NUM_THREADS`` when they are loaded. Where a
 worker finds them loaded, as in a fork, :func:`apply` brings them to what they would have read: torch, OpenMP
@@ -93,13 +93,13 @@ def environment(count: int, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what :func:`prepare` reads of an environment."""
+    """Return the variables of an environment for :func:`prepare`."""
     names = (VARIABLE, *(name for _, _, names in _KINDS for name in names))
     return {name: environ[name] for name in names if name in environ}
 
 
 def prepare(environ: Mapping[str, str], pools: list[_Pool] | None = None) -> None:
-    """Do in a process that is about to fork what is too late, or slow, in the fork.
+    """Prepare a process for forks: steps that are too late, or slow, in the fork.
 
     A thread of OpenBLAS computes for a while when it starts, without any work: it waits in a loop. So the
     count is set here, where the fork itself ends the threads again; the child starts as many when it
@@ -149,7 +149,7 @@ def apply(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def follow(applied: Mapping[str, str]) -> None:
-    """Apply what code of the user's has set in ``os.environ`` since ``applied`` was applied.
+    """Apply the user's changes of ``os.environ`` since ``applied`` was applied.
 
     Modules do so before they import torch. Where torch is loaded already, it is done here; not in a library
     whose count was set directly meanwhile.
@@ -286,7 +286,7 @@ def planned_threads(environ: Mapping[str, str]) -> int:
 
 
 def threads_for(num_cpus: float | None, environ: Mapping[str, str]) -> int:
-    """Return the threads of a call that asks for so many cores; None: for an equal share of them."""
+    """Return the threads of a call that asks for this many cores; None: for an equal share of them."""
     at_once = CONCURRENCY.resolve(None, environ)
     return max(1, cores() // at_once if num_cpus is None else int(num_cpus))
 
@@ -308,7 +308,7 @@ def cores() -> int:
 
 
 def available_cores() -> float:
-    """Return the same with the part of a core that a quota may have."""
+    """Return the cores that this process may use, with the fraction of a quota."""
     limit = control_group.cores_limit()
     return processor_cores() if limit is None else min(processor_cores(), limit.cores)
 

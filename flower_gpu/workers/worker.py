@@ -145,7 +145,7 @@ def _leave_group_of_caller(handled: Iterable[int], own_session: bool) -> None:
 
 
 def forget_exit_functions() -> None:
-    """Take from a process whose forks are workers what libraries want to be called at the end.
+    """Unregister the libraries' exit functions in a process whose forks are workers.
 
     That is for a program; torch's finalizers alone take 30 ms.
     """

@@ -83,7 +83,7 @@ class Agent:
             threading.Thread(target=self._look_at_gpus, name="flower-gpu-samples", daemon=True).start()
 
     def begin(self, packages: Sequence[str]) -> About:
-        """Load what calls find loaded, and tell of this host.
+        """Load the data for calls, and describe this host.
 
         ``packages``: what the app imports.
         Raises ConfigError if one of the packages is missing here, or data cannot be loaded.
@@ -98,7 +98,7 @@ class Agent:
         return replace(self._host.about, gpus=told_gpus())
 
     def clock_s(self) -> float:
-        """Return what the host's clock says: Unix seconds."""
+        """Return the host's time in Unix seconds."""
         return time.time()
 
     def take(self, visits: Sequence[PackedVisit]) -> None:
@@ -106,7 +106,7 @@ class Agent:
         self._host.take([self._models.visit(packed) for packed in visits])
 
     def exchange(self, visits: Sequence[PackedVisit]) -> tuple[Answers, News]:
-        """Have messages handled; waits, not for long, for what has become of others, and tells the news."""
+        """Have messages handled; wait briefly for answers to others, and return them with the news."""
         with self._exchanging:
             answers = self._host.exchange([self._models.visit(packed) for packed in visits])
             is_full = self._host.handler.longest_wait_s() > _FULL_S
@@ -130,7 +130,7 @@ class Agent:
         self._host.cancel(message_id)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the result is to hold of this host."""
+        """Return this host's facts for the result."""
         return self._host.facts()
 
     def close(self) -> News:

@@ -257,7 +257,7 @@ class RayHosts:
         self._watcher.start()
 
     def facts(self) -> dict[str, Any]:
-        """Return what the result is to hold of the hosts."""
+        """Return the hosts' facts for the result."""
         for host, told in self._answers([(host, host.agent.facts.remote()) for host in self.there]):
             self._facts[id(host)] = told
         found = list(self._facts.values())
@@ -295,7 +295,7 @@ class RayHosts:
             _kill(host)
 
     def _answers(self, asked: Sequence[tuple[RemoteHost, Any]]) -> Iterator[tuple[RemoteHost, Any]]:
-        """Yield what hosts answer; not those that need too long for it, or are gone."""
+        """Yield hosts' answers, except of those that need too long, or are gone."""
         deadline = time.monotonic() + _ANSWER_S
         for host, coming in asked:
             with suppress(self._ray.exceptions.RayError, TimeoutError, ConnectionError):
@@ -427,7 +427,7 @@ def _is_there(coming: Any, timeout_s: float = 0.0) -> bool:
 
 
 def _get(coming: Any, timeout_s: float | None = None) -> Any:
-    """Return what was asked for.
+    """Return the result of a call of Ray.
 
     Raises ConnectionError, RayError, TimeoutError if there is no answer.
     """
@@ -472,6 +472,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _cause(error: Any) -> str:
-    """Return what was raised on a host, in a line."""
+    """Return a host's exception in a line."""
     cause = error.cause if error.cause is not None else error
     return shortened(str(cause).strip().rpartition("\n")[2])

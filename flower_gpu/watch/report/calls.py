@@ -1,4 +1,4 @@
-"""The calls of a run: what part of its time each has spent with what, and sums by client."""
+"""The calls of a run: the phases of each, and sums by client."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
 
 
 def facts_of(history: History, folder: Path) -> dict[str, str]:
-    """Return what a run was started with, and what came of it."""
+    """Return the settings and the outcome of a run."""
     run_config, versions = (mapping(history.settings.get(name)) for name in ("run_config", "versions"))
     model, path = history.facts.get("model_sha256"), RunFolder(folder).model
     with suppress(OSError):
@@ -205,7 +205,7 @@ def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
 
 
 def _rounds(history: History) -> list[dict[str, Any]]:
-    """Return the rows of the table of rounds: what was sent, and what came of it."""
+    """Return the rows of the table of rounds: messages and results."""
     places = {task: place for place, task in enumerate(_TASKS)}
     parts = sorted(history.rounds, key=lambda one: (one.round or 0, places.get(one.task, -1), one.task))
     return [{"part": one, "metrics": _metrics(one, _MOST_METRICS)} for one in parts]

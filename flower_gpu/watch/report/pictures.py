@@ -93,7 +93,7 @@ class Picture:
 
     @property
     def legend(self) -> dict[str, str]:
-        """The names of what is drawn."""
+        """The names in the picture."""
         drawn: set[str] = set()
         for panel in self.panels:
             drawn |= {bar.kind for bar in panel.bars} | {mark.kind for mark in panel.marks} | set(panel.lines)

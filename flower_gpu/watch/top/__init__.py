@@ -1,4 +1,4 @@
-"""``flower-gpu top``: what runs on this host's GPUs now: GPUs, workers and what waits for a lease.
+"""``flower-gpu top``: the GPUs of this host now, with workers and waiting requests.
 
 The watcher looks at ledger, driver and the histories of runs, and puts rows together to a snapshot.
 ``--json`` prints the snapshot; the view makes lines of it, which are printed once, or drawn again and again

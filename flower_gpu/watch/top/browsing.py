@@ -17,7 +17,7 @@ WORKERS, WAITING = "Workers", "Waiting"
 
 
 def keys_of(data: bytes) -> Iterator[bytes]:
-    """Divide what a keyboard has sent into keys."""
+    """Divide a keyboard's bytes into keys."""
     yield from _KEY.findall(data)
 
 
@@ -36,7 +36,7 @@ class Browsing:
         self._reversed: dict[str, bool] = {}
 
     def press(self, key: bytes) -> None:
-        """Do what a key stands for."""
+        """Apply a key."""
         steps = dict.fromkeys(_UP, -1) | dict.fromkeys(_DOWN, 1) | dict.fromkeys(_HOME, -sys.maxsize)
         steps |= dict.fromkeys(_END, sys.maxsize) | {_PAGE_UP: -self._page, _PAGE_DOWN: self._page}
         steps |= {b"\x1b[1~": -sys.maxsize, b"\x1b[4~": sys.maxsize}
@@ -86,6 +86,6 @@ def _is_known(value: Any) -> bool:
 
 
 def _size(value: Any) -> tuple[bool, int, Any]:
-    """Return what a value is sorted by: numbers of clients are texts, and 3 comes before 17."""
+    """Return the sort key of a value: numbers of clients are texts, and 3 comes before 17."""
     is_name = isinstance(value, str) and not value.isdecimal()
     return is_name, len(value) if isinstance(value, str) and not is_name else 0, value

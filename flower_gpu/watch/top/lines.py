@@ -84,7 +84,7 @@ class Column:
     least: int = 0  # texts may be cut off down to so many cells; 0: not at all
 
     def cell(self, row: Any) -> Text:
-        """Return what stands in a row."""
+        """Return the text in a row."""
         return line((self.text(row), self.style if isinstance(self.style, str) else self.style(row)))
 
 

@@ -1,4 +1,4 @@
-"""What is shown at one moment, as plain data, put together from what ledger, driver and histories tell.
+"""The figures of one moment as plain data, from ledger, driver and histories.
 
 ``--json`` prints these fields under these names. Sizes are bytes. None, or an empty text, stands for what
 driver, ledger or trace does not tell.
@@ -315,7 +315,7 @@ def _of_entry(seen: Seen, entry: Entry, runs: Sequence[FollowedRun]) -> WorkerRo
 def _held(
     seen: Seen, ticket: str, lease: Entry | LeaseSpan | None, history: History | None
 ) -> dict[str, Any]:
-    """Return what a lease has, as the ledger tells it, or the trace."""
+    """Return the size of a lease, by the ledger or the trace."""
     parts: Mapping[str, int] = {}
     numbers: tuple[int, ...] | None = None
     if isinstance(lease, Entry):

@@ -27,7 +27,7 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another scree
 
 
 def run(watcher: Watcher, interval_s: float) -> int:
-    """Show what happens, and return the exit status: 0 after ``q``, else 128 and the signal's number."""
+    """Show the view, and return the exit status: 0 after ``q``, else 128 and the signal's number."""
     with Terminal() as terminal:
         while terminal.status is None:
             next_at = time.monotonic() + interval_s

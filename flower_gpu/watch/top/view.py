@@ -100,7 +100,7 @@ def _gpus(shown: Snapshot, size: Size) -> list[Text]:
 
 
 def _gpu(gpu: GPURow, size: Size) -> Text:
-    """Return a bar of the GPU's memory, by who has it, and numbers."""
+    """Return a bar of the GPU's memory by holder, and numbers."""
     name = f"GPU {gpu.index}" + (" MIG" if gpu.mig_parent else "")
     if problem := gpu.problem or ("" if gpu.total_bytes else "its memory is not told"):
         return line((name, "bold"), (f" {gpu.name or 'model unknown'}: ", ""), (problem, "red"))
@@ -284,7 +284,7 @@ def _of_use(row: WorkerRow) -> str:
 
 
 def _whose(row: WorkerRow | WaitingRow, own: str) -> str:
-    """Return what a lease is for; of another account's nobody else is told that."""
+    """Return a lease's call; unknown for another account's."""
     return row.label or "-" if row.user == own else f"user {row.user}"
 
 

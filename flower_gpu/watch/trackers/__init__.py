@@ -1,4 +1,4 @@
-"""Sends what happens in a run to TensorBoard, Weights & Biases or MLflow, while the run goes on.
+"""Sends a run's figures to TensorBoard, Weights & Biases or MLflow, while the run goes on.
 
     trace.jsonl of the run
          │ new events, read in a thread of each tracker (tracking.py)

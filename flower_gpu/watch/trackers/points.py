@@ -72,7 +72,7 @@ class Tracker(Protocol):
 
 
 class Points:
-    """A view on a history: first the history gets an event, then this is asked for what to send of it.
+    """A view on a history: after each event of the history it returns the figures to send.
 
     ``client_of`` returns the client of a node's id, as calls in the trace name it.
     """

@@ -43,7 +43,7 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 @cache
 def is_supported() -> bool:
-    """Tell whether this system has what the fork server is built on (Linux 5.3)."""
+    """Tell whether this system can run the fork server (Linux 5.3)."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     with suppress(OSError):
@@ -85,7 +85,7 @@ class _Memory:
         self.begin()
 
     def known_kind(self) -> _ServerKind:
-        """Return a copy of what is known by now."""
+        """Return a copy of the present knowledge."""
         with self.lock:
             return _ServerKind(set(self.kind.variables), set(self.kind.without))
 
@@ -105,7 +105,7 @@ class ServerPlace:
         return likeness(call) == self._like and not messages.is_closed(self._connection)
 
     def fork(self, message: dict[str, Any], descriptors: Sequence[int]) -> Forked:
-        """Have what the message says forked, with these descriptors.
+        """Have the server fork by this message, with these descriptors.
 
         WorkerStartError if the system lets the server start no more processes; Gone as of :meth:`ask`.
         """
@@ -129,7 +129,7 @@ class ServerPlace:
 
 
 def likeness(call: Call) -> tuple[Any, ...]:
-    """Return what calls must have in common for the same worker, or for workers by the same place."""
+    """Return the key of calls that can share a worker, or a place."""
     preload = [(name, dict(kwargs)) for name, kwargs in call.preload]
     return (dict(call.env), call.setup, call.without, preload, call.confinement)
 

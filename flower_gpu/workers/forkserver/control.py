@@ -71,7 +71,7 @@ def still_running(pids: Iterable[int]) -> list[int]:
 
 
 def family() -> set[int]:
-    """Return the pids of fork servers and of what was forked from them, as far as this user may see them."""
+    """Return the pids of fork servers and their forks, as far as this user may see them."""
     return {int(path.name) for path in Path("/proc").glob("[0-9]*") if is_forked(int(path.name))}
 
 

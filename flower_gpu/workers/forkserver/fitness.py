@@ -1,4 +1,4 @@
-"""Whether what a fork server has imported is what a caller would import."""
+"""Whether a fork server's imports equal those of a caller."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class EnvironmentUse:
         return {name: os.environ.get(name) for name in different if name not in ours}
 
     def apply_changes(self, keep: Mapping[str, str]) -> None:
-        """Set in ``os.environ`` what the libraries set, except the variables in ``keep``."""
+        """Set the libraries' variables in ``os.environ``, except those in ``keep``."""
         for name, value in self.changed.items():
             if name in keep:
                 continue

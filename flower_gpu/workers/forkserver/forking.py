@@ -1,4 +1,4 @@
-"""What a process that forks workers has, beside what it tells its callers."""
+"""The state of a process that forks workers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Session:
         self.folder = self.own = -1
 
     def files(self) -> set[int]:
-        """Return its descriptors but for the connection; -1 for what is not there."""
+        """Return its descriptors without the connection; -1 for missing ones."""
         return {self.folder, self.own}
 
 
@@ -158,7 +158,7 @@ class Loop(ChildWatch):
         return [key for key, _ in ready]
 
     def end_left(self, workers: Set[int] = frozenset()) -> bool:
-        """End what workers that are gone have put into sessions of their own; tell whether there was any.
+        """End processes that finished workers put into sessions of their own; tell whether there were any.
 
         The groups of the living ``workers`` are left alone: their callers end them.
         """

@@ -1,4 +1,4 @@
-"""Which fork server a process can use, and what a worker of it takes over from its caller.
+"""The fork server that fits a process, and the settings that its workers take over from a caller.
 
 Two processes share a server if they have the same identity: everything that a fork has from its server and
 cannot change. What differs harmlessly (working directory, most of the environment) is sent with each call,
@@ -78,7 +78,7 @@ def _umask() -> int:
 
 
 def _status() -> dict[str, str]:
-    """Return what the kernel says of this process."""
+    """Return the kernel's status of this process."""
     with open("/proc/self/status") as file:
         fields = (line.partition(":") for line in file)
         return {name: value.strip() for name, _, value in fields}
@@ -117,13 +117,13 @@ def are_gpus_named(variables: Mapping[str, str]) -> bool:
 
 
 def seen(environ: Mapping[str, str | None], name: str) -> str | None:
-    """Return what a library makes of an environment variable when it is imported."""
+    """Return the value of an environment variable as a library sees it at its import."""
     value = environ.get(name)
     return None if name == VISIBLE_DEVICES and value else value
 
 
 def digests(environ: Mapping[str, str | None], names: Iterable[str]) -> dict[str, str]:
-    """Return for variables what tells their values apart, and tells nobody what they are."""
+    """Return digests of variables' values: equal for equal values, and not readable."""
     found = ((name, seen(environ, name)) for name in names)
     return {name: _digest(value) for name, value in found if value is not None}
 
@@ -221,7 +221,7 @@ def _has_metadata(folder: str, _mtime_ns: int) -> bool:
 
 @cache
 def _packages(folder: str, _mtime_ns: int) -> str:
-    """Return what is another text after an install, update or removal of a package in ``folder``.
+    """Return a text that changes with each install, update or removal of a package in ``folder``.
 
     Not the folder's own time of change: Python writes ``__pycache__`` there when it first imports a module
     that is a single file. Nor the times of packages' folders, which get one, too. Installers make

@@ -77,7 +77,7 @@ def cuda_is_touched() -> bool:
 
 
 def cuda_message(name: str) -> str:
-    """Return what to tell a user whose function or module has started CUDA where others are forked from."""
+    """Return the error text for a function or module that started CUDA in the fork server."""
     return (
         f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and choose "
         "the device in the task. Only torch.cuda.is_available() and device_count() may be asked there"
@@ -85,7 +85,7 @@ def cuda_message(name: str) -> str:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import modules in turn, but for those that cannot be; UnfitLibraryError if one did harm."""
+    """Import modules in turn, and skip those that fail; UnfitLibraryError if one did harm."""
     with _watched(), _uncollected(), _root_logger_kept():
         for name in names:
             with suppress(ImportError, AttributeError):
@@ -100,7 +100,7 @@ def import_own(function: str | None) -> None:
 
 @cache
 def load_for_gpus() -> frozenset[str]:
-    """Load what frameworks of this process load when a GPU is first used; once, for all its forks.
+    """Load the libraries of the first use of a GPU once, for all forks of this process.
 
     Returns the variables that were read. A library that cannot be loaded is left to workers, which tell why.
     """
@@ -130,7 +130,7 @@ def preload_on_cpu(functions: Preload) -> None:
 
 
 class _ImportWatch:
-    """A finder in front of all others that looks what each library's execution does to the process.
+    """A finder in front of all others that checks the process after each library's import.
 
     It looks where a library ends, or begins to import another one: at each of its modules that would take as
     long as a fifth of the imports.
@@ -209,7 +209,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
-    """Take back what libraries do to the root logger in the block: all workers would have it.
+    """Undo libraries' changes of the root logger in the block: all workers would have them.
 
     opacus gives it a handler, and each line of a worker's would be there twice.
     """
@@ -235,7 +235,7 @@ def _watched() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Growth:
-    """A fork that imports libraries: its process, where it tells how that went, what, and how long it may."""
+    """A fork that imports libraries: process, pipe for the outcome, libraries, deadline."""
 
     pid: int
     report: int
@@ -290,7 +290,7 @@ def _is_ours(name: str) -> bool:
 
 
 class Learning:
-    """Collects what workers had to import, and what of it the server ``name`` has by now.
+    """Collects workers' imports, and those that the server ``name`` has made itself.
 
     ``use``: notes which environment variables libraries use.
     ``without``: libraries that it must not have.
@@ -314,7 +314,7 @@ class Learning:
         return sorted({name.partition(".")[0] for name in self._learned})
 
     def begin(self) -> None:
-        """Import what every server has, and what an earlier one has learned.
+        """Import the libraries of every server, and those that an earlier one has learned.
 
         Raises Exception where that cannot be: the next one comes up without what was learned, also after an
         end of this process.
@@ -329,16 +329,16 @@ class Learning:
         self._take_over(names)
 
     def imported(self, count: int) -> list[str]:
-        """Return what this worker, and forks of it, had to import since there were ``count`` modules."""
+        """Return the imports of this worker and its forks since there were ``count`` modules."""
         own = imported_since(count, self._folders)
         return list(dict.fromkeys([*own, *(facts.imported_by_forks or ())]))
 
     def ask(self, names: Sequence[str], *whose: int | str) -> None:
-        """Note what workers are about to import; only installed libraries count."""
+        """Note the coming imports of workers; only installed libraries count."""
         self.note([name for name in names if is_installed(name, self._folders)], *whose)
 
     def note(self, names: Sequence[str], *whose: int | str) -> None:
-        """Note what a worker had to import. ``whose``: its caller, and what kind of call it was."""
+        """Note a worker's imports. ``whose``: its caller, and the kind of call."""
         self._reported = list(dict.fromkeys([*self._reported, *names]))
         self._reporters.update(whose)
 

@@ -32,7 +32,7 @@ _POLL_S = 0.5
 
 
 class _DiedError(WorkerStartError):
-    """A server has ended while it started, and has not said why."""
+    """A server has ended during its start, without a reason."""
 
 
 def start(wanted: Mapping[str, Any], environ: Mapping[str, str], deadline: float | None, lock: int) -> None:
@@ -155,7 +155,7 @@ def _serve() -> None:
 
 
 def _leave_limits_of_starter() -> None:
-    """Undo what the process that started this one has set for itself; other callers' workers inherit it."""
+    """Undo the starter's settings of its own process: workers of other callers would inherit them."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these
         if signal.getsignal(number) == signal.SIG_IGN:

@@ -188,7 +188,7 @@ class Server:
         return {"fit": True}
 
     def _is_as_it_was(self) -> bool:
-        """Tell whether forks of this process are what they were to be; else it takes no more calls."""
+        """Tell whether this process is still fit for forks; else it takes no more calls."""
         is_as_it_was = not libraries.cuda_is_touched() and not self._files.edited()
         if not is_as_it_was:
             self._drain()
@@ -251,7 +251,7 @@ class Server:
         return {"staying": True}
 
     def _on_learn(self, session: Session, message: _Message, _: list[int]) -> _Answer:
-        """Import what workers will need before the first of them comes; says whether there is more to do."""
+        """Import libraries before the first worker comes; returns whether there are more."""
         self._learning.ask(message["names"], session.caller, message["kind"])
         self._grow()
         return {"learning": bool(self._learning.wanted())}
@@ -331,14 +331,14 @@ class Server:
         interpreter.run_to_end(lambda: load_task(message["function"])(), tell)
 
     def _tell_imported(self, kind: str) -> None:
-        """Tell the server what this program had to import (in the fork)."""
+        """Report this program's imports to the server (in the fork)."""
         names = self._learning.imported(self._modules)
         with suppress(messages.Gone, ConfigError), sockets.connect(self._start.name, _TICK_S) as connection:
             messages.send(connection, {"op": "learn", "names": names, "kind": kind})
             messages.receive_answer(connection)
 
     def _take_over(self, session: Session) -> dict[str, Any]:
-        """Take over what the caller has (in the fork); returns what only forks are to know."""
+        """Take over the caller's settings (in the fork); returns those that only forks may know."""
         own: dict[str, Any] = messages.read_memory_file(session.own)
         Inherited(**own["inherited"]).apply(session.folder)
         os.close(session.folder)
@@ -406,7 +406,7 @@ class Server:
         os._exit(0)
 
     def _grow(self) -> None:
-        """Derive one that imports what workers had to, and takes this one's place if that did no harm."""
+        """Fork a successor that imports the workers' libraries, and takes over if that did no harm."""
         names = self._learning.wanted()
         if not names or self._learning.running is not None or self._draining:
             return

@@ -60,7 +60,7 @@ def names() -> list[str]:
 
 
 def remove_old_files() -> None:
-    """Remove what servers have left that have not been started for a week: of environments that are gone.
+    """Remove the files of servers that have not been started for a week: their environments are gone.
 
     Nothing else: other files in the folder, such as footprints, do not age.
     """
@@ -167,7 +167,7 @@ def listen(name: str) -> socket.socket:
 
 
 def identity(name: str) -> tuple[int, int] | None:
-    """Return what tells the socket file ``name`` from a later one, or None where it is missing."""
+    """Return the identity of the socket file ``name``, or None if it is missing."""
     try:
         # Not folder(): that would make one again that has been removed.
         found = (state_folder.state_dir() / f"{name}.socket").stat()

@@ -262,7 +262,7 @@ class GivenRequest:
 
 
 def _leave_request() -> None:
-    """Let what this process writes into its arguments from here on stay in this process."""
+    """Make later writes into the arguments private to this process."""
     given, facts.request = facts.request, None
     if given is None or given.map is None:
         return

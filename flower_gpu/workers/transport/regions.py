@@ -66,7 +66,7 @@ class SideBytes:
 
 
 class Parts:
-    """Collects what goes beside a pickle.
+    """Collects the parts beside a pickle.
 
     ``roots``: what is pickled, with names for messages.
     ``request``: the worker's map of its arguments: what lies there need not be written again.
@@ -197,12 +197,12 @@ def dumps_by_name(value: Any, parts: Parts) -> bytes:
 
 
 def dumps_by_value(value: Any, parts: Parts) -> bytes:
-    """Pickle; what the other process cannot import goes by value, as cloudpickle does."""
+    """Pickle; objects that the other process cannot import go by value, as with cloudpickle."""
     return _dumps(_ByValue, value, parts)
 
 
 def loads(head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview]) -> Any:
-    """Unpickle what one of these returned; WorkerError if it is no pickle."""
+    """Unpickle the bytes of one of these; WorkerError if they are no pickle."""
     before, _reading.regions = _reading.regions, regions
     try:
         return pickle.loads(head, buffers=buffers)
@@ -274,7 +274,7 @@ _ALIGNMENT = 16  # torch's kernels crash on less, for complex128
 
 
 def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
-    """Return what rebuilds ``array``, with many bytes beside the pickle; TypeError for objects."""
+    """Return the reduction of ``array``, with many bytes beside the pickle; TypeError for objects."""
     import numpy as np
 
     if array.dtype.hasobject:
