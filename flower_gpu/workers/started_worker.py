@@ -72,7 +72,7 @@ class CallWatch:
 
     @property
     def is_late_to_exit(self) -> bool:
-        """Whether the worker exits later than allowed, so that nobody waits for it."""
+        """Whether the result is there, and the worker has not exited within ``exit_s``."""
         return self.has_result and not self.has_ended and self.exit_s < EXIT_GRACE_S
 
     @property
