@@ -55,6 +55,9 @@ PLACES = [
     ("gpu", "wrong", "never", {}, "never"),
     ("gpu", "require", "", {}, "require"),
     ("gpu", None, "", {}, "offer"),
+    ("gpu_ids", 4, "2,3", {"gpu-ids": 1}, (1,)),
+    ("gpu_ids", 4, "2,3", {"gpu": "force"}, (2, 3)),
+    ("gpu_ids", "GPU-ab", "", {}, ("GPU-ab",)),
 ]
 
 

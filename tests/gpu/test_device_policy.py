@@ -280,44 +280,12 @@ def test_entries_that_name_no_gpu_are_refused(value: str) -> None:
         gpu_numbers(value)
 
 
-NODE = {"gpu": "force", "gpu-ids": 1, "partition-id": 0}
-ENVIRON = {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_IDS": "2,3"}
-
-
 def policy_of(
     code: dict[str, Any],
     node_config: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> DevicePolicy:
     return call_settings(code, base=environ, node_config=node_config).gpu.policy
-
-
-@pytest.mark.parametrize(
-    ("code", "node_config", "environ", "expected"),
-    [
-        ({}, {}, {}, ("offer", None)),
-        ({"gpu": "require", "gpu_ids": 4}, {}, {}, ("require", (4,))),
-        ({"gpu": "require", "gpu_ids": 4}, {}, ENVIRON, ("never", (2, 3))),
-        ({"gpu": "require", "gpu_ids": 4}, NODE, ENVIRON, ("force", (1,))),
-        # Each key on its own.
-        ({"gpu": "require"}, {"gpu-ids": "5"}, {"FLOWER_GPU_POLICY": "force"}, ("force", (5,))),
-        ({"gpu_ids": "GPU-ab"}, {"gpu": "never"}, {}, ("never", ("GPU-ab",))),
-        # A number alone is an offer.
-        ({}, {"gpu-ids": 0}, {}, ("offer", (0,))),
-        ({}, {}, {"FLOWER_GPU_IDS": "0"}, ("offer", (0,))),
-        # Empty variables are not set.
-        ({"gpu": "force"}, {}, {"FLOWER_GPU_POLICY": "", "FLOWER_GPU_IDS": ""}, ("force", None)),
-        # What is hidden is not looked at.
-        ({"gpu": "always"}, {"gpu": "offer"}, {}, ("offer", None)),
-    ],
-)
-def test_node_config_wins_over_environment_over_code(
-    code: dict[str, Any],
-    node_config: Mapping[str, Any],
-    environ: Mapping[str, str],
-    expected: tuple[str, tuple[int | str, ...] | None],
-) -> None:
-    assert policy_of(code, node_config, environ) == DevicePolicy(*expected)
 
 
 @pytest.mark.parametrize(
@@ -345,8 +313,6 @@ def test_wrong_word_names_its_source_and_the_choices(
 @pytest.mark.parametrize(
     ("code", "node_config", "kind", "source"),
     [
-        ({"gpu": 1}, {}, TypeError, "gpu must be one of the words"),
-        ({"gpu_ids": True}, {}, TypeError, "gpu_ids must be"),
         ({"gpu_ids": [4, 5]}, {}, TypeError, "gpu_ids must be"),
         ({}, {"gpu": True}, ConfigError, "--node-config gpu must be one of the words"),
         ({}, {"gpu-ids": 1.5}, ConfigError, "--node-config gpu-ids must be"),

@@ -32,9 +32,9 @@ def test_what_is_free_is_granted_at_once_and_all_is_free_again_after_release(led
     assert list(ledger_host.own.iterdir()) == []
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.25, 4), (0.125, 8)])
-def test_shares_fit_beside_a_desktop_session(one_gpu: LedgerHost, share: float, count: int) -> None:
+def test_shares_fit_beside_a_desktop_session(one_gpu: LedgerHost) -> None:
     """What it uses goes up and down a little, and workers tell late what they use."""
+    share, count = 0.25, 4
     desktop = one_gpu.stub.program(0, 700 << 20)
     claimants = one_gpu.start(count + 1)
     granted = []

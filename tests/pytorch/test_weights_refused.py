@@ -124,7 +124,7 @@ def extra_state():
 @pytest.mark.parametrize(
     ("build", "texts"),
     [
-        (lambda: Bag([torch.zeros(2).to(torch.float8_e4m3fn)]), "entry0: torch.float8_e4m3fn has"),
+        (lambda: Bag([torch.zeros(2).to(torch.float8_e4m3fn)]), "entry0: float8_e4m3fn has"),
         (lambda: Bag([torch.eye(2).to_sparse()]), "entry0: expected a dense tensor"),
         (lambda: nn.Linear(2, 2, device="meta"), "weight: on the meta device"),
         (lambda: nn.LazyLinear(2), "weight: not initialised yet"),
