@@ -362,7 +362,7 @@ GPU_GUARD: Final = Option(
 )
 
 STATE_DIR: Final = Option(
-    "folder for flower-gpu-<uid>: what this user's processes share on this host",
+    "folder for flower-gpu-<uid>, which this user's processes share on this host",
     variable="FLOWER_GPU_STATE_DIR",
     default="/tmp",
 )

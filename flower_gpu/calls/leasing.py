@@ -342,7 +342,7 @@ def _only_warned() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        notices.say_once(f"what was measured is not kept: {error}")
+        notices.say_once(f"a measurement could not be kept: {error}")
 
 
 def is_worker() -> bool:

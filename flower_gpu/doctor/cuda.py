@@ -32,7 +32,7 @@ _MOST_SAID: Final = 600  # characters
 _SEE_LOGS: Final = "see `nvidia-smi`, and the kernel's log (dmesg) for lines with NVRM or Xid"
 _NOT_MEASURED: Final = (
     "the driver does not tell how much memory processes of this account use, as in containers. The size of "
-    "CUDA contexts, and what calls without PyTorch need, cannot be measured there"
+    "CUDA contexts, and the need of calls without PyTorch, cannot be measured there"
 )
 _SET_INSTEAD: Final = (
     "for JAX, TensorFlow and CuPy set FLOWER_GPU_NUM_GPUS or FLOWER_GPU_MEMORY, or num_gpus or gpu_memory in "

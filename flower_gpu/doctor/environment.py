@@ -120,7 +120,7 @@ def variables() -> Iterator[Found]:
 
 def _unknown(name: str) -> Found:
     near = difflib.get_close_matches(name.upper(), [*VARIABLES, *SCRIPT_VARIABLES], 1, cutoff=0.75)
-    todo = f"{near[0]} is meant?" if near else "see docs/reference/environment.md for those that there are"
+    todo = f"{near[0]} is meant?" if near else "see the variables in docs/reference/environment.md"
     return "problem", f"{name} is set, and nothing reads it", todo
 
 

@@ -44,7 +44,7 @@ def system() -> Iterator[Found]:
     if soft != resource.RLIM_INFINITY and soft < _ENOUGH_FILES:
         level = "problem" if soft < _TOO_FEW_FILES else "note"
         more = _GOOD_FILES if hard == resource.RLIM_INFINITY else min(_GOOD_FILES, hard)
-        yield level, f"a process may open {soft} files only", f"ulimit -n {more}, before what is started here"
+        yield level, f"a process may open {soft} files only", f"ulimit -n {more}, before you start Flower"
     with suppress(OSError):  # there need not be one
         room = shutil.disk_usage("/dev/shm").total
         if room < _ENOUGH_SHM_BYTES:
@@ -166,7 +166,7 @@ def ledger_folder() -> Iterator[Found]:
         text = f"anybody can take away others' leases in {root}: it is not sticky"
         yield "problem", text, f"chmod +t {root}"
     elif not mode & stat.S_IWOTH:
-        text = f"{root}: not every account can write there, and those that cannot get no lease"
+        text = f"{root}: not every account can write there; the others get no lease"
         yield "note", text, f"nothing, if only this account uses GPUs; else chmod 1777 {root}"
     else:
         yield "ok", f"{root}, for all accounts of this host"

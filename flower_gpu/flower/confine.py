@@ -102,19 +102,19 @@ class Allowed:
             return "Name a folder that holds data alone"
         return (
             "Python or the loader look for libraries there (PYTHONPATH, LD_LIBRARY_PATH, CUDA_HOME, or the "
-            "working folder under python -m), or CUDA for an MPS daemon (CUDA_MPS_PIPE_DIRECTORY): take it "
-            "out, and install what is in it, or name a folder that holds nothing else"
+            "working folder under python -m), or CUDA for an MPS daemon (CUDA_MPS_PIPE_DIRECTORY). Remove "
+            "it from the variable and install its packages, or name a folder that holds data alone"
         )
 
 
-_OURS: Final = "what flower-gpu keeps of this account"
+_OURS: Final = "flower-gpu's own files of this account"
 
 
 def _secrets(keys: Iterable[str], environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield str(state_folder.state_dir()), _OURS
     yield str(LedgerFolder.find().own()), "the ledger of leases"
     home = environ.get("HOME") or str(Path("~").expanduser())
-    yield environ.get("FLWR_HOME") or f"{home}/.flwr", "what Flower keeps of this account"
+    yield environ.get("FLWR_HOME") or f"{home}/.flwr", "Flower's files of this account"
     for name in (".ssh", ".gnupg", ".aws", ".kube", ".docker", ".config", ".netrc"):
         yield f"{home}/{name}", "where keys and passwords are kept"
     for path in keys:

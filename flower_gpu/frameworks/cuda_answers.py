@@ -102,8 +102,8 @@ ANSWERS: Final = CUDAAnswers()
 def _say_none(reason: str) -> None:
     if not reason.startswith(NO_DRIVER):
         print(
-            "flower-gpu: a module that workers find imported has asked for GPUs, and was told that there is "
-            f"none ({reason}). If it chooses its device when it is imported, that is the CPU",
+            "flower-gpu: a module asked for GPUs when it was imported for all workers, and there is "
+            f"none ({reason}). If it chooses its device at its import, that is the CPU",
             file=sys.stderr,
             flush=True,
         )

@@ -18,8 +18,8 @@ from flwr.common.logger import log
 
 #: What is said when such a run begins.
 NOTE: Final = (
-    "this run is a check: what a used worker handles, a new one handles as well, to compare the results. "
-    "What the app writes by itself, it writes more than once"
+    "this run is a check: messages are handled in used workers and again in new ones, to compare the "
+    "results. The app writes its own files more than once"
 )
 _MOST_NAMES: Final = 3
 _ARRAY: Final = "array "

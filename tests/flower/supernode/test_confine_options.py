@@ -59,12 +59,12 @@ def test_what_is_named_reaches_the_messages(home: Path) -> None:
         ("--data-dir {home}/data", "--data-dir needs --confine"),
         ("--confine --data-dir {home}/nothing", "there is no such folder"),
         ("--confine -- --allow-runtime-dependency-installation", "--confine cannot be used with"),
-        ("--confine --data-dir {home}", "what Flower keeps of this account"),
+        ("--confine --data-dir {home}", "Flower's files of this account"),
         ("--confine --data-dir /", "Name a folder that holds data alone"),
         ("--confine --data-dir {home}/keys -- --auth-supernode-private-key {home}/keys/node", "a key of"),
         ("--confine --write-dir {prefix}", "apps could change programs or libraries"),
         ("--confine --write-dir /usr/share", "apps could change programs or libraries"),
-        ("--confine --write-dir {state}", "what flower-gpu keeps of this account"),
+        ("--confine --write-dir {state}", "flower-gpu's own files of this account"),
         ("--confine --data-dir {home}/keys -- --ssl-keyfile {home}/keys/node", "a key of"),
         (
             "--confine --write-dir {home}/data --data-dir {home}/data/one",
@@ -94,7 +94,7 @@ def test_a_link_to_a_folder_of_keys_is_refused(home: Path) -> None:
 
 def test_libraries_beside_secrets_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(home))
-    with pytest.raises(ConfigError, match=r"what Flower keeps of this account.*CUDA_HOME"):
+    with pytest.raises(ConfigError, match=r"Flower's files of this account.*CUDA_HOME"):
         environment("--confine")
     monkeypatch.setenv("CUDA_HOME", str(home / "data"))
     with pytest.raises(ConfigError, match="apps could change programs or libraries"):
@@ -112,7 +112,7 @@ def test_an_mps_daemon_is_named_and_its_folder_must_hold_nothing_else(
     environment("--confine")
     (home / "control").touch()
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(home))
-    with pytest.raises(ConfigError, match=r"what Flower keeps of this account.*CUDA_MPS_PIPE_DIRECTORY"):
+    with pytest.raises(ConfigError, match=r"Flower's files of this account.*CUDA_MPS_PIPE_DIRECTORY"):
         environment("--confine")
 
 
