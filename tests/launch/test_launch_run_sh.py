@@ -13,6 +13,7 @@ import pytest
 import run_programs
 
 ROOT = Path(__file__).parents[2]
+PYTHON = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 
 PYPROJECT = """
 [build-system]
@@ -70,10 +71,12 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which python3 is the Python of these tests."""
+    """An environment in which python3 is the Python of these tests, and lends environments its pip."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "python3").symlink_to(getattr(sys, "_base_executable", sys.executable))
+    made = "-m venv --without-pip --system-site-packages"  # else pip is installed into each, for seconds
+    has_pip = f'[ "$1 $2" = "-m venv" ] && "{PYTHON}" -c "import pip" 2>/dev/null'
+    replace_python(folder, f'if {has_pip}; then shift 2; set -- {made} "$@"; fi\nexec "{PYTHON}" "$@"')
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU")}
     return {**kept, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
@@ -140,12 +143,11 @@ def without_ensurepip(folder: Path) -> None:
     lacking = folder.parent / "lacking"
     lacking.mkdir()
     (lacking / "ensurepip.py").write_text("raise ModuleNotFoundError('ensurepip')\n")
-    python = (folder / "python3").resolve()
-    replace_python(folder, f'PYTHONPATH="{lacking}" exec "{python}" "$@"')
+    replace_python(folder, f'PYTHONPATH="{lacking}" exec "{PYTHON}" "$@"')
 
 
 def replace_python(folder: Path, line: str) -> None:
-    (folder / "python3").unlink()
+    (folder / "python3").unlink(missing_ok=True)
     (folder / "python3").write_text(f"#!/bin/sh\n{line}\n")
     (folder / "python3").chmod(0o755)
 
@@ -198,8 +200,7 @@ if sys.argv[1] == "venv":
 
 def test_an_environment_keeps_its_python(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
     """Also if another Python comes first on PATH by now, and more has to be installed."""
-    there = getattr(sys, "_base_executable", sys.executable)
-    subprocess.run([there, "-m", "venv", clone / ".venv"], check=True, timeout=100)
+    subprocess.run([tmp_path / "bin" / "python3", "-m", "venv", clone / ".venv"], check=True, timeout=100)
     python = (clone / ".venv" / "bin" / "python").resolve()
     (clone / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "run.sh", clone / "tests")
