@@ -303,10 +303,10 @@ def _listen(collector: Collector, address: str, port: int) -> int:
     """Answer from now on, in threads that end with this process; return the port."""
     from prometheus_client import CollectorRegistry, start_http_server
 
-    registry = CollectorRegistry()  # of our own: the library's has metrics of this process in it
-    registry.register(collector)
+    own = CollectorRegistry()  # the library's has metrics of this process in it
+    own.register(collector)
     try:
-        server, _ = start_http_server(port, address, registry)
+        server, _ = start_http_server(port, address, own)
     except PermissionError:
         raise ConfigError(
             f"--port {port}: this account may not listen there; take one from 1024 on"
