@@ -200,7 +200,7 @@ if sys.argv[1] == "venv":
 
 def test_an_environment_keeps_its_python(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
     """Also if another Python comes first on PATH by now, and more has to be installed."""
-    subprocess.run([tmp_path / "bin" / "python3", "-m", "venv", clone / ".venv"], check=True, timeout=100)
+    subprocess.run([PYTHON, "-m", "venv", clone / ".venv"], check=True, timeout=100)
     python = (clone / ".venv" / "bin" / "python").resolve()
     (clone / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "run.sh", clone / "tests")
