@@ -42,7 +42,6 @@ from flower_gpu.options import (
 
 _FLOWERS: Final = "flower-supernode"
 _NODE_CONFIG = "--node-config"
-_SUPERLINK: Final = "127.0.0.1:9092"  # Flower's default
 _KEYS: Final = (node_keys.OPTION, "--ssl-keyfile")
 _PAUSE_S = 5.0  # before one that has ended is started again
 _EARLY_S = 20.0  # one that ends before could not start, or not reach its SuperLink
@@ -107,8 +106,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
             Node(number, count, given, pairs, calls, env, logs, keys[number] if keys else None)
             for number in range(count)
         ]
-        superlink = without_option(given, "--superlink")[1] or [_SUPERLINK]
-        notices = Notices(count, superlink[-1], _print, with_warnings=not is_quiet(arguments))
+        notices = Notices(count, _print, with_warnings=not is_quiet(arguments))
         try:
             while True:
                 for each in nodes:

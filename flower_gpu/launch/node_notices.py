@@ -1,4 +1,4 @@
-"""Shows important lines of SuperNodes' logs on the terminal, each kind once."""
+"""What SuperNodes write into their logs and their user should know: said on the terminal, each thing once."""
 
 from __future__ import annotations
 
@@ -19,19 +19,10 @@ _NUMBERS: Final = re.compile(r"\d+")
 
 
 class Notices:
-    """The notices about the SuperNodes of one command.
+    """What is said of so many SuperNodes: errors, and where they are wanted warnings, too."""
 
-    ``count``: how many SuperNodes.
-    ``superlink``: the address that they connect to.
-    ``say``: takes each line.
-    ``with_warnings``: whether warnings are said, too; errors always are.
-    """
-
-    def __init__(
-        self, count: int, superlink: str, say: Callable[[str], object], with_warnings: bool = True
-    ) -> None:
+    def __init__(self, count: int, say: Callable[[str], object], with_warnings: bool = True) -> None:
         self._count = count
-        self._superlink = superlink
         self._say = say
         self._with_warnings = with_warnings
         self._said: set[str] = set()
@@ -59,7 +50,7 @@ class Notices:
         if len(self._in) < self._count:
             self._in.add(node)
             if len(self._in) == self._count:
-                self._say(f"connected to {self._superlink}: {self._count} of {self._count} SuperNodes")
+                self._say(f"connected: {self._count} of {self._count} SuperNodes")
 
     def _note(self, node: str, level: str, text: str, path: Path) -> None:
         kind = _NUMBERS.sub("#", text)

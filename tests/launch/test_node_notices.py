@@ -21,7 +21,7 @@ class Nodes:
 
     def __init__(self, folder: Path, with_warnings: bool = True) -> None:
         self.told: list[str] = []
-        self._notices = Notices(2, "here:1", self.told.append, with_warnings)
+        self._notices = Notices(2, self.told.append, with_warnings)
         self._logs = [folder / f"supernode-{number}.log" for number in range(2)]
         self._new = [Follower(log) for log in self._logs]
 
@@ -48,7 +48,7 @@ def test_a_superlink_out_of_reach_is_told_once_for_all_nodes_and_when_all_are_in
     assert len(nodes.write(0, FAILED, FAILED)) == 1
     assert nodes.write(1, FAILED, FAILED) == []
     assert nodes.write(0, IN) == []
-    assert nodes.write(1, IN) == ["connected to here:1: 2 of 2 SuperNodes"]
+    assert nodes.write(1, IN) == ["connected: 2 of 2 SuperNodes"]
     assert nodes.write(1, FAILED, IN) == [], "it was started again"
 
 
