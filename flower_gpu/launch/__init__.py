@@ -13,6 +13,5 @@
                                  ▼
     History ──> display while it runs, result and tables at the end, failures.log
 
-``flower-gpu supernode --count`` has its SuperNodes run by ``supervisor``, too, with keys from ``node_keys``;
-``node_notices`` says what is in their logs.
+``flower-gpu supernode --count`` has its SuperNodes run by ``supervisor``, too, with keys from ``node_keys``.
 """
