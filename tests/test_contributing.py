@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flower_gpu.watch import trackers
-from flower_gpu.watch.trackers import tracking
+from flower_gpu.options import TRACKERS
+from flower_gpu.watch.trackers import adapters
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
@@ -50,14 +50,8 @@ def test_names_in_the_map_are_in_the_files_that_it_links() -> None:
                 assert re.search(rf"\b{re.escape(name)}\b", texts), (name, row)
 
 
-def test_a_new_tracker_needs_a_file_and_a_word_in_the_table_of_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So says the list in flower_gpu/README.md."""
-    (tmp_path / "papertrail.py").write_text("class PaperTrail:\n    pass\n")
-    monkeypatch.setattr(trackers, "__path__", [*trackers.__path__, str(tmp_path)])
-    monkeypatch.setattr(tracking, "TRACKERS", ("papertrail",))
-    assert tracking.Tracking(tracking.checked("papertrail")).is_on
+def test_each_tracker_of_the_options_has_a_class() -> None:
+    assert tuple(adapters.ALL) == TRACKERS
 
 
 def test_every_event_of_the_trace_is_documented() -> None:

@@ -4,7 +4,7 @@
          │ new events, read in a thread of each tracker (tracking.py)
       History ── points.py: figures of a round, of its clients, of the GPUs
          │ points
-      tensorboard.py, wandb.py, mlflow.py: one tracker each, by the protocol in points.py
+      adapters.py: a class for each tracker, by the protocol in points.py
 
 The trace is the queue: a slow tracker reads later, and no round waits for it. An error of a tracker is one
 warning, and its thread ends. The libraries are imported only where a tracker is asked for.

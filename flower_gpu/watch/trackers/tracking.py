@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from flower_gpu.errors import ConfigError, shortened
 from flower_gpu.options import TRACKERS
 from flower_gpu.watch.fields import first_line, mapping, text
 from flower_gpu.watch.history import History
+from flower_gpu.watch.trackers import adapters
 from flower_gpu.watch.trackers.points import (
     EVENTS,
     Point,
@@ -215,10 +215,8 @@ def _ids(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _made(name: str) -> Tracker:
-    module = importlib.import_module(f"flower_gpu.watch.trackers.{name}")
-    classes = {key.lower(): found for key, found in vars(module).items() if isinstance(found, type)}
     try:
-        made: Tracker = classes[name]()
+        return adapters.ALL[name]()
     except ImportError as error:
         raise ConfigError(
             f"tracker {name}: a library is not installed ({error}): pip install 'flower-gpu[{name}]'"
@@ -228,4 +226,3 @@ def _made(name: str) -> Tracker:
     except Exception as error:  # nothing has started yet
         text = first_line(str(error))
         raise ConfigError(f"tracker {name} cannot be used: {type(error).__name__}: {text}") from error
-    return made
