@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from flower_gpu import trace
-from flower_gpu.apps import registry
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.apps.registry import RunningRun
+from flower_gpu.apps.recording import RunningRun, running_runs
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import Tally, WorkerSpan, drop_oldest
 
@@ -106,7 +105,7 @@ class FollowedRuns:
         self,
         ended_s: float,
         tally: Tally | None = None,
-        running: Callable[[], list[RunningRun]] = registry.running,
+        running: Callable[[], list[RunningRun]] = running_runs,
     ) -> None:
         self.tally = tally
         self._ended_s = ended_s

@@ -20,8 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import flower_gpu
-from flower_gpu.apps import registry
-from flower_gpu.apps.registry import RunningRun
+from flower_gpu.apps.recording import RunningRun, running_runs
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY
@@ -119,7 +118,7 @@ _BUSY_S: Final = 30.0  # longer than anybody waits for an answer
 class Collector:
     """The object that :mod:`prometheus_client` asks for metrics."""
 
-    def __init__(self, host: HostLook, running: Callable[[], list[RunningRun]] = registry.running) -> None:
+    def __init__(self, host: HostLook, running: Callable[[], list[RunningRun]] = running_runs) -> None:
         self._host = host
         self._tally = Tally()  # of the runs that go on, and those that have ended meanwhile
         # A run that has just ended is there once more.

@@ -12,7 +12,7 @@ import pytest
 from nvml_stub import GIB, Host
 
 from flower_gpu import trace
-from flower_gpu.apps.registry import registered, running
+from flower_gpu.apps.recording import registered, running_runs
 from flower_gpu.workers import state_folder
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,18 +81,18 @@ def test_a_failure_is_one_and_without_gpus_there_are_no_samples(folder: Path) ->
 
 
 def test_a_run_is_seen_as_long_as_its_process_lives(folder: Path) -> None:
-    assert running() == []
+    assert running_runs() == []
     process = record(folder)
-    [run] = running()
+    [run] = running_runs()
     assert (run.folder, run.kind, run.name, run.pid) == (str(folder), "launch", "app", process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=30)
-    assert running() == []
+    assert running_runs() == []
     assert events(folder)[-1]["event"] == "run_started"
     process = record(folder)  # what the dead one has left is in nobody's way
-    assert len(running()) == 1
+    assert len(running_runs()) == 1
     process.communicate("", timeout=30)
-    assert running() == []
+    assert running_runs() == []
 
 
 def test_one_process_of_a_host_records_a_run(folder: Path) -> None:
@@ -103,10 +103,10 @@ def test_one_process_of_a_host_records_a_run(folder: Path) -> None:
         assert (is_first, second) == (True, False)
         process = record(folder)
         process.communicate("", timeout=30)
-        [run] = running()
+        [run] = running_runs()
         assert run.name == "first"
     assert not (folder / trace.FILE_NAME).exists()
-    assert running() == []
+    assert running_runs() == []
 
 
 @pytest.mark.parametrize("content", ["", "{}", "no json", '{"folder": 1}', "[]"])
@@ -115,7 +115,7 @@ def test_what_is_no_run_is_none(content: str, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "0123456789abcdef.json").write_text(content)
     (folder / "notes.json").write_text("not of this package")
-    assert running() == []
+    assert running_runs() == []
     assert (folder / "notes.json").exists()
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from simulations import APPS, Simulation, run, running, wait_for_line
 
 from flower_gpu import simulate
-from flower_gpu.apps.registry import registered
+from flower_gpu.apps.recording import registered
 from flower_gpu.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from top_traces import Trace
 
 from flower_gpu import trace
-from flower_gpu.apps.registry import RunningRun
+from flower_gpu.apps.recording import RunningRun
 from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.watch import history, spans
 from flower_gpu.watch.followed_run import FollowedRuns

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from top_traces import Trace
 
-from flower_gpu.apps.registry import RunningRun
+from flower_gpu.apps.recording import RunningRun
 from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.admission import CORES, HostNeed
 from flower_gpu.leases.ledger import Claimant, Ledger

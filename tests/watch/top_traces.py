@@ -13,7 +13,7 @@ import pytest
 from cli.command_shell import Shell
 
 from flower_gpu import trace
-from flower_gpu.apps.registry import registered
+from flower_gpu.apps.recording import registered
 from flower_gpu.trace import VERSION
 
 GPU_UUID = "GPU-1"

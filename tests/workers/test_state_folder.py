@@ -14,7 +14,7 @@ import pytest
 from forkservers import CallError, Client, only_server
 from processes import is_running, wait_until
 
-from flower_gpu.apps import registry
+from flower_gpu.apps import recording
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Key
 from flower_gpu.workers import state_folder
@@ -60,9 +60,9 @@ def test_what_a_user_has_in_the_named_folder_stays_as_it_is(home: Path) -> None:
         assert only_server().pid == server
         sockets.remove_old_files()
         Footprints().learn(KEY, 1 << 30)
-        assert registry.running() == []
-        with registry.registered(home / "data", "simulate", "app") as is_first:
-            assert is_first and len(registry.running()) == 1
+        assert recording.running_runs() == []
+        with recording.registered(home / "data", "simulate", "app") as is_first:
+            assert is_first and len(recording.running_runs()) == 1
     left = [path for path in home.rglob("*") if state_folder.state_dir() not in (path, *path.parents)]
     assert sorted(str(path.relative_to(home)) for path in left if path.is_file()) == sorted(THEIRS)
     for name in THEIRS:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import files
-from flower_gpu.apps import registry
+from flower_gpu.apps import recording
 from flower_gpu.apps.failures import COMPLETED, outcome_text
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
@@ -61,7 +61,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         history = History.read(source)
     except OSError as error:
         raise ConfigError(f"{path_text(source)}: {error.strerror}") from None
-    is_going_on = any(Path(run.folder).resolve() == run_dir.resolve() for run in registry.running())
+    is_going_on = any(Path(run.folder).resolve() == run_dir.resolve() for run in recording.running_runs())
     text = page(history, str(run_dir.absolute()), is_going_on)
     try:
         with files.replaced(target) as new:
