@@ -197,7 +197,7 @@ def test_trackers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     app = Path(__file__).parent / "apps/plain"
     with pytest.raises(ConfigError, match="'neptune' is not one of tensorboard, wandb, mlflow"):
         simulate(app, 1, trackers=["tensorboard", "neptune"], log_dir=tmp_path / "runs")
-    with pytest.raises(ConfigError, match="log_dir=None makes no folder"):
+    with pytest.raises(ConfigError, match="cannot be used with log_dir=None"):
         simulate(app, 1, trackers=["tensorboard"], log_dir=None)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
