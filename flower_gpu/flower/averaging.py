@@ -5,7 +5,7 @@ sums are the only large arrays. A reply can be freed as soon as it was added.
 
 Floats add up to other bits in another order. Where that matters, each block of consecutive nodes has a sum of
 its own, formed in the order of the nodes, and the sums of blocks are added up in the order of the blocks. So
-any host can form the sum of a block (:class:`ComingSums`).
+any host can form the sum of a block.
 """
 
 from __future__ import annotations
@@ -310,19 +310,12 @@ def weight_of(content: RecordDict, key: str) -> float | None:
     return None if isinstance(value, list) else value
 
 
-class ComingSums:
-    """Replies that are summed where they are made: their sums come, and of themselves what is not summed.
-
-    ``sums``: called with the key of weights, and whether integers stay integers; sends the messages.
-    Yields each reply as :func:`without_arrays` returns it, and sums, each with the name of its host.
-    """
-
-    def __init__(self, sums: Callable[[str, bool], Generator[SumItem, None, None]]) -> None:
-        self.sums = sums
-
-
-#: A reply without its arrays; or a sum of some replies, and where it was formed.
+#: A reply as :func:`without_arrays` returns it; or a sum of some replies, and where it was formed.
 SumItem = Message | tuple[str, ReplySum]
+
+#: Sends messages, and yields what comes. Called with the key of weights, whether integers stay integers, and
+#: whether sums are formed in the order of the nodes.
+Sums = Callable[[str, bool, bool], Generator[SumItem, None, None]]
 
 
 def place(reply: Message) -> tuple[int, int, str]:

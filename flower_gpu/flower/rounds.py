@@ -8,8 +8,9 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from logging import INFO
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -18,14 +19,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_gpu import frameworks
-from flower_gpu.flower.averaging import ComingSums, SumItem
+from flower_gpu.flower.averaging import SumItem
 from flower_gpu.flower.strategy_state import OURS, StrategyState
+from flower_gpu.flower.streaming import ComingReplies
 
 #: State of random number generators, made of what JSON has.
 RandomState = dict[str, Any]
-
-#: Sends the messages of a round; returns the replies or their sums.
-Receive = Callable[[Iterable[Message]], Iterable[Message] | ComingSums]
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -51,20 +50,15 @@ class RoundState:
 class SummingGrid(Protocol):
     """What a grid of ours has besides Flower's ``Grid``."""
 
-    @property
-    def sums_in_order(self) -> bool:
-        """Whether replies are summed in the order of the nodes."""
-
     def sums(
         self,
         messages: Iterable[Message],
         timeout: float | None,
         weighted_by_key: str,
-        *,
         keeps_integers: bool,
         in_order: bool,
     ) -> Generator[SumItem, None, None]:
-        """Send messages, and yield what :class:`flower_gpu.flower.averaging.ComingSums` does."""
+        """Send messages, and yield what comes, as :data:`flower_gpu.flower.averaging.Sums`."""
         ...
 
     def resumed(self) -> RoundState | None:
@@ -74,23 +68,6 @@ class SummingGrid(Protocol):
     def finished_round(self, state: RoundState) -> None:
         """Take note of a finished round; called once for each, and for round 0."""
         ...
-
-
-def replies_to_sum(
-    grid: SummingGrid, messages: Iterable[Message], timeout: float | None, *, in_order: bool = False
-) -> ComingSums:
-    """Return the sums of the replies to messages, which are sent when somebody asks for the sums."""
-
-    def sums(weighted_by_key: str, keeps_integers: bool) -> Generator[SumItem, None, None]:
-        return grid.sums(
-            messages,
-            timeout,
-            weighted_by_key,
-            keeps_integers=keeps_integers,
-            in_order=in_order or grid.sums_in_order,
-        )
-
-    return ComingSums(sums)
 
 
 def capture_random_state() -> RandomState:
@@ -126,16 +103,17 @@ def run(
     train_config: ConfigRecord | None,
     evaluate_config: ConfigRecord | None,
     evaluate_fn: Evaluate | None,
-    receive: Receive,
     strategy_state: StrategyState | None = None,
+    *,
+    sums_replies: bool = False,
 ) -> Result:
     """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`SummingGrid`.
 
     ``strategy``, ``grid``, ``initial_arrays``, ``num_rounds``, ``timeout``, ``train_config``,
     ``evaluate_config``, ``evaluate_fn``: as there; ``grid`` is a :class:`SummingGrid` as well. A run that
     goes on has its arrays already.
-    ``receive``: sends the messages of training.
     ``strategy_state``: what the strategy keeps; none of ours keeps anything.
+    ``sums_replies``: whether the strategy does nothing with the replies to training but to sum them.
     Returns what it returns there; of a run that goes on, with what was found before it ended.
     """
     # Here, since Flower does not export it: nobody else is to depend on it.
@@ -147,7 +125,7 @@ def run(
     log(INFO, "")
 
     started = time.time()
-    rounds = _RoundParts(strategy, grid, timeout, evaluate_fn, receive, strategy_state)
+    rounds = _RoundParts(strategy, grid, timeout, evaluate_fn, strategy_state, sums_replies)
     first = rounds.begin(initial_arrays, num_rounds)
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
@@ -173,87 +151,81 @@ def run(
     return rounds.result
 
 
+@dataclass
 class _RoundParts:
     """The parts of a round, and the results so far."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        grid: Grid,
-        timeout: float,
-        evaluate_fn: Evaluate | None,
-        receive: Receive,
-        strategy_state: StrategyState | None,
-    ) -> None:
-        assert isinstance(grid, SummingGrid)
-        self.result = Result()
-        self._arrays = ArrayRecord()
-        self._strategy = strategy
-        self._grid = grid
-        self._timeout = timeout
-        self._evaluate_fn = evaluate_fn
-        self._receive = receive
-        self._state = strategy_state
+    strategy: Strategy
+    grid: Any  # a Grid, and a SummingGrid
+    timeout: float
+    evaluate_fn: Evaluate | None
+    state: StrategyState | None
+    sums_replies: bool
+    result: Result = field(default_factory=Result)
+    arrays: ArrayRecord = field(default_factory=ArrayRecord)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> int:
         """Evaluate the initial model, or restore the earlier run; returns the next round."""
-        state = self._grid.resumed()
+        state: RoundState | None = self.grid.resumed()
         if state is None:
-            self._arrays = initial_arrays
-            if self._evaluate_fn:
-                metrics = self._evaluate_fn(0, initial_arrays)
+            self.arrays = initial_arrays
+            if self.evaluate_fn:
+                metrics = self.evaluate_fn(0, initial_arrays)
                 log(INFO, "Initial global evaluation results: %s", metrics)
                 if metrics is not None:
                     self.result.evaluate_metrics_serverapp[0] = metrics
             self.finish(0)
             return 1
         log(INFO, "Going on after round %s of %s", state.server_round, num_rounds)
-        self._arrays = state.arrays
+        self.arrays = state.arrays
         if state.server_round > 0:
             self.result.arrays = state.arrays
         self.result.train_metrics_clientapp = dict(state.train_metrics)
         self.result.evaluate_metrics_clientapp = dict(state.client_metrics)
         self.result.evaluate_metrics_serverapp = dict(state.evaluate_metrics)
-        if self._state is not None and state.strategy_state:
-            self._state.restore(state.strategy_state)
+        if self.state is not None and state.strategy_state:
+            self.state.restore(state.strategy_state)
         restore_random_state(state.random_state)
         return state.server_round + 1
 
     def train(self, server_round: int, config: ConfigRecord) -> None:
-        messages = self._strategy.configure_train(server_round, self._arrays, config, self._grid)
-        # Sums are for our own strategy, which asked for them.
-        replies = cast(Any, self._receive(messages))
-        arrays, metrics = self._strategy.aggregate_train(server_round, replies)
+        messages = self.strategy.configure_train(server_round, self.arrays, config, self.grid)
+        replies = (
+            ComingReplies((), partial(self.grid.sums, messages, self.timeout))
+            if self.sums_replies
+            else self.grid.send_and_receive(messages, timeout=self.timeout)
+        )
+        arrays, metrics = self.strategy.aggregate_train(server_round, replies)
         if arrays is not None:
-            self.result.arrays = self._arrays = arrays
+            self.result.arrays = self.arrays = arrays
         self._note(server_round, metrics, self.result.train_metrics_clientapp)
 
     def evaluate_on_clients(self, server_round: int, config: ConfigRecord) -> None:
-        messages = self._strategy.configure_evaluate(server_round, self._arrays, config, self._grid)
-        replies = self._grid.send_and_receive(messages, timeout=self._timeout)
-        metrics = self._strategy.aggregate_evaluate(server_round, replies)
+        messages = self.strategy.configure_evaluate(server_round, self.arrays, config, self.grid)
+        replies = self.grid.send_and_receive(messages, timeout=self.timeout)
+        metrics = self.strategy.aggregate_evaluate(server_round, replies)
         self._note(server_round, metrics, self.result.evaluate_metrics_clientapp)
 
     def evaluate_on_server(self, server_round: int) -> None:
-        if not self._evaluate_fn:
+        if not self.evaluate_fn:
             return
         log(INFO, "Global evaluation")
-        metrics = self._evaluate_fn(server_round, self._arrays)
+        metrics = self.evaluate_fn(server_round, self.arrays)
         log(INFO, "\t└──> MetricRecord: %s", metrics)
         if metrics is not None:
             self.result.evaluate_metrics_serverapp[server_round] = metrics
 
     def finish(self, server_round: int) -> None:
-        self._grid.finished_round(
+        self.grid.finished_round(
             RoundState(
                 server_round=server_round,
-                arrays=self._arrays,
+                arrays=self.arrays,
                 train_metrics=dict(self.result.train_metrics_clientapp),
                 evaluate_metrics=dict(self.result.evaluate_metrics_serverapp),
                 random_state=capture_random_state(),
                 client_metrics=dict(self.result.evaluate_metrics_clientapp),
-                strategy=OURS if self._state is None else self._state.kind,
-                strategy_state=RecordDict() if self._state is None else self._state.changed(),
+                strategy=OURS if self.state is None else self.state.kind,
+                strategy_state=RecordDict() if self.state is None else self.state.changed(),
             )
         )
 

@@ -5,8 +5,7 @@ No client is ever asked to evaluate. The global model is evaluated on the server
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 from logging import WARNING
 from typing import Any
 
@@ -32,9 +31,7 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
 from flower_gpu.flower import rounds, streaming
-from flower_gpu.flower.averaging import ComingSums, RunningMean, place, weight_of
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
-from flower_gpu.flower.records import records_of
 from flower_gpu.workers.call import Task
 
 _NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this strategy, so nobody will."
@@ -131,8 +128,7 @@ class FedAvg(_MessageFedAvg):
         rest = (num_rounds, timeout, train_config, evaluate_config, evaluate)
         if not isinstance(grid, rounds.SummingGrid):
             return super().start(grid, initial_arrays, *rest)
-        receive = partial(self._receive, grid, timeout)
-        return rounds.run(self, grid, initial_arrays, *rest, receive)
+        return rounds.run(self, grid, initial_arrays, *rest, sums_replies=streaming.sums_only(self))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -141,7 +137,7 @@ class FedAvg(_MessageFedAvg):
         return []
 
     def aggregate_train(
-        self, server_round: int, replies: Iterable[Message] | ComingSums
+        self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the replies by number of examples; integer arrays stay integer.
 
@@ -165,38 +161,7 @@ class FedAvg(_MessageFedAvg):
         InvalidResultError
             If arrays of the same name do not go together.
         """
-        is_stream = not self.exact_order and not isinstance(replies, Sequence)
-        if isinstance(replies, ComingSums) or is_stream:
-            return streaming.aggregate(self, replies, keeps_integers=True)
-        valid, _ = self._check_and_log_replies(list(replies), is_train=True)
-        if not valid:
-            return None, None
-        if self.exact_order:
-            valid.sort(key=place)
-        mean = RunningMean()
-        for reply in valid:
-            (record,) = records_of(reply.content, ArrayRecord).values()
-            weight = weight_of(reply.content, self.weighted_by_key)
-            assert weight is not None  # it was checked
-            mean.add(record, weight, f"node {reply.metadata.src_node_id}")
-        contents = [reply.content for reply in valid]
-        return mean.finish(), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-
-    def _receive(
-        self, grid: rounds.SummingGrid, timeout: float, messages: Iterable[Message]
-    ) -> Iterable[Message] | ComingSums:
-        """Send the messages of a round; returns the replies as ``aggregate_train`` wants them."""
-        if not self._takes_streams():
-            assert isinstance(grid, Grid)
-            return list(grid.send_and_receive(messages, timeout=timeout))
-        return rounds.replies_to_sum(grid, messages, timeout, in_order=self.exact_order)
-
-    def _takes_streams(self) -> bool:
-        """Return whether replies are handled here, and not by a class derived from this one."""
-        return all(
-            getattr(getattr(self, name), "__func__", None) is getattr(FedAvg, name)
-            for name in ("aggregate_train", "_check_and_log_replies")
-        )
+        return streaming.aggregate(self, replies, keeps_integers=True, in_order=self.exact_order)
 
 
 class LegacyFedAvg(_NumPyClientFedAvg):

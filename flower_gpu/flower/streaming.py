@@ -22,11 +22,11 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from flower_gpu.flower.averaging import ComingSums, ReplySum, in_order_of_sending, without_arrays
+from flower_gpu.flower.averaging import ReplySum, Sums, in_order_of_sending, place, without_arrays
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
-_FLOWERS = "flwr."
+_FLOWERS, _OURS = "flwr.", "flower_gpu.flower."
 
 
 class Configured(list[Message]):
@@ -37,10 +37,10 @@ class ComingReplies(Sequence[Message]):
     """Replies that are fetched when somebody looks at them: then all of them, to keep.
 
     ``replies``: as they come.
-    ``sums``: the same for whoever sums them.
+    ``sums``: the same for whoever sums them: then they are summed where they are made.
     """
 
-    def __init__(self, replies: Iterable[Message], sums: ComingSums) -> None:
+    def __init__(self, replies: Iterable[Message], sums: Sums) -> None:
         self._coming: Iterable[Message] | None = replies
         self._sums = sums
         self._there: list[Message] = []
@@ -65,29 +65,37 @@ class ComingReplies(Sequence[Message]):
             self._there = in_order_of_sending(coming)
         return self._there
 
-    def take(self) -> ComingSums | None:
+    @property
+    def is_new(self) -> bool:
+        """Whether nobody has looked at them."""
+        return self._coming is not None
+
+    def take(self) -> Sums | None:
         """Return the sums of the replies, which are then not here; None if somebody has them already."""
         coming, self._coming = self._coming, None
         return None if coming is None else self._sums
 
 
 def aggregate(
-    strategy: FedAvg, replies: Iterable[Message] | ComingSums, *, keeps_integers: bool
+    strategy: FedAvg, replies: Iterable[Message], *, keeps_integers: bool, in_order: bool = False
 ) -> Aggregated:
-    """Average replies one by one, by a strategy's functions; each is freed before the next comes.
+    """Average replies one by one, by a strategy's functions.
 
     ``strategy``: checks and logs the replies, and aggregates their metrics.
-    ``replies``: as they come, or as sums.
+    ``replies``: where they are no sequence, each is freed before the next comes. :class:`ComingReplies` come
+    as sums.
     ``keeps_integers``: whether the mean of integers is rounded; else it is a float64, as in Flower.
+    ``in_order``: whether sums are formed in the order of the nodes.
     Returns what ``aggregate_train`` returns.
     Raises InconsistentMessageReplies if the replies do not go together.
     Raises InvalidResultError if arrays of the same name do not go together; it is a ValueError.
     """
     total = ReplySum(strategy.weighted_by_key, keeps_integers=keeps_integers)
     rest: list[Message] = []
-    if isinstance(replies, ComingSums):
+    sums = replies.take() if isinstance(replies, ComingReplies) else None
+    if sums is not None:
         # Closed at the end: after an error nobody waits for the others.
-        with closing(replies.sums(strategy.weighted_by_key, keeps_integers)) as coming:
+        with closing(sums(strategy.weighted_by_key, keeps_integers, in_order)) as coming:
             for item in coming:
                 if isinstance(item, Message):
                     rest.append(item)
@@ -98,9 +106,12 @@ def aggregate(
                 del item
         rest = in_order_of_sending(rest)
     else:
+        if in_order:
+            replies = sorted(replies, key=place)
+        is_kept = isinstance(replies, Sequence)
         for reply in replies:
             total.add(reply)
-            rest.append(without_arrays(reply))
+            rest.append(reply if is_kept else without_arrays(reply))
             del reply  # it must not stay in memory while the next one is waited for
     valid, _ = strategy._check_and_log_replies(rest, is_train=True)
     if not valid:
@@ -124,8 +135,8 @@ def streamed_strategies() -> Iterator[None]:
 
     @wraps(original)
     def aggregate_train(self: FedAvg, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        if isinstance(replies, ComingReplies) and _sums_only(self) and (sums := replies.take()) is not None:
-            return aggregate(self, sums, keeps_integers=False)
+        if isinstance(replies, ComingReplies) and replies.is_new and sums_only(self):
+            return aggregate(self, replies, keeps_integers=False)
         return original(self, server_round, replies)
 
     replaced: Any = FedAvg
@@ -136,13 +147,14 @@ def streamed_strategies() -> Iterator[None]:
         replaced.aggregate_train = original
 
 
-def _sums_only(strategy: FedAvg) -> bool:
-    """Tell whether nothing but Flower's own code sees the replies, and no function of the user's."""
+def sums_only(strategy: FedAvg) -> bool:
+    """Tell whether nothing but Flower's code or ours sees the replies, and no function of the user's.
+
+    One that aggregates metrics may see those of our own strategy, without their arrays.
+    """
     kind = type(strategy)
-    functions: tuple[Any, ...] = (
-        kind.aggregate_train,
-        kind._check_and_log_replies,
-        strategy.train_metrics_aggr_fn,
-    )
-    are_flowers = all(getattr(function, "__module__", "").startswith(_FLOWERS) for function in functions)
-    return are_flowers and not {"aggregate_train", "_check_and_log_replies"} & vars(strategy).keys()
+    functions: list[Any] = [kind.aggregate_train, kind._check_and_log_replies]
+    if not kind.aggregate_train.__module__.startswith(_OURS):
+        functions.append(strategy.train_metrics_aggr_fn)
+    known = all(getattr(each, "__module__", "").startswith((_FLOWERS, _OURS)) for each in functions)
+    return known and not {"aggregate_train", "_check_and_log_replies"} & vars(strategy).keys()

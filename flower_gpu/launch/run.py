@@ -18,7 +18,7 @@ from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
 from flower_gpu.options import CALL, RUN_DIR_VARIABLE, USE_GPU
 from flower_gpu.printable import told_if_slow
-from flower_gpu.simulation import machine
+from flower_gpu.simulation import determinism
 from flower_gpu.watch.history import History
 from flower_gpu.watch.result import result_lines, result_of, write_results
 from flower_gpu.watch.trackers import tracking
@@ -124,7 +124,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "serverapp": plan.app.serverapp,
         "clientapp": plan.app.clientapp,
         "run_config": plan.run_config,
-        "versions": machine.versions(),
+        "versions": determinism.versions(),
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
         "start_method": plan.options.calls.get("start_method"),
         "timeout_s": plan.options.calls.get("timeout_s"),

@@ -5,7 +5,7 @@
     ServerApp (run) ── messages ──> grid: boxes ──> dispatcher: which host has which message
        ▲                              ▲                │ visit: message, seed, the client's state
        │ replies; sums                │                ▼
-       └──────────────────────────────┘             host: queue, sums of replies  (host, host_queue)
+       └──────────────────────────────┘             host: queue, sums of replies  (local_host)
                                       │                │ a thread for each message that is handled
                                       │                ▼
                                       │             messages: what a message needs; another try
@@ -24,6 +24,6 @@ comes when the grid asks for it, at the end of a round or of a block of nodes.
 A host is :class:`flower_gpu.simulation.host.Host`. This machine is one (local_host); another engine is a
 class of hosts, and a line in ``run._hosts``: those of a Ray cluster run a local host inside an actor each.
 
-After each round: checkpoint (index in SQLite, states and models as files: record_files). reporting: trace,
-History, display, result; model_file: the final model.
+After each round: checkpoint (index in SQLite, states and models as files). reporting: trace,
+History, display, result, the final model.
 """

@@ -17,17 +17,16 @@ import itertools
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
-from flower_gpu.flower.averaging import ReplySum
-from flower_gpu.simulation.host import Host
-from flower_gpu.simulation.visits import Answer, GroupSum, SumGroup, Visit, arrays_bytes, expired
+from flower_gpu.flower.averaging import ReplySum, SumItem
+from flower_gpu.simulation.host import Answer, GroupSum, Host, SumGroup, Visit, arrays_bytes, expired
 
 # Sums of blocks that wait for a slow message of a block before them: so much memory and so many of them.
 _AHEAD_BYTES: Final = 1 << 28
@@ -91,14 +90,15 @@ class Box:
         self, changed: threading.Condition, most_unread: Callable[[], float] = lambda: math.inf
     ) -> None:
         self.kind = ""  # the type of the messages, of all that are here in nearly every case
-        self.has_any_order = True  # whether the longest message may be handled first
         self._changed = changed
         self._most_unread = most_unread
         self._waiting: list[_Waiting] = []  # a heap
         self._numbers = itertools.count()
         self._ends: list[tuple[float, str]] = []  # a heap of when the ttl of each message is over
         self._unanswered: set[str] = set()
-        self._is_closed = False
+        self._is_closed = self._is_late = False
+        #: Why what comes is of no use.
+        self.error: Exception | None = None
         self.running: dict[str, Job] = {}
         self.replies: dict[str, Message] = {}  # that are here
         self.expired: set[str] = set()  # messages whose ttl is over
@@ -197,20 +197,43 @@ class Box:
         heapq.heapify(self._waiting)
         return taken
 
-    def next(self, timeout_s: float) -> Message | None:
-        """Wait for any reply; None where there is none in time."""
-        if not self._changed.wait_for(lambda: self.replies, timeout_s):
-            return None
-        reply = self.replies.pop(next(iter(self.replies)))
+    @property
+    def has_some(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self.replies)
+
+    def take(self) -> list[SumItem]:
+        """Return a reply that is here: those that nobody has taken keep their room."""
+        if not self.replies:
+            return []
         self._changed.notify_all()
-        return reply
+        return [self.replies.pop(next(iter(self.replies)))]
+
+    def stop(self) -> None:
+        """Wait for no further replies."""
+        self._is_late = True
+        self.take_waiting()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return not self.replies and (self._is_late or not self._unanswered)
+
+    @property
+    def left(self) -> int:
+        """How many messages have no answer that counts."""
+        return len(self._unanswered)
+
+    def to_ask(self, *, is_due: bool) -> list[Held]:
+        """Return the groups whose sums are to be fetched now; ``is_due``: the last time is long ago."""
+        return []
 
     def close(self) -> list[Job]:
-        """Want no more replies; returns the messages that are being handled."""
+        """Want no more replies; returns the messages that are being handled: they are to be cancelled."""
         self._is_closed = True
         self.take_waiting()
         self.replies.clear()
-        return list(self.running.values())
+        return [job for message_id, job in self.running.items() if message_id not in self.expired]
 
 
 class SumBox(Box):
@@ -219,7 +242,6 @@ class SumBox(Box):
     ``numbers``: of groups; all boxes of a run have the same.
     ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.flower.averaging.ReplySum`.
     ``sums``: that are here, with the names of their hosts.
-    ``error``: why the sums are of no use.
     """
 
     # A host may just have added its reply to a sum. It says whether it could end the handling.
@@ -238,9 +260,7 @@ class SumBox(Box):
         self._weighted_by_key = weighted_by_key
         self._keeps_integers = keeps_integers
         self.groups: dict[int, Held] = {}  # on hosts, by number
-        self.sums: deque[tuple[str, ReplySum]] = deque()
-        self.error: Exception | None = None
-        self._is_late = False
+        self.sums: list[tuple[str, ReplySum]] = []
 
     def begin(self, host: Host) -> Job | None:
         """Return the message that a host handles next, if there is one for it."""
@@ -294,10 +314,17 @@ class SumBox(Box):
         if not self._is_late:
             super()._wait_again(job, is_last=is_last)
 
-    def stop(self) -> None:
-        """Wait for no further replies, except sums of replies that a host has added already."""
-        self._is_late = True
-        self.take_waiting()
+    @property
+    def has_some(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self.replies or self.sums)
+
+    def take(self) -> list[SumItem]:
+        """Return all replies and sums that are here."""
+        found: list[SumItem] = [*self.replies.values(), *self.sums]
+        self.replies.clear()
+        self.sums.clear()
+        return found
 
     def to_ask(self, *, is_due: bool) -> list[Held]:
         """Return the groups whose sums are to be fetched now; ``is_due``: the last time is long ago."""
@@ -317,13 +344,8 @@ class SumBox(Box):
 
     @property
     def is_over(self) -> bool:
-        """Whether all sums are here."""
+        """Whether all sums are here: also when it is late, of the replies that are in one."""
         return (self._is_late or self._is_handled) and not any(held.jobs for held in self.groups.values())
-
-    @property
-    def left(self) -> int:
-        """How many messages have no answer that counts."""
-        return len(self._unanswered)
 
     def _new_group(self, host: Host) -> Held:
         group = SumGroup(next(self._group_numbers), self._weighted_by_key, self._keeps_integers)
@@ -335,12 +357,10 @@ class SumBox(Box):
 class _Block:
     """Messages to consecutive nodes: one host handles all of them.
 
-    ``to_come``: how many of them were not pushed yet.
     ``waiting``: their places in the block, and they themselves.
     ``total``: the sum of the replies, with the name of its host, when it is here.
     """
 
-    to_come: int
     pushed: int = 0
     waiting: deque[tuple[int, Message]] = field(default_factory=deque)
     held: Held | None = None
@@ -350,11 +370,11 @@ class _Block:
 class BlockBox(SumBox):
     """Messages in the order of the nodes: a host handles a block of nodes, and sums its replies in order.
 
-    Sums come in the order of the blocks. So that hosts do not keep too many of them, no block begins that is
-    far ahead of the first one whose sum is not here.
+    All messages are pushed before one is begun. Sums come in the order of the blocks. So that hosts do not
+    keep too many of them, no block begins that is far ahead of the first one whose sum is not here.
 
     ``changed``, ``numbers``, ``weighted_by_key``, ``keeps_integers``: as for :class:`SumBox`.
-    ``messages``: all that will be pushed, and the number of each one's block, in order.
+    ``block_of``: returns the number of a message's block.
     ``most_ahead``: returns how many blocks may be under way at least.
     """
 
@@ -365,16 +385,14 @@ class BlockBox(SumBox):
         weighted_by_key: str,
         *,
         keeps_integers: bool,
-        messages: Sequence[tuple[Message, int]],
+        block_of: Callable[[Message], int],
         most_ahead: Callable[[], int],
     ) -> None:
         super().__init__(changed, numbers, weighted_by_key, keeps_integers=keeps_integers)
-        self.has_any_order = False
+        self._block_of = block_of
         self._least_ahead = most_ahead
-        self._most_ahead = _ahead(messages[0][0]) if messages else 0
-        counts = Counter(number for _, number in messages)
-        self._blocks = {number: _Block(count) for number, count in counts.items()}  # those without their sums
-        self._to_come = deque(self._blocks[number] for _, number in messages)
+        self._most_ahead = 0
+        self._blocks: dict[int, _Block] = {}  # those without their sums
         self._of: dict[str, _Block] = {}  # by message
         self._count = 0
 
@@ -384,9 +402,11 @@ class BlockBox(SumBox):
         return self._count
 
     def _wait(self, message: Message, expected_s: float) -> None:
-        block = self._of[message.metadata.message_id] = self._to_come.popleft()
+        self._most_ahead = self._most_ahead or _ahead(message)
+        block = self._blocks.setdefault(self._block_of(message), _Block())
+        self._of[message.metadata.message_id] = block
         block.waiting.append((block.pushed, message))
-        block.pushed, block.to_come = block.pushed + 1, block.to_come - 1
+        block.pushed += 1
         self._count += 1
 
     def _wait_again(self, job: Job, *, is_last: bool) -> None:
@@ -442,19 +462,14 @@ class BlockBox(SumBox):
 
     def _is_whole(self, block: _Block) -> bool:
         """Tell whether all messages of a block have an answer."""
-        if block.to_come or block.waiting:
+        if block.waiting:
             return False
         return block.held is None or all(job.held is not block.held for job in self.running.values())
 
     def _add_sum(self, held: Held, total: ReplySum) -> None:
         (block,) = [block for block in self._blocks.values() if block.held is held]
         block.total = held.host.name, total
-
-    def summed(self, part: GroupSum) -> list[tuple[Job, Answer]]:
-        """Take the sum of a block; returns the answers that count from now on, with their messages."""
-        found = super().summed(part)
         self._pass_on()
-        return found
 
     @property
     def is_over(self) -> bool:

@@ -38,8 +38,7 @@ from flower_gpu.flower.record_bytes import Buffer
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.printable import path_text
-from flower_gpu.simulation.record_files import FilePlace, disk_error
-from flower_gpu.simulation.states import StateStore
+from flower_gpu.simulation.states import FilePlace, StateStore, disk_error
 
 INDEX_NAME: Final = "checkpoint.sqlite"
 FORMAT_VERSION: Final = 3

@@ -36,8 +36,7 @@ from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sendin
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.simulation.boxes import BlockBox, Box, Job, SumBox
 from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.dispatcher import Dispatcher
-from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.watch.waits import WorkerWaits
@@ -90,7 +89,7 @@ class SimulationGrid(Grid):
         self._durations = durations
         self._checkpoints = checkpoints
         self._resumed = resumed
-        self.sums_in_order = sums_in_order
+        self._sums_in_order = sums_in_order
         self._is_strict = is_strict
         #: The SuperLink's side, as Flower's grids have it.
         self.node = Node(node_id=SUPERLINK_NODE_ID)
@@ -221,7 +220,7 @@ class SimulationGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Have messages handled; returns the replies that came in time, in the order of sending."""
-        return in_order_of_sending(self._stream(messages, timeout, Box(self._changed)))
+        return in_order_of_sending(self._handled(messages, timeout, Box(self._changed)))
 
     def stream(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -231,14 +230,13 @@ class SimulationGrid(Grid):
         Messages that are not done at the end of ``timeout`` seconds, or when nobody wants further replies,
         are given up.
         """
-        return self._stream(messages, timeout, Box(self._changed, self._dispatcher.most_unread))
+        return self._handled(messages, timeout, Box(self._changed, self._dispatcher.most_unread))
 
     def sums(
         self,
         messages: Iterable[Message],
         timeout: float | None,
         weighted_by_key: str,
-        *,
         keeps_integers: bool,
         in_order: bool,
     ) -> Generator[SumItem, None, None]:
@@ -248,26 +246,19 @@ class SimulationGrid(Grid):
         nodes at a time.
         """
         options: Any = {"keeps_integers": keeps_integers}
-        if not in_order:
+        if not (in_order or self._sums_in_order):
             box = SumBox(self._changed, self._group_numbers, weighted_by_key, **options)
-            return self._sums(messages, timeout, box)
-        placed = sorted(
-            ((self._nodes.place_of(message.metadata.dst_node_id), message) for message in messages),
-            key=lambda each: each[0],
-        )
-        blocks = [(message, place // BLOCK_NODES) for place, message in placed]
-        return self._sums(
-            [message for _, message in placed],
-            timeout,
-            BlockBox(
-                self._changed,
-                self._group_numbers,
-                weighted_by_key,
-                **options,
-                messages=blocks,
-                most_ahead=self._most_blocks,
-            ),
-        )
+            return self._handled(messages, timeout, box)
+
+        def place_of(message: Message) -> int:
+            return self._nodes.place_of(message.metadata.dst_node_id)
+
+        options |= {
+            "block_of": lambda message: place_of(message) // BLOCK_NODES,
+            "most_ahead": self._most_blocks,
+        }
+        box = BlockBox(self._changed, self._group_numbers, weighted_by_key, **options)
+        return self._handled(sorted(messages, key=place_of), timeout, box)
 
     def _most_blocks(self) -> int:
         """Return how many blocks may be under way, whatever memory they take."""
@@ -297,45 +288,10 @@ class SimulationGrid(Grid):
         self._waits.look(None, time.monotonic(), ())
         self._dispatcher.close()
 
-    def _stream(
+    def _handled(
         self, messages: Iterable[Message], timeout: float | None, box: Box
-    ) -> Generator[Message, None, None]:
-        deadline = math.inf if timeout is None else self._clock() + timeout
-        ids = set()
-        try:
-            for message_id in self._send(messages, box):
-                ids.add(message_id)
-            while ids:
-                reply = self._next(box, deadline)
-                if reply is None and self._is_strict:
-                    raise NotDeterministicError(_late_text(len(ids), timeout))
-                if reply is None:
-                    return
-                ids.discard(reply.metadata.reply_to_message_id)
-                self._boxes.pop(reply.metadata.reply_to_message_id, None)
-                yield reply
-                del reply  # or it would stay until the next one is there
-        finally:
-            for message_id in ids:
-                self._boxes.pop(message_id, None)
-            if ids:
-                self._give_up(box)
-
-    def _next(self, box: Box, deadline: float) -> Message | None:
-        """Wait for the next reply; None where there is none at the deadline."""
-        while True:
-            self._expire(box)
-            left_s = deadline - self._clock()
-            with self._changed:
-                if left_s <= 0:
-                    return box.next(0)
-                reply = box.next(min(box.expires_s - time.monotonic(), left_s, _LOOK_S))
-            if reply is not None:
-                return reply
-
-    def _sums(
-        self, messages: Iterable[Message], timeout: float | None, box: SumBox
-    ) -> Generator[SumItem, None, None]:
+    ) -> Generator[Any, None, None]:
+        """Have messages handled; yield what comes into their box."""
         deadline = math.inf if timeout is None else self._clock() + timeout
         ids: list[str] = []
         try:
@@ -350,7 +306,7 @@ class SimulationGrid(Grid):
                 self._boxes.pop(message_id, None)
             self._give_up(box)
 
-    def _coming(self, box: SumBox, deadline: float) -> Generator[SumItem, None, None]:
+    def _coming(self, box: Box, deadline: float) -> Generator[SumItem, None, None]:
         """Yield replies until all are there, or the deadline is over."""
         asked_at = time.monotonic()
         taking_s, is_late, is_over = 0.0, False, False
@@ -363,22 +319,18 @@ class SimulationGrid(Grid):
                     box.stop()
                 now = time.monotonic()
                 asked = box.to_ask(is_due=now >= asked_at + max(_TAKE_S, taking_s / _TAKE_SHARE))
-                if not (asked or box.replies or box.sums or box.is_over):
+                if not (asked or box.has_some or box.is_over):
                     self._changed.wait(max(0.0, min(box.expires_s - now, deadline - self._clock(), _LOOK_S)))
-                is_over = box.is_over and not asked
-                replies, sums, error = list(box.replies.values()), list(box.sums), box.error
-                box.replies.clear()
-                box.sums.clear()
+                is_over, error, items = box.is_over and not asked, box.error, box.take()
             for held in asked:
                 asked_at = now
                 held.host.ask_for_sum(held.group.number)
             if error is not None:
                 raise error
-            yield from replies
             began = time.monotonic()
-            while sums:
-                yield sums.pop(0)
-                taking_s = time.monotonic() - began
+            while items:
+                yield items.pop(0)  # kept nowhere: it must be gone before the next one is here
+            taking_s = max(taking_s, time.monotonic() - began)
 
     def _clock(self) -> float:
         """Return the time that counts for limits of replies: it stands while no message can get a worker."""
@@ -398,9 +350,10 @@ class SimulationGrid(Grid):
 
     def _send(self, messages: Iterable[Message], box: Box) -> Iterator[str]:
         """Put messages into a box, for the threads to take; yields their ids."""
-        durations = self._durations
-        if durations is None or durations.is_empty or not box.has_any_order:
-            durations = None
+        durations = None if self._durations is None or self._durations.is_empty else self._durations
+        gather_s = 0.0 if durations is None else _GATHER_S
+        if isinstance(box, BlockBox):
+            durations, gather_s = None, math.inf
         gathered: list[Message] = []
         since = time.monotonic()
         for message in messages:
@@ -408,7 +361,7 @@ class SimulationGrid(Grid):
             gathered.append(message)
             yield message.metadata.message_id
             del message
-            if durations is None or time.monotonic() - since > _GATHER_S:
+            if time.monotonic() - since >= gather_s:
                 self._push(gathered, box, durations)
                 since = time.monotonic()
         self._push(gathered, box, durations)

@@ -18,8 +18,8 @@ from flower_gpu.leases.admission import GPUNeed
 from flower_gpu.leases.entries import Entry, Reader, pid_namespace
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Ticket
+from flower_gpu.simulation.workers import waiting
 from flower_gpu.workers.caller import Line
 
 # Between two looks whether somebody waits who has not said so: a process that counts with another reserve.
@@ -324,16 +324,8 @@ class LeaseTurns:
         return asking.get(entry.label()) if asking else None
 
     def _waiting(self) -> list[Entry]:
-        """Return the requests that wait.
-
-        The mutex is not taken: a ticket that is just being written is seen the next time.
-        """
         with self._reading:
-            try:
-                entries = self._reader.read(LedgerFolder.find().all())
-            except (OSError, GPUError):  # no more files can be opened; whoever asks for a lease is told
-                return []
-        return [entry for entry in entries if not entry.parts and entry.is_alive()]
+            return waiting(self._reader)
 
     def is_wanted(self, ticket: Ticket) -> bool:
         """Tell whether somebody waits for room that a lease takes; not a message of this run for the same."""

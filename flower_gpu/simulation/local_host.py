@@ -1,29 +1,217 @@
-"""The machine of this process as a host, the only one of a run: its workers, with its leases."""
+"""The machine of this process as a host: messages wait for threads, which have workers with leases."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Final
 
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.calls import leasing, notices
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError
+from flower_gpu.flower.averaging import without_arrays
 from flower_gpu.options import flag
-from flower_gpu.simulation import determinism, machine, workers
-from flower_gpu.simulation.host import About, Host, Work
-from flower_gpu.simulation.host_queue import QueueHost
+from flower_gpu.simulation import determinism, workers
+from flower_gpu.simulation.host import About, Answer, Answers, GroupSum, Host, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.workers.threads import cores, planned_threads
+
+# Of short messages several are fetched at a time, as each time costs more than a short message does.
+_GATHER_S: Final = 0.1
+# Of replies and states: so much is fetched at a time, where that is more than one message, and so much may be
+# there that nobody has fetched. Then no further message is begun.
+_MOST_BYTES: Final = 1 << 26
+_MOST_KEPT_BYTES: Final = 1 << 28
+_FETCH_S: Final = 1.0  # that whoever exchanges waits, at most
+
+
+class QueueHost(Host):
+    """Messages wait here for a thread, and, handled, to be fetched; whoever exchanges sums the replies."""
+
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._has_finished = threading.Condition(self._lock)
+        self._waiting: deque[Visit] = deque()
+        self._finished: deque[tuple[Visit, Answer, int]] = deque()  # with sizes of replies and states
+        self._asked: list[int] = []  # groups whose sums are wanted
+        self._bytes = 0  # of what is finished
+        self._first_at = 0.0  # when the first of it was
+        self._is_closed = False
+        self._to_sum: deque[tuple[Visit, Message]] = deque()  # that :meth:`exchange` has told of
+        self._sums: dict[int, GroupSum] = {}
+        self._forgotten: set[int] = set()  # groups
+        self._handler: MessageHandler
+        self._threads: list[threading.Thread] = []
+
+    def start(self, handler: MessageHandler, threads: int) -> None:
+        """Start so many threads, each of which has one message handled at a time."""
+        self._handler = handler
+        self._threads = [
+            threading.Thread(target=self._work, name=f"flower-gpu-messages-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def most(self, kind: str) -> int:
+        """Return how many messages it has at most: few wait, as the next ones are here at once."""
+        return min(super().most(kind), 2 * self.about.concurrency)
+
+    def take(self, visits: Sequence[Visit]) -> None:
+        """Have messages handled, in this order."""
+        with self._lock:
+            self._waiting += visits
+            self._has_work.notify(len(visits))
+
+    def exchange(self, visits: Sequence[Visit]) -> Answers:
+        """Have messages handled; waits, not for long, for what has become of others."""
+        self.take(visits)
+        self._sum()  # now that workers have their next messages
+        answers, asked = self.fetch(_FETCH_S)
+        if asked:
+            self._sum()
+        useless = [number for number, found in list(self._sums.items()) if found.error]
+        sums = [found for number in {*asked, *useless} if (found := self._sums.pop(number, None))]
+        for found in sums:
+            found.settle()
+        return Answers(answers, sums)
+
+    def fetch(self, timeout_s: float) -> tuple[list[Answer], list[int]]:
+        """Wait for answers, and for groups whose sums are wanted; none where none is in time.
+
+        While others wait for a thread, several are returned at a time. Arrays that are summed here stay here.
+        """
+        answers: list[Answer] = []
+        taken = 0
+        with self._lock:
+            self._has_finished.wait_for(lambda: self._finished or self._asked or self._is_closed, timeout_s)
+            if self._finished:
+                left_s = self._first_at + _GATHER_S - time.monotonic()
+                self._has_finished.wait_for(self._is_enough, max(0.0, left_s))
+            while self._finished and not (answers and taken + self._finished[0][2] > _MOST_BYTES):
+                visit, answer, size = self._finished.popleft()
+                if visit.group is not None and answer.reply is not None:
+                    self._to_sum.append((visit, answer.reply))
+                    answer = replace(answer, reply=without_arrays(answer.reply))
+                answers.append(answer)
+                taken += size
+            if self._bytes > _MOST_KEPT_BYTES:
+                self._has_work.notify_all()
+            self._bytes -= taken
+            self._first_at = time.monotonic()
+            asked, self._asked = self._asked, []
+        return answers, asked
+
+    def _sum(self) -> None:
+        while self._to_sum:
+            visit, reply = self._to_sum.popleft()
+            group = visit.group
+            assert group is not None
+            if group.number in self._forgotten:
+                continue
+            if group.number not in self._sums:
+                self._sums[group.number] = GroupSum(group)
+            self._sums[group.number].add(reply, visit.place)
+
+    def ask_for_sum(self, group: int) -> None:
+        """Have the sum of a group come with the next answers; the group begins anew."""
+        with self._lock:
+            self._asked.append(group)
+            self._has_finished.notify()
+
+    def forget(self, groups: Sequence[int]) -> None:
+        """Give up groups whose sums nobody wants."""
+        self._forgotten.update(groups)
+        for group in groups:
+            self._sums.pop(group, None)
+
+    def cancel(self, message_id: str) -> None:
+        """Give up a message, also one that comes later."""
+        self.give_back(message_id)
+        self._handler.cancel(message_id)
+
+    def give_back(self, only: str | None = None) -> None:
+        """Give up all messages that no thread has taken, or only one: others may handle them earlier."""
+        with self._lock:
+            for visit in [visit for visit in self._waiting if only in (None, visit.message_id)]:
+                self._waiting.remove(visit)
+                self._finish(visit, Answer(visit.message_id))
+
+    def stuck_since(self) -> float | None:
+        """Return since when messages wait and none has a worker; None where that is not so."""
+        return self._handler.stuck_since()
+
+    def close(self) -> None:
+        """End all workers: those that handle a message at once, the others by themselves."""
+        with self._lock:
+            self._is_closed = True
+            self._waiting.clear()
+            self._has_work.notify_all()
+            self._has_finished.notify_all()
+        if self._threads:
+            self._handler.cancel_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while not self._is_closed:
+            visit = self.next(waits=False)
+            if visit is None:
+                self._handler.idle()
+                visit = self.next(waits=True)
+            if visit is not None:
+                self.finish(visit, self._handler(visit))
+            del visit
+        self._handler.leave()
+
+    def next(self, *, waits: bool) -> Visit | None:
+        """Return a message that is to be handled; None where there is none at this moment, or no more."""
+        with self._lock:
+            if waits:
+                self._has_work.wait_for(self._may_begin)
+            if self._is_closed or not self._may_begin():
+                return None
+            visit = self._waiting.popleft()
+            if self._finished and not self._waiting:
+                self._has_finished.notify()  # whoever fetches brings messages
+            return visit
+
+    def _may_begin(self) -> bool:
+        return self._is_closed or (bool(self._waiting) and self._bytes <= _MOST_KEPT_BYTES)
+
+    def finish(self, visit: Visit, answer: Answer) -> None:
+        """Take the answer to a message."""
+        size = answer.size_bytes
+        with self._lock:
+            self._finish(visit, answer, size)
+
+    def _finish(self, visit: Visit, answer: Answer, size: int = 0) -> None:
+        if not self._finished:
+            self._first_at = time.monotonic()
+        self._finished.append((visit, answer, size))
+        self._bytes += size
+        if len(self._finished) == 1 or self._is_enough():
+            self._has_finished.notify()
+
+    def _is_enough(self) -> bool:
+        """Tell whether what is finished is to be fetched at once: workers need messages, or memory."""
+        return not self._waiting or self._bytes > _MOST_BYTES or bool(self._asked) or self._is_closed
 
 
 class LocalHost(QueueHost):
@@ -48,23 +236,9 @@ class LocalHost(QueueHost):
         self._variables = workers.variables(concurrency, env, settings.host.num_cpus)
         threads = planned_threads({**os.environ, **self._variables})
         super().__init__(
-            About(platform.node(), concurrency, threads, machine.described(self.gpus), cores(), [])
+            About(platform.node(), concurrency, threads, determinism.described(self.gpus), cores(), [])
         )
         self._opened = ExitStack()
-
-    @property
-    def concurrency(self) -> int:
-        """How many messages are handled at a time, at most."""
-        return self.about.concurrency
-
-    @property
-    def threads(self) -> int:
-        """Of each worker's libraries."""
-        return self.about.threads
-
-    def described(self) -> dict[str, Any]:
-        """Return the models of processors and GPUs, and versions."""
-        return self.about.described
 
     def begin(self, nodes: VirtualNodes, joined: Callable[[Host], object]) -> None:
         """Get ready for messages to these nodes, and ask for some."""
@@ -77,11 +251,11 @@ class LocalHost(QueueHost):
         ``tries``: how often a message is handled, at most, whose worker dies.
         """
         work, settings = self._run, self._settings
-        needs = workers.Needs.of(_libraries_of(work.app))
+        needs = workers.Needs.of(libraries_in(work.app))
         needs.learn_beside(settings)
         self._without = needs.without
         turns = LeaseTurns(None if settings.gpu.request.is_auto else self._leases or None)
-        cores_of_run = workers.core_leases(settings, self.concurrency, work.name)
+        cores_of_run = workers.core_leases(settings, self.about.concurrency, work.name)
         of_calls: dict[str, Any] = {**work.options, "env": self._variables}
         if not self.gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
@@ -93,7 +267,7 @@ class LocalHost(QueueHost):
         self._opened.callback(handler.close)
         # One more while messages are short: it is written, or its reply read, while the others are computed.
         has_spare = work.max_workers is None and not self._leases
-        self.start(handler, self.concurrency + has_spare)
+        self.start(handler, self.about.concurrency + has_spare)
 
     def where(self) -> str:
         """Return a line on the place of messages, or on options without effect."""
@@ -101,7 +275,7 @@ class LocalHost(QueueHost):
         gpus = [one for one in self.gpus if one.uuid in self._decision.uuids]
         if not gpus and not gpu.request.is_auto:
             return notices.without_effect(gpu.request, "all calls", notices.why_on_cpu(gpu, None, env))
-        at_once = None if gpus and gpu.request.is_auto else self.concurrency
+        at_once = None if gpus and gpu.request.is_auto else self.about.concurrency
         return notices.calls_run(gpu, gpus, at_once, None, env)
 
     def has_begun(self) -> None:
@@ -127,7 +301,8 @@ class LocalHost(QueueHost):
         self._opened.close()
 
 
-def _libraries_of(app: ClientApp | AppReference) -> list[str]:
+def libraries_in(app: ClientApp | AppReference) -> list[str]:
+    """Return the libraries that an app imports; nothing is imported."""
     if isinstance(app, AppReference):
         return libraries_of(app.folder, app.name.partition(":")[0])
     return libraries_used(vars(app))

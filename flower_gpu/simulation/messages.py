@@ -1,11 +1,12 @@
-"""How a message to a virtual node is handled: in a worker with a lease, which loads the app."""
+"""How a message to a virtual node is handled: in a worker with a lease, while the host has memory for it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from logging import WARNING
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from flwr.app import Context, Message
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.logger import log
 
-from flower_gpu import frameworks, trace
+from flower_gpu import control_group, frameworks, trace
 from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import (
     FlowerGPUError,
@@ -24,13 +25,72 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
 )
 from flower_gpu.flower import message_call, record_bytes
-from flower_gpu.simulation.host import Work
-from flower_gpu.simulation.host_memory import HostMemory
+from flower_gpu.leases.host import RESERVED_PART
+from flower_gpu.simulation.host import Answer, Visit, Work, failed
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
-from flower_gpu.simulation.visits import Answer, Visit, failed
+
+_LOOK_S = 0.1  # asking the kernel takes longer than a small message
+_POLL_S = 0.2  # others on the host give memory back, too
+_GROWTH_S = 2.0  # from a worker's start until it has most of its memory
+
+
+class HostMemory:
+    """Lets workers start while there is memory for as much as the largest one took so far.
+
+    ``available``: as :func:`flower_gpu.control_group.available_memory`.
+    """
+
+    def __init__(self, available: Callable[[], tuple[int, int]] = control_group.available_memory) -> None:
+        self._available = available
+        self._changed = threading.Condition()
+        self._running = 0
+        #: The most that a worker took so far.
+        self.largest_bytes = 0
+        self._looked, self._found = -_LOOK_S, available()
+        self._started: list[float] = []
+        #: How often a worker had to wait.
+        self.waits = 0
+
+    @contextmanager
+    def room(self, *, at_once: bool = False) -> Iterator[None]:
+        """Wait until there is room for a worker. There always is for the first one.
+
+        ``at_once``: do not wait: the worker is there, and has what others who are let in wait for.
+        """
+        with self._changed:
+            if not at_once and not self._has_room():
+                self.waits += 1
+                while not self._has_room():
+                    self._changed.wait(_POLL_S)
+            self._running += 1
+            began = time.monotonic()
+            self._started.append(began)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._started.remove(began)
+                self._changed.notify()
+
+    def learn(self, worker_bytes: int) -> None:
+        """Note a worker's memory."""
+        self.largest_bytes = max(self.largest_bytes, worker_bytes)
+
+    def _has_room(self) -> bool:
+        if not self._running:
+            return True
+        now = time.monotonic()
+        if now > self._looked + _LOOK_S:
+            self._looked, self._found = now, self._available()
+        available, total = self._found
+        # Those that were let in just now have not taken theirs yet.
+        recent = sum(began > now - _GROWTH_S for began in self._started)
+        return available >= self.largest_bytes * (1 + recent) + RESERVED_PART * total
+
 
 # What another run would not have: no client's own error.
 _ACCIDENTS: Final = (WorkerDiedError, WorkerStartError, WorkerTimeoutError, GPUError)
@@ -121,10 +181,7 @@ class MessageHandler:
         was_used = slot.is_used_again
         if slot.has_lease:
             slot.retire()  # its room may be all that there is
-            slot.go_on(1)
-            new = self._run(visit, slot)
-        else:
-            new = self._in_new_worker(visit, lambda other: self._run(visit, other))
+        new = self._in_new_worker(visit, lambda other: self._run(visit, other))
         if was_used:
             found = differences(new, used)
             noise: Differences = {}

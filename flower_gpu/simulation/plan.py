@@ -138,7 +138,7 @@ class RunPlan:
         work = self.work
         found = {"app": work.name, "num_supernodes": work.num_supernodes, "seed": work.seed}
         if work.is_deterministic:
-            found |= {"deterministic": True, "threads": hosts.threads}
+            found |= {"deterministic": True, "threads": hosts.about.threads}
         return found
 
     def settings(self, hosts: Hosts) -> dict[str, Any]:
@@ -146,18 +146,18 @@ class RunPlan:
         work = self.work
         return {
             "deterministic": work.is_deterministic,
-            "threads": hosts.threads,
+            "threads": hosts.about.threads,
             **self.identity(hosts),
             "app_folder": self.where,
             "run_config": work.run_config,
-            "max_workers": hosts.concurrency,
+            "max_workers": hosts.about.concurrency,
             "calls_per_worker": work.calls_per_worker,
             "verify_recycling": work.verify_recycling,
             "order": self.order,
             "state_memory_bytes": self.state_memory_bytes,
             "options": {option: _plain(value) for option, value in self.options.items()},
             "cores": cores(),
-            **hosts.described(),
+            **hosts.about.described,
         }
 
 

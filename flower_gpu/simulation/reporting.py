@@ -17,13 +17,11 @@ from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, finite, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import verifying
 from flower_gpu.simulation.checkpoint import has_checkpoint
-from flower_gpu.simulation.model_file import model_sha256, write_model
-from flower_gpu.simulation.record_files import disk_error
-from flower_gpu.simulation.simulation_result import SimulationStoppedError
+from flower_gpu.simulation.simulation_result import SimulationStoppedError, model_sha256, write_model
+from flower_gpu.simulation.states import disk_error
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
 from flower_gpu.watch.fields import first_line
@@ -49,9 +47,9 @@ _SMALL_BYTES: Final = 4096  # of a table or a result, about
 class Report:
     """What is known of a run. ``recorder`` has the model; ``summary`` is empty until the run is over.
 
-    ``run`` records it in the trace of ``folder``; without a folder nothing is written. A run that goes on
-    with an earlier one has the round of the checkpoint for ``resumed_round``, and its kind of strategy for
-    ``resumed_strategy``. With ``is_tracked`` all events are in the trace, for those who follow it.
+    ``run`` records it in the trace of ``folder``; without a folder nothing is written. ``resumes``:
+    the kind of strategy of an earlier run that goes on. With ``is_tracked`` all events are in the trace, for
+    those who follow it.
     """
 
     recorder: Recorder
@@ -62,8 +60,7 @@ class Report:
         run: RecordedRun | None,
         *,
         progress: bool = True,
-        resumed_round: int | None = None,
-        resumed_strategy: str = OURS,
+        resumes: str | None = None,
         on_resume: Callable[[], None] = lambda: None,
         is_tracked: bool = False,
     ) -> None:
@@ -74,14 +71,14 @@ class Report:
         self.is_refused = False
         self._run = run
         self._is_shown = progress
-        self._resumed_strategy = resumed_strategy
+        self._resumes = resumes
         self._on_resume = on_resume
         self._is_tracked = is_tracked
         self._end: Event | None = None
         self._is_disk_full = False
         self._display = make_display(self.history, _stream(), is_shown=progress)
         self.failures = FailureLog(None if folder is None else folder.failures, self._display.say)
-        self._has_begun = resumed_round is None
+        self._has_begun = resumes is None
         if self._has_begun and folder is not None:
             self.history.feed(trace.read(folder.trace))
 
@@ -104,11 +101,11 @@ class Report:
 
     def _resume(self, event: Event) -> None:
         """Go on with what the trace tells so far; nothing is changed in the folder of a run that cannot."""
-        if event["event"] == "strategy_started" and event["resumes"] != self._resumed_strategy:
+        if event["event"] == "strategy_started" and event["resumes"] != self._resumes:
             self.is_refused = True
             if event["resumes"] is None:
                 raise ConfigError(_CANNOT_RESUME.format(event["strategy"]))
-            raise ConfigError(_OTHER_STRATEGY.format(event["resumes"], self._resumed_strategy))
+            raise ConfigError(_OTHER_STRATEGY.format(event["resumes"], self._resumes))
         self._has_begun = True
         self._on_resume()
         assert self.folder is not None

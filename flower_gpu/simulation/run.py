@@ -28,13 +28,11 @@ from flower_gpu.flower import message_call
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import finite
 from flower_gpu.flower.rounds import RoundState
-from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
-from flower_gpu.simulation import determinism, machine, verifying
+from flower_gpu.simulation import determinism, verifying
 from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.dispatcher import Dispatcher
-from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import Hosts
 from flower_gpu.simulation.in_worker import seed_of
@@ -170,7 +168,7 @@ def simulate(
         stack.enter_context(_alone())
         hosts = _hosts(plan, stack)
         if plan.work.is_deterministic:
-            machine.check_same(plan.before, hosts.described(), is_strict=plan.work.is_strict)
+            determinism.check_same(plan.before, hosts.about.described, is_strict=plan.work.is_strict)
         record = _Record(plan, hosts, stack)
         if plan.work.is_deterministic:
             stack.enter_context(determinism.here(seed_of(f"{plan.work.seed} server"), plan.server_env))
@@ -263,8 +261,7 @@ class _Record:
             self.folder,
             self._run,
             progress=progress,
-            resumed_round=None if self.state is None else self.state.server_round,
-            resumed_strategy=OURS if self.state is None else self.state.strategy,
+            resumes=None if self.state is None else self.state.strategy,
             on_resume=begin_again,
             is_tracked=self._followers.is_on,
         )
@@ -272,7 +269,7 @@ class _Record:
             name, clients = plan.work.name, plan.work.num_supernodes
             report.history.feed([trace.make("run_started", kind="simulate", name=name, clients=clients)])
         stack.enter_context(reported(report, nodes.partition_of, verbose=verbose, keep_going=plan.keep_going))
-        report.recorder.concurrency = hosts.concurrency
+        report.recorder.concurrency = hosts.about.concurrency
         return report
 
     def _conclude(self) -> None:
@@ -286,7 +283,7 @@ def _grid(
     """Return the grid of a run whose messages the hosts handle."""
     work, durations = plan.work, Durations()
     has_longest_first = (
-        plan.order == "longest" and hosts.concurrency > 1
+        plan.order == "longest" and hosts.about.concurrency > 1
     )  # with one worker no order is faster
     dispatcher = Dispatcher(nodes, record.states, work.seed, durations)
     grid = SimulationGrid(

@@ -112,8 +112,6 @@ class StreamingTestGrid(PlainTestGrid):
         self._state = state
         self.finished: list[RoundState] = []
 
-    sums_in_order = False
-
     def stream(self, messages: Iterable[Message], *, in_order: bool = False) -> Iterator[Message]:
         replies = list(self._replies(messages))
         if in_order:
@@ -125,7 +123,6 @@ class StreamingTestGrid(PlainTestGrid):
         messages: Iterable[Message],
         timeout: float | None,
         weighted_by_key: str,
-        *,
         keeps_integers: bool,
         in_order: bool,
     ) -> Generator[SumItem, None, None]:

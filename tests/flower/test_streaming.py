@@ -23,7 +23,7 @@ from streaming_grid import content_of, reply_of
 
 from flower_gpu import FedAvg
 from flower_gpu.errors import InvalidResultError
-from flower_gpu.flower.averaging import ComingSums, ReplySum, RunningMean, SumItem, without_arrays
+from flower_gpu.flower.averaging import ReplySum, RunningMean, SumItem, without_arrays
 from flower_gpu.flower.streaming import ComingReplies, streamed_strategies
 
 FLOATS = ["float16", "float32", "float64", ">f4", "longdouble"]
@@ -43,8 +43,9 @@ def summed(replies: Iterable[Message], *, keeps_integers: bool = True) -> Genera
 
 def coming(replies: Iterable[Message]) -> ComingReplies:
     """Return replies that come one by one, or summed."""
-    sums = ComingSums(lambda key, keeps_integers: summed(replies, keeps_integers=keeps_integers))
-    return ComingReplies((reply for reply in replies), sums)
+    return ComingReplies(
+        (reply for reply in replies), lambda key, keeps, in_order: summed(replies, keeps_integers=keeps)
+    )
 
 
 @st.composite
@@ -264,7 +265,7 @@ def test_a_reply_is_gone_before_the_next_is_asked_for() -> None:
     gc.disable()  # not only once the garbage is collected
     try:
         FedAvg().aggregate_train(1, replies())
-        FedAvg().aggregate_train(1, ComingSums(lambda *_: summed(replies())))
+        FedAvg().aggregate_train(1, ComingReplies((), lambda *_: summed(replies())))
     finally:
         gc.enable()
     assert len(alive) == 50
@@ -360,11 +361,11 @@ def test_sums_of_blocks_are_added_up_in_their_order() -> None:
     nodes, size = range(1, 24), 4
     replies = {node: _noise(node) for node in nodes}
 
-    def in_blocks(key: str, keeps_integers: bool) -> Generator[SumItem, None, None]:
+    def in_blocks(*how: Any) -> Generator[SumItem, None, None]:
         for first in range(1, 24, size):
             yield from summed(replies[node] for node in range(first, min(first + size, 24)))
 
-    found, _ = FedAvg().aggregate_train(1, ComingSums(in_blocks))
+    found, _ = FedAvg().aggregate_train(1, ComingReplies((), in_blocks))
     total, weights = np.zeros(100), 0
     for first in range(1, 24, size):
         own = np.zeros(100)

@@ -13,16 +13,28 @@ from flwr.supercore.run import Run
 
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.flower.averaging import ReplySum
-from flower_gpu.simulation.dispatcher import Dispatcher
-from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
-from flower_gpu.simulation.host import About
-from flower_gpu.simulation.host_queue import QueueHost
+from flower_gpu.simulation.host import About, Answer, Visit, failed
+from flower_gpu.simulation.local_host import QueueHost
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
-from flower_gpu.simulation.visits import Answer, Visit, failed
 
 RUN_ID = 5
+
+
+class NoWorkers:
+    """A handler's side of workers, where there are none."""
+
+    def idle(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def stuck_since(self) -> float | None: ...
+
+    def cancel(self, message_id: str) -> None: ...
+
+    def cancel_all(self) -> None: ...
 
 
 class Handling:
@@ -129,8 +141,7 @@ class GridUnderTest:
     ) -> tuple[list[Message], float]:
         """Return what is left of replies that are summed, and the weight of the sum."""
         total, rest = ReplySum("num-examples"), []
-        options = {"keeps_integers": True, "in_order": in_order}
-        for item in self.grid.sums(messages, timeout, "num-examples", **options):
+        for item in self.grid.sums(messages, timeout, "num-examples", True, in_order):
             if isinstance(item, Message):
                 rest.append(item)
             else:

@@ -21,7 +21,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
-from grid_handlers import SafeHost
+from grid_handlers import NoWorkers, SafeHost
 
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
@@ -30,14 +30,12 @@ from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.simulation.dispatcher import Dispatcher
-from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
-from flower_gpu.simulation.host import About
+from flower_gpu.simulation.host import About, Answer, Visit, failed
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.simulation.states import StateStore
-from flower_gpu.simulation.visits import Answer, Visit, failed
 from flower_gpu.trace import Event
 
 RUN_ID = 5
@@ -88,7 +86,7 @@ def values(array: Array) -> np.ndarray:
     return np.frombuffer(array.data[-count * dtype.itemsize :], dtype).reshape(array.shape)
 
 
-class Handled:
+class Handled(NoWorkers):
     """A function as a host's handler: no worker is kept for it, and none is given up."""
 
     def __init__(self, handle: Callable[[Message], Message]) -> None:
@@ -99,16 +97,6 @@ class Handled:
             return Answer(visit.message_id, self._handle(visit.message), b"")
         except Exception as error:
             return Answer(visit.message_id, failed(visit.message, error))
-
-    def idle(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def stuck_since(self) -> None: ...
-
-    def cancel(self, message_id: str) -> None: ...
-
-    def cancel_all(self) -> None: ...
 
 
 def handled_by(app: ClientApp, nodes: VirtualNodes) -> Callable[[Message], Message]:
@@ -220,17 +208,16 @@ def run_reported(
     nodes: VirtualNodes,
     *,
     facts: Mapping[str, Any] | None = None,
-    resumed_round: int | None = None,
+    resumes: str | None = None,
     keep_going: bool = False,
 ) -> Report:
     """Run a ServerApp, and write it down in a folder as a simulation does."""
-    is_new = resumed_round is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RUN_DIR_VARIABLE, str(folder.path))
         with recorded_run(
-            folder.path, "simulate", "app", clients=CLIENTS, settings={"seed": 3}, begins=is_new
+            folder.path, "simulate", "app", clients=CLIENTS, settings={"seed": 3}, begins=resumes is None
         ) as run:
-            report = Report(folder, run, progress=False, resumed_round=resumed_round, on_resume=run.begin)
+            report = Report(folder, run, progress=False, resumes=resumes, on_resume=run.begin)
             with reported(report, nodes.partition_of, keep_going=keep_going):
                 run_on_grid(main, report.recorder, handle, nodes)
                 report.facts.update(facts or {})

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from nvml_stub import Host
 from simulations import TIMEOUT_S, Simulation, command
+from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.leases.ledger import Ledger
@@ -100,6 +101,11 @@ class StubHost:
     def status(self) -> State:
         """Return who has leases on this host, and who waits."""
         return Ledger(LedgerFolder(self.ledger)).status()
+
+    def until(self, condition: Callable[[State], Any]) -> State:
+        """Wait until the ledger says something; return what it says."""
+        until(lambda: condition(self.status()), self.status)
+        return self.status()
 
     def go_on(self) -> None:
         """Let a run of the app "leased" that pauses go on."""

@@ -51,11 +51,6 @@ def test_a_loop_of_its_own_with_five_kinds_of_messages(tmp_path: Path) -> None:
     }
 
 
-def test_vertical_learning_with_models_in_the_clients_states(tmp_path: Path) -> None:
-    (told,) = told_by("vertical", tmp_path)
-    assert told["losses"] == pytest.approx([2.3077, 2.2916, 2.2763], abs=2e-4)
-
-
 def test_trees_as_bytes(tmp_path: Path) -> None:
     (told,) = told_by("xgboost_bagging", tmp_path)
     assert len(told["accuracies"]) == 2 and min(told["accuracies"]) > 0.8

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from checkpoint_rounds import change_states, check_complete, round_state
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
@@ -22,7 +21,7 @@ from record_states import RecordStates
 from record_strategies import arrays, contents, filled, number_of, record_dicts, texts
 
 from flower_gpu.errors import ConfigError, FlowerGPUError
-from flower_gpu.flower.rounds import RoundState, capture_random_state, restore_random_state
+from flower_gpu.flower.rounds import RoundState, capture_random_state
 from flower_gpu.simulation.checkpoint import FORMAT_VERSION, INDEX_NAME, Checkpoints
 
 Script = Callable[..., Any]
@@ -86,23 +85,6 @@ def test_a_round_comes_back_as_it_was(
     assert (found.server_round, found.random_state) == (expected.server_round, expected.random_state)
     for partition, state in kept.items():
         assert contents(resumed.get(partition)) == contents(state)
-
-
-def test_random_numbers_go_on_as_they_would_have(tmp_path: Path) -> None:
-    random.seed(3)
-    np.random.seed(3)
-    random.gauss(0, 1)
-    np.random.standard_normal()
-    Checkpoints(tmp_path, RecordStates()).write(round_state_with(capture_random_state()))
-    expected = [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand()]
-    found = Checkpoints(tmp_path, RecordStates()).read()
-    assert found is not None
-    restore_random_state(found.random_state)
-    assert [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand()] == expected
-
-
-def round_state_with(random_state: dict[str, Any]) -> RoundState:
-    return RoundState(1, ArrayRecord(), {}, {}, random_state)
 
 
 def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from flower_gpu.calls.settings import HostSettings, call_settings
 from flower_gpu.control_group import all_cores
 from flower_gpu.leases.admission import CORES, HostNeed
 from flower_gpu.leases.ledger import Claimant, Ledger
-from flower_gpu.simulation import core_leases
-from flower_gpu.simulation.core_leases import CoreLeases
+from flower_gpu.simulation import workers
+from flower_gpu.simulation.workers import CoreLeases
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -102,8 +102,8 @@ def test_another_call_of_the_same_process_gets_cores(made: Callable[..., CoreLea
 def test_beside_others_short_messages_share_a_turn(
     turn_s: float, asked: int, made: Callable[..., CoreLeases], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_leases, "_TURN_S", turn_s)
-    monkeypatch.setattr(core_leases, "_LOOK_S", 60.0)
+    monkeypatch.setattr(workers, "_TURN_S", turn_s)
+    monkeypatch.setattr(workers, "_LOOK_S", 60.0)
     claimants: list[Claimant] = []
     acquire = Ledger.acquire
     monkeypatch.setattr(

@@ -15,7 +15,7 @@ from simulations import APPS, Simulation, run, running, wait_for_line
 
 from flower_gpu import simulate
 from flower_gpu.errors import ConfigError
-from flower_gpu.simulation import machine
+from flower_gpu.simulation import determinism
 
 pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("torch")
@@ -85,13 +85,13 @@ def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_pat
 
 
 def test_a_run_that_goes_on_elsewhere_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    here = machine.described([])
-    machine.check_same(here, here, is_strict=True)
-    machine.check_same({"seed": 1}, here, is_strict=True)  # of a run that noted nothing of it
+    here = determinism.described([])
+    determinism.check_same(here, here, is_strict=True)
+    determinism.check_same({"seed": 1}, here, is_strict=True)  # of a run that noted nothing of it
     before = {**here, "cpu": "Z80", "versions": {**here["versions"], "numpy": "1.0"}}
     with pytest.raises(ConfigError, match=r"cpu was Z80 and is .+; versions was .*numpy 1\.0.* and is "):
-        machine.check_same(before, here, is_strict=True)
-    machine.check_same(before, here, is_strict=False)
+        determinism.check_same(before, here, is_strict=True)
+    determinism.check_same(before, here, is_strict=False)
     assert "The model may be another one" in caplog.text
 
 

@@ -69,16 +69,6 @@ def test_each_message_has_its_reply(new_grid: Callable[..., GridUnderTest]) -> N
     assert not one.grid._boxes
 
 
-def test_push_and_pull(new_grid: Callable[..., GridUnderTest]) -> None:
-    one = new_grid(1)
-    ids = list(one.grid.push_messages(one.messages(5)))
-    assert len(set(ids)) == 5
-    found: list[Message] = []
-    assert until(lambda: bool(found.extend(one.grid.pull_messages(ids[len(found) :])) or len(found) == 5))
-    assert [reply.metadata.reply_to_message_id for reply in found] == ids
-    assert not one.grid._boxes
-
-
 def test_who_waits_for_more_nodes_than_there_are_is_told(new_grid: Callable[..., GridUnderTest]) -> None:
     one = new_grid(1)
     for least, sample in ((5, 1), (1, 5)):
@@ -169,13 +159,6 @@ def test_time_without_any_worker_does_not_count(new_grid: Callable[..., GridUnde
     (reply,) = one.grid.send_and_receive(one.messages(1, "gate"), timeout=0.3)
     assert not reply.has_error()
     assert list(one.grid.send_and_receive(one.messages(1, "wait"), timeout=0.3)) == [], "else it counts"
-
-
-def test_no_time_at_all(new_grid: Callable[..., GridUnderTest]) -> None:
-    one = new_grid(1)
-    assert list(one.grid.send_and_receive(one.messages(2, "wait"), timeout=0)) == []
-    assert list(one.grid.send_and_receive([], timeout=None)) == []
-    assert len(list(one.grid.send_and_receive(one.messages(1)))) == 1
 
 
 def test_a_stream_yields_what_is_there(new_grid: Callable[..., GridUnderTest]) -> None:

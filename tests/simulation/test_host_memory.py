@@ -9,8 +9,8 @@ import pytest
 from grid_handlers import until
 
 from flower_gpu import control_group
-from flower_gpu.simulation import host_memory
-from flower_gpu.simulation.host_memory import HostMemory
+from flower_gpu.simulation import messages
+from flower_gpu.simulation.messages import HostMemory
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,8 +55,8 @@ class Workers:
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
-    monkeypatch.setattr(host_memory, "_POLL_S", 0.01)
-    monkeypatch.setattr(host_memory, "_GROWTH_S", 3600.0)  # nobody has grown in the time of a test
+    monkeypatch.setattr(messages, "_POLL_S", 0.01)
+    monkeypatch.setattr(messages, "_GROWTH_S", 3600.0)  # nobody has grown in the time of a test
     made: list[Workers] = []
 
     def new(free: float) -> Workers:

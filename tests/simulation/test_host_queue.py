@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
+from grid_handlers import Handling
 
-from flower_gpu.simulation import host_queue
+from flower_gpu.simulation import local_host
 from flower_gpu.simulation import run as runs
-from flower_gpu.simulation.host_queue import Finished, HostQueue
-from flower_gpu.simulation.visits import Answer, Visit
+from flower_gpu.simulation.host import About, Answer, Visit
+from flower_gpu.simulation.local_host import QueueHost
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,26 +32,27 @@ def visit(message_id: str) -> Visit:
     return Visit(message, 0)
 
 
-def given(*message_ids: str) -> HostQueue:
-    queue = HostQueue()
+def given(*message_ids: str) -> QueueHost:
+    queue = QueueHost(About("here", 1, 1, {}, 1, []))
+    queue.start(Handling(), 0)
     queue.take([visit(message_id) for message_id in message_ids])
     return queue
 
 
-def begun(queue: HostQueue) -> Visit:
+def begun(queue: QueueHost) -> Visit:
     found = queue.next(waits=False)
     assert found is not None
     return found
 
 
-def finish(queue: HostQueue, state: bytes = b"") -> str:
+def finish(queue: QueueHost, state: bytes = b"") -> str:
     visit = begun(queue)
     queue.finish(visit, Answer(visit.message_id, state=state))
     return visit.message_id
 
 
-def ids(fetched: tuple[list[Finished], list[int]]) -> list[str]:
-    return [finished.answer.message_id for finished in fetched[0]]
+def ids(fetched: tuple[list[Answer], list[int]]) -> list[str]:
+    return [answer.message_id for answer in fetched[0]]
 
 
 def beside(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -79,7 +81,7 @@ def test_what_is_finished_is_told_at_once_where_no_message_waits() -> None:
 
 
 def test_while_messages_wait_several_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_queue, "_GATHER_S", 3600.0)
+    monkeypatch.setattr(local_host, "_GATHER_S", 3600.0)
     queue = given("a", "b", "c")
     thread, found = beside(lambda: queue.fetch(60))
     assert [finish(queue), finish(queue)] == ["a", "b"]
@@ -90,7 +92,7 @@ def test_while_messages_wait_several_are_told_of_at_a_time(monkeypatch: pytest.M
 
 
 def test_nobody_waits_long_for_others_to_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_queue, "_GATHER_S", 0.01)
+    monkeypatch.setattr(local_host, "_GATHER_S", 0.01)
     queue = given("a", "b")
     finish(queue)
     assert ids(queue.fetch(60)) == ["a"]
@@ -105,7 +107,7 @@ def test_who_asks_for_a_sum_need_not_wait() -> None:
 
 
 def test_few_large_replies_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_queue, "_MOST_BYTES", 1200)
+    monkeypatch.setattr(local_host, "_MOST_BYTES", 1200)
     queue = given("a", "b", "c", "d")
     for count in (100, 100, 100, 10_000):
         content = RecordDict({"arrays": ArrayRecord([np.zeros(count, np.float32)])})
@@ -121,12 +123,12 @@ def test_what_nobody_has_begun_goes_back() -> None:
     queue.cancel("a")
     queue.give_back()
     told = queue.fetch(0)
-    assert ids(told) == ["c", "b", "d"] and all(finished.answer.reply is None for finished in told[0])
+    assert ids(told) == ["c", "b", "d"] and all(answer.reply is None for answer in told[0])
     assert queue.next(waits=False) is None
 
 
 def test_no_message_is_begun_while_too_much_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_queue, "_MOST_KEPT_BYTES", 1000)
+    monkeypatch.setattr(local_host, "_MOST_KEPT_BYTES", 1000)
     queue = given("a", "b", "c")
     assert [finish(queue, bytes(800)), finish(queue, bytes(800))] == ["a", "b"]
     thread, found = beside(lambda: queue.next(waits=True))
@@ -142,4 +144,4 @@ def test_when_it_is_closed_nobody_waits() -> None:
     queue.close()
     for thread, _ in waiting:
         thread.join(30)
-    assert [found for _, found in waiting] == [[None], [([], [])]] and queue.is_closed
+    assert [found for _, found in waiting] == [[None], [([], [])]]

@@ -7,11 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import cuda_stub
 import pytest
@@ -21,7 +19,6 @@ from simulations import TIMEOUT_S, Simulation
 from stub_host import Running, StubHost, events
 
 from flower_gpu import trace
-from flower_gpu.leases.state import State
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -33,21 +30,12 @@ def one_gpu(tmp_path: Path) -> StubHost:
     return StubHost(tmp_path, gpus=1)
 
 
-def until(host: StubHost, condition: Callable[[State], Any]) -> State:
-    """Wait until the ledger says something."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition(state := host.status()):
-        assert time.monotonic() < deadline, state
-        time.sleep(0.02)
-    return state
-
-
 @contextmanager
 def pausing(host: StubHost, *options: str, **env: str) -> Iterator[tuple[Running, list[int]]]:
     """Run a simulation of four clients until its four workers have waited for a while; yield their pids."""
     options = (*OPTIONS, *options, "--run-config", "pauses=true seconds=0.3")
     with host.simulating(4, *options, app="leased", name="first", **env) as run:
-        state = until(host, lambda state: sum(entry.is_idle() for entry in state.holders) == 4)
+        state = host.until(lambda state: sum(entry.is_idle() for entry in state.holders) == 4)
         yield run, [entry.reported()[0] for entry in state.holders]
 
 
@@ -69,13 +57,6 @@ def test_no_worker_is_used_again_where_each_handles_one_message(one_gpu: StubHos
     done = one_gpu.simulate(2, *OPTIONS, "--calls-per-worker", "1", "--run-config", config, app="leased")
     assert done.status == 0, done.output
     assert done.summary["workers_started"] == len(pids(done)) == 4
-    assert not done.summary["recycling"]["is_used_again"]
-
-
-def test_that_workers_may_be_used_again_is_not_that_they_were(one_gpu: StubHost) -> None:
-    done = one_gpu.simulate(2, *OPTIONS, "--run-config", "seconds=1.0", app="leased")
-    assert done.status == 0, done.output
-    assert done.summary["workers_started"] == 2
     assert not done.summary["recycling"]["is_used_again"]
 
 
@@ -101,27 +82,25 @@ def test_the_servers_evaluation_ends_as_many_as_stand_in_its_way(one_gpu: StubHo
     assert len(pids(done)) == 4 + 2  # one is started anew after each evaluation but the last
 
 
-def test_another_run_gets_the_whole_gpu_while_workers_idle(one_gpu: StubHost) -> None:
+def test_as_many_workers_end_as_other_runs_need(one_gpu: StubHost) -> None:
     with pausing(one_gpu) as (run, idle):
-        second = one_gpu.simulate(2, "--gpu", "require", "--num-gpus", "1", app="leased")
-        assert second.status == 0 and second.summary["failed"] == 0, second.output
-        assert not any(map(is_running, idle))
+        command = [sys.executable, "-m", "flower_gpu.cli", "leases"]
+        env = {**os.environ, **one_gpu.host.env, **one_gpu.env}
+        shown, told = (
+            subprocess.run([*command, *options], capture_output=True, text=True, env=env, check=True).stdout
+            for options in ([], ["--json"])
+        )
+        assert shown.count(", idle)") == 4
+        assert [holder["is_idle"] for holder in json.loads(told)["holders"]] == [True] * 4
+        for share, left in (("0.25", 3), ("1", 0)):
+            options = ["--gpu", "require", "--num-gpus", share, "--max-workers", "1"]
+            other = one_gpu.simulate(2, *options, app="leased")
+            assert other.status == 0 and other.summary["failed"] == 0, other.output
+            assert sum(map(is_running, idle)) == left
         one_gpu.go_on()
         done = run.ended()
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert done.summary["workers_started"] == 8
-
-
-def test_only_as_many_workers_end_as_another_run_needs(one_gpu: StubHost) -> None:
-    with pausing(one_gpu) as (run, idle):
-        options = ["--gpu", "require", "--num-gpus", "0.25", "--max-workers", "1"]
-        second = one_gpu.simulate(2, *options, app="leased")
-        assert second.status == 0 and second.summary["failed"] == 0, second.output
-        assert sum(map(is_running, idle)) == 3
-        one_gpu.go_on()
-        done = run.ended()
-    assert done.status == 0 and done.summary["failed"] == 0, done.output
-    assert done.summary["workers_started"] == 5
 
 
 def test_a_second_try_of_the_run_itself_gets_the_whole_gpu(one_gpu: StubHost) -> None:
@@ -136,7 +115,7 @@ def test_a_second_try_of_the_run_itself_gets_the_whole_gpu(one_gpu: StubHost) ->
 def test_an_idle_worker_that_is_killed_gives_its_lease_back(one_gpu: StubHost) -> None:
     with pausing(one_gpu) as (run, idle):
         os.kill(idle[0], signal.SIGKILL)
-        until(one_gpu, lambda state: len(state.holders) == 3)
+        one_gpu.until(lambda state: len(state.holders) == 3)
         os.kill(idle[1], signal.SIGKILL)  # the next message may find it dead, or its lease given back
         one_gpu.go_on()
         done = run.ended()
@@ -149,18 +128,7 @@ def test_a_run_takes_its_idle_workers_with_it(one_gpu: StubHost, number: signal.
     with pausing(one_gpu) as (run, idle):
         run.process.send_signal(number)
         run.process.wait(TIMEOUT_S)
-        until(one_gpu, lambda state: not state.holders and not any(map(is_running, idle)))
-
-
-def test_leases_shows_who_idles(one_gpu: StubHost) -> None:
-    def shown(*options: str) -> str:
-        command = [sys.executable, "-m", "flower_gpu.cli", "leases", *options]
-        env = {**os.environ, **one_gpu.host.env, **one_gpu.env}
-        return subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout
-
-    with pausing(one_gpu):
-        assert [holder["is_idle"] for holder in json.loads(shown("--json"))["holders"]] == [True] * 4
-        assert shown().count(", idle)") == 4
+        one_gpu.until(lambda state: not state.holders and not any(map(is_running, idle)))
 
 
 def test_an_idle_worker_holds_its_context_only(
@@ -172,7 +140,7 @@ def test_an_idle_worker_holds_its_context_only(
     host.set(0, context=context)
     stub = StubHost(tmp_path, gpus=1, host=host)
     with pausing(stub, LEASED_APP_TENSOR=str(GIB)):
-        until(stub, lambda _: host.used(0) == 4 * context)
+        stub.until(lambda _: host.used(0) == 4 * context)
         state = stub.status()
         assert {entry.reported()[1][host.uuids[0]] for entry in state.holders} == {context}
 

@@ -20,7 +20,7 @@ from grid_handlers import RUN_ID, GridUnderTest, until
 import flower_gpu
 from flower_gpu.errors import ConfigError
 from flower_gpu.simulation import grid as grid_module
-from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.dispatcher import Durations
 from flower_gpu.simulation.run import _identity, simulate
 
 pytestmark = pytest.mark.timeout(120)
@@ -113,16 +113,6 @@ def test_messages_that_are_made_slowly_keep_no_worker_waiting(
             yield message
 
     assert len(list(one.grid.send_and_receive(made()))) == 4
-
-
-def test_a_stream_that_is_read_slowly_ends(new_grid: Callable[..., GridUnderTest]) -> None:
-    one = new_grid(2, 30, {client: float(client) for client in range(0, 30, 2)})
-    stream = one.grid.stream(one.messages(30))
-    for number in range(1, 31):
-        next(stream)
-        assert until(lambda: one.handling.running == 0)
-        assert len(one.handling.begun) <= number + 2 * 3
-    assert list(stream) == []
 
 
 # Whole runs, whose clients are in this process

@@ -19,7 +19,7 @@ from grid_handlers import until
 from flower_gpu.errors import NotDeterministicError
 from flower_gpu.simulation import verifying
 from flower_gpu.simulation.dispatcher import Seeds
-from flower_gpu.simulation.host import MANY, Work
+from flower_gpu.simulation.host import MANY, Answer, CallError, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
@@ -27,7 +27,6 @@ from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.run import _identity
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import difference
-from flower_gpu.simulation.visits import Answer, CallError, Visit
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
 
@@ -269,6 +268,7 @@ def test_each_message_is_handled_once_by_workers_that_are_used_again(
 ) -> None:
     handler = new_handler()
     log = tmp_path / "handled"
+    assert not handler.handler.facts()["recycling"]["is_used_again"]
     found = [handler(number % 4, "append", file=str(log)) for number in range(12)]
     assert log.read_text().split() == [str(number % 4) for number in range(12)]
     assert len({one["pid"] for one in found}) == 1

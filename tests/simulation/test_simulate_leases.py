@@ -6,9 +6,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ledger_observer import observed_states
@@ -33,15 +31,6 @@ def most_leases_at_a_time(done: Simulation) -> int:
         (held.add if event["event"] == "lease_granted" else held.discard)(event["lease"])
         most = max(most, len(held))
     return most
-
-
-def until(host: StubHost, condition: Callable[[State], Any]) -> State:
-    """Wait until the ledger says something."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition(state := host.status()):
-        assert time.monotonic() < deadline, state
-        time.sleep(0.02)
-    return state
 
 
 def begun(done: Simulation, after: float, before: float) -> Counter[str]:
@@ -145,7 +134,7 @@ def test_another_run_gets_its_turn_within_one_call(one_gpu: StubHost) -> None:
     options = ["--num-gpus", "0.5", "--gpu", "require", "--run-config", "seconds=0.5"]
     options += ["--calls-per-worker", "16"]
     with one_gpu.simulating(12, *options, app="leased", name="first") as first:
-        until(one_gpu, lambda state: len(state.holders) == 2)
+        one_gpu.until(lambda state: len(state.holders) == 2)
         second = one_gpu.simulate(3, *options, app="leased")
         done = first.ended()
     assert done.summary["failed"] == second.summary["failed"] == 0, done.output + second.output
@@ -207,7 +196,7 @@ def test_ctrl_c_ends_a_run_that_waits_for_a_lease(one_gpu: StubHost) -> None:
         one_gpu.leased(1, "0.9"),
         one_gpu.simulating(6, "--num-gpus", "0.25", "--max-workers", "6", app="leased") as run,
     ):
-        until(one_gpu, lambda state: state.waiting)
+        one_gpu.until(lambda state: state.waiting)
         run.process.send_signal(signal.SIGINT)
         assert run.ended().status == 130
         assert not one_gpu.status().waiting

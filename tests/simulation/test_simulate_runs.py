@@ -103,11 +103,6 @@ def test_workers_that_are_used_again_give_the_same_model(complete: Simulation, t
     assert model(done.folder).tobytes() == model(complete.folder).tobytes()
 
 
-def test_streamed_average_is_that_of_flower(complete: Simulation, tmp_path: Path) -> None:
-    flowers = run("plain", 4, tmp_path, "--seed", "2", "--run-config", "strategy='fedavg'")
-    np.testing.assert_allclose(model(complete.folder), model(flowers.folder), rtol=1e-6)
-
-
 def test_clients_start_processes_of_their_own(tmp_path: Path) -> None:
     """Pools of all kinds, and a DataLoader with workers."""
     pytest.importorskip("torch")

@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 
 from flower_gpu.flower.averaging import SumItem, in_order_of_sending
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Phase, Recorder
-from flower_gpu.flower.rounds import replies_to_sum
 from flower_gpu.flower.streaming import ComingReplies, Configured
 
 
@@ -32,11 +31,6 @@ class RecordedGrid:
         if name.startswith("_"):  # also where this object is not made yet, as in copy.copy()
             raise AttributeError(name)
         return getattr(self._grid, name)
-
-    @property
-    def sums_in_order(self) -> bool:
-        """Whether replies are summed in the order of the nodes."""
-        return bool(self._grid.sums_in_order)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
@@ -74,26 +68,16 @@ class RecordedGrid:
         replies = self._recorded(messages, timeout, partial(self._grid.stream, timeout=timeout))
         if not isinstance(messages, Configured):
             return in_order_of_sending(replies)
-        return ComingReplies(replies, replies_to_sum(self, messages, timeout))
+        return ComingReplies(replies, partial(self.sums, messages, timeout))
 
     def sums(
         self,
         messages: Iterable[Message],
         timeout: float | None,
-        weighted_by_key: str,
-        *,
-        keeps_integers: bool,
-        in_order: bool,
+        *how: Any,
     ) -> Generator[SumItem, None, None]:
         """Have messages handled, and yield sums of the replies, and the rest of each reply."""
-
-        def send(sent: Iterable[Message]) -> Generator[SumItem, None, None]:
-            found: Generator[SumItem, None, None] = self._grid.sums(
-                sent, timeout, weighted_by_key, keeps_integers=keeps_integers, in_order=in_order
-            )
-            return found
-
-        return self._recorded(messages, timeout, send)
+        return self._recorded(messages, timeout, lambda sent: self._grid.sums(sent, timeout, *how))
 
     def _recorded(
         self, messages: Iterable[Message], timeout: float | None, send: Callable[[Iterable[Message]], Any]

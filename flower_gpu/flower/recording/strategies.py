@@ -22,7 +22,7 @@ from flwr.server import Server
 from flwr.server import strategy as legacy
 from flwr.server.workflow import DefaultWorkflow
 from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from flower_gpu.flower import rounds
 from flower_gpu.flower.evaluate import GPUEvaluate
@@ -184,7 +184,7 @@ class _Hooks:
                 result = (
                     method(*args, **kwargs)
                     if state is None
-                    else _run(strategy, state, **_named(method, args, kwargs))
+                    else rounds.run(strategy, **_named(method, args, kwargs), strategy_state=state)
                 )
                 self._ended(result)
                 return result
@@ -303,12 +303,6 @@ class _Hooks:
             yield True
         finally:
             inside.discard(what)
-
-
-def _run(strategy: Strategy, state: StrategyState, grid: Any, timeout: float, **named: Any) -> Result:
-    """Run Flower's rounds so that they can go on later."""
-    receive = functools.partial(grid.send_and_receive, timeout=timeout)
-    return rounds.run(strategy, grid=grid, timeout=timeout, **named, receive=receive, strategy_state=state)
 
 
 def _named(

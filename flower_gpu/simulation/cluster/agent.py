@@ -1,4 +1,7 @@
-"""The agent of a run on one host of a cluster: the host as it is on one machine, in an actor of Ray."""
+"""The agent of a run on one host of a cluster: the host as it is on one machine, in an actor of Ray.
+
+At first: models on their way there. Arrays that many messages have go to each host once.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,118 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from flwr.app import ArrayRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu import files, trace
-from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import INTERVAL_S, look_at_gpus, told_gpus
 from flower_gpu.calls import environment
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard, inventory
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.simulation.cluster.models import FetchedModels, PackedVisit
-from flower_gpu.simulation.host import About, Work
+from flower_gpu.simulation.host import About, Answers, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.local_host import LocalHost
+from flower_gpu.simulation.local_host import LocalHost, libraries_in
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.visits import Answers
 from flower_gpu.workers.state_folder import made_state_dir
 
 _TRIES: Final = 2  # of a message whose worker dies: on another day, or with other neighbours, it may not
 _FULL_S: Final = 1.0  # that a message waits for a lease, cores or memory, until the host takes no more
+_MODELS: Final = 4  # array records that are kept: of this round and the last ones, and what a strategy adds
+
+
+@dataclass(frozen=True)
+class Model:
+    """Arrays that many messages have: where they are to be had."""
+
+    number: int
+    where: Any  # an ObjectRef in a list: as an argument of its own Ray would fetch it for each message
+
+
+@dataclass(frozen=True)
+class PackedVisit:
+    """A visit whose message has no content; ``content``: its records; a ``Model`` in the place of arrays."""
+
+    visit: Visit
+    content: list[tuple[str, Any]]
+
+
+class SentModels:
+    """Models that were put where hosts can fetch them.
+
+    ``put``: puts an object there; returns what it is found by.
+    """
+
+    def __init__(self, put: Callable[[Any], Any]) -> None:
+        self._put = put
+        self._lock = threading.Lock()
+        # With the arrays' bytes, by whose identity a model is known: so they stay where they are.
+        self._there: OrderedDict[tuple[Any, ...], tuple[Model, list[bytes]]] = OrderedDict()
+        self._count = 0
+
+    def packed(self, visit: Visit) -> PackedVisit:
+        """Pack a visit, with its models by their numbers."""
+        content = [
+            (name, self._model(record) if isinstance(record, ArrayRecord) else record)
+            for name, record in visit.message.content.items()
+        ]
+        empty = copy(visit.message)
+        empty.content = RecordDict()
+        return PackedVisit(replace(visit, message=empty), content)
+
+    def _model(self, record: ArrayRecord) -> Model:
+        data = [array.data for array in record.values()]
+        key = (tuple(record), tuple(map(id, data)))
+        with self._lock:
+            if key not in self._there:
+                self._count += 1
+                self._there[key] = Model(self._count, [self._put(record)]), data
+                if len(self._there) > _MODELS:
+                    self._there.popitem(last=False)
+            self._there.move_to_end(key)
+            return self._there[key][0]
+
+
+class FetchedModels:
+    """Models that a host has fetched.
+
+    ``get``: returns what was put.
+    """
+
+    def __init__(self, get: Callable[[Any], Any]) -> None:
+        self._get = get
+        self._lock = threading.Lock()
+        self._there: OrderedDict[int, ArrayRecord] = OrderedDict()
+
+    def visit(self, packed: PackedVisit) -> Visit:
+        """Return a visit as it was. Messages with the same model share its arrays."""
+        message = copy(packed.visit.message)
+        message.content = RecordDict(
+            {
+                name: self._fetched(record) if isinstance(record, Model) else record
+                for name, record in packed.content
+            }
+        )
+        return replace(packed.visit, message=message)
+
+    def _fetched(self, model: Model) -> ArrayRecord:
+        with self._lock:  # whoever comes second waits for the first
+            if model.number not in self._there:
+                self._there[model.number] = self._get(model.where[0])
+                if len(self._there) > _MODELS:
+                    self._there.popitem(last=False)
+            self._there.move_to_end(model.number)
+            return self._there[model.number]
 
 
 @dataclass(frozen=True)
@@ -111,7 +199,7 @@ class Agent:
             answers = self._host.exchange([self._models.visit(packed) for packed in visits])
             is_full = self._host.handler.longest_wait_s() > _FULL_S
             if is_full:
-                self._host.queue.give_back()  # which is told the next time
+                self._host.give_back()  # which is told the next time
             return replace(answers, is_full=is_full), self._news()
 
     def _news(self) -> News:
@@ -198,11 +286,8 @@ class _KeptWarnings(logging.Handler):
 
 def packages_of(app: AppReference | ClientApp) -> list[str]:
     """Return the packages that an app imports and that are installed here; nothing is imported."""
-    if isinstance(app, AppReference):
-        modules = libraries_of(app.folder, app.name.partition(":")[0])
-    else:
-        modules = libraries_used(vars(app))
-    return [name for name in dict.fromkeys(each.partition(".")[0] for each in modules) if is_there(name)]
+    names = dict.fromkeys(each.partition(".")[0] for each in libraries_in(app))
+    return [name for name in names if is_there(name)]
 
 
 def is_there(package: str) -> bool:

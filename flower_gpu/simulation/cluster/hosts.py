@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, Final
 
@@ -18,13 +19,11 @@ from flwr.common.logger import log
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError, FlowerGPUError, shortened
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.simulation import machine
-from flower_gpu.simulation.cluster.agent import Agent, News, packages_of
-from flower_gpu.simulation.cluster.models import PackedVisit, SentModels
-from flower_gpu.simulation.host import About, Host, Work
+from flower_gpu.simulation import determinism
+from flower_gpu.simulation.cluster.agent import Agent, News, PackedVisit, SentModels, packages_of
+from flower_gpu.simulation.host import About, Answers, Host, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.visits import Answers, Visit
 from flower_gpu.trace import Event
 from flower_gpu.workers.own_process import restored_environment
 
@@ -226,22 +225,13 @@ class RayHosts:
         return [host for host in self._all if not host.is_gone]
 
     @property
-    def concurrency(self) -> int:
-        """How many messages all hosts handle at a time, at most."""
-        return sum(host.about.concurrency for host in self.there)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a worker's libraries, on the first host."""
-        return self._all[0].about.threads
-
-    def described(self) -> dict[str, Any]:
-        """Return the models of processors and GPUs, and versions: those of the first host."""
-        return self._all[0].about.described
+    def about(self) -> About:
+        """What the first host says of itself, with the messages that all hosts handle at a time."""
+        return replace(self._all[0].about, concurrency=sum(host.about.concurrency for host in self.there))
 
     def where(self) -> str:
         """Say where messages are handled."""
-        return f"calls run on the hosts of a Ray cluster: up to {self.concurrency} at a time"
+        return f"calls run on the hosts of a Ray cluster: up to {self.about.concurrency} at a time"
 
     def load_data(self) -> None:
         """Do nothing: each agent has loaded its data when it began."""
@@ -396,7 +386,7 @@ class RayHosts:
 
     def _check(self, about: About) -> None:
         """Check that a host has the versions that all have, and what a deterministic run needs."""
-        here = machine.described([])["versions"]
+        here = determinism.described([])["versions"]
         theirs = about.described["versions"]
         different = [
             f"{name} {theirs.get(name, 'not installed')} there and {here.get(name, 'not installed')} on "

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,29 +18,27 @@ import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.run import Run
+from grid_handlers import NoWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 
 from flower_gpu import FedAvg
 from flower_gpu.errors import ConfigError, InvalidResultError, NotDeterministicError, WorkerDiedError
-from flower_gpu.flower import record_bytes, streaming
+from flower_gpu.flower import record_bytes
 from flower_gpu.flower.arrays import view_of
-from flower_gpu.flower.rounds import replies_to_sum
-from flower_gpu.simulation import dispatcher, machine
+from flower_gpu.flower.streaming import ComingReplies
+from flower_gpu.simulation import determinism, dispatcher
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.cluster import hosts as cluster_hosts
-from flower_gpu.simulation.cluster.agent import News
+from flower_gpu.simulation.cluster.agent import FetchedModels, News, SentModels
 from flower_gpu.simulation.cluster.hosts import HostLostError
-from flower_gpu.simulation.cluster.models import FetchedModels, SentModels
-from flower_gpu.simulation.dispatcher import Dispatcher
-from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
-from flower_gpu.simulation.host import About
-from flower_gpu.simulation.host_queue import QueueHost
+from flower_gpu.simulation.host import About, Answer, Answers, Visit, failed
+from flower_gpu.simulation.local_host import QueueHost
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
-from flower_gpu.simulation.visits import Answer, Answers, Visit, failed
 from flower_gpu.trace import Event
 
 pytestmark = pytest.mark.timeout(120)
@@ -113,7 +112,7 @@ class InThread(QueueHost):
 
     def exchange(self, visits: Sequence[Visit]) -> Answers:
         self.live()
-        answers = super().exchange(self._sent(visits))
+        answers = super().exchange(visits)  # which takes them
         self.live()
         return pickle.loads(pickle.dumps(replace(answers, is_full=self.says_full)))
 
@@ -126,7 +125,7 @@ class InThread(QueueHost):
         self.when_lost(self)
 
 
-class Client:
+class Client(NoWorkers):
     """Handles messages of a host."""
 
     def __init__(self, host: InThread) -> None:
@@ -151,14 +150,8 @@ class Client:
     def cancel(self, message_id: str) -> None:
         self._host.cancelled.add(message_id)
 
-    def idle(self) -> None: ...
-
-    def leave(self) -> None: ...
-
     def cancel_all(self) -> None:
         self._host.gate.set()
-
-    def stuck_since(self) -> None: ...
 
 
 class SafeHost(InThread):
@@ -205,8 +198,8 @@ class Under:
         """Return the model and the metrics after a few rounds."""
         arrays, metrics = ArrayRecord([np.zeros((3, 4), np.float32)]), []
         for _ in range(rounds):
-            replies = replies_to_sum(self.grid, self.messages(arrays, chosen, group), None, in_order=in_order)
-            new, told = streaming.aggregate(FedAvg(), replies, keeps_integers=True)
+            sums = partial(self.grid.sums, self.messages(arrays, chosen, group), None)
+            new, told = FedAvg(exact_order=in_order).aggregate_train(1, ComingReplies((), sums))
             assert new is not None and told is not None
             arrays = new
             metrics.append(dict(told))
@@ -220,7 +213,7 @@ class Under:
         return self.rest(messages, in_order=in_order, timeout=timeout)
 
     def rest(self, messages: list[Message], *, in_order: bool, timeout: float | None = None) -> list[Message]:
-        sums = replies_to_sum(self.grid, messages, timeout, in_order=in_order).sums("num-examples", True)
+        sums = self.grid.sums(messages, timeout, "num-examples", True, in_order)
         return [item for item in sums if isinstance(item, Message)]
 
     def calls(self) -> list[int]:
@@ -351,11 +344,13 @@ def test_a_host_that_becomes_full_gives_back_what_it_has_not_begun() -> None:
     other.call_s = {"train": 0.01}  # so messages are sent ahead
     full.gate.clear()
     with under(40, full, other) as test:
-        thread = threading.Thread(target=test.train, args=[list(range(40))], kwargs={"in_order": False})
+        thread = threading.Thread(
+            target=test.train, args=[list(range(40))], kwargs={"in_order": False}, daemon=True
+        )
         thread.start()
-        until(lambda: full.begun.is_set() and full.queue._waiting)
+        until(lambda: full.begun.is_set() and full._waiting)
         full.says_full = True
-        full.queue.give_back()  # as its agent does when a message waits for a lease
+        full.give_back()  # as its agent does when a message waits for a lease
         until(lambda: full.is_full and full.under_way == 1)
         full.gate.set()
         thread.join(30)
@@ -514,7 +509,7 @@ def remote(
 )
 def test_a_host_that_is_different_is_named(change: dict[str, Any], is_strict: bool, text: str) -> None:
     hosts = cluster_hosts.RayHosts.__new__(cluster_hosts.RayHosts)
-    here = machine.described([])
+    here = determinism.described([])
     hosts._work = SimpleNamespace(is_strict=is_strict)
     hosts._all = [SimpleNamespace(about=SimpleNamespace(described=here))]
     hosts._check(About("there", 1, 1, here, 1, []))
