@@ -154,7 +154,8 @@ def sums_only(strategy: FedAvg) -> bool:
     """
     kind = type(strategy)
     functions: list[Any] = [kind.aggregate_train, kind._check_and_log_replies]
-    if not kind.aggregate_train.__module__.startswith(_OURS):
-        functions.append(strategy.train_metrics_aggr_fn)
-    known = all(getattr(each, "__module__", "").startswith((_FLOWERS, _OURS)) for each in functions)
+    modules = [str(getattr(each, "__module__", "")) for each in functions]
+    if not modules[0].startswith(_OURS):
+        modules.append(str(getattr(strategy.train_metrics_aggr_fn, "__module__", "")))
+    known = all(module.startswith((_FLOWERS, _OURS)) for module in modules)
     return known and not {"aggregate_train", "_check_and_log_replies"} & vars(strategy).keys()
