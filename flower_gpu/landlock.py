@@ -115,15 +115,11 @@ class Ruleset:
         with _explained():
             self._descriptor = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
 
-    def allow(self, path: str, rights: int, *, follow: bool = False) -> None:
+    def allow(self, path: str, rights: int, flags: int = os.O_NOFOLLOW) -> None:
         """Give rights to a file, or to a folder with all below it, back; nothing happens if there is none.
 
-        ``follow``: whether it may be a symbolic link.
+        ``flags``: 0 if it may be a symbolic link.
         """
-        with _explained():
-            self._allow(path, rights, 0 if follow else os.O_NOFOLLOW)
-
-    def _allow(self, path: str, rights: int, flags: int) -> None:
         try:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -136,30 +132,23 @@ class Ruleset:
         finally:
             os.close(file)
 
-    def allow_beside(self, paths: Collection[str], rights: int, folder: str = "/") -> None:
-        """Give rights to everything in a folder back, but to these paths."""
-        above = set()
-        for path in paths:
-            while path != "/":
-                above.add(path := os.path.dirname(path))  # noqa: PTH120 - each worker does it
-        with _explained():
-            self._allow_beside(paths, above, rights, folder)
-
-    def _allow_beside(self, paths: Collection[str], above: Container[str], rights: int, folder: str) -> None:
+    def allow_beside(
+        self, paths: Collection[str], above: Container[str], rights: int, folder: str = "/"
+    ) -> None:
+        """Give rights to all in a folder back, but to these paths, which are in the folders ``above``."""
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.path in paths or entry.is_symlink():  # what a link leads to has its own rule
                     continue
                 if entry.path in above:
-                    self._allow_beside(paths, above, rights, entry.path)
+                    self.allow_beside(paths, above, rights, entry.path)
                 else:
-                    self._allow(entry.path, rights, os.O_NOFOLLOW)
+                    self.allow(entry.path, rights)
 
     def allow_connect(self, port: int) -> None:
         """Give the right to connect to a TCP port, on any host, back."""
         if self._tcp:
-            with _explained():
-                _call(_ADD_RULE, self._descriptor, _NET_PORT, struct.pack("=QQ", _CONNECT_TCP, port), 0)
+            _call(_ADD_RULE, self._descriptor, _NET_PORT, struct.pack("=QQ", _CONNECT_TCP, port), 0)
 
     def restrict_self(self) -> None:
         """Restrict this process, and all that it starts, for good.
@@ -205,12 +194,17 @@ def without(paths: Collection[str], but: Collection[str] = ()) -> Ruleset:
 
     Raises LandlockUnavailableError if the kernel cannot do that.
     """
+    above = set()
+    for path in paths:
+        while path != "/":
+            above.add(path := os.path.dirname(path))  # noqa: PTH120 - each worker does it
     rules = Ruleset(DEVICE | _MAKE_CHAR | _MAKE_BLOCK | _REFER)
     try:
-        rules.allow_beside(frozenset(paths), DEVICE)
-        for path in but:
-            rules.allow(path, DEVICE)
-        rules.allow("/", _REFER)
+        with _explained():
+            rules.allow_beside(frozenset(paths), above, DEVICE)
+            for path in but:
+                rules.allow(path, DEVICE)
+            rules.allow("/", _REFER)
     except BaseException:
         rules.close()
         raise
@@ -231,9 +225,9 @@ def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
     Raises LandlockUnavailableError if the kernel cannot do that.
     """
     files = WRITE | _MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV
-    with Ruleset(files, tcp=_BIND_TCP | _CONNECT_TCP, scopes=_SCOPES) as rules:
+    with Ruleset(files, tcp=_BIND_TCP | _CONNECT_TCP, scopes=_SCOPES) as rules, _explained():
         for path, wanted in rights.items():
-            rules.allow(path, wanted, follow=True)
+            rules.allow(path, wanted, flags=0)
         for port in ports:
             rules.allow_connect(port)
         rules.restrict_self()

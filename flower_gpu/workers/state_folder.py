@@ -16,7 +16,8 @@ import os
 import re
 import stat
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import process
 from pathlib import Path
@@ -41,6 +42,16 @@ def state_dir() -> Path:
     A folder of its own below :func:`state_parent`, which may be full of the user's files.
     """
     return state_parent() / f"flower-gpu-{os.getuid()}"
+
+
+@contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """Yield a short name of a folder, by its descriptor: a socket's address has 107 bytes at most."""
+    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def state_dir_problem() -> tuple[str, str] | None:

@@ -27,6 +27,7 @@ from typing import Final
 
 from flower_gpu import seccomp
 from flower_gpu.errors import ConfigError
+from flower_gpu.workers import state_folder
 from flower_gpu.workers.life import StopOrder
 
 _SOCKET: Final = "names"  # in the folder of a message
@@ -50,8 +51,8 @@ def given(folder: Path) -> Iterator[None]:
                 target=_serve, args=(requests, stop.descriptor), name="flower-gpu-names", daemon=True
             )
             try:
-                with _place(folder) as place:
-                    requests.bind(place)
+                with state_folder.short_name(folder) as place:
+                    requests.bind(f"{place}/{_SOCKET}")
                 thread.start()
             except (OSError, RuntimeError) as error:
                 raise ConfigError(f"--confine: nobody can answer the worker of a message: {error}") from error
@@ -69,8 +70,11 @@ def ask(folder: str, listener: int) -> None:
     be_readable()
     os.register_at_fork(after_in_child=be_readable)
     try:
-        with _place(Path(folder)) as place, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as requests:
-            requests.connect(place)
+        with (
+            state_folder.short_name(Path(folder)) as place,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as requests,
+        ):
+            requests.connect(f"{place}/{_SOCKET}")
             socket.send_fds(requests, [b"\0"], [listener])
     finally:
         os.close(listener)
@@ -90,16 +94,6 @@ def can_be_given() -> bool:
         os.close(os.open(f"/proc/self/task/{threading.get_native_id()}/comm", os.O_RDWR))
         return True
     return False
-
-
-@contextmanager
-def _place(folder: Path) -> Iterator[str]:
-    """Yield an address of the socket: that of a file deep down would be too long."""
-    descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{_SOCKET}"
-    finally:
-        os.close(descriptor)
 
 
 def _serve(requests: socket.socket, end: int) -> None:

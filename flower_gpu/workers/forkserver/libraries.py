@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -85,11 +85,27 @@ def cuda_message(name: str) -> str:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import modules in turn, and skip those that fail; UnfitLibraryError if one did harm."""
-    with _watched(), _uncollected(), _root_logger_kept():
+    """Import modules in turn, and skip those that fail; UnfitLibraryError if one did harm.
+
+    No garbage is collected meanwhile: modules make little, and looking for it takes long. Libraries'
+    changes of the root logger are undone, as all workers would have them: opacus gives it a handler, and each
+    line of a worker's would be there twice.
+    """
+    watch, root, was_enabled = _ImportWatch(), logging.root, gc.isenabled()
+    handlers, level = root.handlers[:], root.level
+    gc.disable()
+    sys.meta_path.insert(0, watch)
+    try:
         for name in names:
             with suppress(ImportError, AttributeError):
                 import_module(name)
+        watch.check()
+    finally:
+        sys.meta_path.remove(watch)
+        if was_enabled:
+            gc.enable()
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def import_own(function: str | None) -> None:
@@ -193,44 +209,6 @@ class _ImportWatch:
 
 def _thread_count() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let no garbage be collected in the block: modules make little, and looking for it takes long."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
-def _root_logger_kept() -> Iterator[None]:
-    """Undo libraries' changes of the root logger in the block: all workers would have them.
-
-    opacus gives it a handler, and each line of a worker's would be there twice.
-    """
-    root = logging.root
-    handlers, level = root.handlers[:], root.level
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-
-
-@contextmanager
-def _watched() -> Iterator[None]:
-    watch = _ImportWatch()
-    sys.meta_path.insert(0, watch)
-    try:
-        yield
-        watch.check()
-    finally:
-        sys.meta_path.remove(watch)
 
 
 @dataclass(frozen=True)

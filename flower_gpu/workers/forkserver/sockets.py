@@ -25,7 +25,6 @@ from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
 from flower_gpu.workers import state_folder
-from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.interrupts import allowed_interrupts
 from flower_gpu.workers.messages import Gone, peer, send
 
@@ -137,11 +136,11 @@ def connect(name: str, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         connection.settimeout(timeout_s)
-        with _opened(folder()) as here:
-            connection.connect(f"/proc/self/fd/{here}/{name}.socket")
+        with state_folder.short_name(folder()) as here:
+            connection.connect(f"{here}/{name}.socket")
             if peer(connection)[1] != os.getuid():
                 raise Gone(f"the socket of fork server {name} is another user's")
-            with sockets.proof_opened(here) as shown:
+            with proof_opened() as shown:
                 send(connection, CALLER, [shown])
     except OSError as error:
         connection.close()
@@ -155,8 +154,7 @@ def connect(name: str, timeout_s: float) -> socket.socket:
 def listen(name: str) -> socket.socket:
     """Open the socket ``name`` and put it in the place of one that is there."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    with _opened(folder()) as descriptor:
-        here = f"/proc/self/fd/{descriptor}"
+    with state_folder.short_name(folder()) as here:
         temporary = f"{here}/.{name}.{os.getpid()}"
         with suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -195,7 +193,7 @@ def locked(name: str, deadline: float | None) -> Iterator[int]:
     Raises ConfigError if this process is confined: what it starts would be confined as well.
     """
     path = folder() / f"{name}.lock"
-    with _opened(path.parent) as here, sockets.proof_opened(here):
+    with proof_opened():
         pass
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -214,16 +212,6 @@ def _sleep(seconds: float) -> None:
         time.sleep(seconds)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open a folder; by its descriptor it has a short name, and a socket's address has 107 bytes at most."""
-    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 #: The file, in the state folder. It is empty.
 PROOF: Final = "callers"
 
@@ -234,19 +222,16 @@ _proof_lock = threading.RLock()
 
 
 @contextmanager
-def proof_opened(folder: int) -> Iterator[int]:
-    """Open the file in the state folder, whose descriptor is ``folder``; make it where it is missing.
-
-    Raises ConfigError if this process may not read it.
-    """
+def proof_opened() -> Iterator[int]:
+    """Open :data:`PROOF`, made where it is missing; ConfigError if this process may not read it."""
+    path = state_folder.state_dir() / PROOF
     with _proof_lock:
         try:
-            descriptor = os.open(PROOF, _PROOF_FLAGS, 0o600, dir_fd=folder)
+            descriptor = os.open(path, _PROOF_FLAGS, 0o600)
         except PermissionError as error:
-            path = path_text(state_folder.state_dir() / PROOF)
             raise ConfigError(
-                f"fork servers fork workers only for processes that may read {path}, and this one may not: "
-                "it is confined. Use start_method='spawn': then the worker is confined as well"
+                f"fork servers fork workers only for processes that may read {path_text(path)}, and this one "
+                "may not: it is confined. Use start_method='spawn': then the worker is confined as well"
             ) from error
         try:
             yield descriptor
@@ -256,11 +241,9 @@ def proof_opened(folder: int) -> Iterator[int]:
 
 def has_proof() -> bool:
     """Tell whether this process may read the file: after it was confined it must not."""
-    try:
-        os.close(os.open(state_folder.state_dir() / PROOF, _PROOF_FLAGS, 0o600))
-    except OSError:
-        return False
-    return True
+    with suppress(OSError, ConfigError), proof_opened():
+        return True
+    return False
 
 
 def is_proof(descriptors: Sequence[int]) -> bool:
