@@ -76,6 +76,10 @@ class Forked:
     def write(self, line: str) -> None:
         os.write(self._in, f"{line}\n".encode())
 
+    def has_answer(self) -> bool:
+        """Tell whether there is something to read."""
+        return bool(self._left or select.select([self._out], [], [], 0)[0])
+
     def read(self) -> str:
         """Wait for a line."""
         deadline = time.monotonic() + WAIT_S

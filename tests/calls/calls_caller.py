@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
-import pkgutil
 import sys
 import threading
 from pathlib import Path
@@ -14,12 +12,10 @@ from typing import Any
 
 import calls_tasks
 import numpy as np
+from forked import serve
 
 import flower_gpu
-from flower_gpu import calls, gpu
-from flower_gpu import workers as isolation
 from flower_gpu.calls import leasing
-from flower_gpu.frameworks import pytorch
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
 from flower_gpu.leases.ledger import Ledger
@@ -197,34 +193,16 @@ def answer_to(command: str, arguments: list[Any], options: dict[str, Any]) -> di
         return {"error": [kind.__name__ for kind in type(error).__mro__], "chain": chain}
 
 
-def become(user: int) -> None:
-    """Go on as another account."""
-    folder = os.environ.pop("FLOWER_GPU_RUN_DIR")
-    Ledger().status()
-    pytorch.installed_version()
-    # What that account may have no right to read is imported before.
-    for package in (calls, gpu, isolation):
-        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(found.name)
-    for method in ("in-process", "fork"):
-        run("calls_tasks:seen", start_method=method, gpu="never")
-    os.environ["FLOWER_GPU_RUN_DIR"] = folder
-    os.setgroups([])
-    os.setgid(user)
-    os.setuid(user)
-
-
 def main() -> None:
+    os.setsid()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what workers print comes here, too
     logger = logging.getLogger("flwr.flower_gpu")
     logger.addHandler(logged)
-    if user := os.environ.get("CALLS_USER"):
-        become(int(user))
     print(json.dumps({"value": os.getpid()}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer_to(*json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    serve(main)

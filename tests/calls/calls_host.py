@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nvml_stub
+from forked import WAIT_S, Forked
 from nvml_stub import GIB
 from phases import PHASES
 
@@ -22,7 +20,6 @@ from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 
 FOLDER = Path(__file__).parent
-WAIT_S = 60  # for what should take an instant; the machine may be busy
 
 #: Start methods by which a worker inherits what its caller has, or is sent what it needs.
 METHODS = ["fork", "forkserver"]
@@ -38,38 +35,19 @@ class CallError(Exception):
         self.causes = chain[1:]
 
 
-class Caller:
+class Caller(Forked):
     """A client process."""
 
     def __init__(self, env: dict[str, str]) -> None:
-        self._left = b""
-        self.process = subprocess.Popen(
-            [sys.executable, str(FOLDER / "calls_caller.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            start_new_session=True,
-        )
-        self.pid = self.process.pid
+        super().__init__(FOLDER / "calls_caller.py", env)
 
     def tell(self, command: str, *arguments: Any, **options: Any) -> None:
         """Send a command; its answer is to be asked for."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([command, arguments, options]).encode() + b"\n")
-        self.process.stdin.flush()
+        self.write(json.dumps([command, arguments, options]))
 
     def answer(self) -> Any:
         """Wait for the answer to the command that was sent."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + WAIT_S
-        while b"\n" not in self._left:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0, deadline - time.monotonic()))
-            data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
-            if not data:
-                raise AssertionError("it ended" if ready else "no answer")
-            self._left += data
-        line, _, self._left = self._left.partition(b"\n")
-        return value_of(json.loads(line))
+        return value_of(json.loads(self.read()))
 
     def __call__(self, command: str, *arguments: Any, **options: Any) -> Any:
         self.tell(command, *arguments, **options)
@@ -92,18 +70,10 @@ class Caller:
             return error
         raise AssertionError(f"it did not fail: {value}")
 
-    def has_answer(self) -> bool:
-        assert self.process.stdout is not None
-        return bool(select.select([self.process.stdout], [], [], 0)[0])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
     def close(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.process.communicate()
+        super().close()
 
 
 def value_of(reply: dict[str, Any]) -> Any:

@@ -74,14 +74,6 @@ def asks_another_worker(path: str) -> list[str]:
     return ["was read"]
 
 
-def loads_data() -> list[float]:
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    data = TensorDataset(torch.arange(8.0))
-    return sorted(float(value) for (batch,) in DataLoader(data, 2, num_workers=2) for value in batch)
-
-
 def leaves_a_process() -> int:
     """Leave one in a session of its own."""
     line = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -34,12 +34,21 @@ TASKS = str(Path(__file__).parent)
 Confined = Callable[..., Any]
 
 
-@pytest.fixture(params=["forkserver", "spawn"])
-def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Confined:
+@pytest.fixture
+def method() -> str:
+    """How workers start, where a test does not look at several ways."""
+    return "forkserver"
+
+
+@pytest.fixture
+def confined(method: str, monkeypatch: pytest.MonkeyPatch) -> Confined:
     """Run a task of confinement_tasks in a confined worker."""
     monkeypatch.syspath_prepend(TASKS)
     monkeypatch.setenv("SSH_AUTH_SOCK", "/somewhere")
-    return lambda task, *args, **allowed: call(task, *args, start_method=request.param, **allowed)
+    return lambda task, *args, **allowed: call(task, *args, start_method=method, **allowed)
+
+
+both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 
 def call(task: str, *args: Any, start_method: str = "forkserver", gpus: int = 1, **allowed: Any) -> Any:
@@ -54,6 +63,7 @@ def folders() -> list[Path]:
     return list((state_folder.state_dir() / "confined").iterdir())
 
 
+@both_methods
 def test_folders_of_the_message_are_its_own_and_are_removed(confined: Confined) -> None:
     found = confined("variables")
     own = Path(found["HOME"]).parent
@@ -92,18 +102,16 @@ def test_an_app_can_use_processes_and_programs(confined: Confined) -> None:
     assert confined("computes_in_processes") == [[1, 4, 9], {"a": 1}, "from a program\n"]
 
 
+@both_methods
 def test_a_worker_of_a_worker_is_confined_and_returns_what_it_likes(confined: Confined) -> None:
     assert confined("asks_another_worker", "/etc/shadow") == ["(1+2j)", "PermissionError"]
-
-
-def test_a_data_loader_has_workers(confined: Confined) -> None:
-    assert confined("loads_data") == [float(number) for number in range(8)]
 
 
 def test_copies_of_files_and_their_dates(confined: Confined) -> None:
     assert confined("copies_and_touches") == "text"
 
 
+@both_methods
 def test_what_it_leaves_ends_with_it(confined: Confined) -> None:
     assert confined("is_alone")
     for leaves in ("leaves_a_process", "leaves_a_process_that_leaves_the_group"):

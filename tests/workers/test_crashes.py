@@ -170,7 +170,11 @@ HANGS = [
 ]
 
 
-@pytest.mark.parametrize("case", CRASHES, ids=str)
+#: A fresh interpreter takes its time, and only its start and its end are other ones than those of forks.
+WAYS = [(case, way) for case in CRASHES for way in SUPERVISED if way != "spawn" or case.outcome == "died"]
+
+
+@pytest.mark.parametrize(("case", "start_method"), WAYS, ids=str, indirect=["start_method"])
 def test_crash(case: Crash, start_method: str, run: Run) -> None:
     with pytest.raises(case.error) as caught:
         run_in_worker(case.task, *case.args, start_method=start_method)
@@ -181,7 +185,11 @@ def test_crash(case: Crash, start_method: str, run: Run) -> None:
     assert finished["error"].startswith(type(caught.value).__name__)
 
 
-@pytest.mark.parametrize(("function", "says"), HANGS, ids=[name for name, _ in HANGS])
+@pytest.mark.parametrize(
+    ("function", "says", "start_method"),
+    [(*hang, way) for hang in HANGS for way in SUPERVISED if way != "spawn" or hang is HANGS[0]],
+    indirect=["start_method"],
+)
 def test_timeout(
     function: str,
     says: list[str],

@@ -213,11 +213,11 @@ class TestShadows:
             assert fitness.Shadows().hidden([str(tmp_path)], "/") == []
 
     def test_a_module_of_python_that_the_server_cannot_do_without(self, tmp_path: Path) -> None:
-        (tmp_path / "timeit.py").write_text("VALUE = 'own'\n")  # torch imports Python's
-        task = ("tasks_forkserver:attribute", "timeit", "VALUE")
-        with Client() as caller:
+        (tmp_path / "hmac.py").write_text("VALUE = 'own'\n")  # numpy imports Python's
+        task = ("tasks_forkserver:attribute", "hmac", "VALUE")
+        with forkservers.own_servers(light=True), Client() as caller:
             caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
-            with pytest.raises(forkservers.CallError, match="needs its own timeit"):
+            with pytest.raises(forkservers.CallError, match="needs its own hmac"):
                 caller.call(*task)
             assert caller.call(*task, start_method="auto") == ["own", False]
             assert "workers are spawned, which is slower" in caller.errors()

@@ -18,11 +18,11 @@ from flower_gpu.workers.forkserver import client
 
 pytestmark = forkservers.marks(timeout_s=300)
 
-PROCESSES, THREADS = 3, 80
+PROCESSES, THREADS = 3, 40
 # Callers that lose patience earlier than a server takes for all of them.
 IMPATIENT = """
 from flower_gpu.workers.forkserver import client, control
-client._SAY_S = client._ANSWER_S = control._ANSWER_S = 4.0
+client._SAY_S = client._ANSWER_S = control._ANSWER_S = 2.0
 """
 CALL_AT_ONCE = """
 import threading

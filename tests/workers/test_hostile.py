@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,7 +18,6 @@ from processes import SUPERVISED, Run, is_running, wait_until
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
-from flower_gpu.workers import life
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -224,18 +221,6 @@ def test_no_more_processes_allowed(start_method: str, run_script: RunScript, own
     assert "cannot start a worker: Resource temporarily unavailable; this account has " in done.stdout
     assert "and may have 1 (ulimit -u)" in done.stdout and done.stdout.endswith(" True\n")
     assert "Raise that limit, or let fewer workers run at a time" in done.stdout
-
-
-def test_other_errors_of_a_start_are_left_as_they_are() -> None:
-    error = OSError(errno.ENOMEM, "Cannot allocate memory")
-    assert life.explained(error) == str(error)
-
-
-def test_without_a_limit_of_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
-    infinite = resource.RLIM_INFINITY
-    monkeypatch.setattr(resource, "getrlimit", lambda number: (infinite, infinite))
-    text = life.explained(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
-    assert text.startswith("Resource temporarily unavailable; ") and "ulimit" not in text
 
 
 def test_handlers_of_the_caller_are_not_the_workers(run_script: RunScript) -> None:

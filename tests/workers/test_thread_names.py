@@ -27,7 +27,6 @@ pytestmark = [
 ]
 
 TASKS = str(Path(__file__).parent)
-METHODS = ("forkserver", "spawn")
 WAYS = ("names_a_thread", "names_it_by_number", "in_a_fork", "in_a_fork_of_a_fork", "in_a_data_loader")
 #: Other programs. Where Yama lets only ancestors read a process, those of a fork server's worker have none.
 IN_PROGRAMS = ("in_a_worker_of_a_worker", "in_a_spawned_process", "in_a_program")
@@ -38,13 +37,19 @@ is_limited = YAMA.exists() and int(YAMA.read_text()) > 0 and os.getuid() != 0
 Confined = Callable[..., Any]
 
 
-@pytest.fixture(params=METHODS)
-def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Confined:
+@pytest.fixture
+def method() -> str:
+    """How workers start, where a test does not look at several ways."""
+    return "forkserver"
+
+
+@pytest.fixture
+def confined(method: str, monkeypatch: pytest.MonkeyPatch) -> Confined:
     """Run a task of thread_name_tasks in a confined worker."""
     monkeypatch.syspath_prepend(TASKS)
 
     def call(task: str, *args: Any) -> Any:
-        settings = call_settings({"start_method": request.param, "gpu": "never"})
+        settings = call_settings({"start_method": method, "gpu": "never"})
         with for_message(Allowed(), [TASKS]) as found:
             name = f"thread_name_tasks:{task}"
             return run_call(name, args, settings=settings.confined(found), kind="train", by_name=True)
@@ -52,11 +57,10 @@ def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return call
 
 
-def test_threads_are_named_wherever_a_program_starts_some(
-    confined: Confined, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_threads_are_named_wherever_a_program_starts_some(confined: Confined, method: str) -> None:
     ways = [*WAYS, *IN_PROGRAMS]
-    if is_limited and request.node.callspec.params["confined"] == "forkserver":
+    if is_limited and method == "forkserver":
         ways = [*WAYS, "in_a_worker_of_a_worker"]
     assert confined("everywhere", ways) == dict.fromkeys(ways, NAME)
 
@@ -143,15 +147,14 @@ import json, os, sys
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.flower.confine import Allowed, for_message
-settings = call_settings({"start_method": sys.argv[1], "gpu_memory": "2GiB"})
-with for_message(Allowed(write=(os.environ["NVML_STUB_DIR"],)), sys.argv[2:]) as told:
+settings = call_settings({"start_method": "spawn", "gpu_memory": "2GiB"})
+with for_message(Allowed(write=(os.environ["NVML_STUB_DIR"],)), sys.argv[1:]) as told:
     name = "thread_name_tasks:starts_cuda"
     print(json.dumps(run_call(name, settings=settings.confined(told), kind="train", by_name=True)))
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_cuda_starts(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path, method: str) -> None:
+def test_cuda_starts(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> None:
     """The driver of the stand-in fails, as a real one does, where it cannot name its thread."""
     (tmp_path / "ledger").mkdir()
     env = {
@@ -160,9 +163,8 @@ def test_cuda_starts(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path, m
         "FLOWER_GPU_LEDGER_DIR": str(tmp_path / "ledger"),
         "PYTHONPATH": os.pathsep.join([TASKS, str(Path(TASKS).parent)]),
     }
-    line = [sys.executable, "-c", _ON_GPU, method, TASKS]
+    line = [sys.executable, "-c", _ON_GPU, TASKS]
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
-    ways = ["fork", "here", *([] if is_limited and method == "forkserver" else ["spawned"]), "worker"]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {way: found[way] for way in ways} == dict.fromkeys(ways, "cuda:0")
+    assert found == dict.fromkeys(("fork", "here", "spawned", "worker"), "cuda:0")
