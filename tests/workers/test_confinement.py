@@ -154,8 +154,8 @@ def test_a_start_that_fails_leaves_the_caller_no_parent_of_orphans(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"gpus": 2}, "one GPU at most")]
-    + [({"start_method": method}, "what their caller has") for method in ("in-process", "fork")],
+    [({"gpus": 2}, "allows one GPU for a call")]
+    + [({"start_method": method}, "open files of its caller") for method in ("in-process", "fork")],
 )
 def test_what_cannot_be_confined_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
