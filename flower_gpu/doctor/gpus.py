@@ -9,8 +9,8 @@ from pathlib import Path
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import policy, sharing
-from flower_gpu.gpu.gpus import GPU, Inventory
+from flower_gpu.gpu import policy
+from flower_gpu.gpu.gpus import GPU, Inventory, is_for_one, mps_pipes
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.printable import format_bytes
 
@@ -43,14 +43,14 @@ def gpus(found: Inventory) -> Iterator[Found]:
             total, free = format_bytes(gpu.total_bytes or 0), format_bytes(gpu.free_bytes or 0)
             mode = f"; compute mode {gpu.compute_mode}" if gpu.compute_mode else ""
             yield "ok", f"{name}: {free} of {total} free{mode}"
-            if sharing.is_for_one(gpu, os.environ):
+            if is_for_one(gpu, os.environ):
                 text = f"{name}: clients cannot share it in this compute mode, each call has it to itself"
                 yield "note", text, f"as root `nvidia-smi -i {gpu.index} -c DEFAULT`, or start an MPS daemon"
         elif gpu.uuid and gpu.uuid in parents:
             yield "ok", f"{name}: {gpu.problem}"
         else:
             yield "problem", f"{name} cannot be used: {gpu.problem}", "see `flower-gpu gpus`"
-    if pipes := found.usable and sharing.mps_pipes(os.environ):
+    if pipes := found.usable and mps_pipes(os.environ):
         yield "ok", f"calls are clients of the MPS daemon in {pipes}"
 
 

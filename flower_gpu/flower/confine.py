@@ -16,7 +16,7 @@ from typing import Final
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import sharing
+from flower_gpu.gpu.gpus import mps_pipes
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.options import CONFINE_VARIABLE
 from flower_gpu.printable import path_text
@@ -73,7 +73,7 @@ class Allowed:
                     raise ConfigError(f"{option} {path_text(path)}: there is no such folder")
         secrets = dict(_secrets(keys, environ))
         programs = list(confinement.program_paths(environ))
-        pipes = [str(folder)] if (folder := sharing.mps_pipes(environ)) else []
+        pipes = [str(folder)] if (folder := mps_pipes(environ)) else []
         for path in (*self.read, *self.write, *programs, *pipes):
             for secret, what in secrets.items():
                 if _is_in(secret, path) or (what == _OURS and _is_in(path, secret)):
@@ -128,7 +128,7 @@ def _is_in(path: str, folder: str) -> bool:
 def not_enforced(allowed: Allowed) -> list[str]:
     """Return the gaps of the confinement on this host."""
     missing = confinement.not_refused(with_ports=bool(allowed.ports))
-    if pipes := sharing.mps_pipes(os.environ):
+    if pipes := mps_pipes(os.environ):
         missing.append(f"errors on a GPU for all clients of the MPS daemon in {path_text(pipes)}")
     return [*missing, *(WITH_PORTS if allowed.ports else ()), *NEVER]
 

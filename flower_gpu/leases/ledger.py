@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
-from flower_gpu.gpu import sharing
-from flower_gpu.gpu.gpus import GPU
+from flower_gpu.gpu.gpus import GPU, is_for_one
 from flower_gpu.leases import admission, tickets, wording
 from flower_gpu.leases.admission import Card, GPUNeed, HostNeed, Part
 from flower_gpu.leases.entries import Entry, Reader
@@ -232,7 +231,7 @@ class Ledger:
         possible = admission.possible(sizes, asked)
         if len(possible) < claimant.count:
             raise LeaseError(wording.why_never(claimant.name, claimant.count, asked, state.gpus, sizes))
-        alone = {gpu.uuid for gpu in state.gpus if sharing.is_for_one(gpu, os.environ)}
+        alone = {gpu.uuid for gpu in state.gpus if is_for_one(gpu, os.environ)}
         needs = tuple(GPUNeed(one.uuid, alone=True) if one.uuid in alone else one for one in possible)
         return replace(entry, gpu_needs=needs, host_needs=host_needs)
 

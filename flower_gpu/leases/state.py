@@ -8,8 +8,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flower_gpu.gpu import inventory, sharing
-from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory, is_for_one
 from flower_gpu.leases import admission, host
 from flower_gpu.leases.admission import Card, Part
 from flower_gpu.leases.entries import Entry, pid_namespace
@@ -152,6 +152,6 @@ class Readings:
 
 def other_program(gpu: GPU) -> GPUProcess | None:
     """Return who computes on a GPU that is for one process at a time; None where nobody is in the way."""
-    if not sharing.is_for_one(gpu, os.environ):
+    if not is_for_one(gpu, os.environ):
         return None
     return next((process for process in gpu.processes or () if process.computes), None)

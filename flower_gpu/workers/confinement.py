@@ -22,7 +22,8 @@ from typing import Final
 
 from flower_gpu import landlock, seccomp
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard, sharing
+from flower_gpu.gpu import guard
+from flower_gpu.gpu.gpus import mps_pipes
 from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.workers import events, state_folder, thread_names
@@ -202,7 +203,7 @@ def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str
     gpus = guard.granted(environ)
     for path in (*_DEVICES, *gpus):
         yield path, landlock.DEVICE
-    if gpus and (pipes := sharing.mps_pipes(environ)):
+    if gpus and (pipes := mps_pipes(environ)):
         yield str(pipes), landlock.CHANGE  # what the daemon has made there, and nothing new
     for path in told.read:
         yield path, landlock.READ
