@@ -22,5 +22,5 @@
        v
     started_worker: waits for result, process and deadline together, and lets the worker wait for the next
             call, or ends its whole group
-    call_end: checks and maps the result, or raises what happened
+    caller: maps the result (transport; of a confined worker confined_replies); call_end: raises what happened
 """

@@ -57,34 +57,26 @@ class Stream:
         self._on_data(b"")
 
 
-class LineCutter:
-    """Cuts bytes into lines; an empty chunk flushes an unfinished one."""
-
-    def __init__(self, on_line: Callable[[str], None], max_unfinished: int | None = None) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._unfinished = ""
-        self._on_line = on_line
-        self._max_unfinished = max_unfinished
-
-    def __call__(self, data: bytes) -> None:
-        """Take the next bytes."""
-        *lines, rest = (self._unfinished + self._decoder.decode(data)).split("\n")
-        if not data and rest:
-            lines, rest = [*lines, rest], ""
-        self._unfinished = rest if self._max_unfinished is None else rest[-self._max_unfinished :]
-        for line in lines:
-            self._on_line(line)
-
-
 class Tail:
     """The last lines of a worker's output, for messages."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
 
-    def reader(self) -> LineCutter:
-        """Return a reader that keeps the last lines of one stream; the streams share the tail."""
-        return LineCutter(self._remember, max_unfinished=_CHUNK)
+    def reader(self) -> Callable[[str], None]:
+        """Return a function that keeps the last lines of one stream; an empty text ends it."""
+        unfinished = ""
+
+        def take(text: str) -> None:
+            nonlocal unfinished
+            *lines, rest = (unfinished + text).split("\n")
+            if rest and not text:
+                lines, rest = [*lines, rest], ""
+            unfinished = rest[-_CHUNK:]
+            for line in lines:
+                self._remember(line)
+
+        return take
 
     def __str__(self) -> str:
         lines = list(self._lines)
@@ -129,8 +121,9 @@ def echo(target: TextIO | None, tail: Tail, name: str | None = None) -> Callable
 
     def on_data(data: bytes) -> None:
         nonlocal begun, left
-        remember(data)
         text = decoder.decode(data)
+        if text or not data:  # else it is the beginning of a letter
+            remember(text)
         if name is not None:
             text, begun = _named_lines(begun + text, name, is_end=not data)
         kept = text[:left] + _CUT * (0 < left < len(text))

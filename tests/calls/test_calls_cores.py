@@ -71,9 +71,9 @@ def test_without_cpu_leases_nothing_is_counted(calls_host: CallsHost) -> None:
 
 
 def test_calls_wait_for_main_memory(calls_host: CallsHost) -> None:
-    """The first is measured. With less than each of seven needs, whatever others use, they run alone."""
+    """The first is measured. With less than each of three needs, whatever others use, they run alone."""
     reserve = 2 * host.measure().total_bytes
-    callers = [calls_host.start(FLOWER_GPU_HOST_RESERVE=str(reserve)) for _ in range(8)]
+    callers = [calls_host.start(FLOWER_GPU_HOST_RESERVE=str(reserve)) for _ in range(4)]
     steps: list[Any] = [["fill", 300, 0.5]]
     callers[0]("run", "calls_tasks:follow", steps, num_cpus=ALL / 16, **ON_CPU)
     for caller in callers[1:]:
@@ -87,7 +87,7 @@ def test_calls_wait_for_main_memory(calls_host: CallsHost) -> None:
         most = max(most, len(held))
     assert most == 1
     granted = calls_host.trace("cores_granted")
-    assert len(granted) == 8 and granted[0]["host_memory_bytes"] is None
+    assert len(granted) == 4 and granted[0]["host_memory_bytes"] is None
     assert all(one["host_memory_bytes"] is not None for one in granted[1:])
     assert all(one["memory_bytes"] >= 290 << 20 for one in calls_host.trace("worker_finished"))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from live_processes import is_running as is_running
+from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.workers.forkserver import control
@@ -40,10 +42,6 @@ def all_processes() -> Iterator[Status]:
 def running_in_group(group: int) -> list[int]:
     """Return the processes of a group that are not dead, whoever has to reap them."""
     return [status.pid for status in all_processes() if status.group == group and status.state not in "ZX"]
-
-
-def is_running(pid: int) -> bool:
-    return any(status.pid == pid and status.state not in "ZX" for status in all_processes())
 
 
 def zombies_of(parent: int) -> list[int]:
@@ -100,13 +98,10 @@ def descriptors() -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    """Wait for what happens soon, but in another process; the limit only ends a broken test."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    """Wait until a condition holds; tell whether it does."""
+    with suppress(AssertionError):
+        return until(condition, timeout_s=timeout_s)
+    return False
 
 
 #: The start methods whose workers are processes of their own.

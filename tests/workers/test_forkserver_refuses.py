@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,18 +190,12 @@ def answer(connection: socket.socket) -> dict[str, Any] | None:
         return None
 
 
-class connect_after:  # noqa: N801 - used as a function
-    """A connection to the server that a call leaves behind."""
-
-    def __init__(self, first: Callable[[], int]) -> None:
-        first()
-        self.connection = connect()
-
-    def __enter__(self) -> socket.socket:
-        return self.connection
-
-    def __exit__(self, *_: object) -> None:
-        self.connection.close()
+@contextmanager
+def connect_after(first: Callable[[], int]) -> Iterator[socket.socket]:
+    """Yield a connection to the server that a call leaves behind."""
+    first()
+    with connect() as connection:
+        yield connection
 
 
 def settled_descriptors(pid: int) -> list[str]:
@@ -230,11 +224,8 @@ AS_STRANGER = """
 import ctypes, os, socket, sys
 os.setgroups([])
 os.setresgid(54321, 54321, 54321)
-if sys.argv[2] == "as root":  # another user's process, except for files
-    os.setresuid(54321, 54321, 0)
-    ctypes.CDLL(None).setfsuid(0)
-else:
-    os.setresuid(54321, 54321, 54321)
+os.setresuid(54321, 54321, 0)  # another user's process, except for files
+ctypes.CDLL(None).setfsuid(0)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.settimeout(20)
 try:
@@ -264,7 +255,8 @@ print(connection.recv(1000), flush=True)
 class TestOtherUsers:
     def test_are_refused_if_they_get_to_the_socket(self, folder: Path) -> None:
         server = call()
-        answer = self.answer_to_stranger(folder, only_server().name, "as root")
+        program = [sys.executable, "-S", "-c", AS_STRANGER, str(folder / f"{only_server().name}.socket")]
+        answer = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
         assert answer in ("answer b''\n", "ConnectionResetError\n", "BrokenPipeError\n")
         assert call() == server
 
@@ -293,11 +285,6 @@ class TestOtherUsers:
             kept.rename(path)
         assert wait_until(lambda: not is_running(server))  # its socket was away for a moment
         assert call() != server
-
-    @staticmethod
-    def answer_to_stranger(folder: Path, name: str, files: str = "as itself") -> str:
-        program = [sys.executable, "-S", "-c", AS_STRANGER, str(folder / f"{name}.socket"), files]
-        return subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 UNSAFE: dict[str, Callable[[Path], object]] = {

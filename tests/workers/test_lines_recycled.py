@@ -22,7 +22,7 @@ pytestmark = forkservers.marks(timeout_s=90)
 LARGE = 400_000  # numbers: enough to be mapped and not copied
 
 
-@pytest.fixture(scope="module", params=["forkserver", "spawn", "fork"])
+@pytest.fixture(scope="module", params=["forkserver", "fork"])
 def of_module(request: pytest.FixtureRequest) -> Iterator[Caller]:
     with forkservers.own_servers(light=True):
         caller = Caller(request.param, setup="flower_gpu.workers.threads:apply", env={"OMP_NUM_THREADS": "1"})

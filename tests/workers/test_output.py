@@ -25,8 +25,8 @@ from flower_gpu.workers.output import MOST_IN_A_FILE, Stream, Tail, echo, output
 def tail_of(text: str) -> str:
     tail = Tail()
     take = tail.reader()
-    take(text.encode())
-    take(b"")
+    take(text)
+    take("")
     return str(tail)
 
 
