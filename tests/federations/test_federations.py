@@ -126,6 +126,7 @@ def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
     assert outcomes == {**of_clients, "server": "ok"}
 
 
+@pytest.mark.timeout(600)
 def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
     """The example as it is: its SuperLink, its SuperNodes, its two runs."""
     host = StubHost(tmp_path / "host", gpus=1)
@@ -141,7 +142,7 @@ def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     readable = "\n".join(path.read_text() for path in logs.glob("*.log"))
     assert done.returncode == 0, done.stdout + readable
