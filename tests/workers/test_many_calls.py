@@ -81,9 +81,9 @@ def test_nothing_is_left(server: int) -> None:
     processes = {process.pid for process in all_processes() if process.parent in before}
     calls_before = only_server().calls
 
-    assert {call(number) for number in range(100)} == call_in_threads(300) == {server}
+    assert {call(number) for number in range(50)} == call_in_threads(150) == {server}
 
-    assert only_server().calls == calls_before + 400
+    assert only_server().calls == calls_before + 200
     assert wait_until(lambda: held(server).descriptors <= before[server].descriptors)
     for pid in before:
         assert zombies_of(pid) == []

@@ -50,6 +50,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         path.chmod(0o755)
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(folder))
+    monkeypatch.setenv("LIGHT_SERVERS", "1")
     yield folder
     control.stop(wait_s=20)
 
@@ -152,7 +153,7 @@ def test_a_lock_that_was_removed_is_made_anew(home: Path) -> None:
 
 
 def test_a_relative_folder_is_the_callers(tmp_path: Path) -> None:
-    with Client(env={"FLOWER_GPU_STATE_DIR": "in/here"}) as caller:
+    with Client(env={"FLOWER_GPU_STATE_DIR": "in/here", "LIGHT_SERVERS": "1"}) as caller:
         caller.do(f"os.chdir({str(tmp_path)!r})")
         try:
             server = caller.call("tasks_forkserver:server")
