@@ -149,7 +149,7 @@ def test_a_call_whose_cap_cannot_be_computed_fails(calls_host: CallsHost) -> Non
     caller("nvml_fails_once_granted")
     error = caller.fails("run", "calls_tasks:seen", start_method="fork", name="6")
     assert error.name == "GPUUnavailableError"
-    assert "seen of client 6 got a lease on GPU 0 (NVIDIA Stub 16GB), but the driver does not" in error.text
+    assert "seen of client 6 was not started: it has a lease on GPU 0 (NVIDIA Stub 16GB), but" in error.text
     assert "it is lost" in error.text and "flower-gpu gpus" in error.text
     assert [one["reason"] for one in calls_host.trace("lease_not_granted")] == [error.name]
     assert calls_host.trace("worker_started") == []
