@@ -91,5 +91,5 @@ def test_what_pytorch_would_ask_cuda_for(
     check(caller.run(f"{MODULE}:seen"), expected)
     caller.close()
     told = "".join(log.read_text() for log in servers.glob("*.log"))
-    assert told.count("a module that workers find imported has asked for GPUs") == bool(said)
+    assert told.count("a module asked for GPUs when it was imported for all workers") == bool(said)
     assert said in told
