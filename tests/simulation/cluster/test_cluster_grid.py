@@ -494,7 +494,11 @@ def remote(
         ({"versions": {"torch": "0.1"}}, False, "host there: torch 0.1 there and .+ Install the same on all"),
         ({"versions": {"flwr": "1.0"}}, False, "host there: flwr 1.0 there and .+"),
         ({"versions": {"numpy": "1.0"}}, True, "host there has other processors, GPUs or versions"),
-        ({"cpu": "Z80"}, True, "host there has other processors, GPUs or versions .+ --deterministic wants"),
+        (
+            {"cpu": "Z80"},
+            True,
+            "host there has other processors, GPUs or versions .+ --deterministic needs equal hosts",
+        ),
     ],
 )
 def test_a_host_that_is_different_is_named(change: dict[str, Any], is_strict: bool, text: str) -> None:
