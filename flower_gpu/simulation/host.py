@@ -249,7 +249,8 @@ class About:
 class Host(ABC):
     """Handles messages: it takes visits, and returns answers.
 
-    One thread at a time calls :meth:`exchange`; the others may be called by any thread.
+    One thread at a time calls :meth:`exchange`; the others may be called by any thread. An engine says
+    ``about``; the rest is the dispatcher's, which an engine only reads.
 
     ``about``: what it says of itself.
     ``is_gone``: whether it is lost.
