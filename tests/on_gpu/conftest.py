@@ -12,14 +12,20 @@ GIB = 2**30
 
 
 @pytest.fixture(scope="session")
-def gpu() -> GPU:
-    """A GPU with room for these tests."""
+def gpus() -> list[GPU]:
+    """GPUs with room for these tests."""
     found = inventory.take()
     inventory.close()
     free = [one for one in found.usable if (one.free_bytes or 0) > 8 * GIB]
     if not free:
         pytest.skip(f"no NVIDIA GPU with 8 GiB free: {found.problem}")
-    return free[0]
+    return free
+
+
+@pytest.fixture(scope="session")
+def gpu(gpus: list[GPU]) -> GPU:
+    """One of them."""
+    return gpus[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

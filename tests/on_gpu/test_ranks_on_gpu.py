@@ -23,12 +23,7 @@ needs_nccl = pytest.mark.card("NCCL has a runtime of its own")
 
 
 @pytest.fixture(scope="module")
-def gpus(gpu: GPU) -> int:
-    return len(used())
-
-
-@pytest.fixture(scope="module")
-def weights(gpus: int) -> Any:
+def weights(gpus: list[GPU]) -> Any:
     return run_in_worker("on_gpu_rank_tasks:first_weights", gpu="never")
 
 
@@ -52,9 +47,9 @@ def test_one_gpu_is_as_without(way: str, weights: Any) -> None:
 
 @needs_nccl
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_gpus_learn_what_one_does(way: str, weights: Any, gpus: int) -> None:
-    if gpus < 2:
-        pytest.skip(f"needs two GPUs, there is {gpus}")
+def test_two_gpus_learn_what_one_does(way: str, weights: Any, gpus: list[GPU]) -> None:
+    if len(gpus) < 2:
+        pytest.skip(f"needs two GPUs, there is {len(gpus)}")
     before = used()
     expected, _, _ = fit("train", weights, 1)
     learned, _, told = fit("in_ranks", weights, 2, way)
@@ -65,7 +60,7 @@ def test_two_gpus_learn_what_one_does(way: str, weights: Any, gpus: int) -> None
 
 
 @needs_nccl
-def test_nccl_in_a_group_of_one(gpus: int) -> None:
+def test_nccl_in_a_group_of_one(gpus: list[GPU]) -> None:
     found = run_in_worker("on_gpu_rank_tasks:nccl_alone", num_gpus=1, gpu="require")
     assert found["backend"] == "nccl"
     assert found["sum"] == [1, 1, 1]
@@ -74,9 +69,9 @@ def test_nccl_in_a_group_of_one(gpus: int) -> None:
     assert found["off"] == 0
 
 
-def test_a_rank_that_takes_too_much(gpus: int) -> None:
+def test_a_rank_that_takes_too_much(gpus: list[GPU]) -> None:
     before = used()
     with pytest.raises(GPUOutOfMemoryError) as caught:
-        run_in_worker("on_gpu_rank_tasks:takes_too_much", num_gpus=min(gpus, 2), gpu="require")
-    assert gpus < 2 or "rank 1: out of memory" in str(caught.value)
+        run_in_worker("on_gpu_rank_tasks:takes_too_much", num_gpus=min(len(gpus), 2), gpu="require")
+    assert len(gpus) < 2 or "rank 1: out of memory" in str(caught.value)
     assert all(now - was < 64 * MIB for now, was in zip(used(), before, strict=True))
