@@ -17,13 +17,17 @@ from flower_gpu.options import CALL
 
 USER_FILE = Path(__file__).parent / "typed_user.py"
 
-# What flower_gpu imports need not be read for the lines of the user.
+# Only the signatures of what users call are of interest, not what lies behind them.
 MYPY_CONFIG = """
 [mypy]
-[mypy-flwr.*,torch.*,numpy.*,matplotlib.*,rich.*,psutil.*,jinja2.*,tqdm.*,pandas.*]
+[mypy-flower_gpu.*,flwr.*,torch.*,numpy.*]
 follow_imports = skip
 follow_imports_for_stubs = True
 ignore_missing_imports = True
+[mypy-flower_gpu,flower_gpu.options,flower_gpu.calls.runner,flower_gpu.flower.client,flower_gpu.flower.evaluate]
+follow_imports = silent
+[mypy-flower_gpu.flower.mod,flower_gpu.ranks.function,flower_gpu.simulation.options,flower_gpu.simulation.run]
+follow_imports = silent
 """
 
 

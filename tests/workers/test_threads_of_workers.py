@@ -220,8 +220,7 @@ def test_the_caller_has_its_number_afterwards(torch_of_the_caller: Any) -> None:
 
 ENVIRONMENTS: list[dict[str, str]] = [
     {"OMP_NUM_THREADS": "3,1"},  # on two cores some take only two
-    {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "2"},
-    {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "1"},
+    {"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "1"},
 ]
 
 FORKS = """
