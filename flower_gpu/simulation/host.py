@@ -319,7 +319,11 @@ class Host(ABC):
 
 
 class Hosts(Protocol):
-    """The hosts of a run, made by an engine from a :class:`Work`."""
+    """The hosts of a run, made by an engine from a :class:`Work`.
+
+    ``about`` is read first, so hosts are there once it is made. Then come :meth:`begin`, :meth:`has_begun`,
+    :meth:`load_data`, messages, :meth:`facts`, and :meth:`close`, which lets ``Host.exchange`` return.
+    """
 
     @property
     def about(self) -> About:
@@ -332,13 +336,13 @@ class Hosts(Protocol):
         """Get ready for messages to these nodes; ``joined`` is told of each host that is there, or joins."""
 
     def has_begun(self) -> None:
-        """Take note that the trace says that the run has begun."""
+        """Take note that the trace says that the run has begun: hosts' own events come after that."""
 
     def load_data(self) -> None:
         """Load the data for calls, if there are any."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the hosts' facts for the result."""
+        """Return the hosts' facts for the result, with keys of docs/reference/result.md."""
 
     def close(self) -> None:
         """End all workers."""

@@ -81,13 +81,13 @@ class HostSpan:
         self.joined_at = time if self.joined_at is None else self.joined_at
         self.is_lost = False
         if len(self.nodes) < _MOST_NODES:
-            self.nodes[text(event.get("ray_node"))] = time, whole(event.get("concurrency")) or 0
+            self.nodes[text(event.get("host_id"))] = time, whole(event.get("concurrency")) or 0
         self.cores = whole(event.get("cores"))
         self.gpus = tuple(text(gpu.get("uuid")) for gpu in mappings(event.get("gpus")))
 
     def lose(self, time: float, event: Event) -> None:
         """Take in that it is gone; one of another name in Ray, if there is one, stays."""
-        if self.nodes.pop(text(event.get("ray_node")), None) is None:
+        if self.nodes.pop(text(event.get("host_id")), None) is None:
             self.nodes.clear()
         self.is_lost = not self.nodes
         self.lost_at, self.lost_reason = time, first_line(event.get("reason"))

@@ -67,11 +67,11 @@ def on_hosts(events: list[Event], hosts: int, lost_at: float | None = None) -> l
 
 
 def joined(when: float, host: str, **more: Any) -> Event:
-    return at(when, "host_joined", host=host, ray_node=f"id of {host}", **more)
+    return at(when, "host_joined", host=host, host_id=f"id of {host}", **more)
 
 
 def lost(when: float, host: str) -> Event:
-    return at(when, "host_lost", host=host, ray_node=f"id of {host}", reason="The <actor> died\nmore")
+    return at(when, "host_lost", host=host, host_id=f"id of {host}", reason="The <actor> died\nmore")
 
 
 @dataclass

@@ -112,15 +112,15 @@ def test_all_that_a_host_had_ends_with_it(trace: Trace, keep_finished: bool) -> 
 def test_a_host_that_was_lost_may_join_again(trace: Trace) -> None:
     begin(trace, "b", 0, 8)
     trace.lose("b")
-    trace.join("b", ray_node="another")
+    trace.join("b", host_id="another")
     begin(trace, "b", 1)
     history = read(trace).history
     host = history.hosts["b"]
     assert (host.is_lost, host.concurrency, host.calls) == (False, 4, {"ok": 1})
     assert [one.host for one in history.running] == ["b"]
     # Two of a name: one of them stays.
-    trace.join("b", ray_node="a third")
-    trace.lose("b", ray_node="another")
+    trace.join("b", host_id="a third")
+    trace.lose("b", host_id="another")
     host = read(trace).history.hosts["b"]
     assert (host.is_lost, host.concurrency) == (False, 4)
 

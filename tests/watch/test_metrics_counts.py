@@ -46,7 +46,7 @@ NAMES = ("run_started", "strategy_started", "round_started", "round_finished", "
          "lease_not_granted", "out_of_memory", "worker_started", "worker_finished", "task_started",
          "worker_result", "gpu_sample", "host_joined", "nothing of ours")  # fmt: skip
 FIELDS = ("call", "pid", "client", "round", "num_rounds", "task", "metrics", "outcome", "then", "waited_s",
-          "host", "ray_node", "concurrency", "start_method")  # fmt: skip
+          "host", "host_id", "concurrency", "start_method")  # fmt: skip
 EVENTS = st.fixed_dictionaries(
     {"event": st.sampled_from(NAMES)}, optional=dict.fromkeys(FIELDS, ANYTHING)
 ) | st.builds(
@@ -148,8 +148,8 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
                 {"event": "round", **told, "round": 1, "metrics": {f"{call}": 1.0}},
                 {"event": "round_finished", **told, "task": f"{call}", "messages": 1, "failed": 0,
                  "metrics": dict.fromkeys("abcdef", 1.0)},
-                {"event": "host_joined", **told, "host": f"{call}", "ray_node": f"{call}", "concurrency": 1},
-                {"event": "host_joined", **told, "host": "a", "ray_node": f"{call}"},
+                {"event": "host_joined", **told, "host": f"{call}", "host_id": f"{call}", "concurrency": 1},
+                {"event": "host_joined", **told, "host": "a", "host_id": f"{call}"},
                 *([{"event": "host_lost", **told, "host": f"{call}"}] if call % 2 else []),
             ]  # fmt: skip
             run.feed(events)

@@ -39,15 +39,13 @@ class Trace:
             {"uuid": f"{host}-{number}", "index": number, "name": "NVIDIA Stub 16GB", "total_bytes": 2**34}
             for number in range(gpus)
         ]
-        fields = {"ray_node": f"id of {host}", "concurrency": 4, "cores": 8, "gpus": told, **more}
+        fields = {"host_id": f"id of {host}", "concurrency": 4, "cores": 8, "gpus": told, **more}
         self.write("host_joined", **fields)
 
     def lose(self, host: str, **more: Any) -> None:
         """Have the driver say that a host is lost."""
         self.host = ""
-        self.write(
-            "host_lost", host=host, **{"ray_node": f"id of {host}", "reason": "its agent died", **more}
-        )
+        self.write("host_lost", host=host, **{"host_id": f"id of {host}", "reason": "its agent died", **more})
 
     def write(self, event: str, **fields: Any) -> None:
         self.write_text(self.line(event, **fields))

@@ -176,14 +176,14 @@ class RemoteHost(Host):
         """Have the trace say that this host is there."""
         about = self.about
         told = {"concurrency": about.concurrency, "cores": about.cores, "gpus": about.gpus}
-        self._tell([trace.make("host_joined", host=self.name, ray_node=self.node, **told)])
+        self._tell([trace.make("host_joined", host=self.name, host_id=self.node, **told)])
 
     def lost(self, error: Exception, left: int) -> None:
         """Have the agent end, and say that this host is given up."""
         # If it is only out of reach, it must not go on beside the agent that comes after it.
         _kill(self)
         reason = shortened(_first_line(error))
-        self._tell([trace.make("host_lost", host=self.name, ray_node=self.node, reason=reason)])
+        self._tell([trace.make("host_lost", host=self.name, host_id=self.node, reason=reason)])
         log(
             WARNING,
             "Host %s is lost (%s). Its messages are handled by others: %s",
@@ -260,7 +260,7 @@ class RayHosts:
             "hosts": [
                 {
                     "host": agents[0].name,
-                    "ray_node": node,
+                    "host_id": node,
                     "messages": sum(host.messages for host in agents),
                     "failed": sum(host.failed for host in agents),
                     "workers_started": sum(
