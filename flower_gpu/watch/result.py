@@ -143,7 +143,8 @@ def write_table(folder: RunFolder, parts: Sequence[RoundPart]) -> None:
     if not parts and not folder.metrics.exists():
         return
     names = list(dict.fromkeys(name for part in parts for name in part.told))
-    rows: list[list[Any]] = [["round", "kind", *names]]
+    own = ["round", "kind"]
+    rows: list[list[Any]] = [[*own, *(f"{name} (metric)" if name in own else name for name in names)]]
     for part in parts:
         cells = [_cell(part.told[name]) if name in part.told else "" for name in names]
         rows.append(["" if part.round is None else part.round, part.task, *cells])

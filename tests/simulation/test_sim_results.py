@@ -556,6 +556,7 @@ METRICS = st.dictionaries(
 
 
 @example([(None, "train", {"\r": 0.0})])
+@example([(2, "train", {}), (None, "train", {"kind": 1, "round": 2})])
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(
@@ -578,8 +579,8 @@ def test_any_metrics_are_in_table_and_result(parts: list[tuple[int | None, str, 
         ("" if number is None else str(number), task) for number, task, _ in parts
     ]
     for row, (_, _, metrics) in zip(rows, parts, strict=True):
-        told = {key: value for key, value in metrics.items() if key not in ("round", "kind")}
-        for key, value in told.items():
+        for name, value in metrics.items():
+            key = f"{name} (metric)" if name in ("round", "kind") else name
             is_number = isinstance(value, int | float)
             assert (float(row[key]) == float(value) or math.isnan(value)) if is_number else row[key]
 
