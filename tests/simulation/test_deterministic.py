@@ -20,7 +20,7 @@ from flower_gpu.simulation import determinism
 pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("torch")
 
-NODES = 20
+NODES = 8
 OPTIONS = ("--seed", "3", "--deterministic")
 
 
@@ -39,37 +39,35 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
     return run("exact", NODES, tmp_path_factory.mktemp("alone"), *options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--max-workers", "2", "--calls-per-worker", "1000"),
-        ("--max-workers", "8"),
-    ],
-    ids=" ".join,
-)
-def test_the_model_is_the_same(options: tuple[str, ...], alone: Simulation, tmp_path: Path) -> None:
-    done = run("exact", NODES, tmp_path, *OPTIONS, *options)
+def test_the_model_is_the_same_with_workers_that_are_used_again(alone: Simulation, tmp_path: Path) -> None:
+    done = run("exact", NODES, tmp_path, *OPTIONS, "--max-workers", "2", "--calls-per-worker", "1000")
     assert model_of(done) == model_of(alone)
-    assert {call["threads"] for call in done.calls} == {1}
-    assert done.summary["recycling"]["is_used_again"] == ("1000" in options), "1 by default"
+    assert done.summary["recycling"]["is_used_again"] and {call["threads"] for call in done.calls} == {1}
 
 
 def test_the_model_is_the_same_after_a_client_was_killed(alone: Simulation, tmp_path: Path) -> None:
     file = tmp_path / "killed"
-    done = run("exact", NODES, tmp_path / "runs", *OPTIONS, "--run-config", f"dies='{file}'")
+    options = (*OPTIONS, "--max-workers", "8", "--run-config", f"dies='{file}'")
+    done = run("exact", NODES, tmp_path / "runs", *options)
     assert model_of(done) == model_of(alone)
     assert file.exists() and [call["outcome"] for call in done.calls].count("died") == 1
+    assert not done.summary["recycling"]["is_used_again"] and {call["threads"] for call in done.calls} == {1}
 
 
 def test_the_model_is_the_same_after_the_run_was_killed(alone: Simulation, tmp_path: Path) -> None:
-    options = ("--max-workers", "2", *OPTIONS)
-    with running("exact", NODES, tmp_path, *options) as process:
+    runs, rounds = tmp_path / "runs", tmp_path / "rounds"
+    rounds.mkdir()
+    for number in ("1", "2"):  # the third waits for its file
+        (rounds / number).touch()
+    options = ("--max-workers", "2", *OPTIONS, "--run-config", f"waits-for='{rounds}'")
+    with running("exact", NODES, runs, *options) as process:
         wait_for_line(process, "round 2/3")
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
-    (folder,) = tmp_path.iterdir()
+    (folder,) = runs.iterdir()
     shutil.rmtree(folder / "states", ignore_errors=True)
-    done = run("exact", NODES, tmp_path, "--max-workers", "8", "--resume", str(folder))
+    (rounds / "3").touch()
+    done = run("exact", NODES, runs, "--max-workers", "8", "--resume", str(folder))
     assert "Going on after round" in done.output
     assert model_of(done) == model_of(alone)
 

@@ -106,6 +106,7 @@ class Host:
             "FLOWER_GPU_LEDGER_DIR": str(self._new("ledger")),
             "FLOWER_GPU_STATE_DIR": str(self._new("state")),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_prestart_worker_first_driver": "0",  # an agent's worker has an environment of its own
             "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -113,11 +114,12 @@ class Host:
         }
         if address is None:
             self.port = free_port()
-            where = ["--head", "--port", str(self.port), "--include-dashboard=false"]
+            where = ["--head", "--port", str(self.port), "--include-dashboard=false", "--no-monitor"]
         else:
             where = ["--address", address]
         ray = [str(BIN / "ray"), "start", *where, "--node-ip-address", place.ip, "--num-cpus", "1"]
         ray += ["--object-store-memory", str(100 << 20), "--disable-usage-stats", "--block"]
+        ray += ["--include-log-monitor=false"]
         if address is None:
             ray += ["--temp-dir", str(self.temporary / "ray")]
         script = f"mount -t tmpfs tmpfs /dev/shm && hostname {name} && {shlex.join(ray)} & wait"

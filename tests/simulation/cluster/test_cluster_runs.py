@@ -25,16 +25,28 @@ pytestmark = [
     pytest.mark.skipif(cluster_hosts.problem() != "", reason=f"no hosts: {cluster_hosts.problem()}"),
 ]
 
-NODES = 200
+NODES = 40
 ROUNDS = "num-server-rounds=4"
 # Many messages of a worker: the app keeps nothing in its modules, and one for each takes far longer.
 MANY = ("--calls-per-worker", "1000")
 SAME = ("--seed", "3", "--deterministic", *MANY, "--gpu", "never", "--run-config", ROUNDS)
 
 
+class Gate:
+    """Of a run whose clients wait in a round until it is let in. Its options are `options`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.options = (*SAME[:-1], f"{ROUNDS} waits-for='{folder}'")
+
+    def let_in(self, *rounds: int) -> None:
+        for number in rounds:
+            (self._folder / str(number)).touch()
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two hosts with a GPU each, that nothing happens to."""
+    """Two hosts with a GPU each, that nothing happens to until the last test."""
     folder = tmp_path_factory.mktemp("cluster")
     with Cluster(folder, gpus=1, LEASED_APP_NOTES=str(folder / "notes.jsonl")) as found:
         yield found
@@ -69,53 +81,35 @@ def test_two_hosts_have_the_model_of_one_machine(cluster: Cluster, alone: Simula
 def test_states_and_replies_that_are_not_summed(cluster: Cluster) -> None:
     """Of a strategy that wants all replies, in a run whose clients keep states."""
     options = ("--seed", "3", "--gpu", "never", "--run-config", "num-server-rounds=2 strategy='krum'")
-    done = cluster.run("plain", 40, *options, name="krum")
+    done = cluster.run("plain", 10, *options, name="krum")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert done.summary["metrics"]["train"]["calls"] == pytest.approx(2), "each state was there the next time"
 
 
-def test_what_dies_costs_nothing_but_time_and_what_joins_is_used(alone: Simulation, tmp_path: Path) -> None:
-    """An agent, and then a whole host; another one joins. The third round does not end before that."""
-    file = tmp_path / "all has happened"
-    options = (*SAME[:-1], f"{ROUNDS} waits-for='{file}'")
-    with Cluster(tmp_path) as cluster, cluster.running("exact", NODES, *options) as done:
-        done.says("round 1/4  train")
-        (agent,) = cluster.hosts[0].pids("ray::Agent")
-        os.kill(agent, signal.SIGKILL)
-        done.says("Host host-0 is lost")
-        done.says("Host host-0 has joined")
-        cluster.hosts[1].end()
-        cluster.add()
-        done.says("Host host-2 has joined")
-        file.touch()
-        done.wait(200)
-        checked(done, alone)
-        hosts = {host["host"]: host for host in done.summary["hosts"]}
-        assert hosts["host-1"]["is_lost"] and not hosts["host-0"]["is_lost"]
-        assert hosts["host-0"]["agents_lost"] == 1 and hosts["host-2"]["messages"] > 0
-        assert {event["host"] for event in done.events("host_lost")} == {"host-0", "host-1"}
-
-
 def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
-    cluster: Cluster, alone: Simulation
+    cluster: Cluster, alone: Simulation, tmp_path: Path
 ) -> None:
     def nothing_is_left() -> None:
         for host in cluster.hosts:
             until(lambda host=host: not host.pids("ray::Agent"), "the agents have ended")
             until(lambda host=host: not host.pids("flower-gpu: exact"), "the workers have ended")
 
-    with cluster.running("exact", NODES, *SAME, name="ended") as first:
+    gate = Gate(tmp_path)
+    gate.let_in(1)
+    with cluster.running("exact", NODES, *gate.options, name="ended") as first:
         first.says("round 1/4  train")
         first.send(signal.SIGINT)
         first.wait()
     assert first.status == 130 and "--resume" in first.output, first.output
     nothing_is_left()
+    gate.let_in(2)
     resume = (*MANY, "--gpu", "never", "--resume", str(first.folder))
     with cluster.running("exact", NODES, *resume, name="killed") as second:
         second.says("round 2/4  train")
         second.send(signal.SIGKILL)
         second.process.wait(30)
     nothing_is_left()
+    gate.let_in(3, 4)
     shutil.rmtree(first.folder / "states", ignore_errors=True)
     third = cluster.run("exact", NODES, *resume, name="resumed")
     assert third.status == 0 and "Going on after round" in third.output, third.output
@@ -123,7 +117,7 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
 
 
 def test_leases_of_each_host_are_its_own(cluster: Cluster) -> None:
-    done = cluster.run("leased", 12, "--num-gpus", "0.5", "--gpu", "require", name="leased")
+    done = cluster.run("leased", 6, "--num-gpus", "0.5", "--gpu", "require", name="leased")
     assert done.status == 0, done.output
     granted = done.events("lease_granted")
     assert {event["host"] for event in granted} == {"host-0", "host-1"}
@@ -157,3 +151,27 @@ def test_an_address_without_a_cluster_is_refused(cluster: Cluster) -> None:
     done = cluster.run("plain", 4, "--ray-address", address, name="nowhere")
     assert done.status == 2 and not done.has_folder, done.output
     assert f"--ray-address {address}: there is no Ray cluster that can be reached" in done.output
+
+
+def test_what_dies_costs_nothing_but_time_and_what_joins_is_used(
+    cluster: Cluster, alone: Simulation, tmp_path: Path
+) -> None:
+    """An agent, and then a whole host; another one joins. The last test of this cluster."""
+    gate = Gate(tmp_path)
+    gate.let_in(1)
+    with cluster.running("exact", NODES, *gate.options, name="dies") as done:
+        done.says("round 1/4  train")
+        (agent,) = cluster.hosts[0].pids("ray::Agent")
+        os.kill(agent, signal.SIGKILL)
+        done.says("Host host-0 is lost")
+        done.says("Host host-0 has joined")
+        cluster.hosts[1].end()
+        cluster.add()
+        done.says("Host host-2 has joined")
+        gate.let_in(2, 3, 4)
+        done.wait()
+    checked(done, alone)
+    hosts = {host["host"]: host for host in done.summary["hosts"]}
+    assert hosts["host-1"]["is_lost"] and not hosts["host-0"]["is_lost"]
+    assert hosts["host-0"]["agents_lost"] == 1 and hosts["host-2"]["messages"] > 0
+    assert {event["host"] for event in done.events("host_lost")} == {"host-0", "host-1"}

@@ -50,7 +50,7 @@ def _die(file: str, partition: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait(file: str, server_round: int) -> None:
-    """Wait for a file from the third round on, so that a test can do something before the end of a run."""
-    while file and server_round >= 3 and not Path(file).exists():
+def _wait(folder: str, server_round: int) -> None:
+    """Wait for the round's file in a folder, so that a test can do something before the end of a run."""
+    while folder and not Path(folder, str(server_round)).exists():
         time.sleep(0.01)
