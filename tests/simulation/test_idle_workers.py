@@ -43,30 +43,14 @@ def pids(done: Simulation) -> set[int]:
     return {event["pid"] for event in events(done, "worker_started")}
 
 
-def test_workers_stay_from_round_to_round(one_gpu: StubHost) -> None:
-    config = "num-server-rounds=4 seconds=0.3"
-    done = one_gpu.simulate(4, *OPTIONS, "--run-config", config, app="leased")
-    assert done.status == 0 and done.summary["failed"] == 0, done.output
-    assert len(pids(done)) == done.summary["workers_started"] == 4
-    assert done.summary["recycling"]["is_used_again"]
-    assert one_gpu.status().holders == ()
-
-
-def test_no_worker_is_used_again_where_each_handles_one_message(one_gpu: StubHost) -> None:
-    config = "num-server-rounds=2"
-    done = one_gpu.simulate(2, *OPTIONS, "--calls-per-worker", "1", "--run-config", config, app="leased")
-    assert done.status == 0, done.output
-    assert done.summary["workers_started"] == len(pids(done)) == 4
-    assert not done.summary["recycling"]["is_used_again"]
-
-
 def test_messages_that_wait_for_a_lease_get_the_workers_of_others(one_gpu: StubHost) -> None:
-    """Of eight threads four have a lease; the others do not start workers when these have no message."""
+    """Of eight threads five have a lease: their workers stay from round to round, and no others start."""
     options = ["--gpu", "require", "--gpu-memory", "3GiB", "--max-workers", "8"]
     config = "num-server-rounds=3 seconds=0.2"
     done = one_gpu.simulate(12, *options, "--run-config", config, app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert len(pids(done)) == done.summary["workers_started"] == 5  # of 16 GiB
+    assert done.summary["recycling"]["is_used_again"] and one_gpu.status().holders == ()
 
 
 def test_the_servers_evaluation_ends_as_many_as_stand_in_its_way(one_gpu: StubHost) -> None:
@@ -82,7 +66,7 @@ def test_the_servers_evaluation_ends_as_many_as_stand_in_its_way(one_gpu: StubHo
     assert len(pids(done)) == 4 + 2  # one is started anew after each evaluation but the last
 
 
-def test_as_many_workers_end_as_other_runs_need(one_gpu: StubHost) -> None:
+def test_as_many_workers_end_as_others_need_and_who_is_killed_gives_its_lease_back(one_gpu: StubHost) -> None:
     with pausing(one_gpu) as (run, idle):
         command = [sys.executable, "-m", "flower_gpu.cli", "leases"]
         env = {**os.environ, **one_gpu.host.env, **one_gpu.env}
@@ -92,15 +76,18 @@ def test_as_many_workers_end_as_other_runs_need(one_gpu: StubHost) -> None:
         )
         assert shown.count(", idle)") == 4
         assert [holder["is_idle"] for holder in json.loads(told)["holders"]] == [True] * 4
-        for share, left in (("0.25", 3), ("1", 0)):
-            options = ["--gpu", "require", "--num-gpus", share, "--max-workers", "1"]
-            other = one_gpu.simulate(2, *options, app="leased")
-            assert other.status == 0 and other.summary["failed"] == 0, other.output
-            assert sum(map(is_running, idle)) == left
+        for share, left in (("0.25", 3), ("0.5", 2)):
+            with one_gpu.leased(1, share):
+                one_gpu.until(lambda state, left=left: len(state.holders) == left + 1)
+                idle = [pid for pid in idle if is_running(pid)]
+                assert len(idle) == left
+        os.kill(idle[0], signal.SIGKILL)
+        one_gpu.until(lambda state: len(state.holders) == 1)
+        os.kill(idle[1], signal.SIGKILL)  # the next message may find it dead, or its lease given back
         one_gpu.go_on()
         done = run.ended()
     assert done.status == 0 and done.summary["failed"] == 0, done.output
-    assert done.summary["workers_started"] == 8
+    assert done.summary["workers_started"] == len(pids(done)) == 8
 
 
 def test_a_second_try_of_the_run_itself_gets_the_whole_gpu(one_gpu: StubHost) -> None:
@@ -110,17 +97,6 @@ def test_a_second_try_of_the_run_itself_gets_the_whole_gpu(one_gpu: StubHost) ->
     done = one_gpu.simulate(4, *options, "--run-config", config, app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert [note["partition"] for note in one_gpu.notes() if note["alone"]] == [3]
-
-
-def test_an_idle_worker_that_is_killed_gives_its_lease_back(one_gpu: StubHost) -> None:
-    with pausing(one_gpu) as (run, idle):
-        os.kill(idle[0], signal.SIGKILL)
-        one_gpu.until(lambda state: len(state.holders) == 3)
-        os.kill(idle[1], signal.SIGKILL)  # the next message may find it dead, or its lease given back
-        one_gpu.go_on()
-        done = run.ended()
-    assert done.status == 0 and done.summary["failed"] == 0, done.output
-    assert done.summary["workers_started"] == len(pids(done)) == 6
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

@@ -58,15 +58,21 @@ def test_a_used_worker_keeps_its_lease_until_its_calls_are_over(one_gpu: StubHos
     assert one_gpu.status().holders == ()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "in-process"])
-def test_a_lease_is_held_until_the_end_of_the_call(one_gpu: StubHost, method: str) -> None:
-    env = {"FLOWER_GPU_START_METHOD": method}
-    options = ["--num-gpus", "0.5", "--max-workers", "1", "--gpu", "require", "--calls-per-worker", "1"]
-    done = one_gpu.simulate(2, *options, app="leased", **env)
+@pytest.mark.parametrize(("method", "rounds"), [("forkserver", 2), ("spawn", 1), ("in-process", 1)])
+def test_one_call_per_worker_has_a_lease_of_its_own_until_its_end(
+    one_gpu: StubHost, method: str, rounds: int
+) -> None:
+    options = ["--num-gpus", "1", "--gpu", "require", "--calls-per-worker", "1"]
+    options += ["--run-config", f"num-server-rounds={rounds}"]
+    done = one_gpu.simulate(2, *options, app="leased", FLOWER_GPU_START_METHOD=method)
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     notes = one_gpu.notes()
-    assert len(notes) == 2 and all(note["is_in_ledger"] for note in notes)
+    assert len(notes) == 2 * rounds and all(note["is_in_ledger"] for note in notes)
     assert {note["descriptor_is_ticket"] for note in notes} == {None if method == "in-process" else True}
+    assert len({call["lease"] for call in done.calls}) == 2 * rounds and most_leases_at_a_time(done) == 1
+    if method != "in-process":
+        assert len({note["pid"] for note in notes}) == done.summary["workers_started"] == 2 * rounds
+    assert not done.summary["recycling"]["is_used_again"]
     assert one_gpu.status().holders == ()
 
 
@@ -79,15 +85,6 @@ def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
     notes = one_gpu.notes()
     assert [note["lease"] is not None for note in notes] == [True, False] * 2
     assert [note["holders"] for note in notes] == [1, 0] * 2
-
-
-def test_one_call_per_worker_is_one_lease_per_call(one_gpu: StubHost) -> None:
-    done = one_gpu.simulate(
-        3, "--num-gpus", "1", "--calls-per-worker", "1", "--run-config", "num-server-rounds=1"
-    )
-    assert done.status == 0, done.output
-    assert len({call["lease"] for call in done.calls}) == len({call["pid"] for call in done.calls}) == 3
-    assert most_leases_at_a_time(done) == 1
 
 
 def test_verifying_needs_no_second_gpu(one_gpu: StubHost) -> None:

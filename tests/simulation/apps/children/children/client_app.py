@@ -5,13 +5,10 @@ import multiprocessing
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from children.squares import square
+
 app = ClientApp()
 WAYS = ("fork", "forkserver", "spawn", "loader")
-
-
-def square(number: int) -> int:
-    """Return the square of a number."""
-    return number * number
 
 
 @app.train()
