@@ -98,11 +98,13 @@ def with_mod(host: SimulationHost, seen: list[Any]) -> Simulated:
     return Simulated(folder, output)
 
 
-def test_the_weights_are_those_of_a_plain_loop(host: SimulationHost, with_mod: Simulated) -> None:
-    assert len(with_mod.fits()) == CLIENTS * ROUNDS, with_mod.output
+def test_the_weights_are_those_of_a_plain_loop(host: SimulationHost, request: pytest.FixtureRequest) -> None:
     path = host.folder / "loop.npz"
     env = {"PYTHONPATH": str(FOLDER / "digits_app")}
-    host.run(sys.executable, "-c", LOOP, str(CLIENTS), str(ROUNDS), path, name="loop", **env)
+    loop = host.start(sys.executable, "-c", LOOP, str(CLIENTS), str(ROUNDS), path, name="loop", **env)
+    with_mod: Simulated = request.getfixturevalue("with_mod")  # while processes of the simulation start
+    assert len(with_mod.fits()) == CLIENTS * ROUNDS, with_mod.output
+    loop.succeeded()
     expected, weights = dict(np.load(path)), with_mod.weights()
     assert expected.keys() == weights.keys() and len(expected) == 4, "two layers"
     for name, array in expected.items():
