@@ -27,10 +27,12 @@ from flower_gpu.launch import ports
 from flower_gpu.workers.forkserver.identity import script_folders
 
 #: `flower-gpu` whose SuperNodes ask again after 3 s where their keys are not registered.
+#: For another reason they may end early once.
 SOON_AGAIN = """
 import sys
 from flower_gpu.cli import main, supernode
 supernode._TURNED_AWAY_PAUSE_S = 3.0
+supernode._EARLY_ENDS = 2
 sys.exit(main.main(sys.argv[1:]))
 """
 

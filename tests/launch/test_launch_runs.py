@@ -241,7 +241,7 @@ def test_superexecs_are_woken_and_ask_for_nothing_in_vain(ordinary_run: tuple[Pa
 
 
 def test_a_killed_client_is_named(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
-    process = launch(tiny_app, "--run-config", "seconds=100.0")
+    process = launch(tiny_app, "--clients=1", "--run-config", "seconds=100.0")
     folder = wait_for_a_worker(tmp_path)
     pid = next(
         pid for pid in processes_of(folder) if "flower-supernode" in Path(f"/proc/{pid}/cmdline").read_text()

@@ -15,12 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import pytest
 import run_programs
 from launched import StubHost
 from live_processes import processes_with
 from waiting import until
 
 from flower_gpu.launch import ports
+from flower_gpu.workers.forkserver import control
 from flower_gpu.workers.forkserver.identity import script_folders
 
 APP = Path(__file__).parent / "unchanged_app"
@@ -61,7 +63,7 @@ class Federation:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLOWER_GPU_STATE_DIR": str(self.state),
-            "FLOWER_GPU_SERVER_IDLE_S": "10",
+            "FLOWER_GPU_SERVER_IDLE_S": "600",  # no fork server ends only because nobody has used it
             "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
         }
 
@@ -78,6 +80,9 @@ class Federation:
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         for process in reversed(self._processes):
             process.end()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FLOWER_GPU_STATE_DIR", str(self.state))
+            control.stop()
         left = gone(self.processes)
         for pid in left:
             with suppress(ProcessLookupError):

@@ -24,7 +24,6 @@ pytestmark = [
 def test_they_learn_the_digits(tmp_path: Path) -> None:
     """Theirs come with scikit-learn, in the Python environment."""
     fed = Federation(tmp_path)
-    fed.env["FLOWER_GPU_SERVER_IDLE_S"] = "2"  # its end is waited for
     fed.env["FLOWER_GPU_RUN_DIR"] = str(fed.trace)  # of the server, which evaluates
     with fed:
         nodes = fed.supernodes(1, "--confine", "--gpu", "never")

@@ -67,7 +67,6 @@ def fork_servers(fed: Federation) -> list[int]:
 def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path) -> None:
     """And Ctrl-C and SIGTERM leave nothing, while others go on."""
     with Federation(tmp_path) as fed:
-        fed.env["FLOWER_GPU_SERVER_IDLE_S"] = "600"  # no fork server ends only because nobody has used it
         launcher = fed.supernodes(3, *SIZE)
         other = fed.supernodes(1, *SIZE, flower=("--node-config", "partition-id=3"))
         run = fed.run(num_clients=4, num_server_rounds=4, pause_folder=str(fed.pauses))

@@ -23,9 +23,9 @@ class RegressionClient(NumPyClient):
         if self.partition == 1:
             print("this client dies now", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.partition == 3:
+        if self.partition == 2:
             raise ValueError("the data are gone")
-        if self.partition == 4:
+        if self.partition == 3:
             time.sleep(600)
         (weights,) = parameters
         inputs, targets = data(self.partition)
