@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def test_names_in_the_map_are_in_the_files_that_it_links() -> None:
             texts = " ".join((REPOSITORY / "flower_gpu" / link).read_text() for link in links)
             for name in re.findall(r"`([\w.]+)`", row):
                 assert re.search(rf"\b{re.escape(name)}\b", texts), (name, row)
+
+
+def test_the_tests_that_the_checks_name_are_there() -> None:
+    words = re.findall(r"(?<![\w/])tests/[\w/{},*]+(?:\.py)?(?:::\w+)?", (REPOSITORY / ".ci/run").read_text())
+    shown = ["bash", "-c", "printf '%s\\n' " + " ".join(word for word in words if word != "tests/run")]
+    named = subprocess.check_output(shown, cwd=REPOSITORY, text=True).splitlines()
+    assert len(named) > 30
+    for path, _, test in (line.partition("::") for line in named):
+        assert (REPOSITORY / path).is_file(), path
+        assert not test or f"\ndef {test}(" in (REPOSITORY / path).read_text(), (path, test)
 
 
 def test_each_tracker_of_the_options_has_a_class() -> None:
