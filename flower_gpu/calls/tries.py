@@ -26,7 +26,7 @@ from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import CONFINED_VARIABLE, DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
 from flower_gpu.workers import caller as worker
-from flower_gpu.workers import events, threads
+from flower_gpu.workers import events, own_process, threads
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, Task
 from flower_gpu.workers.methods import StartMethod
@@ -252,7 +252,7 @@ def _around(method: StartMethod, env: Mapping[str, str]) -> AbstractContextManag
     """Return a context around a call in which this process's threads fit the worker's environment."""
     if not method.is_own_process:
         return threads.restored()
-    return threads.prepared({**os.environ, **env}) if method.copies_caller else nullcontext()
+    return threads.prepared(own_process.environment(env)) if method.copies_caller else nullcontext()
 
 
 def _confined(confinement: Confinement | None) -> dict[str, str]:

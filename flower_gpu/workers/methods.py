@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +27,7 @@ from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.forkserver import client, identity
 from flower_gpu.workers.life import OwnChild, close_life_end, explained, life_pipe
 from flower_gpu.workers.messages import Gone as Gone
-from flower_gpu.workers.own_process import OwnLock, facts
+from flower_gpu.workers.own_process import OwnLock, environment, facts
 from flower_gpu.workers.threads import release_openmp_threads
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
@@ -291,7 +294,7 @@ def spawn(call: Call, _: Prepared, ends: child.Ends) -> Process:
         stdin=subprocess.DEVNULL,
         stdout=ends.stdout,
         stderr=ends.stderr,
-        env={**os.environ, **call.env},
+        env=environment(call.env),
         pass_fds=(ends.life, ends.calls),
         # What a confined worker starts must not join the group of another one: then a session of its own.
         process_group=0 if call.confinement is None else None,
@@ -311,11 +314,63 @@ def fork(call: Call, _: Prepared, ends: child.Ends) -> Process:
 
     def work() -> None:
         atexit._clear()  # of the caller, which is not at its end
+        if "concurrent.futures.thread" in sys.modules:  # at its end a worker would join the caller's threads
+            sys.modules["concurrent.futures.thread"]._threads_queues.clear()
         child.forked(ends, origin)
         child.leave()
 
-    pid = child.fork_process(work, f"flower-gpu: {call.label}")
+    pid = _fork_between_imports(work, f"flower-gpu: {call.label}")
     return OwnChild(pid, reap=lambda: os.waitpid(pid, 0))
+
+
+_IMPORT_LIMIT_S = 60.0
+_endless_imports: set[str] = set()  # as of a program that runs while it is imported
+
+
+def _fork_between_imports(work: Callable[[], None], name: str) -> int:
+    """Fork while no other thread imports a module: a fork would have half of it, and wait for ever."""
+    deadline = time.monotonic() + _IMPORT_LIMIT_S
+    while True:
+        if others := _imports_of_other_threads():
+            if time.monotonic() > deadline:
+                _endless_imports.update(others)
+            time.sleep(0.002)
+        elif (pid := _fork_if_whole(work, name)) is not None:
+            return pid
+
+
+def _fork_if_whole(work: Callable[[], None], name: str) -> int | None:
+    """Fork; None if an import had begun by then, which only the fork can tell: it has ended."""
+    read, write = os.pipe()
+
+    def begin() -> None:
+        is_whole = not _imports_of_other_threads()
+        os.write(write, b"1" if is_whole else b"0")
+        os.close(read)
+        os.close(write)
+        if is_whole:
+            work()
+
+    try:
+        pid = child.fork_process(begin, name)
+    except BaseException:
+        os.close(read)
+        raise
+    finally:
+        os.close(write)
+    with open(read, "rb") as answer:
+        if answer.read(1) != b"0":
+            return pid
+    os.waitpid(pid, 0)
+    return None
+
+
+def _imports_of_other_threads() -> set[str]:
+    # Nothing public tells it. A lock lives as long as somebody imports the module, or waits for that.
+    locks = importlib._bootstrap._module_locks  # type: ignore[attr-defined]
+    here = threading.get_ident()
+    found = {name for name, get in list(locks.items()) if (lock := get()) is not None and lock.owner != here}
+    return found - _endless_imports
 
 
 def _imported_by_fork() -> Callable[[], list[str]] | None:

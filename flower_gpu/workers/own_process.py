@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -111,6 +111,12 @@ def restored_environment(names: Iterable[str]) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = before
+
+
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of this process's environment with changes; a plain copy fails where a variable goes."""
+    with _lock:
+        return {**os.environ, **changes}
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -50,7 +49,6 @@ class SimulationHost:
         self.run_dir = self.new_folder("run")
         # Ray puts sockets there, whose names may have no more than 107 characters.
         self.ray = Path(tempfile.mkdtemp(prefix="fgpu-ray-"))
-        superlink, control = free_ports(2)
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         self.env |= {
             "HOME": str(self.new_folder("home")),
@@ -60,8 +58,6 @@ class SimulationHost:
             "FLOWER_GPU_LEDGER_DIR": str(self.new_folder("ledger")),
             "FLOWER_GPU_STATE_DIR": str(shared / "state"),
             "FLOWER_GPU_RUN_DIR": str(self.run_dir),
-            "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(superlink),
-            "FLWR_LOCAL_CONTROL_API_PORT": str(control),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -194,12 +190,3 @@ class Program:
 def notes(path: Path) -> list[dict[str, Any]]:
     """Return the JSON lines in a file; none where there is no file yet."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

@@ -14,6 +14,8 @@ import pytest
 from nvml_stub import GIB
 from simulation_host import FOLDER, NewHost, SimulationHost, notes
 
+from flower_gpu.launch import ports
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CLIENTS, ROUNDS, ACTORS = 5, 2, 3
@@ -68,11 +70,17 @@ class Simulated:
 
 @pytest.fixture(scope="module")
 def host(new_host: NewHost) -> Iterator[SimulationHost]:
+    """With a SuperLink: `flwr run` would start one as well, and give up after 15 s."""
     host = new_host(gpus=2)
+    [port] = ports.free_ports(1)
+    flwr_home = host.new_folder("home/.flwr")
+    config = f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    (flwr_home / "config.toml").write_text(config)
+    command = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+    link = host.start(*command, name="superlink")
+    link.until(lambda: ports.is_healthy(port))
     yield host
-    for pid, command in host.processes().items():  # what `flwr run` leaves running
-        if "flower-superlink" in command:
-            host.end(pid)
+    host.end(link.process.pid)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +97,7 @@ def with_mod(host: SimulationHost, seen: list[Any]) -> Simulated:
     assert PLAIN in text and "flower_gpu" not in text
     path.write_text(text.replace(PLAIN, WITH_MOD))
     folder = host.new_folder("with-mod-notes")
-    command = ["flwr", "run", app, "--stream", "--federation-config", f"{SIMULATION}{ACTORS}"]
+    command = ["flwr", "run", app, "here", "--stream", "--federation-config", f"{SIMULATION}{ACTORS}"]
     config = f"notes='{folder}' num-clients={CLIENTS} num-server-rounds={ROUNDS}"
     with host.observed() as looks:
         output = host.run(*command, "--run-config", config, name="with-mod")

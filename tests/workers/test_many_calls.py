@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ from processes import (
     wait_until,
     zombies_of,
 )
+from waiting import until
 
 from flower_gpu import run_in_worker
 from flower_gpu.calls import leasing
@@ -137,6 +140,43 @@ def test_both_start_methods_and_calls_in_this_process_at_once(run: Run) -> None:
 
     assert events._sink.get() is None
     assert facts.sink is None
+
+
+def test_a_fork_waits_for_what_another_thread_imports(run: Run) -> None:
+    """In a fork there is no such thread: it would wait for the module for ever."""
+    sys.modules.pop("slow_import", None)
+    with ThreadPoolExecutor(1) as pool:
+        imported = pool.submit(importlib.import_module, "slow_import")
+        until(lambda: "slow_import" in sys.modules, "the import has begun")
+        assert run_in_worker("slow_import:answer", start_method="fork", timeout_s=30) == 42
+        imported.result()
+
+
+def test_a_fork_from_a_pool_ends_without_a_word(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """It has the thread that called it, and must not join that as one of the pool's."""
+    with ThreadPoolExecutor(2) as pool:
+        assert pool.submit(run_in_worker, "plain_tasks:answer", start_method="fork").result() == 42
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_environment_can_be_copied_while_calls_set_theirs() -> None:
+    done = threading.Event()
+
+    def set_and_restore() -> None:
+        while not done.is_set():
+            with own_process.restored_environment(["OF_A_CALL"]):
+                os.environ["OF_A_CALL"] = "1"
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(set_and_restore)
+        try:
+            for number in range(2000):
+                assert own_process.environment({"N": str(number)})["N"] == str(number)
+        finally:
+            done.set()
+            sys.setswitchinterval(interval)
 
 
 def test_calls_in_this_process_leave_its_environment_as_it_was(run: Run) -> None:

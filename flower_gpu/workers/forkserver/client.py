@@ -20,7 +20,7 @@ from typing import Any
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.gpu import device_files, guard
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, SERVER_IDLE
-from flower_gpu.workers import messages, threads
+from flower_gpu.workers import messages, own_process, threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import control, identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
@@ -240,7 +240,7 @@ def learn(
     while time.monotonic() < patience:
         kind = _memory.known_kind()
         kind.without |= without
-        environ = dict(os.environ)
+        environ = own_process.environment({})
         with (
             suppress(Gone),  # a successor has taken its place just now
             _connect_or_start(kind, environ, patience) as connection,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import flower_gpu
+from flower_gpu.workers import own_process
 
 #: Resource limits of this system, without the one that two names have.
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
@@ -45,7 +46,7 @@ class Inherited:
     def of_this_process(cls, env: dict[str, str]) -> Inherited:
         """Collect the attributes of this process, with ``env`` on top of its environment."""
         return cls(
-            environ={**os.environ, **env},
+            environ=own_process.environment(env),
             path=[entry for entry in sys.path if isinstance(entry, str)],
             umask=_umask(),
             cpus=sorted(os.sched_getaffinity(0)),
