@@ -12,7 +12,7 @@ from flower_gpu.calls.settings import WorkerSettings, call_settings, checked_env
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.gpu.policy import DevicePolicy
 from flower_gpu.leases.lease import LeaseRequest
-from flower_gpu.options import CALL, START_METHODS, VARIABLES, find_all
+from flower_gpu.options import CALL, VARIABLES, find_all
 from flower_gpu.workers.threads import cores
 
 
@@ -32,13 +32,6 @@ def test_defaults() -> None:
     assert (gpu.policy, gpu.request, gpu.on_oom) == (DevicePolicy("offer"), LeaseRequest(), "retry")
     assert (gpu.placement, gpu.reserve_bytes) == ("spread", 256 << 20)
     assert gpu.lease_timeout_s == CALL["lease_timeout_s"].default
-
-
-@pytest.mark.parametrize("method", START_METHODS)
-def test_start_methods(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worker({"start_method": method}).start_method == method
-    monkeypatch.setenv("FLOWER_GPU_START_METHOD", method)
-    assert worker({}).start_method == method
 
 
 # The order of precedence, and what a place that comes later is not asked.
@@ -92,15 +85,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "start_method='Spawn' is not one of auto, forkserver, spawn, fork, in-process",
     ),
     ({"start_method": 5}, TypeError, "start_method must be one of the words auto, forkserver"),
-    ({"timeout_s": 0}, ConfigError, f"timeout_s {SECONDS} 0"),
     ({"timeout_s": float("nan")}, ConfigError, f"timeout_s {SECONDS} nan"),
     ({"timeout_s": float("inf")}, ConfigError, f"timeout_s {SECONDS} inf"),
     ({"timeout_s": 10**400}, ConfigError, f"timeout_s {SECONDS} 1000"),
-    ({"timeout_s": "10"}, TypeError, f"timeout_s {SECONDS} a str: '10'"),
     ({"timeout_s": True}, TypeError, f"timeout_s {SECONDS} a bool: True"),
     ({"on_oom": "pray"}, ConfigError, "on_oom='pray' is not one of retry, cpu, fail"),
     ({"gpus": 1}, TypeError, "no option 'gpus'; there are start_method, timeout_s"),
-    ({"env": {1: "a"}}, ConfigError, "env maps names to strings, not 1 to 'a'"),
     ({"env": {"A": None}}, ConfigError, "env maps names to strings, not 'A' to None"),
 ]
 
@@ -129,7 +119,6 @@ def test_a_call_refuses_bad_values() -> None:
             "FLOWER_GPU_START_METHOD='forks' is not one of auto, forkserver, spawn, fork, in-process",
         ),
         ("FLOWER_GPU_TIMEOUT_S", "soon", f"FLOWER_GPU_TIMEOUT_S {SECONDS} 'soon'"),
-        ("FLOWER_GPU_TIMEOUT_S", "nan", f"FLOWER_GPU_TIMEOUT_S {SECONDS} 'nan'"),
         ("FLOWER_GPU_NUM_GPUS", "1.5", "FLOWER_GPU_NUM_GPUS must be a share of one GPU"),
         ("FLOWER_GPU_MEMORY", "2G", "FLOWER_GPU_MEMORY='2G' is no size of memory: G could mean GB or GiB"),
         ("FLOWER_GPU_PLACEMENT", "odd", "FLOWER_GPU_PLACEMENT='odd' is not one of spread, pack"),
@@ -202,13 +191,10 @@ def test_settings_do_not_change() -> None:
     [
         ("task.train", "'task.train' does not name a function; write it as 'package.module:function'"),
         ("task:", "'package.module:function'"),
-        (":train", "'package.module:function'"),
         ("task:train()", "'package.module:function'"),
         ("my-task:train", "'package.module:function'"),
         ("", "'package.module:function'"),
-        ("../task.py:train", "'package.module:function'"),
         (5, "a task is a function or a 'package.module:function' string, not int"),
-        (None, "not NoneType"),
     ],
 )
 def test_bad_tasks(task: Any, message: str) -> None:

@@ -90,7 +90,7 @@ def test_many_processes_append_at_once(run_folder: Path) -> None:
         assert [event["n"] for event in found if event["who"] == str(number)] == list(range(200))
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process"])
+@pytest.mark.parametrize("start_method", ["fork", "in-process"])
 def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     pid = run_in_worker(os.getpid, start_method=start_method, name="3")

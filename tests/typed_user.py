@@ -1,4 +1,4 @@
-"""A user's file, for type checkers only: they find the lines that end in `# wrong`, and no others."""
+"""A user's file, for type checkers only: they find the lines that end in `# type: ignore`, and no others."""
 
 from typing import Any
 
@@ -33,38 +33,38 @@ def train_large(weights: Any, config: Any) -> Any: ...
 
 def client_fn(context: Context) -> Any:
     GPUClient(train, num_gpus=0.5, gpu="force", context=context)
-    GPUClient(train, num_gpu=0.5)  # wrong
-    GPUClient(train, gpu="forced")  # wrong
-    GPUClient(train, start_method="forkserver", on_oom="give up")  # wrong
+    GPUClient(train, num_gpu=0.5)  # type: ignore
+    GPUClient(train, gpu="forced")  # type: ignore
+    GPUClient(train, start_method="forkserver", on_oom="give up")  # type: ignore
     gpu_client(Client, context.node_config["partition-id"], partition=3, num_gpus=0.5, gpu="never")
-    gpu_client(Client, partition=3, gpu="always")  # wrong
-    gpu_client(Client, 3, on_oom="crash")  # wrong
-    return gpu_client(Client, 3, start_method="thread").to_client()  # wrong
+    gpu_client(Client, partition=3, gpu="always")  # type: ignore
+    gpu_client(Client, 3, on_oom="crash")  # type: ignore
+    return gpu_client(Client, 3, start_method="thread").to_client()  # type: ignore
 
 
 apps = (ServerApp(), ClientApp(client_fn, mods=[gpu_mod]))
 ClientApp(mods=[gpu_mod(gpu_memory="2GiB", on_oom="cpu", resources={"0": {"num_gpus": 1}})])
-ClientApp(mods=[gpu_mod(on_oom="again")])  # wrong
-gpu_mod(timeouts_s=5)  # wrong
-gpu_mod(timeout_s="5")  # wrong
+ClientApp(mods=[gpu_mod(on_oom="again")])  # type: ignore
+gpu_mod(timeouts_s=5)  # type: ignore
+gpu_mod(timeout_s="5")  # type: ignore
 
 result = simulate("app", 100, seed=1, num_gpus=0.5, gpu="require", on_oom="fail", start_method="auto")
 simulate(apps, 100, order="sent", gpu_ids="0,1", num_cpus=0.5, preload="task:load", env={"A": "1"})
-simulate("app", 100, num_gpu=0.5)  # wrong
-simulate("app", 100, num_gpus="half")  # wrong
-simulate("app", 100, on_oom="retyr")  # wrong
-simulate("app", 100, gpu="offered")  # wrong
-simulate("app", 100, start_method="forked")  # wrong
-simulate("app", 100, order="longst")  # wrong
+simulate("app", 100, num_gpu=0.5)  # type: ignore
+simulate("app", 100, num_gpus="half")  # type: ignore
+simulate("app", 100, on_oom="retyr")  # type: ignore
+simulate("app", 100, gpu="offered")  # type: ignore
+simulate("app", 100, start_method="forked")  # type: ignore
+simulate("app", 100, order="longst")  # type: ignore
 
 options: CallOptions = {"num_gpus": 0.25, "lease_timeout_s": 60}
 flower_gpu.simulate("app", 100, **options)
 gpu_evaluate(train, **options)
 gpu_evaluate(train, kwargs={"data": 1}, on_oom="cpu")
-gpu_evaluate(train, on_oom="gpu")  # wrong
-wrong: CallOptions = {"gpu": "on"}  # wrong
+gpu_evaluate(train, on_oom="gpu")  # type: ignore
+wrong: CallOptions = {"gpu": "on"}  # type: ignore
 
 run_in_worker(train, [], {}, seed=3, num_gpus=0.5, start_method="spawn")
-run_in_worker("task:train", start_method="spwan")  # wrong
-run_in_worker("task:train", gpu="no", seed=3)  # wrong
-distributed(train, timeout_s="long")  # wrong
+run_in_worker("task:train", start_method="spwan")  # type: ignore
+run_in_worker("task:train", gpu="no", seed=3)  # type: ignore
+distributed(train, timeout_s="long")  # type: ignore

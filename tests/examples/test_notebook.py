@@ -21,8 +21,9 @@ def test_it_is_kept_without_outputs() -> None:
 @pytest.mark.timeout(600)
 def test_it_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    [runs] = [cell for cell in notebook.cells if '"num-server-rounds": 5' in cell.source]
-    runs.source = runs.source.replace('"num-server-rounds": 5', '"num-server-rounds": 2')
+    for cell in notebook.cells:  # fewer clients and rounds
+        cell.source = cell.source.replace("NUM_CLIENTS = 10", "NUM_CLIENTS = 4")
+        cell.source = cell.source.replace('"num-server-rounds": 5', '"num-server-rounds": 2')
     options = {"timeout": None, "kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
     env = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
     NotebookClient(notebook, **options).execute(env=env)
@@ -31,7 +32,7 @@ def test_it_runs(tmp_path: Path) -> None:
     # Progress and summary are no errors; Flower's lines are in the log of the run.
     text = "".join(output.text for output in ran if output.get("name") == "stdout")
     assert re.search(r"^outcome +completed$", text, re.M) and "INFO" not in text
-    has_lines = re.search(r"^round 2/2  train +10/10 clients", text, re.M)
+    has_lines = re.search(r"^round 2/2  train +4/4 clients", text, re.M)
     assert has_lines or "application/vnd.jupyter.widget-view+json" in str(ran)
     assert not [output.text for output in ran if output.get("name") == "stderr"]
     [log] = tmp_path.glob("runs/*/run.log")
@@ -39,7 +40,7 @@ def test_it_runs(tmp_path: Path) -> None:
 
     shown = ran[-1].data
     assert "<table" in shown["text/html"] and "eval_accuracy" in shown["text/html"]
-    assert shown["text/plain"].startswith("<SimulationResult app; 10 clients; 2 of 2 rounds; completed")
+    assert shown["text/plain"].startswith("<SimulationResult app; 4 clients; 2 of 2 rounds; completed")
     assert "eval_accuracy" in looked[0].data["text/html"]
     [accuracy] = re.findall(r"best accuracy: ([\d.]+)", best[0].text)
     assert float(accuracy) > 0.85

@@ -164,13 +164,6 @@ def test_cifar10_is_read_from_data_dir(tmp_path, monkeypatch):
 # --- models -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("image_shape", [(1, 8, 8), (3, 32, 32)])
-@pytest.mark.parametrize("name", ["cnn", "resnet18"])
-def test_models_fit_the_images_of_all_data_sets(name, image_shape):
-    model = task.build_model(name, image_shape)
-    assert model(torch.rand(2, *image_shape)).shape == (2, 10)
-
-
 def test_initial_weights_depend_on_the_seed_only():
     first, again, other = (task.initial_weights(app_settings(seed=seed)) for seed in (1, 1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from run_programs import run_python
 
 from flower_gpu.errors import WorkerTaskError
 from flower_gpu.frameworks.out_of_memory import out_of_memory_in
 
+# Instead of the real one, which takes seconds to import.
+TORCH = """
+class version:
+    cuda = hip = None
+
+class OutOfMemoryError(RuntimeError):
+    pass
+"""
 # A client that holds only weights imports no torch, and so gets the name and the text of the worker's error.
 CALLER = """
 import sys
@@ -23,20 +33,19 @@ except WorkerTaskError as error:
 """
 
 
-@pytest.mark.timeout(180)
-def test_a_caller_without_torch_knows_a_workers_error() -> None:
-    done = run_python(CALLER)
-    assert done.stdout == "full\n", done.stderr
+def test_a_caller_without_torch_knows_a_workers_error(
+    run_script: Callable[..., Any], write_script: Callable[..., Any]
+) -> None:
+    write_script(TORCH, "torch.py")
+    assert run_script(CALLER).stdout == "full\n"
 
 
 @pytest.mark.parametrize(
     ("name", "text", "is_full"),
     [
-        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB.", True),
         ("torch.AcceleratorError", "CUDA error: out of memory", True),
         ("torch.AcceleratorError", "CUDA error: an illegal memory access was encountered", False),
         ("jaxlib._jax.JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.", True),
-        ("cupy.cuda.memory.OutOfMemoryError", "Out of memory allocating 8 bytes", True),
         ("builtins.ValueError", "a comment on CUDA out of memory", False),
         ("app.Error", "the disk is full", False),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nvml_stub import Host
 from phases import without_phases
 from torch_version import needs_told_settings
 
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.p
 
 import leased_tasks
 
-FOLDER = Path(__file__).parent
 GIB = 2**30
 FRACTION = "per_process_memory_fraction:0.250000000000"
 
@@ -140,33 +139,20 @@ def test_out_of_memory_is_told_with_the_numbers(broken: str, capfd: pytest.Captu
     assert told["kind"] == "unclear"  # nobody tells how much is used and free
 
 
-ON_STUB = """
-import json, sys
-sys.path[:0] = json.loads(sys.argv[1])
-from test_leased_worker import call
-result = call("use_stub_gpu", "spawn", json.loads(sys.argv[2]), *json.loads(sys.argv[3]))
-error = isinstance(result.value, Exception)
-print(json.dumps([str(result.value) if error else result.value, result.events]))
-"""
-
-
 @pytest.fixture
-def on_stub(tmp_path: Path, run_script: Callable[..., Any]) -> Callable[..., Any]:
+def on_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Run a worker on a host with stub GPUs; return its result, events, and what its ticket says then."""
-    sys.path.insert(0, str(FOLDER.parent))
-    from nvml_stub import Host
-
     host = Host(tmp_path / "host")
+    for name, value in host.env.items():
+        monkeypatch.setenv(name, value)
     ticket = tmp_path / "ticket"
     ticket.touch()
 
     def run(*arguments: Any, **fields: Any) -> tuple[Result, dict[str, Any]]:
         host.set(0, **fields)
-        held = lease(host.uuids[0], str(ticket))
-        env = environment.of_worker(held, os.environ)
-        given = [[str(FOLDER), str(FOLDER.parent)], env, [host.uuids[0], *arguments]]
-        done = run_script(ON_STUB, *map(json.dumps, given), env=host.env)
-        return Result(*json.loads(done.stdout)), leased_tasks.reported(ticket)
+        env = environment.of_worker(lease(host.uuids[0], str(ticket)), os.environ)
+        result = call("use_stub_gpu", "spawn", env, host.uuids[0], *arguments)
+        return result, leased_tasks.reported(ticket)
 
     return run
 
@@ -189,11 +175,7 @@ def test_the_peak_of_a_short_task_is_seen_at_its_end(on_stub: Callable[..., Any]
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"unlisted": 1},
-        {"shift": 9_000_000},
-        {"hidden": 1},
-    ],
+    [{"unlisted": 1}, {"shift": 9_000_000}, {"hidden": 1}],
     ids=["container", "pids-of-the-host", "figures-hidden"],
 )
 def test_what_the_driver_does_not_tell_is_unknown_and_not_nothing(
@@ -217,7 +199,7 @@ def test_out_of_memory_of_another_framework_is_told_by_the_drivers_numbers(
     on_stub: Callable[..., Any],
 ) -> None:
     result, _ = on_stub(0, 3 * GIB, "CUDA error: out of memory: tried to allocate 2.00 GiB")
-    assert result.value.startswith("CUDA error")
+    assert str(result.value).startswith("CUDA error")
     told = result.told("out_of_memory")
     assert told["kind"] == "over_cap"
     assert (told["asked_bytes"], told["reserved_bytes"]) == (2 * GIB, 3 * GIB)

@@ -48,7 +48,10 @@ def batch() -> dict[str, Any]:
         "named": Pair(torch.ones(1), 7),
         "ordered": OrderedDict(b=torch.ones(1), a=torch.ones(1)),
         "proxy": MappingProxyType({"t": torch.ones(1)}),
+        "default": defaultdict(list, a=[torch.ones(1)]),
+        "sparse": [torch.eye(3).to_sparse()],
         "quantity": Quantity(),
+        "model": nn.Linear(3, 2),
     }
 
 
@@ -71,13 +74,15 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
 def test_every_tensor_of_a_nest_arrives_and_the_rest_is_as_it_was(target: str) -> None:
     before = batch()
     after = to_device(before, target)
-    assert len(tensors_in(after)) == len(tensors_in(before)) == 7
+    assert len(tensors_in(after)) == len(tensors_in(before)) == 9
     assert {tensor.device.type for tensor in tensors_in(after)} == {target}
     assert {tensor.device.type for tensor in tensors_in(before)} == {"cpu"}
     assert after["list"][1:] == [None, "text", 3]
     assert type(after["named"]) is Pair and after["named"].label == 7
     assert type(after["ordered"]) is OrderedDict and list(after["ordered"]) == ["b", "a"]
-    assert after["quantity"] is before["quantity"]
+    assert after["default"]["new"] == [] and after["sparse"][0].is_sparse
+    assert after["quantity"] is before["quantity"] and after["model"] is before["model"]
+    assert {tensor.device.type for tensor in after["model"].state_dict().values()} == {target}
 
 
 def test_the_default_is_the_workers_device() -> None:
@@ -85,12 +90,6 @@ def test_the_default_is_the_workers_device() -> None:
     assert to_device(torch.ones(1)).device == device()
     there = torch.ones(1, device=device())
     assert to_device([there])[0] is there
-
-
-@pytest.mark.parametrize("target", DEVICES)
-def test_a_default_dict_keeps_its_factory(target: str) -> None:
-    groups: defaultdict[str, list[Any]] = defaultdict(list, a=[torch.ones(1)])
-    assert to_device(groups, target)["new"] == []
 
 
 @pytest.mark.parametrize("target", DEVICES)
@@ -133,19 +132,6 @@ def test_leaves_stay_leaves_and_a_history_stays_a_history(target: str) -> None:
     assert isinstance(to_device(nn.Parameter(torch.ones(1)), target), nn.Parameter)
     computed = to_device(leaf * 2, target)
     assert computed.grad_fn is not None
-
-
-@pytest.mark.parametrize("target", DEVICES)
-def test_sparse_tensors_move(target: str) -> None:
-    moved = to_device([torch.eye(3).to_sparse()], target)
-    assert moved[0].is_sparse and moved[0].device.type == target
-
-
-@pytest.mark.parametrize("target", DEVICES)
-def test_a_module_moves_in_place(target: str) -> None:
-    model = nn.Linear(3, 2)
-    assert to_device({"model": model}, target)["model"] is model
-    assert {tensor.device.type for tensor in model.state_dict().values()} == {target}
 
 
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:99", 3.5, True, "xla:0", -7])
