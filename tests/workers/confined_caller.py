@@ -1,11 +1,10 @@
-"""A program that runs one call in a confined worker, and tells what it unpickled meanwhile.
+"""A program that runs calls in confined workers, and tells what it unpickled meanwhile.
 
-``python confined_caller.py TASK METHOD confined|free ARGUMENTS``, with the arguments as a Python literal.
+``python confined_caller.py METHOD confined|free CALLS``, with the calls as JSON: names, tasks and arguments.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import pickle
 import resource
@@ -39,23 +38,29 @@ def main() -> None:
     from flower_gpu.calls.settings import call_settings
     from flower_gpu.flower.confine import Allowed, for_message
 
-    task, method, kind, arguments = sys.argv[1:]
-    sys.path.insert(0, str(Path(__file__).parent))
+    import light_servers
+
+    light_servers.begin()
+    method, kind, calls = sys.argv[1:]
     settings = call_settings({"start_method": method, "timeout_s": 100.0})
-    found: dict[str, Any] = {}
-    with for_message(Allowed(), [str(Path(__file__).parent)]) as confinement:
-        try:
-            found["value"] = run_call(
-                f"confined_tasks:{task}",
-                ast.literal_eval(arguments),
-                settings=settings.confined(confinement if kind == "confined" else None),
-                kind="train",
-                by_name=True,
-            )
-        except Exception as error:
-            found["error"], found["text"] = type(error).__name__, str(error)
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({**found, "unpickled": seen, "peak_kib": peak_kib}))
+    told: dict[str, dict[str, Any]] = {}
+    for name, task, *arguments in json.loads(calls):
+        found = told[name] = {}
+        seen.clear()
+        with for_message(Allowed(), [str(Path(__file__).parent)]) as confinement:
+            try:
+                found["value"] = run_call(
+                    f"confined_tasks:{task}",
+                    arguments,
+                    settings=settings.confined(confinement if kind == "confined" else None),
+                    kind="train",
+                    by_name=True,
+                )
+            except Exception as error:
+                found["error"], found["text"] = type(error).__name__, str(error)
+        found["unpickled"] = [*seen]
+        found["peak_kib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps(told))
 
 
 main()

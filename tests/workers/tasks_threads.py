@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 
+def another_openmp() -> ctypes.CDLL:
+    """Return the OpenMP runtime that comes with scikit-learn, without that: importing it takes seconds."""
+    (library,) = (file for file in files("scikit-learn") or [] if file.name.startswith("libgomp"))
+    return ctypes.CDLL(str(library.locate()))
+
+
 def count_threads() -> dict[str, Any]:
     """Load the libraries where they are not loaded yet, and ask them."""
     import scipy.linalg  # noqa: F401
-    import sklearn.cluster  # noqa: F401
     import threadpoolctl
     import torch
 
+    another_openmp()
     counts: dict[str, Any] = {"torch": torch.get_num_threads()}
     with ThreadPoolExecutor(1) as pool:
         counts["torch in a new thread"] = pool.submit(torch.get_num_threads).result()
@@ -37,7 +46,6 @@ def variable_and_torch() -> tuple[str | None, int]:
 def compute() -> None:
     """Run a region with several threads in each library; in a bad fork it never ends."""
     import scipy.linalg
-    import sklearn.cluster
     import torch
 
     ones = torch.ones(600, 600)
@@ -45,7 +53,10 @@ def compute() -> None:
     values = np.random.default_rng(1).random((700, 700))
     assert (values @ np.eye(700) == values).all()
     assert scipy.linalg.svdvals(values[:200, :200]).shape == (200,)
-    sklearn.cluster.KMeans(3, n_init=1).fit(values)
+    begun: list[int] = []
+    region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: begun.append(threading.get_native_id()))
+    another_openmp().GOMP_parallel(region, None, 0, 0)
+    assert len(set(begun)) == another_openmp().omp_get_max_threads()
     layer = torch.nn.Conv2d(3, 8, 3)
     layer(torch.randn(8, 3, 64, 64)).sum().backward()
 

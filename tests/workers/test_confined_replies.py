@@ -24,72 +24,102 @@ pytestmark = [
 ]
 
 _CALLER = Path(__file__).with_name("confined_caller.py")
+_GIVEN = {"a": [1, 2.5, None, "text"], "b": {"c": True}}
+#: Whether our errors stay what they are. Two say something about the caller's host: no app is believed that.
+_OURS = {"ConfigError": True, "InvalidResultError": True, "LeaseTimeoutError": False, "WorkerStartError": False}
+_SHAPES = ("bare", "error", "a reply of other workers")
+_NOTHING = {
+    "seconds": "x",
+    "names": {"a": 1},
+    "variables": 5,
+    "n": "many",
+    "total": [],
+    "desc": 7,
+    "gpus": 3,
+}
+_TOLD = ("importing", "imported", "progress", "gpu_memory", "gpu_used", "no_cuda", "out_of_memory", "x")
+_EVENTS_SENT: list[dict[str, Any]] = [{"event": kind, **_NOTHING} for kind in _TOLD]
+_EVENTS_SENT += [{"event": ["progress"]}, {"event": "imported", "names": ["antigravity"]}]
+
+Found = dict[str, dict[str, Any]]
 
 
-def call(task: str, *arguments: Any, method: str = "forkserver", kind: str = "confined") -> dict[str, Any]:
-    """Run a task of confined_tasks in a program of its own; return what that found."""
-    line = [sys.executable, str(_CALLER), task, method, kind, repr(arguments)]
+@pytest.fixture(scope="module")
+def markers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a pickle that is read leaves a file, for each call."""
+    return tmp_path_factory.mktemp("markers")
+
+
+def made(method: str, kind: str, *calls: list[Any]) -> Found:
+    """Run tasks of confined_tasks in a program of its own; return what that found, by the names of calls."""
+    line = [sys.executable, str(_CALLER), method, kind, json.dumps(calls)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: Found = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_value_comes_as_data(method: str) -> None:
-    given = {"a": [1, 2.5, None, "text"], "b": {"c": True}}
-    found = call("value", given, method=method)
-    assert found["unpickled"] == []
-    assert found["value"] == given
+@pytest.fixture(scope="module")
+def forked(markers: Path) -> Found:
+    calls: list[list[Any]] = [["value", "value", _GIVEN], ["raises", "raises", str(markers / "raises")]]
+    calls += [[name, "raises_ours", name] for name in _OURS]
+    calls += [["object", "returns_object", str(markers / "object")]]
+    calls += [[shape, "leaves_pickle", str(markers / shape), shape] for shape in _SHAPES]
+    calls += [["sends", "sends", *_EVENTS_SENT], ["much", "writes_much", 128 << 20]]
+    return made("forkserver", "confined", *calls)
+
+
+@pytest.fixture(scope="module", params=["forkserver", "spawn"])
+def found(request: pytest.FixtureRequest, markers: Path, forked: Found) -> Found:
+    """A value and an exception, with both start methods."""
+    if request.param == "forkserver":
+        return forked
+    calls = ["value", "value", _GIVEN], ["raises", "raises", str(markers / "raises")]
+    return made("spawn", "confined", *calls)
+
+
+def test_a_value_comes_as_data(found: Found) -> None:
+    assert found["value"]["unpickled"] == []
+    assert found["value"]["value"] == _GIVEN
+
+
+def test_an_exception_comes_as_type_and_text(found: Found, markers: Path) -> None:
+    assert found["raises"]["error"] == "WorkerTaskError"
+    assert f"raised confined_tasks.BombError: {markers / 'raises'}" in found["raises"]["text"]
+    assert found["raises"]["unpickled"] == []
+    assert not (markers / "raises").exists()
 
 
 def test_other_workers_are_unpickled(tmp_path: Path) -> None:
     """Which the tests here would see."""
-    assert call("value", 1, kind="free")["unpickled"] != []
     marker = tmp_path / "made"
-    call("returns_object", str(marker), kind="free")
+    free = made("forkserver", "free", ["value", "value", 1], ["object", "returns_object", str(marker)])
+    assert free["value"]["unpickled"] != []
     assert marker.exists()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_an_exception_comes_as_type_and_text(tmp_path: Path, method: str) -> None:
-    marker = tmp_path / "made"
-    found = call("raises", str(marker), method=method)
-    assert found["error"] == "WorkerTaskError"
-    assert f"raised confined_tasks.BombError: {marker}" in found["text"]
-    assert found["unpickled"] == []
-    assert not marker.exists()
+@pytest.mark.parametrize("raised", _OURS)
+def test_which_of_our_errors_a_confined_app_can_raise(raised: str, forked: Found) -> None:
+    seen = raised if _OURS[raised] else "WorkerTaskError"
+    assert (forked[raised]["error"], forked[raised]["unpickled"]) == (seen, [])
+    assert "as it is said there" in forked[raised]["text"]
 
 
-@pytest.mark.parametrize(
-    ("raised", "seen"),
-    [
-        ("ConfigError", "ConfigError"),
-        ("InvalidResultError", "InvalidResultError"),
-        # These say something about the caller's host, which an app must not be believed.
-        ("LeaseTimeoutError", "WorkerTaskError"),
-        ("WorkerStartError", "WorkerTaskError"),
-    ],
-)
-def test_which_of_our_errors_a_confined_app_can_raise(raised: str, seen: str) -> None:
-    found = call("raises_ours", raised)
-    assert (found["error"], found["unpickled"]) == (seen, [])
-    assert "as it is said there" in found["text"]
+@pytest.mark.parametrize("shape", ["object", *_SHAPES])
+def test_an_object_is_refused_in_the_worker_and_no_pickle_is_read(
+    shape: str, forked: Found, markers: Path
+) -> None:
+    assert forked[shape]["error"] == "InvalidResultError"
+    assert (forked[shape]["unpickled"], (markers / shape).exists()) == ([], False)
 
 
-def test_an_object_is_refused_in_the_worker(tmp_path: Path) -> None:
-    marker = tmp_path / "made"
-    found = call("returns_object", str(marker))
-    assert found["error"] == "InvalidResultError"
-    assert (found["unpickled"], marker.exists()) == ([], False)
+def test_events_with_wrong_fields_do_no_harm(forked: Found) -> None:
+    assert (forked["sends"]["value"], forked["sends"]["unpickled"]) == ("done", [])
 
 
-@pytest.mark.parametrize("shape", ["bare", "error", "a reply of other workers"])
-def test_a_pickle_in_the_place_of_the_reply_is_not_read(tmp_path: Path, shape: str) -> None:
-    marker = tmp_path / "made"
-    found = call("leaves_pickle", str(marker), shape)
-    assert found["error"] == "InvalidResultError"
-    assert (found["unpickled"], marker.exists()) == ([], False)
+def test_a_line_without_an_end_does_not_fill_the_memory_of_the_caller(forked: Found) -> None:
+    assert forked["much"]["unpickled"] == []
+    assert forked["much"]["peak_kib"] - forked["sends"]["peak_kib"] < 64 << 10
 
 
 def _file(head: bytes, rest: bytes = b"", size: int | None = None) -> bytes:
@@ -120,29 +150,6 @@ def test_bytes_that_are_no_reply_are_refused(data: bytes, size: int | None) -> N
         file.truncate(len(data) if size is None else size)
         with pytest.raises(InvalidResultError, match="left no result that can be read"):
             confined_replies.read_reply(file.fileno())
-
-
-def test_events_with_wrong_fields_do_no_harm() -> None:
-    nothing = {
-        "seconds": "x",
-        "names": {"a": 1},
-        "variables": 5,
-        "n": "many",
-        "total": [],
-        "desc": 7,
-        "gpus": 3,
-    }
-    kinds = ("importing", "imported", "progress", "gpu_memory", "gpu_used", "no_cuda", "out_of_memory", "x")
-    told = [{"event": kind, **nothing} for kind in kinds]
-    told += [{"event": ["progress"]}, {"event": "imported", "names": ["antigravity"]}]
-    found = call("sends", *told)
-    assert (found["value"], found["unpickled"]) == ("done", [])
-
-
-def test_a_line_without_an_end_does_not_fill_the_memory_of_the_caller() -> None:
-    found, usual = call("writes_much", 128 << 20), call("value", 1)
-    assert found["unpickled"] == []
-    assert found["peak_kib"] - usual["peak_kib"] < 64 << 10
 
 
 _ANY = st.recursive(
