@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -169,27 +167,12 @@ def _fail(kind: str, text: str) -> None:
     raise {"ValueError": ValueError, "KeyError": KeyError, "MemoryError": MemoryError}[kind](text)
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _child(path: str) -> None:
     """Start a process as a DataLoader starts its workers: it has all that this one has open."""
     pid = os.fork()
     if pid == 0:
         _tell(path)
         os.execv(sys.executable, [sys.executable, "-c", SLEEP]) if path.endswith("exec") else time.sleep(600)
-
-
-def _program(path: str) -> None:
-    """Start another program."""
-    process = subprocess.Popen([sys.executable, "-c", SLEEP])
-    Path(path).write_text(str(process.pid))
-
-
-def _set(name: str, value: str) -> str | None:
-    os.environ[name] = value
-    return os.environ.get(name)
 
 
 def _sleep(seconds: float) -> None:
@@ -225,10 +208,7 @@ _STEPS = {
     "spoil": _spoil,
     "check": _check,
     "fail": _fail,
-    "kill": _kill,
     "child": _child,
-    "program": _program,
-    "set": _set,
     "sleep": _sleep,
     "use": _use,
 }

@@ -107,36 +107,28 @@ class TestWorker:
             way: [path for path in paths if path in CONFINED] for way, paths in ways
         }
 
-    def test_a_descriptor_that_was_left_open_is_closed(self, found: dict[str, Any]) -> None:
-        assert found["left open"] == "EBADF"
-
-    def test_nobody_makes_another_file_for_a_device(self, found: dict[str, Any]) -> None:
-        assert found["made"] == "EACCES"
-
-    def test_everything_else_is_as_before(self, found: dict[str, Any]) -> None:
-        assert found["else"] == "text"
-
-    def test_a_worker_has_no_rules_to_add_to(self, found: dict[str, Any]) -> None:
-        assert found["rules left open"] == 0
-
-    def test_devices_are_refused_at_another_place_too(self, found: dict[str, Any]) -> None:
-        assert found["elsewhere"] == {"here": [], "thread": [], "program": [], "link": []}
-
-    def test_off(self, found: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        ("tried", "came"),
+        {
+            "left open": "EBADF",  # a descriptor of its caller
+            "made": "EACCES",  # another file for a device
+            "else": "text",  # is as before
+            "rules left open": 0,  # to add to
+            "elsewhere": {"here": [], "thread": [], "program": [], "link": []},  # devices at another place
+        }.items(),
+    )
+    def test_what_else_a_worker_can(self, found: dict[str, Any], tried: str, came: object) -> None:
+        assert found[tried] == came
         assert found["off"]["here"] == FILES
 
     def test_it_is_said_where_there_is_none(self, found: dict[str, Any]) -> None:
         assert found["said"] == ["call: no GPU guard: it runs in its caller's own process"]
         assert "a plain flwr-clientapp imports" in str(found["outside of workers"])
-
-    def test_required_where_there_is_no_worker(self, found: dict[str, Any]) -> None:
         assert "this call has no worker of its own" in found["without a worker"]
 
 
 @needs_landlock
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-@needs_landlock
-@pytest.mark.timeout(180)
 def test_a_guarded_worker_starts_no_fork_server_for_others(tmp_path: Path) -> None:
     device = tmp_path / "nvidia9"
     device.touch()
@@ -219,9 +211,6 @@ def test_where_the_kernel_cannot(
         guard.check({"FLOWER_GPU_GUARD": "require"})
     monkeypatch.setenv("FLOWER_GPU_GUARDED", "/dev/full")
     assert guard.describe().startswith("no GPU guard: apps can use any GPU of this host")
-    for command in (
-        ["supernode", "--gpu-guard", "require", "--", "--insecure"],
-        ["supernode", "--count", "2", "--gpu-guard", "require", "--", "--insecure"],
-    ):
-        assert cli.main(command) == 2
+    for count in ([], ["--count", "2"]):
+        assert cli.main(["supernode", *count, "--gpu-guard", "require", "--", "--insecure"]) == 2
         assert "--gpu-guard require" in capsys.readouterr().err

@@ -34,11 +34,11 @@ def main() -> None:
     pickle.Unpickler = Recording  # type: ignore[misc]
     sys.addaudithook(lambda event, args: seen.append(str(args)) if event == "pickle.find_class" else None)
 
+    import light_servers
+
     from flower_gpu.calls.runner import run_call
     from flower_gpu.calls.settings import call_settings
     from flower_gpu.flower.confine import Allowed, for_message
-
-    import light_servers
 
     light_servers.begin()
     method, kind, calls = sys.argv[1:]

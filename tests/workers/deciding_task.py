@@ -12,8 +12,8 @@ COUNT = torch.cuda.device_count()
 ACCELERATOR = torch.accelerator.is_available()
 
 
-def load() -> None:
-    """Load nothing: the module is there."""
+def load(**_: str) -> None:
+    """Load nothing: the module is there. Other arguments are for other fork servers."""
 
 
 def seen() -> dict[str, Any]:

@@ -37,7 +37,7 @@ def squares_of_pools() -> list[list[int]]:
     """Ask processes of a pool, started in each way that there is."""
     found = []
     for method in ("fork", "forkserver", "spawn"):
-        with multiprocessing.get_context(method).Pool(2) as pool:
+        with multiprocessing.get_context(method).Pool(1) as pool:
             found.append(pool.map(square, range(4)))
     return found
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import Run, children_of, is_running, wait_until
+from processes import SUPERVISED, Run, children_of, is_running, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -86,7 +86,11 @@ def read_pids(process: subprocess.Popen[str], lines: int = 1) -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize("to", ["group", "caller"])
+@pytest.mark.parametrize(
+    ("to", "start_method"),
+    [*(("group", method) for method in SUPERVISED), ("caller", "forkserver")],
+    indirect=["start_method"],
+)
 def test_ctrl_c(to: str, start_method: str, run: Run, caller: Callable[..., subprocess.Popen[str]]) -> None:
     """A terminal sends it to the whole group."""
     process = caller(INTERRUPTED, start_method)

@@ -26,17 +26,14 @@ pytestmark = [
 _CALLER = Path(__file__).with_name("confined_caller.py")
 _GIVEN = {"a": [1, 2.5, None, "text"], "b": {"c": True}}
 #: Whether our errors stay what they are. Two say something about the caller's host: no app is believed that.
-_OURS = {"ConfigError": True, "InvalidResultError": True, "LeaseTimeoutError": False, "WorkerStartError": False}
-_SHAPES = ("bare", "error", "a reply of other workers")
-_NOTHING = {
-    "seconds": "x",
-    "names": {"a": 1},
-    "variables": 5,
-    "n": "many",
-    "total": [],
-    "desc": 7,
-    "gpus": 3,
+_OURS = {
+    "ConfigError": True,
+    "InvalidResultError": True,
+    "LeaseTimeoutError": False,
+    "WorkerStartError": False,
 }
+_SHAPES = ("bare", "error", "a reply of other workers")
+_NOTHING = {"seconds": "x", "names": {"a": 1}, "variables": 5, "n": "many", "total": [], "desc": 7, "gpus": 3}
 _TOLD = ("importing", "imported", "progress", "gpu_memory", "gpu_used", "no_cuda", "out_of_memory", "x")
 _EVENTS_SENT: list[dict[str, Any]] = [{"event": kind, **_NOTHING} for kind in _TOLD]
 _EVENTS_SENT += [{"event": ["progress"]}, {"event": "imported", "names": ["antigravity"]}]
@@ -161,8 +158,7 @@ _FIELDS = sorted({name for fields in _EVENTS.values() for name in fields} | {"co
 
 
 @given(
-    kind=st.sampled_from(sorted(_EVENTS)),
-    fields=st.dictionaries(st.sampled_from(_FIELDS), _ANY, max_size=8),
+    kind=st.sampled_from(sorted(_EVENTS)), fields=st.dictionaries(st.sampled_from(_FIELDS), _ANY, max_size=8)
 )
 def test_a_taken_event_has_all_of_its_fields_and_nothing_else(kind: str, fields: dict[str, Any]) -> None:
     found = checked_event({**fields, "event": kind})

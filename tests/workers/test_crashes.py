@@ -165,8 +165,9 @@ HANGS = [
 
 
 #: What a worker tells of an error, and what it writes, is the same for all start methods; its end is not.
-OF_ALL = ("value_error", "no_such_function", "system_exit-no data here", "kill_itself-9", "segfault")
-OF_ALL += ("die_with_children", "close_everything", "leak_shared_memory-True", "killed_while_writing_the_reply")
+OF_ALL = {"value_error", "no_such_function", "system_exit-no data here", "kill_itself-9", "segfault"}
+OF_ALL |= {"die_with_children", "close_everything", "leak_shared_memory-True"}
+OF_ALL |= {"killed_while_writing_the_reply"}
 WAYS = [(case, way) for case in CRASHES for way in SUPERVISED if way == "forkserver" or str(case) in OF_ALL]
 
 
@@ -187,11 +188,7 @@ def test_crash(case: Crash, start_method: str, run: Run) -> None:
     indirect=["start_method"],
 )
 def test_timeout(
-    function: str,
-    says: list[str],
-    start_method: str,
-    run: Run,
-    after_reaching: Callable[..., BaseException],
+    function: str, says: list[str], start_method: str, run: Run, after_reaching: Callable[..., BaseException]
 ) -> None:
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
         error = after_reaching(

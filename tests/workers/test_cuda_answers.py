@@ -22,8 +22,9 @@ WITH_A_GPU = ("cuda", 1, True)
 WITHOUT = ("cpu", 0, False)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def servers() -> Iterator[Path]:
+    """What has imported torch is there for all tests; what has imported the module is of each test's own."""
     with forkservers.own_servers() as folder:
         yield folder
 
@@ -87,9 +88,11 @@ def test_what_pytorch_would_ask_cuda_for(
         host.fail_init(nvml_stub.DRIVER_NOT_LOADED)
     for card in {"one hidden": [0], "all hidden": [0, 1]}.get(mode, []):
         host.fail("nvmlDeviceGetHandleByIndex_v2", nvml_stub.NO_PERMISSION, card)
-    caller = Caller(env=env, preload=[(f"{MODULE}:load", {})])
+    before = {log: log.read_text() for log in servers.glob("*.log")}
+    arguments = {"mode": mode, "visible": f"{visible}"}
+    caller = Caller(env=env, preload=[(f"{MODULE}:load", arguments)], without=frozenset())
     check(caller.run(f"{MODULE}:seen"), expected)
     caller.close()
-    told = "".join(log.read_text() for log in servers.glob("*.log"))
+    told = "".join(log.read_text().removeprefix(before.get(log, "")) for log in servers.glob("*.log"))
     assert told.count("a module asked for GPUs when it was imported for all workers") == bool(said)
     assert said in told

@@ -54,6 +54,7 @@ def main(grid, context):
     exec(context.run_config["do"], globals())
 """
 WAIT = "tell(); time.sleep(600)"
+UNTIL_CLOSED = "tell(); sys.stdin.read(); print('done', flush=True)"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,7 +137,6 @@ def test_under_a_debugger_or_with_another_start_method_it_is_in_the_command_itse
 @pytest.mark.parametrize(
     ("do", "status", "text"),
     [
-        ("tell()", 0, ""),
         ("raise ValueError('no')", 1, "ValueError: no"),
         ("sys.exit(7)", 7, ""),
         (
@@ -177,33 +177,11 @@ def test_it_ends_when_the_command_is_killed(app: Path) -> None:
     assert control.status(), "the server goes on"
 
 
-def test_it_goes_on_when_the_fork_server_is_killed(app: Path) -> None:
-    with running(app, "tell(); time.sleep(3); print('done', flush=True)") as (process, found):
-        os.kill(found["parent"], signal.SIGKILL)
-        output, errors = process.communicate(timeout=60)
-        assert output == "done\n"
-        assert "how simulate told has ended is not known: the fork server was ended" in errors
-        assert process.returncode == 255
-
-
-def test_it_holds_its_fork_server_that_is_told_to_stop(app: Path) -> None:
-    with running(app, "tell(); sys.stdin.read(); print('done', flush=True)", stdin=subprocess.PIPE) as (
-        process,
-        found,
-    ):
-        assert control.stop()
-        time.sleep(1.5)
-        assert is_running(found["parent"])
-        output, _ = process.communicate("", timeout=60)
-        assert (output, process.returncode) == ("done\n", 0)
-    assert until(lambda: not is_running(found["parent"]))
-
-
 def test_what_it_leaves_behind_ends_with_it(app: Path) -> None:
     do = (
         "sleeps = 'setsid sleep 600 >/dev/null 2>&1 & echo $!'; "
         "child = subprocess.run(sleeps, shell=True, capture_output=True); "
-        "time.sleep(3); pid = int(child.stdout); tell(left=pid, lives=os.path.exists(f'/proc/{pid}'))"
+        "time.sleep(1); pid = int(child.stdout); tell(left=pid, lives=os.path.exists(f'/proc/{pid}'))"
     )
     done, found = run(app, do)
     assert done.returncode == 0, done.stderr
@@ -253,3 +231,26 @@ def test_ctrl_z_stops_it_until_it_is_to_go_on(app: Path) -> None:
         assert until(lambda: state(process.pid) == "T" and state(found["pid"]) == "T")
         process.send_signal(signal.SIGCONT)
         assert until(lambda: state(process.pid) != "T" and state(found["pid"]) != "T")
+
+
+# The next ones end the server.
+
+
+def test_it_holds_its_fork_server_that_is_told_to_stop(app: Path) -> None:
+    with running(app, UNTIL_CLOSED, stdin=subprocess.PIPE) as (process, found):
+        assert control.stop()
+        time.sleep(0.5)
+        assert is_running(found["parent"])
+        output, _ = process.communicate("", timeout=60)
+        assert (output, process.returncode) == ("done\n", 0)
+    assert until(lambda: not is_running(found["parent"]))
+
+
+def test_it_goes_on_when_the_fork_server_is_killed(app: Path) -> None:
+    with running(app, UNTIL_CLOSED, stdin=subprocess.PIPE) as (process, found):
+        os.kill(found["parent"], signal.SIGKILL)
+        assert until(lambda: not is_running(found["parent"]))
+        output, errors = process.communicate("", timeout=60)
+        assert output == "done\n"
+        assert "how simulate told has ended is not known: the fork server was ended" in errors
+        assert process.returncode == 255

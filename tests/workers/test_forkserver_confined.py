@@ -175,10 +175,7 @@ def test_a_worker_has_no_variables_of_other_callers(tmp_path: Path) -> None:
         return {f"OF_{name}_{one}": value(name + one) for one in string.ascii_lowercase}
 
     first = run_in_worker("tasks_forkserver:server", **FORKSERVER)
-    with (
-        Client(env=many("another")) as other,
-        Client(env={"OF_CALLER": value("caller")}) as caller,
-    ):
+    with Client(env=many("another")) as other, Client(env={"OF_CALLER": value("caller")}) as caller:
         with Client(env=many("earlier")) as earlier:
             assert earlier.call("tasks_forkserver:server") == first
         other.send("tasks_forkserver:wait", str(started), str(until), env=many("given"))

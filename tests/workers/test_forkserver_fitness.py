@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 import forkservers
@@ -21,7 +20,7 @@ from processes import wait_until
 
 from flower_gpu.workers.forkserver import control, fitness
 
-pytestmark = forkservers.marks(timeout_s=120)
+pytestmark = forkservers.marks(timeout_s=120, own="folder")
 
 PACKAGES = {
     "reads_variable": 'import os\nVALUE = os.environ.get("READS_HOME", "none")\n',
@@ -36,30 +35,24 @@ PACKAGES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder() -> Iterator[Path]:
-    with forkservers.own_servers() as found:
-        yield found
+@pytest.fixture(scope="module")
+def python(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter with some more libraries."""
+    return forkservers.make_environment(tmp_path_factory.mktemp("fitness") / "venv", PACKAGES)
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with some more libraries; its fork server has learned them."""
-    python = forkservers.make_environment(tmp_path_factory.mktemp("fitness") / "venv", PACKAGES)
-    with Client(python) as first:
-        first.call("tasks_forkserver:uses", *PACKAGES)
-    return python
+def first(python: str) -> Iterator[Client]:
+    """A caller without special wishes."""
+    with Client(python) as caller:
+        yield caller
 
 
 @pytest.fixture
-def learned(python: str) -> str:
+def learned(python: str, first: Client) -> str:
     """Return the interpreter, once a server without special wishes has all libraries."""
-    with Client(python) as first:
-
-        def is_there() -> bool:
-            return all(first.call("tasks_forkserver:uses", *PACKAGES))
-
-        assert wait_until(is_there, timeout_s=60), control.status()
+    is_there = lambda: all(first.call("tasks_forkserver:uses", *PACKAGES))  # noqa: E731
+    assert wait_until(is_there, timeout_s=60), control.status()
     return python
 
 
@@ -280,12 +273,6 @@ class TestInherited:
             with Client(python) as other:
                 forked = other.call("tasks_forkserver:inherited")
                 assert forked == other.call("tasks_forkserver:inherited", start_method="spawn")
-
-    def test_random_numbers(self) -> None:
-        with Client() as caller:  # with torch, which has some of its own
-            draws: list[Any] = [caller.call("tasks_forkserver:drawn") for _ in range(4)]
-        for column in zip(*draws, strict=True):
-            assert len(set(column)) == 4
 
 
 def test_a_library_that_catches_every_error_does_not_go_on_with_half_of_its_work(tmp_path: Path) -> None:

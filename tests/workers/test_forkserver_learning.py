@@ -84,25 +84,17 @@ class TestLibraries:
             assert first.call("tasks_forkserver:uses", "harmless_too") == [False]
             server = learn(first, "harmless", "harmless_too")
             for caller in (first, second):
-                assert caller.call("tasks_forkserver:loaded_before", "harmless", "harmless_too") == [
-                    True,
-                    True,
-                ]
+                assert caller.call("tasks_forkserver:loaded_before", "harmless", "harmless_too") == [True] * 2
                 assert caller.call("tasks_forkserver:server") == server.pid
             assert server.users == 1  # the other one came later
             assert not control.stop(if_unused=True)
-
-    def test_the_stack_of_a_worker_has_nothing_of_its_servers(self, python: str) -> None:
-        with Client(python) as caller:
-            learn(caller, "harmless")  # so that there were two of them
-            stack = caller.call("tasks_forkserver:stack")
-        assert stack[:2] == ["<module>", "main"] and stack[-1] == "stack"
-        assert not {"_on_fork", "_on_learn", "_grow"} & set(stack)
-
-    def test_what_it_does_to_the_root_logger_is_not(self, python: str) -> None:
-        with Client(python) as caller:
-            learn(caller, "logs")
-            assert caller.call("tasks_forkserver:root_logger", "logs") == [[], "WARNING"]
+            # There were two servers: the stack of a worker has nothing of them.
+            stack = first.call("tasks_forkserver:stack")
+            assert stack[:2] == ["<module>", "main"] and stack[-1] == "stack"
+            assert not {"_on_fork", "_on_learn", "_grow"} & set(stack)
+            # What a library does to the root logger is not there.
+            learn(first, "logs")
+            assert first.call("tasks_forkserver:root_logger", "logs") == [[], "WARNING"]
 
     def test_so_are_modules_of_this_package_where_it_is_installed_in_place(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:
@@ -157,19 +149,19 @@ class TestLibraries:
             assert caller.call("tasks_forkserver:loaded_before", "harmless") == [True]
             assert only_server().pid != server
 
-    @pytest.mark.parametrize("library", ["touches_cuda", "starts_thread", "crashes"])
-    def test_one_that_does_harm_is_not_learned(self, library: str, python: str, driver: str) -> None:
+    def test_one_that_does_harm_is_not_learned(self, python: str, driver: str) -> None:
         """Workers import it themselves, each for itself."""
+        harmful = ("touches_cuda", "starts_thread", "crashes")
         with Client(python, {"DRIVER": driver}) as caller:
             server = caller.call("tasks_forkserver:server")
-            assert caller.call("tasks_forkserver:uses", library) == [False]
-            refusing = until_only(lambda status: library in status.refused)
-            assert (refusing.pid, library in refusing.libraries) == (server, False)
-            for _ in range(2):
+            for library in harmful:
+                assert caller.call("tasks_forkserver:uses", library) == [False]
+                refusing = until_only(lambda status, library=library: library in status.refused)
+                assert (refusing.pid, library in refusing.libraries) == (server, False)
                 assert caller.call("tasks_forkserver:uses", library) == [False]
             assert only_server().pid == server
             learn(caller, "harmless")
-            assert library not in only_server().libraries
+            assert not {*harmful} & {*only_server().libraries}
 
     def test_one_that_hangs(self, python: str, tmp_path: Path) -> None:
         """The server works on meanwhile, gives it up in the end, and ends at once when it is told to."""
@@ -210,7 +202,7 @@ class TestLibraries:
         self, python: str, environment: Path
     ) -> None:
         site = forkservers.site_packages(environment)
-        new = [f"another{number}" for number in range(4)]
+        new = [f"another{number}" for number in range(3)]
         for name in new:
             forkservers.install(site, name, "import time; time.sleep(0.2)\n")
         with forkservers.own_servers(light=True), Client(python) as learning, Client(python) as busy:
@@ -225,7 +217,7 @@ class TestLibraries:
                             servers.add(run_in_worker("tasks_forkserver:nap", 0.05))
                         except BaseException as error:
                             errors.append(repr(error))
-                threads = [threading.Thread(target=work) for _ in range(6)]
+                threads = [threading.Thread(target=work) for _ in range(4)]
                 for thread in threads: thread.start()
                 """
             )

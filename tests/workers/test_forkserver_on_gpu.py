@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cuda_stub
@@ -19,34 +19,17 @@ from flower_gpu.workers.forkserver import control
 pytestmark = forkservers.marks(timeout_s=150)
 
 TASK = "tasks_forkserver:libraries_of_cudnn"
-ALL = [
-    "",
-    "_adv",
-    "_cnn",
-    "_engines_precompiled",
-    "_engines_runtime_compiled",
-    "_graph",
-    "_heuristic",
-    "_ops",
-]
+ALL = "", "_adv", "_cnn", "_engines_precompiled", "_engines_runtime_compiled", "_graph", "_heuristic", "_ops"
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> cuda_stub.Host:
-    if (reason := cuda_stub.reason_not_to_run()) is not None:
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("on_gpu")
-    made = cuda_stub.Host(folder / "host", gpus=1)
-    ledger = folder / "ledger"
+@pytest.fixture
+def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[cuda_stub.Host]:
+    made = cuda_host(gpus=1)
+    ledger = tmp_path / "ledger"
     ledger.mkdir()
     made.env["FLOWER_GPU_LEDGER_DIR"] = str(ledger)
-    return made
-
-
-@pytest.fixture(autouse=True)
-def folder() -> Iterator[Path]:
-    with forkservers.own_servers() as found:
-        yield found
+    with forkservers.own_servers():
+        yield made
 
 
 def parts(files: list[str]) -> list[str]:
@@ -60,28 +43,19 @@ def thread_count(pid: int) -> int:
 
 
 def test_a_call_with_a_gpu_finds_them(host: cuda_stub.Host) -> None:
-    """They are loaded once, when the first such call comes, and leave a server that can still be forked."""
+    """They are loaded once, when the first such call comes, and leave a server that can still be forked.
+
+    What they have read is that of the caller: cuDNN reads how much it logs while it is loaded.
+    """
     with Client(env=dict(host.env)) as caller:
         assert parts(caller.call(TASK, gpu="never")) == [""]
-        assert parts(caller.call(TASK, gpu="require")) == ALL
+        assert parts(caller.call(TASK, gpu="require")) == [*ALL]
         assert caller.call("tasks_forkserver:allocates", gpu="require") > 0
-        assert parts(caller.call(TASK, gpu="never")) == ALL  # a new server would have none
+        assert parts(caller.call(TASK, gpu="never")) == [*ALL]  # a new server would have none
         assert thread_count(only_server().pid) == 1
-
-
-def test_on_a_host_without_gpus_they_are_not_loaded() -> None:
-    with Client() as caller:
-        assert parts(caller.call(TASK)) == [""]
-        assert parts(caller.call(TASK)) == [""]
-
-
-def test_what_they_have_read_is_that_of_the_caller(host: cuda_stub.Host) -> None:
-    """cuDNN reads how much it logs while it is loaded."""
-    with Client(env=dict(host.env)) as first:
-        assert parts(first.call(TASK, gpu="require")) == ALL
         name = only_server().name
         with Client(env={**host.env, "CUDNN_LOGLEVEL_DBG": "0"}) as other:
-            assert parts(other.call(TASK, gpu="require")) == ALL
+            assert parts(other.call(TASK, gpu="require")) == [*ALL]
             assert len({name, *(server.name for server in control.status())}) == 2
 
 

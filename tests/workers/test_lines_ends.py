@@ -79,7 +79,7 @@ def test_workers_that_die_between_calls_are_never_waited_for(caller: Caller) -> 
     """Whatever the worker has read of the next call by then."""
 
     def use() -> None:
-        for _ in range(100):
+        for _ in range(40):
             pid, _ = caller.run("tasks_lines:count", calls=10_000)
             os.kill(pid, signal.SIGKILL)
 

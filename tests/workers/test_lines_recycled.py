@@ -52,13 +52,7 @@ def test_a_worker_runs_as_many_calls_as_it_may(caller: Caller) -> None:
     ("task", "arguments", "error", "text"),
     [
         ("value_error", (), ValueError, "."),
-        ("os_exit", (7,), WorkerDiedError, "exited with code 7 after"),
-        (
-            "system_exit",
-            (0,),
-            WorkerDiedError,
-            r"code 0 \(sys.exit in crash_tasks.py, line \d+\)",
-        ),
+        ("system_exit", (0,), WorkerDiedError, r"code 0 \(sys.exit in crash_tasks.py, line \d+\)"),
         ("kill_itself", (9,), WorkerDiedError, "killed by SIGKILL"),
     ],
 )
@@ -116,7 +110,7 @@ def test_arguments_that_a_module_keeps_stay_as_they_are(caller: Caller) -> None:
 
 def test_a_shared_model_in_many_calls(caller: Caller) -> None:
     """What is sent again and again is written once; each call sees the model that it was sent."""
-    for round_ in range(3):
+    for round_ in range(2):
         model = np.full(LARGE, float(round_)).tobytes()
         for _ in range(4):
             (seen,) = caller.run("plain_tasks:echo", model, calls=3)
@@ -126,8 +120,8 @@ def test_a_shared_model_in_many_calls(caller: Caller) -> None:
 def test_late_events_of_a_call_end_nothing(caller: Caller) -> None:
     """A thread that a call left behind goes on to send while others run."""
     seen: list[dict[str, Any]] = []
-    caller.run("tasks_lines:chatter_later", 200, calls=100)
-    for _ in range(50):
+    caller.run("tasks_lines:chatter_later", 100, calls=100)
+    for _ in range(20):
         assert caller.run("plain_tasks:answer", calls=100, on_event=without_phases(seen), timeout_s=30) == 42
 
 
@@ -141,8 +135,8 @@ def test_one_worker_does_not_grow(caller: Caller) -> None:
         pid = caller.pids[-1]
         return [descriptors_of(pid), resident_bytes(pid)]
 
-    before, after = use(20), use(150)
-    assert len({caller.pids[-1], caller.pids[-170], pid}) == 1
+    before, after = use(20), use(80)
+    assert len({caller.pids[-1], caller.pids[-100], pid}) == 1
     assert after[0] == before[0]
     assert after[1] - before[1] < 8 << 20
 

@@ -59,7 +59,7 @@ def held(pid: int) -> Held:
 def server() -> Iterator[int]:
     """A server that has settled, and a caller whose caches are warm."""
     with forkservers.own_servers(light=True):
-        call_in_threads(THREADS * 5)
+        call_in_threads(THREADS * 3)
         yield only_server().pid
 
 
@@ -84,9 +84,9 @@ def test_nothing_is_left(server: int) -> None:
     processes = {process.pid for process in all_processes() if process.parent in before}
     calls_before = only_server().calls
 
-    assert {call(number) for number in range(50)} == call_in_threads(150) == {server}
+    assert {call(number) for number in range(25)} == call_in_threads(75) == {server}
 
-    assert only_server().calls == calls_before + 200
+    assert only_server().calls == calls_before + 100
     assert wait_until(lambda: held(server).descriptors <= before[server].descriptors)
     for pid in before:
         assert zombies_of(pid) == []
@@ -121,8 +121,8 @@ def test_one_death_fails_one_call(start_method: str, run: Run) -> None:
             return f"died {error.exitcode}"
 
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(call, range(8)))
-    assert results == [f"({number},)" if number % 2 == 0 else "died -9" for number in range(8)]
+        results = list(pool.map(call, range(4)))
+    assert results == ["(0,)", "died -9", "(2,)", "died -9"]
 
 
 def test_both_start_methods_and_calls_in_this_process_at_once(run: Run) -> None:
@@ -133,7 +133,7 @@ def test_both_start_methods_and_calls_in_this_process_at_once(run: Run) -> None:
         return int(run_in_worker("plain_tasks:count_without_length", number, start_method=method))
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(call, range(24))) == list(range(24))
+        assert list(pool.map(call, range(12))) == list(range(12))
     last = {line["client"]: line["n"] for line in run.events("progress")}
     assert set(last) == {"server"}
     from flower_gpu.workers import events
@@ -186,7 +186,7 @@ def test_calls_in_this_process_leave_its_environment_as_it_was(run: Run) -> None
 
     def call(number: int) -> None:
         together.wait(timeout=30)
-        for _ in range(20):
+        for _ in range(5):
             run_in_worker("plain_tasks:echo", number, start_method="in-process", gpu="never")
 
     with ThreadPoolExecutor(8) as pool:

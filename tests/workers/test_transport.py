@@ -69,11 +69,6 @@ def test_plain_values(run: Run) -> None:
     assert run_in_worker("plain_tasks:echo", **named) == ((), named)
 
 
-def test_result_without_a_value(run: Run) -> None:
-    assert run_in_worker("plain_tasks:echo") == ()
-    assert run_in_worker("builtins:print") is None
-
-
 def test_objects_are_refused_with_their_place(start_method: str, run: Run) -> None:
     objects = np.array([1, "a", None], dtype=object)
     with pytest.raises(InvalidResultError, match=r"result\[1\]\['x'\] is an array of objects .*numeric"):
@@ -122,7 +117,7 @@ def test_broadcast_arrays_stay_small(run: Run) -> None:
     assert arrived[-1, -1].tolist() == [0, 1, 2]
 
 
-def test_processes_of_the_worker_do_not_change_its_arrays(start_method: str, run: Run) -> None:
+def test_processes_of_the_worker_do_not_change_its_arrays(run: Run) -> None:
     def task(array: np.ndarray) -> np.ndarray:
         pid = os.fork()
         if pid == 0:
@@ -133,7 +128,7 @@ def test_processes_of_the_worker_do_not_change_its_arrays(start_method: str, run
         return array
 
     array = np.zeros(300_000)
-    assert (run_in_worker(task, array, start_method=start_method) == 1).all()
+    assert (run_in_worker(task, array) == 1).all()
 
 
 #: More than one system call takes: just under 2 GiB.

@@ -81,27 +81,26 @@ def test_the_worker_searches_the_path_of_its_caller(
     assert found["group"] == found["pid"] != os.getpgrp()
 
 
-NAMED_LIKE_A_LIBRARY = """
-    import os, sys
-    from flower_gpu import run_in_worker
-    for method in sys.argv[1:]:
-        assert run_in_worker("plain_tasks:answer", start_method=method) == 42
-        print("optimized", sys.flags.optimize, run_in_worker(lambda: __debug__, start_method=method))
-"""
-
-
-def test_interpreter_options(run_script: RunScript) -> None:
-    done = run_script(NAMED_LIKE_A_LIBRARY, *SUPERVISED, flags=("-O",), env=WITH_TASKS)
-    assert done.stdout == "optimized 1 False\n" * 3
-
-
-def test_safe_path_holds_in_the_worker(run_script: RunScript, tmp_path: Path) -> None:
+def test_interpreter_options_and_a_safe_path(run_script: RunScript, tmp_path: Path) -> None:
     """With PYTHONSAFEPATH the working folder and the script's are not searched."""
-    env = {**WITH_TASKS, "PYTHONSAFEPATH": "1"}
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')\n")
     (tmp_path / "signal.py").write_text("raise RuntimeError('the wrong signal')\n")
-    done = run_script(NAMED_LIKE_A_LIBRARY, *SUPERVISED, env=env, cwd=tmp_path)
-    assert done.stdout == "optimized 0 True\n" * 3
+    done = run_script(
+        """
+        import os, sys
+        import light_servers
+        from flower_gpu import run_in_worker
+        light_servers.begin()
+        for method in sys.argv[1:]:
+            assert run_in_worker("plain_tasks:answer", start_method=method) == 42
+            print("optimized", sys.flags.optimize, run_in_worker(lambda: __debug__, start_method=method))
+        """,
+        *SUPERVISED,
+        flags=("-O",),
+        env={**WITH_TASKS, "PYTHONSAFEPATH": "1"},
+        cwd=tmp_path,
+    )
+    assert done.stdout == "optimized 1 False\n" * 3
 
 
 @pytest.mark.skipif(
@@ -121,19 +120,14 @@ def test_working_folder_is_deleted(run_script: RunScript, tmp_path: Path) -> Non
     assert run_script(text, *SUPERVISED, env=env, cwd=folder).stdout == "42\n" * 3
 
 
-@pytest.mark.parametrize("arguments", [["-c"], ["-"]])
-def test_without_a_script_file(arguments: list[str]) -> None:
+@pytest.mark.parametrize("argument", ["-c", "-"])
+def test_without_a_script_file(argument: str) -> None:
     text = (
         "from flower_gpu import run_in_worker\n"
         f"print([run_in_worker(lambda: 42, start_method=method) for method in {SUPERVISED}])\n"
     )
-    done = subprocess.run(
-        [sys.executable, *arguments, *([text] if arguments == ["-c"] else [])],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    line = [sys.executable, argument, *([text] if argument == "-c" else [])]
+    done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[42, 42, 42]\n", "")
 
 
@@ -270,7 +264,9 @@ def test_output_is_utf8_whatever_the_locale_is(run_script: Callable[..., Any]) -
     done = run_script(
         """
         import os, sys
+        import light_servers
         from flower_gpu import run_in_worker
+        light_servers.begin()
 
         def task():
             print("caf\\u00e9")
@@ -283,7 +279,7 @@ def test_output_is_utf8_whatever_the_locale_is(run_script: Callable[..., Any]) -
                 print(ascii(str(error)[-4:]))
         """,
         *SUPERVISED,
-        env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        env={**WITH_TASKS, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
     )
     assert done.stdout == "caf\\xe9\n'caf\\xe9'\n" * 3
 

@@ -114,8 +114,6 @@ def starts_cuda() -> dict[str, str]:
     with multiprocessing.get_context("fork").Pool(1) as pool:  # before this process starts it
         found["fork"] = pool.apply(allocates)
     found["here"] = allocates()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found["spawned"] = pool.apply(allocates)
     found["worker"] = run_in_worker("thread_name_tasks:allocates", start_method="spawn")
     return found
 
