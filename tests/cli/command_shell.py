@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nvml_stub import Host
 from run_programs import run_python
+from waiting import until
 
 TESTS = Path(__file__).parents[1]
 USER = Path(__file__).with_name("lease_user.py")
@@ -116,10 +116,7 @@ class Shell:
         """Start a process that waits for a lease."""
         before = self.tickets()
         process = self.lease(label, asked, count)
-        deadline = time.monotonic() + 30
-        while self.tickets() <= before:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: self.tickets() > before)
         return process
 
     def tickets(self) -> int:

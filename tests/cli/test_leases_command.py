@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,6 @@ from typing import Any
 import pytest
 from command_shell import Shell
 from nvml_stub import GIB, Host
-
-from flower_gpu.printable import account_name
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,7 +57,8 @@ def test_the_text_and_the_json_are_those_of_the_documentation(shell: Shell, host
     assert documented == list(dict.fromkeys(keys))
 
 
-def test_who_is_killed_is_gone_at_once_and_lost_gpus_are_shown(shell: Shell, host: Host) -> None:
+def test_who_is_killed_is_gone_at_once_and_lost_and_no_gpus_are_shown(shell: Shell, host: Host) -> None:
+    assert shell("leases").startswith("no usable GPU: no NVIDIA driver here: libnvidia-ml.so.1 is missing")
     killed = shell.on(host).holder("fit of client 0", "0.5")
     killed.kill()
     killed.wait()
@@ -76,19 +73,3 @@ def test_who_is_killed_is_gone_at_once_and_lost_gpus_are_shown(shell: Shell, hos
     text = shell("leases")
     assert f"{host.uuids[0]}, not usable now" in text
     assert text.count("fit of client ?[2J?7 (pid") == 2
-
-
-def test_without_a_gpu_the_reason_is_told(shell: Shell) -> None:
-    assert shell("leases").startswith("no usable GPU: no NVIDIA driver here: libnvidia-ml.so.1 is missing")
-
-
-def test_a_stuck_mutex_is_an_error_that_names_who_has_it(shell: Shell, host: Host) -> None:
-    shell.on(host)("leases")  # makes it
-    with open(shell.ledger / "flower-gpu-leases.mutex") as mutex:
-        fcntl.flock(mutex, fcntl.LOCK_EX)
-        done = shell.run("leases")
-    assert done.returncode != 0
-    assert (
-        f"has been locked for 5 s by process {os.getpid()} of account {account_name(os.getuid())}"
-        in done.stderr
-    )

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 from command_shell import Shell
+from run_programs import run, run_python
+from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.cli.main import main
@@ -26,7 +27,6 @@ from flower_gpu.watch.report.totals import Totals
 
 pytestmark = pytest.mark.timeout(300)
 
-RUN_TIMEOUT_S = 140  # what a run of a second may take on a busy machine
 PYPROJECT = """
 [project]
 name = "counting"
@@ -47,7 +47,7 @@ folder = ""
 task.rate = 0.5
 
 [tool.flower-gpu.choices]
-mode = ["plain", "raise", "wait", "log"]
+mode = ["plain", "raise", "wait"]
 """
 APP = """
 import os, time
@@ -86,8 +86,7 @@ def main(grid, context):
 def train(message, context):
     config = context.run_config
     folder = Path(config["folder"])
-    if config["mode"] == "log":
-        log(INFO, "a client trains with %d others", 3)
+    log(INFO, "a client trains with %d others", 3)
     weights = message.content["arrays"]["w"].numpy()
     if config["mode"] == "wait" and weights[0] >= 1 and not (folder / "go").exists():
         (folder / "waits").touch()
@@ -124,9 +123,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def simulate(shell: Shell, folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), cwd=folder, env=shell.env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
-    )
+    return run(command(*arguments), cwd=folder, env=shell.env)
 
 
 Refusal = Callable[..., str]
@@ -177,7 +174,7 @@ def refusal(
             ["--clients", "3", "--rounds", "1", "-c", "num-server-rounds=1"],
             "--rounds and --run-config num-server-rounds give the same setting twice",
         ),
-        (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait, log"),
+        (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait"),
         (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients=4, but there are 3 clients"),
         (["--num-supernodes", "3", "-c", "none.toml"], "--run-config none.toml: No such file"),
         (
@@ -206,14 +203,10 @@ def test_what_cannot_be_used_is_refused_in_a_line(
     assert reason in refusal("app", *options)
 
 
-def test_a_folder_without_an_app_is_refused(refusal: Refusal) -> None:
-    assert "nothing is not a folder" in refusal("nothing", "--num-supernodes", "3")
-    assert "app/counting has no pyproject.toml" in refusal("app/counting", "--num-supernodes", "3")
-
-
-def test_the_folder_of_the_app_may_be_the_current_one(
+def test_a_folder_without_an_app_is_refused_and_that_of_the_app_may_be_the_current_one(
     refusal: Refusal, app: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert "nothing is not a folder" in refusal("nothing", "--clients", "3")
     assert ". has no pyproject.toml" in refusal("--clients", "3")
     monkeypatch.chdir(app)
     assert "counting knows plain" in refusal("--clients", "3", "-c", "mode='odd'")
@@ -252,14 +245,7 @@ from flower_gpu.cli import main as cli
 print(cli.main(["simulate", "app", "--num-supernodes", "3", "-c", "lr=1"]))
 print(sorted({"torch", "flwr", "numpy", "tqdm", "rich"} & set(sys.modules)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=app.parent,
-        env=shell.env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(code, cwd=app.parent, env=shell.env)
     assert done.stdout == "2\n[]\n", done.stderr
 
 
@@ -268,17 +254,21 @@ def result_of(folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
+def test_a_run_has_what_was_asked_for_and_each_worker_the_data_that_were_loaded_once(
+    shell: Shell, app: Path
+) -> None:
     here = app.parent
     (here / "values.toml").write_text(f"folder = {json.dumps(str(here))}\n[task]\nrate = 0.25\n")
-    options = ["--num-supernodes", "3", "--max-workers", "2", "--calls-per-worker", "2", "--seed", "11"]
+    options = ["--num-supernodes", "3", "--max-workers", "2", "--calls-per-worker", "1", "--seed", "11"]
     options += ["--gpu", "never", "--timeout-s", "100", "--log-dir", "logs", "--no-progress"]
+    options += ["--preload", f"counting.app:load folder='{here}' size=3"]
     done = simulate(shell, here, "app", *options, "-c", "values.toml", "-c", "num-server-rounds=3")
     assert done.returncode == 0, done.stderr
     assert "rounds" not in done.stdout and "outcome" not in done.stderr
     (folder,) = (here / "logs").iterdir()
-    config = result_of(folder)["settings"]
-    assert (config["num_supernodes"], config["seed"], config["calls_per_worker"]) == (3, 11, 2)
+    result = result_of(folder)
+    config = result["settings"]
+    assert (config["num_supernodes"], config["seed"], config["calls_per_worker"]) == (3, 11, 1)
     assert config["run_config"] == {
         "num-server-rounds": 3,
         "num-clients": 3,
@@ -286,22 +276,10 @@ def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
         "folder": str(here),
         "task.rate": 0.25,
     }
-    result = result_of(folder)
     assert (result["outcome"], result["rounds_finished"], result["messages"]) == ("completed", 3, 9)
-    assert result["metrics"] == {"train": {"rate": 0.25}}
-    assert (here / "policy").read_text() == "never", "it holds for the server's own calls as well"
-
-
-def test_data_are_loaded_once_and_each_worker_has_them(shell: Shell, app: Path) -> None:
-    here = app.parent
-    options = ["--num-supernodes", "4", "--gpu", "never", "--no-progress", "-c", f"folder='{here}'"]
-    options += ["--calls-per-worker", "1"]  # a call changes what it finds
-    preload = f"counting.app:load folder='{here}' size=3"
-    done = simulate(shell, here, "app", *options, "--preload", preload)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (here / "runs").iterdir()
-    assert result_of(folder)["metrics"] == {"train": {"rate": 0.5, "images": 3.0}}, "8 calls had them whole"
+    assert result["metrics"] == {"train": {"rate": 0.25, "images": 3.0}}, "9 calls had the data whole"
     assert len((here / "loaded").read_text().splitlines()) == 1
+    assert (here / "policy").read_text() == "never", "it holds for the server's own calls as well"
 
 
 @pytest.mark.parametrize(
@@ -328,16 +306,9 @@ def test_data_that_cannot_be_loaded_end_the_run_at_its_start(
 def test_quiet_shows_the_summary_only_and_where_the_results_are(shell: Shell, app: Path) -> None:
     """Also in a folder whose name is not UTF-8: what is shown can be pasted back."""
     here = app.parent
-    options = ["app", "--num-supernodes", "3", "--gpu", "never"]
-    options += ["-c", f"folder='{here}' mode='log'"]
-    plain = simulate(shell, here, *options)
-    assert plain.returncode == 0, plain.stderr
-    assert "[ROUND 1/2]" in plain.stderr and "trains with 3" in plain.stderr  # of the server, of clients
-    (folder,) = (here / "runs").iterdir()
-    assert plain.stderr.splitlines()[-1].split() == ["report", "flower-gpu", "report", f"runs/{folder.name}"]
-    assert not (folder / "report.html").exists()
     odd = here / os.fsdecode(b"caf\xe9 'n")
-    quiet = simulate(shell, here, *options, "-q", "--log-dir", odd)
+    options = ["--num-supernodes", "3", "--gpu", "never", "-c", f"folder='{here}'", "-q", "--log-dir", odd]
+    quiet = simulate(shell, here, "app", *options)
     assert (quiet.returncode, quiet.stdout) == (0, "")
     first, *_, last = quiet.stderr.splitlines()
     assert first.split() == ["outcome", "completed"]
@@ -352,6 +323,7 @@ def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell
     values = f"mode='raise' num-server-rounds=1 folder='{here}'"
     done = simulate(shell, here, "app", "--num-supernodes", "2", "-c", values)
     assert done.returncode == 1
+    assert "[ROUND 1/1]" in done.stderr and "trains with 3" in done.stderr  # of the server, of clients
     lines = done.stderr.splitlines()
     assert lines[-1] == "flower-gpu simulate: RuntimeError: the server has (the traceback is above)"
     assert "Traceback (most recent call last):" in lines and "RuntimeError: the server has" in lines
@@ -369,23 +341,16 @@ def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell
         assert fact in report, fact
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
-    shell: Shell, app: Path, number: signal.Signals
-) -> None:
-    """And after SIGHUP."""
+def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path) -> None:
     here = app.parent
     options = ["app", "--num-supernodes", "3", "--max-workers", "2", "--seed", "4", "--num-gpus", "0.5"]
     options += ["-c", f"mode='wait' num-server-rounds=3 folder='{here}'"]
     path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # where this package is, if it is not installed
     process = shell.start(*command(*options), cwd=here, stderr=subprocess.PIPE, env=path)
-    deadline = time.monotonic() + RUN_TIMEOUT_S
-    while not (here / "waits").exists():  # in round 2
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(process.pid, number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, errors
+    until(lambda: (here / "waits").exists() or process.poll() is not None, "round 2")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 128 + signal.SIGINT, errors
     (folder,) = (here / "runs").iterdir()
     assert errors.splitlines()[-1] == (
         "flower-gpu simulate: interrupted; to go on after the last finished round, add this to the same "
@@ -406,16 +371,12 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
     totals = Totals(history, clock, tries_of(history, clock), {})
     assert totals.failures == {}, "workers that the end has ended have not failed"
     assert totals.workers == result["workers_started"]
-    if number != signal.SIGINT:  # what it leaves is the same
-        return
-
     (here / "go").touch()
     done = simulate(shell, here, *options, "--resume", f"runs/{folder.name}")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].split() == ["report", "flower-gpu", "report", f"runs/{folder.name}"]
+    assert not (folder / "report.html").exists()
     result = result_of(folder)
-    assert (result["outcome"], result["rounds_finished"], result["resumed_after_round"]) == (
-        "completed",
-        3,
-        1,
-    )
+    ended = (result["outcome"], result["rounds_finished"], result["resumed_after_round"])
+    assert ended == ("completed", 3, 1)
     assert [row["round"] for row in result["rounds"]] == [1, 2, 3]

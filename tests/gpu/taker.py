@@ -46,51 +46,54 @@ def in_a_fork(look: Callable[[], object] = taken) -> object:
     return json.loads(text)
 
 
-def answer(command: str, *arguments: str) -> object:
-    if command == "take":
-        return taken()
-    if command == "of":
-        return [asdict(gpu) for gpu in inventory.take_of(arguments)]
-    if command == "fork":
-        return in_a_fork()
-    if command == "fork-meanwhile":
-        taken()
-        with inventory._host().thread._lock:  # as a thread has it that looks at the GPUs now
-            return in_a_fork()
-    if command == "close":
-        inventory.close()
-        return None
-    if command == "patience":
-        inventory._START_S = inventory._ANSWER_S = float(arguments[0])
-        return None
-    if command == "idle-after":
-        nvml_thread.IDLE_S = float(arguments[0])
-        return None
-    if command == "pid":
-        return os.getpid()
-    if command == "open":
-        return what_is_open()
-    if command == "fork-finds":
-        return in_a_fork(what_is_open)
-    if command == "allocate":
-        gpu, nbytes = arguments
-        nvml_stub.allocate(int(gpu) if gpu.isdigit() else gpu, int(nbytes))
-        return nvml_stub.used(int(gpu) if gpu.isdigit() else gpu)
-    import pynvml  # the user's own use of it
+def patience(seconds: str) -> None:
+    inventory._START_S = inventory._ANSWER_S = float(seconds)
 
-    if command == "user-init":
-        return pynvml.nvmlInit()
-    if command == "user-shutdown":
-        return pynvml.nvmlShutdown()
-    if command == "user-count":
-        return pynvml.nvmlDeviceGetCount()
-    raise ValueError(command)
+
+def fork_meanwhile() -> object:
+    taken()
+    with inventory._host().thread._lock:  # as a thread has it that looks at the GPUs now
+        return in_a_fork()
+
+
+def idle_after(seconds: str) -> None:
+    nvml_thread.IDLE_S = float(seconds)
+
+
+def allocate(gpu: str, nbytes: str) -> int:
+    index = int(gpu) if gpu.isdigit() else gpu
+    nvml_stub.allocate(index, int(nbytes))
+    return nvml_stub.used(index)
+
+
+def user(function: str) -> object:
+    """The user's own use of NVML."""
+    import pynvml
+
+    return getattr(pynvml, function)()
+
+
+COMMANDS: dict[str, Callable[..., object]] = {
+    "take": taken,
+    "of": lambda *uuids: [asdict(gpu) for gpu in inventory.take_of(uuids)],
+    "fork": in_a_fork,
+    "fork-meanwhile": fork_meanwhile,
+    "close": inventory.close,
+    "patience": patience,
+    "idle-after": idle_after,
+    "pid": os.getpid,
+    "open": what_is_open,
+    "fork-finds": lambda: in_a_fork(what_is_open),
+    "allocate": allocate,
+    "user": user,
+}
 
 
 def main() -> None:
     for line in sys.stdin:
         try:
-            reply = {"answer": answer(*line.split())}
+            command, *arguments = line.split()
+            reply = {"answer": COMMANDS[command](*arguments)}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), flush=True)

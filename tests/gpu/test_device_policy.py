@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,19 +200,36 @@ MANY = (gpu(0, "GPU-ab12-0001"), gpu(1, "GPU-ab34-0002"), gpu(2, "GPU-ab34-0003"
 
 
 @pytest.mark.parametrize(
-    ("named", "uuids"),
+    ("gpus", "named", "uuids"),
     [
-        ("0", ("GPU-ab12-0001",)),
-        ("GPU-ab12-0001", ("GPU-ab12-0001",)),
-        ("GPU-ab12", ("GPU-ab12-0001",)),
-        ("gpu-AB12", ("GPU-ab12-0001",)),
-        ("GPU-ab3", ("GPU-ab3",)),  # the whole UUID of one, the beginning of others
-        ("2,0", ("GPU-ab34-0003", "GPU-ab12-0001")),  # in the order of the list
-        ("0, GPU-ab12, GPU-ab12-0001, 0", ("GPU-ab12-0001",)),  # once
+        (MANY, "0", "GPU-ab12-0001"),
+        (MANY, "GPU-ab12-0001", "GPU-ab12-0001"),
+        (MANY, "GPU-ab12", "GPU-ab12-0001"),
+        (MANY, "gpu-AB12", "GPU-ab12-0001"),
+        (MANY, "GPU-ab3", "GPU-ab3"),  # the whole UUID of one, the beginning of others
+        (MANY, "2,0", "GPU-ab34-0003 GPU-ab12-0001"),  # in the order of the list
+        (MANY, "0, GPU-ab12, GPU-ab12-0001, 0", "GPU-ab12-0001"),  # once
+        # A card in MIG mode means its MIG devices.
+        *(
+            (gpus, named, uuids)
+            for gpus in ((gpu(0), CARD, *MIG), (gpu(0), *MIG))
+            for named, uuids in (
+                ("1", "MIG-aa11 MIG-bb22"),
+                ("GPU-1000", "MIG-aa11 MIG-bb22"),
+                ("GPU-10", "MIG-aa11 MIG-bb22"),
+                ("MIG-bb22", "MIG-bb22"),
+                ("MIG-bb", "MIG-bb22"),
+                (None, "GPU-0000 MIG-aa11 MIG-bb22"),
+            )
+        ),
+        ((gpu(1), gpu(0)), None, "GPU-1000 GPU-0000"),  # the order of the visible ones
     ],
 )
-def test_gpus_are_named_by_number_uuid_or_its_beginning(named: str, uuids: tuple[str, ...]) -> None:
-    assert decide(DevicePolicy("require", gpu_numbers(named)), None, MANY) == Decision(uuids)
+def test_gpus_are_named_by_number_uuid_or_its_beginning(
+    gpus: tuple[GPU, ...], named: str | None, uuids: str
+) -> None:
+    found = decide(DevicePolicy("require", gpu_numbers(named)), True, gpus)
+    assert found == Decision(tuple(uuids.split()))
 
 
 def test_beginning_that_fits_two_gpus_names_none() -> None:
@@ -221,28 +237,6 @@ def test_beginning_that_fits_two_gpus_names_none() -> None:
     assert "GPU-ab34 fits 2 GPUs (GPU-ab34-0002, GPU-ab34-0003)" in warning
     with pytest.raises(GPUUnavailableError, match="fits 2 GPUs"):
         decide(DevicePolicy("require", ("GPU-ab34",)), None, MANY)
-
-
-@pytest.mark.parametrize("gpus", [(gpu(0), CARD, *MIG), (gpu(0), *MIG)], ids=["with card", "without"])
-@pytest.mark.parametrize(
-    ("named", "uuids"),
-    [
-        ("1", ("MIG-aa11", "MIG-bb22")),
-        ("GPU-1000", ("MIG-aa11", "MIG-bb22")),
-        ("GPU-10", ("MIG-aa11", "MIG-bb22")),
-        ("MIG-bb22", ("MIG-bb22",)),
-        ("MIG-bb", ("MIG-bb22",)),
-        (None, ("GPU-0000", "MIG-aa11", "MIG-bb22")),
-    ],
-)
-def test_card_in_mig_mode_means_its_mig_devices(
-    gpus: tuple[GPU, ...], named: str | None, uuids: tuple[str, ...]
-) -> None:
-    assert decide(DevicePolicy("require", gpu_numbers(named)), True, gpus) == Decision(uuids)
-
-
-def test_order_of_the_visible_gpus_is_kept() -> None:
-    assert decide(DevicePolicy("offer"), None, (gpu(1), gpu(0))).uuids == ("GPU-1000", "GPU-0000")
 
 
 # Where the policy comes from.
@@ -266,63 +260,50 @@ def test_gpu_numbers(value: int | str | None, numbers: tuple[int | str, ...] | N
     assert gpu_numbers(value) == numbers
 
 
-@pytest.mark.parametrize("value", ["", " ", "1,", ",1", "1,,2"])
-def test_empty_entries_are_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match="has an empty entry"):
-        gpu_numbers(value)
+@pytest.mark.parametrize(
+    ("reason", "values"),
+    [
+        ("has an empty entry", ("", " ", "1,", ",1", "1,,2")),
+        (
+            "which is neither a GPU number nor a UUID",
+            ("cuda:0", "all", "1 2", "1.0", "GPU-", "0x1", "[4,5]", "GPU 1", "1" * 5000),
+        ),
+    ],
+)
+def test_entries_that_name_no_gpu_are_refused(reason: str, values: tuple[str, ...]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=reason):
+            gpu_numbers(value)
+
+
+WORDS = (
+    " is not one of never (no GPU), offer (a GPU if the run wants one), force (a GPU, else the CPU, whatever "
+    "the run wants), require (a GPU, else an error, whatever the run wants)"
+)
 
 
 @pytest.mark.parametrize(
-    "value", ["cuda:0", "all", "1 2", "1.0", "GPU-", "0x1", "[4,5]", "GPU 1", "1" * 5000]
+    ("code", "node_config", "environ", "kind", "told"),
+    [
+        ({}, {"gpu": "always"}, {}, ConfigError, f"--node-config gpu='always'{WORDS}"),
+        ({}, {}, {"FLOWER_GPU_POLICY": "always"}, ConfigError, f"FLOWER_GPU_POLICY='always'{WORDS}"),
+        ({"gpu": "Force"}, {}, {}, ConfigError, f"gpu='Force'{WORDS}"),
+        ({"gpu": ""}, {}, {}, ConfigError, f"gpu=''{WORDS}"),
+        ({"gpu_ids": [4, 5]}, {}, {}, TypeError, "gpu_ids must be"),
+        ({}, {"gpu": True}, {}, ConfigError, "--node-config gpu must be one of the words"),
+        ({}, {"gpu-ids": 1.5}, {}, ConfigError, "--node-config gpu-ids must be"),
+    ],
 )
-def test_entries_that_name_no_gpu_are_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match="which is neither a GPU number nor a UUID"):
-        gpu_numbers(value)
-
-
-def policy_of(
+def test_a_wrong_value_names_its_source_and_the_choices(
     code: dict[str, Any],
-    node_config: Mapping[str, Any] | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> DevicePolicy:
-    return call_settings(code, base=environ, node_config=node_config).gpu.policy
-
-
-@pytest.mark.parametrize(
-    ("code", "node_config", "environ", "source"),
-    [
-        ({}, {"gpu": "always"}, {}, "--node-config gpu='always'"),
-        ({}, {}, {"FLOWER_GPU_POLICY": "always"}, "FLOWER_GPU_POLICY='always'"),
-        ({"gpu": "Force"}, {}, {}, "gpu='Force'"),
-        ({"gpu": ""}, {}, {}, "gpu=''"),
-    ],
-)
-def test_wrong_word_names_its_source_and_the_choices(
-    code: dict[str, Any], node_config: dict[str, Any], environ: dict[str, str], source: str
+    node_config: dict[str, Any],
+    environ: dict[str, str],
+    kind: type[Exception],
+    told: str,
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        policy_of(code, node_config, environ)
-    told, _, rest = str(caught.value).partition("never")
-    assert told == f"{source} is not one of "
-    assert f"never{rest}" == (
-        "never (no GPU), offer (a GPU if the run wants one), force (a GPU, else the CPU, whatever the run "
-        "wants), require (a GPU, else an error, whatever the run wants)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("code", "node_config", "kind", "source"),
-    [
-        ({"gpu_ids": [4, 5]}, {}, TypeError, "gpu_ids must be"),
-        ({}, {"gpu": True}, ConfigError, "--node-config gpu must be one of the words"),
-        ({}, {"gpu-ids": 1.5}, ConfigError, "--node-config gpu-ids must be"),
-    ],
-)
-def test_wrong_types_name_their_source(
-    code: dict[str, Any], node_config: dict[str, Any], kind: type[Exception], source: str
-) -> None:
-    with pytest.raises(kind, match=f"^{source}"):
-        policy_of(code, node_config, {})
+    with pytest.raises(kind) as caught:
+        _ = call_settings(code, base=environ, node_config=node_config).gpu.policy
+    assert str(caught.value).startswith(told)
 
 
 def requested(config: dict[str, Any], run_config: dict[str, Any]) -> bool | None:

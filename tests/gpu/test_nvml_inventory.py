@@ -95,30 +95,20 @@ def test_workers_count_while_they_are_there(host: Host, take: Callable[..., Any]
     assert take()["gpus"][0]["used_bytes"] == 2 * GIB
 
 
-def test_a_gpu_that_is_lost_from_the_start(host: Host, take: Callable[..., Any]) -> None:
+def test_a_gpu_that_is_lost_and_comes_back(host: Host, take: Callable[..., Any]) -> None:
     host.set(0, lost=True)
-    found = take()
-    lost, healthy = found["gpus"]
-    assert "it is lost" in lost["problem"] and "dmesg" in lost["problem"]
-    assert memory(lost) == (None,) * 4
-    assert (lost["index"], lost["uuid"]) == (0, "")
-    assert healthy["problem"] is None
-    assert found["usable"] == [host.uuids[1]]
-    assert found["problem"] is None
-
-
-def test_a_gpu_that_is_lost_while_running_and_comes_back(host: Host, take: Callable[..., Any]) -> None:
-    take()
-    host.set(1, lost=True)
-    for _ in range(2):
-        found = take()
-        lost = found["gpus"][1]
-        assert "it is lost" in lost["problem"]
-        assert (lost["index"], lost["uuid"], lost["name"]) == (1, host.uuids[1], "NVIDIA Stub 16GB")
-        assert memory(lost) == (None,) * 4
-        assert found["usable"] == [host.uuids[0]]
-    host.set(1, lost=False)
-    assert take()["usable"] == host.uuids
+    for uuid, name in (("", ""), (host.uuids[0], "NVIDIA Stub 16GB")):  # from the start, and later
+        for _ in range(2):
+            found = take()
+            lost, healthy = found["gpus"]
+            assert "it is lost" in lost["problem"] and "dmesg" in lost["problem"]
+            assert (lost["index"], lost["uuid"], lost["name"]) == (0, uuid, name)
+            assert memory(lost) == (None,) * 4
+            assert healthy["problem"] is None and found["problem"] is None
+            assert found["usable"] == [host.uuids[1]]
+        host.set(0, lost=False)
+        assert take()["usable"] == host.uuids
+        host.set(0, lost=True)
 
 
 @pytest.mark.parametrize(
@@ -139,17 +129,7 @@ def test_a_gpu_with_another_problem(host: Host, take: Callable[..., Any], code: 
     assert found["usable"] == [host.uuids[1]]
 
 
-def test_a_gpu_whose_memory_is_not_told_is_not_usable(host: Host, take: Callable[..., Any]) -> None:
-    for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
-        host.fail(function, nvml_stub.NOT_SUPPORTED, index=0)
-    found = take()
-    assert "how much memory" in found["gpus"][0]["problem"]
-    assert memory(found["gpus"][0]) == (None,) * 4
-    assert found["gpus"][0]["name"] == "NVIDIA Stub 16GB"
-    assert found["usable"] == [host.uuids[1]]
-
-
-def test_figures_of_processes_that_are_refused(host: Host, take: Callable[..., Any]) -> None:
+def test_figures_that_are_refused(host: Host, take: Callable[..., Any]) -> None:
     host.program(0, GIB)
     for version in ("v2", "v3"):
         host.fail(f"nvmlDeviceGetComputeRunningProcesses_{version}", nvml_stub.NO_PERMISSION, index=0)
@@ -158,16 +138,18 @@ def test_figures_of_processes_that_are_refused(host: Host, take: Callable[..., A
     assert found["gpus"][0]["used_bytes"] == GIB
     assert found["gpus"][1]["processes"] == []
     assert found["usable"] == host.uuids
+    for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):  # those of memory, too
+        host.fail(function, nvml_stub.NOT_SUPPORTED, index=0)
+    found = take()
+    assert "how much memory" in found["gpus"][0]["problem"]
+    assert memory(found["gpus"][0]) == (None,) * 4
+    assert found["gpus"][0]["name"] == "NVIDIA Stub 16GB"
+    assert found["usable"] == [host.uuids[1]]
 
 
-def test_processes_without_memory_figures(host: Host, take: Callable[..., Any]) -> None:
-    program = host.program(0, GIB, name="/usr/bin/hidden")
-    host.set(0, hidden=1)
-    assert take()["gpus"][0]["processes"] == [listed(program.pid, None, "/usr/bin/hidden")]
-    assert take()["usable"] == host.uuids
-
-
-def test_a_process_that_computes_and_draws_is_listed_once(host: Host, take: Callable[..., Any]) -> None:
+def test_processes_are_listed_once_and_some_without_memory_or_name(
+    host: Host, take: Callable[..., Any]
+) -> None:
     host.program(0, GIB, pid=7_000_000, name="/usr/bin/blender")
     host.program(0, GIB, pid=7_000_000, name="/usr/bin/blender", graphics=True)
     host.program(0, 2 * GIB, pid=7_000_001, name="/usr/bin/Xorg", graphics=True)
@@ -175,6 +157,12 @@ def test_a_process_that_computes_and_draws_is_listed_once(host: Host, take: Call
         listed(7_000_000, GIB, "/usr/bin/blender"),
         listed(7_000_001, 2 * GIB, "/usr/bin/Xorg", computes=False),
     ]
+    program = host.program(1, GIB)
+    program.path.write_bytes(b"%d 1 -1 %d \xff\xfe\n" % (program.pid, GIB))  # no text
+    assert take()["gpus"][1]["processes"] == [listed(program.pid, GIB, "")]
+    host.set(1, hidden=1)
+    assert take()["gpus"][1]["processes"] == [listed(program.pid, None, "")]
+    assert take()["usable"] == host.uuids
 
 
 def test_clients_of_mps_are_listed_and_one_in_two_lists_counts_once(
@@ -226,12 +214,6 @@ def test_who_has_a_lease_of_some_looks_at_no_other_gpu(host: Host, take: Callabl
     assert len(take(f"of {host.uuids[0]}")) == 1
 
 
-def test_a_process_whose_name_is_no_text(host: Host, take: Callable[..., Any]) -> None:
-    program = host.program(0, GIB)
-    program.path.write_bytes(b"%d 0 -1 %d \xff\xfe\n" % (program.pid, GIB))
-    assert take()["gpus"][0]["processes"] == [listed(program.pid, GIB, "")]
-
-
 def test_mig_devices_are_used_instead_of_their_card(
     host: Host, take: Callable[..., Any], taker: Start
 ) -> None:
@@ -266,27 +248,23 @@ def test_mig_mode_that_changes_while_running(host: Host, take: Callable[..., Any
     assert take()["usable"] == host.uuids
 
 
-def test_mig_devices_of_a_card_that_may_not_be_looked_at(host: Host, take: Callable[..., Any]) -> None:
-    instances = host.mig(0, [GIB])
-    for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
-        host.fail(function, nvml_stub.NO_PERMISSION, index=0)
-    found = take()
-    assert found["usable"] == [*instances, host.uuids[1]]
-    assert found["gpus"][0]["uuid"] == host.uuids[0]
-
-
-@pytest.mark.parametrize("fails", ["one", "all"])
-def test_a_mig_device_with_a_problem_costs_the_others_nothing(
+@pytest.mark.parametrize("fails", ["one", "all", "the card"])
+def test_a_mig_device_or_card_with_a_problem_costs_the_others_nothing(
     host: Host, take: Callable[..., Any], fails: str
 ) -> None:
     first, second = host.mig(0, [GIB, GIB])
+    left = {"one": [second], "all": [], "the card": [first, second]}[fails]
     if fails == "one":
         host.set(first, error=nvml_stub.NO_PERMISSION)
-    else:
+    elif fails == "all":
         host.fail("nvmlDeviceGetMigDeviceHandleByIndex", nvml_stub.NO_PERMISSION, index=0)
+    else:
+        for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
+            host.fail(function, nvml_stub.NO_PERMISSION, index=0)
     found = take()
-    assert found["usable"] == [*([second] if fails == "one" else []), host.uuids[1]]
-    assert "may not use it" in found["gpus"][1]["problem"]
+    assert found["usable"] == [*left, host.uuids[1]]
+    assert found["gpus"][0]["uuid"] == host.uuids[0]
+    assert ("may not use it" in str(found["gpus"][1]["problem"])) == (fails != "the card")
     assert found["gpus"][1]["mig_parent"] == host.uuids[0]
 
 
@@ -367,32 +345,30 @@ def taken_with_library_in(folder: Path) -> dict[str, Any]:
 
 
 def test_a_fork_starts_anew(host: Host, take: Callable[..., Any]) -> None:
+    """It does not wait for a thread that it does not have, either."""
     assert take("fork")["usable"] == host.uuids
     take()
     assert take("fork")["usable"] == host.uuids  # the stub refuses handles of the process it was forked from
     assert take()["usable"] == host.uuids
-
-
-def test_a_fork_does_not_wait_for_a_thread_it_does_not_have(host: Host, take: Callable[..., Any]) -> None:
     assert take("fork-meanwhile")["usable"] == host.uuids
 
 
 def test_others_use_nvml_in_the_same_process(host: Host, take: Callable[..., Any]) -> None:
-    take("user-init")
+    take("user nvmlInit")
     assert take()["usable"] == host.uuids
     take("close")
-    assert take("user-count") == 2  # ours is not theirs
+    assert take("user nvmlDeviceGetCount") == 2  # ours is not theirs
     take()
-    take("user-shutdown")
+    take("user nvmlShutdown")
     assert take()["usable"] == host.uuids  # and theirs not ours
 
 
 def test_somebody_shuts_nvml_down_too_often(host: Host, take: Callable[..., Any]) -> None:
     take()
-    take("user-shutdown")
+    take("user nvmlShutdown")
     assert take()["usable"] == host.uuids
-    take("user-shutdown")
-    take("user-init")  # handles from before are worthless, and nothing says so
+    take("user nvmlShutdown")
+    take("user nvmlInit")  # handles from before are worthless, and nothing says so
     assert take()["usable"] == host.uuids
 
 
@@ -401,5 +377,5 @@ def test_closed_means_closed(host: Host, take: Callable[..., Any]) -> None:
     take()
     take("close")
     with pytest.raises(AssertionError, match="Uninitialized"):
-        take("user-count")
+        take("user nvmlDeviceGetCount")
     assert take()["usable"] == host.uuids

@@ -102,6 +102,11 @@ def test_a_broken_gpu_keeps_its_number() -> None:
     assert uuids(found.visible("GPU-")) == ["aa22"]
 
 
+def test_a_whole_uuid_is_not_taken_for_the_beginning_of_another() -> None:
+    found = inventory(gpu(0, "GPU-aa"), gpu(1, "GPU-aabb"))
+    assert found.visible("GPU-aa") == found.gpus[:1]
+
+
 @given(st.text("0123456789,-+ GPUMIabcd/x\x00\n٣", max_size=40))
 def test_any_text_leaves_some_of_the_gpus_each_once(value: str) -> None:
     left = WITH_MIG.visible(value)
@@ -123,25 +128,9 @@ print(json.dumps(counts))
 
 def test_pytorch_counts_as_many(host: Host) -> None:
     first, second = host.uuids
-    values = [
-        "",
-        "0",
-        "1",
-        "0,1",
-        "1,0",
-        "0,0",
-        "0,2",
-        "2",
-        "2,0",
-        "-1",
-        "0,-1",
-        "0,x",
-        "1a,0b",
-        " 1",
-        "x",
-        "5,5,0",
-    ]
-    values += [first, f"{first},{second}", first[:7], "GPU-", f"{first},{first[:8]}", f"{second},0", "GPU-zz"]
+    values = ["", "0", "1", "0,1", "1,0", "0,0", "0,2", "2", "2,0", "-1", "0,-1", "0,x", "1a,0b", " 1"]
+    values += ["x", "5,5,0", "GPU-", "GPU-zz", first[:7]]
+    values += [first, f"{first},{second}", f"{first},{first[:8]}", f"{second},0"]
     env = {**os.environ, **host.env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     env.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, "-c", COUNTED, json.dumps(values)]
@@ -149,11 +138,6 @@ def test_pytorch_counts_as_many(host: Host) -> None:
     found = inventory(gpu(0, first), gpu(1, second))
     ours = {value: len(found.visible(value)) for value in values}
     assert ours == dict(zip(values, json.loads(done.stdout), strict=True))
-
-
-def test_a_whole_uuid_is_not_taken_for_the_beginning_of_another() -> None:
-    found = inventory(gpu(0, "GPU-aa"), gpu(1, "GPU-aabb"))
-    assert found.visible("GPU-aa") == found.gpus[:1]
 
 
 def test_what_is_not_known_counts_against_a_gpu() -> None:

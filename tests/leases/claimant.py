@@ -39,14 +39,12 @@ def claimant(
     memory: int | None = None,
     share: float | None = None,
     gpus: list[int] | None = None,
-    count: int = 1,
-    pack: bool = False,
     alone: bool = False,
-    label: str = "",
     cores: int | None = None,
     least_cores: int | None = None,
     host_memory: int | None = None,
     guess: int | None = None,
+    **fields: Any,
 ) -> Claimant:
     def options(usable: Any) -> tuple[GPUNeed, ...]:
         chosen = [gpu for gpu in usable if gpus is None or gpu.index in gpus]
@@ -59,7 +57,7 @@ def claimant(
         needs.append(HostNeed(MEMORY, host_memory, host_memory))
     if guess is not None:  # of a task that nobody has measured, and of which one such call begins at a time
         needs.append(HostNeed(of_task(os.getuid(), 1), guess, guess, capacity=guess))
-    return Claimant(options, count=count, pack=pack, label=label, host_needs=lambda: tuple(needs))
+    return Claimant(options, host_needs=lambda: tuple(needs), **fields)
 
 
 def lease_of(ticket: Ticket) -> Lease:

@@ -28,6 +28,7 @@ from flower_gpu.leases.admission import (
 GIB = 1 << 30
 MIB = 1 << 20
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
+WHOLE_SHARE = int(16 * GIB * SHARED_PART)
 
 
 def cards(*sizes_gib: float) -> list[Card]:
@@ -144,8 +145,11 @@ def test_shares_fit_while_other_programs_use_a_little_more_or_less(count: int) -
     assert len({holding.parts[0].memory_bytes for holding in present}) == 1
 
 
-def test_a_share_means_all_that_is_left_if_none_is_named() -> None:
-    assert plan(cards(16), [], [share(1, None)])["t1"][0].memory_bytes == int(16 * GIB * SHARED_PART)
+def test_a_share_is_of_all_that_is_left_also_of_what_workers_have_not_told_yet() -> None:
+    assert plan(cards(16), [], [share(1, None)])["t1"][0].memory_bytes == WHOLE_SHARE
+    card = Card(A, 12 * GIB, untold_bytes=4 * GIB)
+    [part] = plan([card], [], [share(1, 0.25)])["t1"]
+    assert part.memory_bytes == int(WHOLE_SHARE * 0.25)
 
 
 def test_shares_are_not_cut_below_what_cuda_needs() -> None:
@@ -154,57 +158,41 @@ def test_shares_are_not_cut_below_what_cuda_needs() -> None:
     assert not plan(cards(4 * least * 0.99), [], [share(1, 0.25)])
 
 
-def test_first_come_first_served() -> None:
-    claims = [memory(order, 6, [A]) for order in (5, 3, 4, 1, 2)]
-    assert where(plan(cards(16), [], claims)) == {"t1": [A], "t2": [A]}
+ONE, TWO = cards(16), cards(16, 16)
+HALF = [held(1, 8, A)]
+BOTH = memory(2, 12, count=2)
+EIGHTH = Claim("t1", 1, parts=(Part(A, WHOLE_SHARE // 8, WHOLE_SHARE),))
 
 
-def test_small_claims_do_not_pass_a_large_one_that_waits() -> None:
-    assert not plan(cards(16), [held(1, 8)], [memory(2, 12, [A]), memory(3, 8, [A])])
-
-
-def test_small_claims_use_what_a_large_one_cannot() -> None:
-    granted = plan(cards(16), [held(1, 8)], [memory(2, 12, [A]), memory(3, 4, [A]), memory(4, 1, [A])])
-    assert where(granted) == {"t3": [A]}
-
-
-def test_large_claims_that_wait_reserve_different_gpus() -> None:
-    claims = [memory(3, 12), memory(4, 12), memory(5, 6)]
-    assert not plan(cards(16, 16), [held(1, 8, A), held(2, 9, B)], claims)
-
-
-def test_a_claim_for_several_gpus_reserves_them_together() -> None:
-    claims = [memory(2, 12, count=2), memory(3, 8)]
-    assert not plan(cards(16, 16), [held(1, 8, A)], claims)
-    assert where(plan(cards(16, 16), [held(1, 8, A)], [*claims, memory(4, 4)])) == {"t4": [B]}
-
-
-def test_who_wants_to_be_alone_reserves_the_whole_gpu() -> None:
-    assert not plan(cards(16), [held(1, 1)], [memory(2, 2, [A], alone=True), memory(3, 1, [A])])
-
-
-def test_who_wants_to_be_alone_does_not_pass_one_that_waits_for_two_gpus() -> None:
-    """However little that one needs: it could not be beside."""
-    claims = [memory(2, 1, count=2), memory(3, 2, [B], alone=True)]
-    assert not plan(cards(16, 16), [held(1, 16, A)], claims)
-
-
-def test_other_programs_in_the_way_of_a_claim_do_not_idle_a_gpu() -> None:
-    assert where(plan(cards(10), [], [memory(1, 12, [A]), memory(2, 8, [A])])) == {"t2": [A]}
-
-
-def test_workers_that_have_not_told_their_use_yet_are_no_other_programs() -> None:
-    """Each new small worker looks like another program for a moment; none may pass in that time."""
-    card = Card(A, int(15.5 * GIB), untold_bytes=GIB)
-    assert not plan([card], [held(1, 2)], [memory(2, 16, [A]), memory(3, 2, [A])])
-
-
-def test_a_whole_gpu_is_not_starved_by_shares_granted_when_there_was_more() -> None:
-    """Those still count the budget of before, of which the whole is more than there is now."""
-    before = int(16 * GIB * SHARED_PART)
-    holdings = [Claim("t1", 1, parts=(Part(A, before // 8, before),))]
-    now = cards(15.7)
-    assert not plan(now, holdings, [share(2, 1.0), share(3, 0.125)])
+@pytest.mark.parametrize(
+    ("all_cards", "holdings", "claims", "expected"),
+    [
+        # First come, first served.
+        (ONE, [], [memory(order, 6, [A]) for order in (5, 3, 4, 1, 2)], {"t1": [A], "t2": [A]}),
+        # Small claims do not pass a large one that waits, and use what it cannot.
+        (ONE, HALF, [memory(2, 12, [A]), memory(3, 8, [A])], {}),
+        (ONE, HALF, [memory(2, 12, [A]), memory(3, 4, [A]), memory(4, 1, [A])], {"t3": [A]}),
+        # Large claims that wait reserve different GPUs.
+        (TWO, [*HALF, held(2, 9, B)], [memory(3, 12), memory(4, 12), memory(5, 6)], {}),
+        # A claim for several GPUs reserves them together.
+        (TWO, HALF, [BOTH, memory(3, 8)], {}),
+        (TWO, HALF, [BOTH, memory(3, 8), memory(4, 4)], {"t4": [B]}),
+        # Who wants to be alone reserves the whole GPU.
+        (ONE, [held(1, 1)], [memory(2, 2, [A], alone=True), memory(3, 1, [A])], {}),
+        # Nor does it pass one that waits for two GPUs, however little that one needs: it could not be beside.
+        (TWO, [held(1, 16, A)], [memory(2, 1, count=2), memory(3, 2, [B], alone=True)], {}),
+        # Other programs in the way of a claim do not idle a GPU.
+        (cards(10), [], [memory(1, 12, [A]), memory(2, 8, [A])], {"t2": [A]}),
+        # Each new small worker looks like another program until it has told its use; none may pass meanwhile.
+        ([Card(A, int(15.5 * GIB), GIB)], [held(1, 2)], [memory(2, 16, [A]), memory(3, 2, [A])], {}),
+        # Shares that were granted when there was more count the budget of before: the whole is more than now.
+        (cards(15.7), [EIGHTH], [share(2, 1.0), share(3, 0.125)], {}),
+    ],
+)
+def test_who_goes_on_and_who_waits(
+    all_cards: list[Card], holdings: list[Claim], claims: list[Claim], expected: dict[str, list[str]]
+) -> None:
+    assert where(plan(all_cards, holdings, claims)) == expected
 
 
 def test_cores_are_never_leased_twice_and_first_come_is_first_served() -> None:
@@ -488,10 +476,3 @@ def test_other_programs_that_come_and_go_starve_nobody(
             assert host.present, "somebody waits while nobody holds anything"
             host.present.pop(0)  # who has held longest
         assert first not in host.waiting
-
-
-def test_a_share_is_a_part_of_what_there_is_once_workers_have_told() -> None:
-    card = Card(A, 12 * GIB, untold_bytes=4 * GIB)
-    claim = Claim("late", 2, (GPUNeed(A, share=0.25),))
-    [part] = plan([card], [], [claim])["late"]
-    assert part.memory_bytes == int(int(16 * GIB * SHARED_PART) * 0.25)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import stat
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,14 +88,7 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
     return {f"{index + 1:015d}-1-{index:016x}.ticket": data for index, data in enumerate(raw)}
 
 
-NAMES = [
-    "x.ticket",
-    "1-2.ticket",
-    "-1-1-a.ticket",
-    "a-b-c.ticket",
-    "1-1-1-1.ticket",
-    "é-\udcff-x.ticket",
-]
+NAMES = ["x.ticket", "1-2.ticket", "-1-1-a.ticket", "a-b-c.ticket", "1-1-1-1.ticket", "é-\udcff-x.ticket"]
 
 
 def put(folder: Path, name: str, data: bytes) -> int:
@@ -141,8 +135,6 @@ def test_reports_that_are_garbage_count_as_none(one_gpu: LedgerHost) -> None:
     one_gpu.stub.set(0, hidden=1)
     [ticket] = one_gpu.own.glob("*.ticket")
     uuid = one_gpu.stub.uuids[0]
-    import zlib
-
     for told in (
         b"[" * 5000,
         b'{"pid": 1}',
@@ -161,49 +153,27 @@ def test_reports_that_are_garbage_count_as_none(one_gpu: LedgerHost) -> None:
     assert one_gpu.status()["ready"] == []
 
 
-def make_symlink(path: Path) -> None:
-    path.symlink_to("/etc/passwd")
-
-
-def make_loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
-def make_socket(path: Path) -> None:
-    here = Path.cwd()
-    os.chdir(path.parent)  # the name of a socket must be short
-    try:
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 def make_huge(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
+    path.touch()
+    os.truncate(path, 1 << 40)
 
 
-def make_link_to_a_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-OBJECTS: list[Callable[[Path], None]] = [
-    make_symlink,
-    make_loop,
-    make_link_to_a_device,
-    make_socket,
-    make_huge,
-    os.mkfifo,
-    Path.mkdir,
-]
+OBJECTS: dict[str, Callable[[Path], None]] = {
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "loop": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "huge": make_huge,
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+}
 
 
 def test_tickets_that_are_no_files_stop_nobody(one_gpu: LedgerHost) -> None:
     one, other = one_gpu.start(2)
     one_gpu.status()
     one_gpu.own.mkdir(exist_ok=True)
-    for number, make in enumerate(OBJECTS):
+    for number, make in enumerate(OBJECTS.values()):
         for suffix in ("ticket", "wake", "label", "new"):
             make(one_gpu.own / f"{number:015d}-1-{number}.{suffix}")
     one("acquire", **WHOLE)
@@ -267,14 +237,12 @@ def test_places_at_the_very_end_of_the_line_are_places(one_gpu: LedgerHost) -> N
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("make", OBJECTS)
-def test_a_mutex_that_is_something_else_works_or_is_a_clear_error(
-    one_gpu: LedgerHost, make: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_mutex_that_is_something_else_works_or_is_a_clear_error(one_gpu: LedgerHost, kind: str) -> None:
     [one] = one_gpu.start(1)
     mutex = one_gpu.root / "flower-gpu-leases.mutex"
-    make(mutex)
-    if make in (make_huge, os.mkfifo, Path.mkdir):  # whatever can be opened can be locked
+    OBJECTS[kind](mutex)
+    if kind in ("huge", "pipe", "folder"):  # whatever can be opened can be locked
         assert one("acquire", **WHOLE)
     else:
         with pytest.raises(RefusedError, match="LeaseError") as refused:

@@ -32,14 +32,6 @@ def test_a_waiter_that_is_killed_gives_its_place_back(one_gpu: LedgerHost, place
         waiter("release")
 
 
-def test_one_that_can_go_on_only_because_a_waiter_was_killed_does(one_gpu: LedgerHost) -> None:
-    holder, large, small = one_gpu.start(3)
-    holder("acquire", **HALF)
-    one_gpu.line_up((large, WHOLE), (small, HALF))
-    large.kill()
-    assert small.answer()
-
-
 def test_the_others_go_on_if_holder_and_first_are_killed_together(one_gpu: LedgerHost) -> None:
     holder, first, second, third = one_gpu.start(4)
     holder("acquire", **WHOLE)
@@ -63,12 +55,13 @@ def test_nothing_is_left_of_the_dead_once_the_next_has_asked(one_gpu: LedgerHost
     assert list(one_gpu.own.iterdir()) == []
 
 
+@pytest.mark.timeout(450)
 def test_a_process_killed_at_any_line_of_the_ledger_leaves_nothing(one_gpu: LedgerHost) -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("crash_at_each_line.py"))],
         env={**os.environ, "PYTHONPATH": str(TESTS), **one_gpu.env},
         stdout=subprocess.PIPE,
-        timeout=100,
+        timeout=400,
         check=True,
     )
     result = json.loads(done.stdout)

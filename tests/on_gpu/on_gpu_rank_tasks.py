@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from gpu_hosts import layer
-from gpu_tasks import used_bytes
+from on_gpu_tasks import used_bytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -1,12 +1,14 @@
-"""Tasks of workers with leases on a real GPU; see test_leases_on_gpu.py. Importing this imports no torch."""
+"""Tasks of workers on a real GPU. Importing this imports no torch."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+GIB = 1024**3
 _WAIT_S = 100.0
 
 
@@ -101,3 +103,80 @@ def _of_driver() -> int | None:
             if process.pid == os.getpid():
                 return process.used_bytes
     return None
+
+
+# What a worker uses, and what is left of it
+
+
+def used_bytes() -> int:
+    """Return the used memory of the first GPU, as `nvidia-smi --query-gpu=memory.used` does."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def train(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+    """Hold a gibibyte, take a few steps of a small network, report the card's use meanwhile."""
+    import torch
+    from gpu_hosts import layer
+
+    import flower_gpu
+
+    device = flower_gpu.device()
+    assert device.type == "cuda", "the GPU is hidden from the worker"
+    held = torch.zeros(GIB // 4, device=device)
+    model = layer(256, 256).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        loss = model(torch.randn(64, 256, device=device)).square().mean() + held[0]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return weights, 64, {"used_bytes": used_bytes()}
+
+
+def train_and_die(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+    """Die with memory held on the card."""
+    train(weights, config)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return weights, 64, {}
+
+
+# Device files
+
+
+def opened() -> list[str]:
+    """Return which device files of NVIDIA's can be opened here."""
+    found = []
+    for path in sorted(Path("/dev").glob("nvidia*")):
+        try:
+            if path.is_char_device():
+                os.close(os.open(path, os.O_RDWR))
+                found.append(path.name)
+        except OSError:
+            continue
+    return found
+
+
+def summed_on_the_gpu() -> tuple[list[str], float]:
+    """Return the same after a sum on the GPU, and that sum."""
+    import torch
+
+    return opened(), float(torch.ones(1000, device="cuda").sum())
+
+
+def cuda_after_the_variable_was_changed(uuid: str) -> str:
+    """Try to use a GPU that was refused, and return the error."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = uuid
+    import torch
+
+    try:
+        torch.ones(1, device=torch.device("cuda"))
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    return ""

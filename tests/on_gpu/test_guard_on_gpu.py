@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_lease_is_its_own_gpu(gpu: GPU, method: str) -> None:
     files, total = run_in_worker(
-        "guard_gpu_tasks:summed_on_the_gpu", gpu_ids=gpu.uuid, num_gpus=0.25, start_method=method
+        "on_gpu_tasks:summed_on_the_gpu", gpu_ids=gpu.uuid, num_gpus=0.25, start_method=method
     )
     assert total == 1000
     assert gpu.device_files is not None
@@ -36,8 +36,8 @@ def test_a_lease_is_its_own_gpu(gpu: GPU, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_never_is_no_gpu(gpu: GPU, method: str) -> None:
-    assert run_in_worker("guard_gpu_tasks:opened", gpu="never", start_method=method) == []
+    assert run_in_worker("on_gpu_tasks:opened", gpu="never", start_method=method) == []
     error = run_in_worker(
-        "guard_gpu_tasks:cuda_after_the_variable_was_changed", gpu.uuid, gpu="never", start_method=method
+        "on_gpu_tasks:cuda_after_the_variable_was_changed", gpu.uuid, gpu="never", start_method=method
     )
     assert error

@@ -205,9 +205,7 @@ def test_elsewhere_there_are_lines_in_columns(capfd: pytest.CaptureFixture[str])
         "round 0/2  server-evaluate                           loss 2.5",
         *[f"round {n}/2  {task:15}  {told}" for n in (1, 2) for task in ("train", "evaluate")],
     ]
-
-
-def test_columns_stay_aligned_when_figures_grow(capfd: pytest.CaptureFixture[str]) -> None:
+    # They stay aligned when figures grow.
     shown = Shown()
     shown.tell("strategy_started", strategy="FedAvg", num_rounds=120)
     for server_round, messages, seconds in ((9, 5, 3.0), (10, 20_000, 3_700.0), (110, 5, 59.0)):
@@ -245,9 +243,14 @@ def test_a_notebook_has_bars(capfd: pytest.CaptureFixture[str]) -> None:
     assert drawn.split("\r")[-1].rstrip().endswith("score 1.25") and "2/2, " in drawn.split("\r")[-1]
 
 
-def test_it_can_be_silent(capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_can_be_silent_and_a_resumed_run_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     a_run(Shown(is_shown=False))
     assert capfd.readouterr() == ("", "")
+    shown = Shown()
+    shown.tell("strategy_started", strategy="FedAvg", num_rounds=9)
+    shown.tell("strategy_resumed", round=4)
+    shown.display.close()
+    assert capfd.readouterr().err == "resumed after round 4/9\n"
 
 
 def test_a_closed_stderr_ends_no_run() -> None:
@@ -260,11 +263,3 @@ print("fine")
 """
     done = run_python(code, check=True)
     assert (done.stdout, done.stderr) == ("fine\n", "")
-
-
-def test_a_resumed_run_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    shown = Shown()
-    shown.tell("strategy_started", strategy="FedAvg", num_rounds=9)
-    shown.tell("strategy_resumed", round=4)
-    shown.display.close()
-    assert capfd.readouterr().err == "resumed after round 4/9\n"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -146,20 +144,6 @@ def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_pa
     assert not [key for key in ask() if dict(key[1]).get("run")]
 
 
-def test_workers_that_were_killed_with_their_caller_are_gone(
-    shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
-) -> None:
-    """Nobody has written their ends down."""
-    killed = subprocess.Popen([sys.executable, "-c", ""])
-    killed.wait()
-    with run_of(shell, tmp_path / "runs" / "one") as one:
-        one.write("run_started", host=os.uname().nodename)
-        one.worker("a", pid=killed.pid)
-        one.worker("b", pid=os.getpid())
-        found = exporter()()
-        assert value(found, "workers", phase="starting") == 1
-
-
 def test_what_others_have_named_breaks_nothing(
     shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:
@@ -179,36 +163,19 @@ def test_what_others_have_named_breaks_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--port", "65536"), "--port: must be a whole number, 0 to 65535, not '65536'"),
-        (("--port", "0", "--address", "192.0.2.1"), "cannot listen on --address 192.0.2.1 --port 0: "),
-        (("--port", "0", "--address", "no such name"), "cannot listen on --address no such name --port 0: "),
-        (("--port", "0", "--address", "." * 300), "cannot listen on --address ..."),
+        ("--port 65536", "--port: must be a whole number, 0 to 65535, not '65536'"),
+        ("--port 0 --address 192.0.2.1", "cannot listen on --address 192.0.2.1 --port 0: "),
+        ("--port 0 --address nosuchname", "cannot listen on --address nosuchname --port 0: "),
+        (f"--port 0 --address {'.' * 300}", "cannot listen on --address ..."),
+        ("--port TAKEN", ": Address already in use. Take another, or --port 0\n"),
     ],
 )
-def test_what_cannot_be_listened_on(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refused(*arguments) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("flower-gpu metrics: ") and message in told
-
-
-def refused(*arguments: str) -> object:
-    """Return the exit status of the command where it cannot listen."""
-    try:
-        return cli.main(["metrics", *arguments])
-    except SystemExit as ended:  # as argparse does
-        return ended.code
-
-
-def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+def test_what_cannot_be_listened_on(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, suppress(SystemExit):  # as argparse ends
         port = str(taken.getsockname()[1])
-        assert refused("--port", port) == 2
-    assert capsys.readouterr().err == (
-        f"flower-gpu metrics: cannot listen on --address 127.0.0.1 --port {port}: Address already in use. "
-        "Take another, or --port 0\n"
-    )
+        assert cli.main(["metrics", *arguments.replace("TAKEN", port).split()]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("flower-gpu metrics: ") and message in told and told.count("\n") == 1
 
 
 # The table --------------------------------------------------------------------------------------------------
@@ -218,25 +185,20 @@ def name_of(row: MetricRow) -> str:
     return f"{PREFIX}{row.name}{'_total' if row.kind == 'counter' else ''}"
 
 
-def test_what_is_served_has_these_types_and_help_texts() -> None:
+def test_what_is_served_has_the_types_and_help_texts_of_the_documentation() -> None:
     registry = CollectorRegistry()
     registry.register(Collector(HostLook(1.0), list))  # type: ignore[arg-type]
     text = generate_latest(registry).decode()
-    assert re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE) == [
-        (name_of(row), row.help) for row in METRICS.values()
-    ]
-    assert re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE) == [
-        (name_of(row), row.kind) for row in METRICS.values()
-    ]
-
-
-def test_the_documentation_has_the_same_table() -> None:
-    assert re.findall(
-        r"^\| `(flower_gpu_\w+)` \| (\w+) \| (.*?) ?\| (.+) \|$", PAGE.read_text(), re.MULTILINE
-    ) == [
+    rows = [
         (name_of(row), row.kind, ", ".join(f"`{label}`" for label in row.labels), row.help)
         for row in METRICS.values()
     ]
+    helps = [(name, text) for name, _, _, text in rows]
+    assert re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE) == helps
+    kinds = [(name, kind) for name, kind, _, _ in rows]
+    assert re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE) == kinds
+    pattern = r"^\| `(flower_gpu_\w+)` \| (\w+) \| (.*?) ?\| (.+) \|$"
+    assert re.findall(pattern, PAGE.read_text(), re.MULTILINE) == rows
 
 
 def test_the_documentation_has_the_commands_own_options() -> None:

@@ -12,14 +12,7 @@ from nvml_stub import GIB
 from report_traces import Event, Run, at, history_of, joined, lost
 
 from flower_gpu.watch.fields import client_key, metric_rank
-from flower_gpu.watch.report.calls import (
-    NO_LEASE,
-    PHASES,
-    CallTry,
-    RunClock,
-    client_rows,
-    tries_of,
-)
+from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, RunClock, client_rows, tries_of
 from flower_gpu.watch.report.pictures import (
     COLOURS,
     Picture,
@@ -160,15 +153,20 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
     granted = lease_events("2", 0)
     on_cpu = worker_events("4", 1)[:2]
     waiting = lease_events("5", 4)[:1]
-    _, _, tries, _, totals = read([*refused, *granted, *on_cpu, *waiting, at(10, "progress")])
+    for_cores = [
+        at(4, "cores_requested", call="6", client="6", task="fit", round=1, caller_pid=1, cores=1),
+        at(7, "cores_granted", call="6", client="6", task="fit", round=1, lease="cores", waited_s=3),
+    ]
+    _, _, tries, _, totals = read([*refused, *granted, *on_cpu, *waiting, *for_cores, at(10, "progress")])
     found = {call.whose.client: (spent(call), call.outcome) for call in tries}
     assert found == {
         "1": ([(WAITING, 3.0)], NO_LEASE),
         "2": ([(WAITING, 2.0), (STARTING, 8.0)], ""),
         "4": ([(STARTING, 1.0), (RUNNING, 8.0)], ""),
         "5": ([(WAITING, 6.0)], ""),
+        "6": ([(WAITING, 3.0), (STARTING, 3.0)], ""),
     }
-    assert (totals.unfinished, dict(totals.outcomes)) == (3, {NO_LEASE: 1})
+    assert (totals.unfinished, dict(totals.outcomes)) == (4, {NO_LEASE: 1})
     assert [(one.what, one.count, one.clients) for one in totals.errors] == [(NO_LEASE, 1, {"1"})]
 
 
@@ -216,10 +214,8 @@ def test_a_run_that_goes_on_after_a_night_has_no_night_in_it() -> None:
     assert [clock.seconds(begin) for begin, _ in clock.pauses] == [4.0]
     assert (killed.begin_s, killed.end_s, killed.outcome) == (2, 4, "")
     assert (other.begin_s, other.end_s) == (5, 10.5)
-
-
-def test_two_hosts_that_share_a_folder_are_no_pause() -> None:
-    started = {"kind": "supernodes", "name": "", "gpus": []}
+    # Two hosts that share a folder are no pause.
+    started["kind"] = "supernodes"
     events = [at(0, "run_started", **started), at(5, "run_started", **started), at(9, "progress")]
     assert read(events)[1].pauses == ()
 
@@ -312,7 +308,7 @@ def test_gpus_are_told_apart_by_host_and_number() -> None:
     assert names(("a", 0), ("a", 1)) == ["GPU 0", "GPU 1"]
     assert names(("a", 0), ("a", 0)) == ["GPU 0 (MIG-0)", "GPU 0 (MIG-1)"]
     assert names(("a", 0), ("b", 0), ("b", 0)) == [
-        *("GPU 0 on a", "GPU 0 (MIG-1) on b", "GPU 0 (MIG-2) on b"),
+        *("GPU 0 on a", "GPU 0 (MIG-1) on b", "GPU 0 (MIG-2) on b")
     ]
     long = "gpu-worker-7d9f8b6c5-x2k4q"
     assert names((f"node7.{long}", 0), (long, 1)) == ["GPU 0 on node7", f"GPU 1 on {long[-20:]}"]
@@ -327,16 +323,12 @@ def test_workers_on_cpus_are_in_the_lanes_of_their_host() -> None:
         assert picture is not None and [panel.title for panel in picture.panels] == labels
 
 
-def test_accuracy_and_loss_are_before_precision_and_recall() -> None:
+def test_accuracy_and_loss_come_first_and_clients_are_sorted_as_people_do() -> None:
     names = ("recall", "test_precision_macro", "time", "train-loss", "val_acc_top5", "lossy", "F1-score")
     order = ["val_acc_top5", "train-loss", "F1-score", "test_precision_macro", "recall", "time", "lossy"]
     assert sorted(names, key=metric_rank) == order
-
-
-def test_clients_are_sorted_as_people_do() -> None:
-    names = ["10", "client-10", "9", "server", "a"]
-    order = ["server", "9", "10", "a", "client-10"]
-    assert sorted(names, key=client_key) == order
+    clients = ["10", "client-10", "9", "server", "a"]
+    assert sorted(clients, key=client_key) == ["server", "9", "10", "a", "client-10"]
 
 
 def test_a_round_that_a_resumed_run_does_again_counts_once() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
+import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from cli.command_shell import Shell
 from nvml_stub import GIB, Host
 from top_traces import run_of
+from waiting import until
 
 from flower_gpu.cli import main as cli
 
@@ -31,16 +33,13 @@ def look(shell: Shell, *arguments: str) -> dict[str, Any]:
 
 def look_until(shell: Shell, is_so: Callable[[dict[str, Any]], bool], *arguments: str) -> dict[str, Any]:
     """Look again and again until it is as it should become."""
-    deadline = time.monotonic() + 60
-    while not is_so(told := look(shell, *arguments)):
-        assert time.monotonic() < deadline, told
-    return told
+    return until(lambda: told if is_so(told := look(shell, *arguments)) else {})
 
 
-def client(shell: Shell, folder: Path, asked: str) -> Any:
+def client(shell: Shell, folder: Path) -> subprocess.Popen[str]:
     """Start a client whose call goes on until a file is there."""
     env = {"FLOWER_GPU_RUN_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}:{HERE.parents[1]}"}
-    return shell.start(sys.executable, str(HERE / "top_client.py"), str(folder), asked, env=env)
+    return shell.start(sys.executable, str(HERE / "top_client.py"), str(folder), env=env)
 
 
 def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
@@ -79,6 +78,7 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
     # Every key is documented.
     keys = [list(told), *(list(told[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
     keys.append(list(told["resources"]))
+    assert told["resources"]["cores_leased"] == 0 < told["resources"]["cores"]
     _, _, page = PAGE.read_text().partition("## JSON")
     tables = [
         re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?`) \|", part, re.MULTILINE)))
@@ -95,7 +95,7 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
     shell.on(host)
     folder = tmp_path / "run"
     with run_of(shell, folder):
-        ends = client(shell, folder, "4GiB")
+        ends = client(shell, folder)
 
         def is_in_the_middle(told: dict[str, Any]) -> bool:
             rows = told["workers"]
@@ -109,11 +109,12 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
         assert (row["lease_bytes"], row["used_bytes"]) == (4 * GIB, GIB)
         (used,) = [gpu for gpu in told["gpus"] if gpu["own_leased_bytes"]]
         assert row["gpus"] == [used["index"]]
+        assert 0 < row["cores"] == told["resources"]["cores_leased"]
         assert (used["own_used_bytes"], used["programs_bytes"]) == (GIB, 0)
         text = shell("top", "--once", env={"COLUMNS": "120"})
         assert re.search(r"quickstart +7 +train .* 4\.0 +1\.0 .* running epoch \?\[2J1 13/40", text)
         shell.waiter("fit of client 8", "alone", count=2)
-        asks = client(shell, folder, "4GiB")
+        asks = client(shell, folder)
         # The run alone, and the whole line: what others wait for is before what it asks. In the ledger that
         # waits a moment before its run's trace says so.
         told = look_until(shell, lambda told: any(row["run"] for row in told["waiting"]), str(folder))
@@ -132,35 +133,7 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
     assert look(shell)["runs"] == []
 
 
-def test_a_worker_on_the_cpu_of_a_run_that_nobody_registered(shell: Shell, tmp_path: Path) -> None:
-    folder = tmp_path / "own"
-    folder.mkdir()
-    process = client(shell, folder, "cpu")
-
-    def is_running(told: dict[str, Any]) -> bool:
-        return any(row["progress_done"] == 13 for row in told["workers"])
-
-    told = look_until(shell, is_running, str(folder))
-    (row,) = told["workers"]
-    assert told["gpus"] == []
-    assert (row["run"], row["client"], row["gpus"]) == ("own", "7", [])
-    assert (row["lease_bytes"], row["used_bytes"]) == (None, None)
-    assert row["cores"] == told["resources"]["cores_leased"] == told["resources"]["cores"]
-    assert look(shell)["runs"] == []
-    (held,) = look(shell)["workers"]
-    assert (held["lease"], held["phase"], held["cores"]) == (row["lease"], "held", row["cores"])
-    text = shell("top", "--once", str(folder), env={"COLUMNS": "300"})
-    assert "No GPU: no NVIDIA driver here: libnvidia-ml.so.1 is missing" in text
-    assert re.search(r"own +7 +train +- .* running epoch", text)
-    # Killed with its client, it leaves no end in the trace.
-    process.kill()
-    process.wait()
-    assert look_until(shell, lambda told: not told["workers"], str(folder))["runs"][0]["run"] == "own"
-
-
 def test_a_ledger_that_is_held_is_told_and_the_rest_is_shown(shell: Shell, host: Host) -> None:
-    import fcntl
-
     shell.on(host)("leases")  # makes it
     with open(shell.ledger / "flower-gpu-leases.mutex") as mutex:
         fcntl.flock(mutex, fcntl.LOCK_EX)

@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,12 @@ class Terminal:
         """Wait until the command has written a text."""
         self.read_until_match(re.escape(text), since)
 
-    def read_until_match(self, pattern: bytes, since: int = 0) -> None:
-        """Wait until the command has written what a pattern stands for."""
+    def read_until_match(self, pattern: bytes, since: int = 0, *, raw: bool = False) -> None:
+        """Wait until the command has written what a pattern stands for; ``raw``: among escape sequences."""
         deadline = time.monotonic() + WAIT_S
-        while not re.search(pattern, _ESCAPES.sub(b"", self.output[since:]), re.DOTALL):
-            assert select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0], self.output
-            self.output += os.read(self.master, 65536)
-
-    def read_until_raw(self, text: bytes) -> None:
-        """Wait until the command has written a text with its escape sequences."""
-        deadline = time.monotonic() + WAIT_S
-        while text not in self.output:
+        while not re.search(
+            pattern, self.output if raw else _ESCAPES.sub(b"", self.output[since:]), re.DOTALL
+        ):
             assert select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0], self.output
             self.output += os.read(self.master, 65536)
 
@@ -108,19 +103,16 @@ class Terminal:
 @pytest.fixture
 def terminal(shell: Shell) -> Iterator[Terminal]:
     """The view, on a host without GPUs, with its first frame drawn."""
-    made = Terminal(shell.env)
-    try:
+    with closing(Terminal(shell.env)) as made:
         made.read_until(b"Waiting  nobody")
         assert made.attributes() != made.before  # keys come one by one
         yield made
-    finally:
-        made.close()
 
 
 def test_q_ends_it_and_ctrl_z_gives_the_terminal_back_until_it_goes_on(terminal: Terminal) -> None:
     """At once: the kernel stops no process whose shell is in another session."""
     terminal.press(b"xyz\r\x1bOq\x1bq\x1b[A\x1a")
-    terminal.read_until_raw(MAIN_SCREEN)
+    terminal.read_until_match(re.escape(MAIN_SCREEN), raw=True)
     for _ in range(2):  # of which the first may have been drawn before
         terminal.read_until(b"Waiting  nobody", len(terminal.output))
     terminal.press(b"q")
@@ -145,80 +137,45 @@ def test_a_lost_connection_ends_it(terminal: Terminal) -> None:
     assert terminal.process.wait(WAIT_S) == 128 + signal.SIGHUP
 
 
-def test_it_follows_the_size_of_the_terminal(shell: Shell) -> None:
-    # What a shell has exported says what the size once was.
-    made = Terminal({**shell.env, "COLUMNS": "80", "LINES": "24"})
-    try:
-        # The line is as long as there is room for.
-        made.read_until("is missing. It comes with the …".encode())
-        since = len(made.output)
-        made.resize(150, 50)
-        made.read_until(b"It comes with the driver; in a container", since)
-        since = len(made.output)
-        made.resize(12, 3)
-        made.read_until("flower-gpu …".encode(), since)
-        made.press(b"q")
-        assert made.end() == 0
-    finally:
-        made.close()
-
-
 def test_a_terminal_that_knows_no_size_has_the_exported_one(shell: Shell) -> None:
-    made = Terminal({**shell.env, "COLUMNS": "150", "LINES": "50"}, width=0, height=0)
-    try:
+    env = {**shell.env, "COLUMNS": "150", "LINES": "50"}
+    with closing(Terminal(env, width=0, height=0)) as made:
         made.read_until(b"It comes with the driver; in a container")
-    finally:
-        made.close()
 
 
 def test_what_changes_is_shown(shell: Shell, tmp_path: Path) -> None:
     host = Host(tmp_path / "host", gpus=1)
     shell.on(host)
-    made = Terminal(shell.env, "--interval", "0.1")
-    try:
+    with closing(Terminal(shell.env, "--interval", "0.1")) as made:
         made.read_until(b"leased 0.0 of 15.8")
         holder = shell.holder("fit of client 7", 6 * GIB)
         made.read_until(b"leased 6.0 of 15.8")
         made.read_until(b"fit of client 7")
-        waiter = shell.waiter("fit of client 8", 12 * GIB)
+        shell.waiter("fit of client 8", 12 * GIB)
         made.read_until(b"1. 12.0 GiB on GPU 0 fit of client 8")
         host.set(0, lost=True)
         made.read_until(b"it is lost")
         host.set(0, lost=False)
         holder.kill()
         made.read_until(b"leased 12.0 of 15.8", len(made.output))
-        waiter.kill()
-        made.read_until(b"leased 0.0 of 15.8", len(made.output))
-        made.press(b"q")
-        assert made.end() == 0
-    finally:
-        made.close()
 
 
-def test_keys_sort_and_scroll(shell: Shell, tmp_path: Path) -> None:
+def test_keys_sort_and_scroll_and_it_follows_the_size_of_the_terminal(shell: Shell, tmp_path: Path) -> None:
     with (tmp_path / "trace.jsonl").open("w") as file:
+        worker = {"event": "worker_started", "task": "fit", "round": 1}
         for event in (
             {"event": "run_started", "kind": "simulate", "name": "many", "host": "elsewhere"},
-            *(
-                {
-                    "event": "worker_started",
-                    "call": str(n),
-                    "client": f"{n}",
-                    "task": "fit",
-                    "round": 1,
-                    "pid": n,
-                }
-                for n in range(1000)
-            ),
+            *({**worker, "call": str(n), "client": str(n), "pid": n} for n in range(1000)),
         ):
             file.write(json.dumps({"v": VERSION, "time": time.time(), **event}) + "\n")
-    made = Terminal(shell.env, str(tmp_path), "--interval", "0.2")
-    try:
+    # What a shell has exported says what the size once was.
+    env = {**shell.env, "COLUMNS": "80", "LINES": "24"}
+    with closing(Terminal(env, str(tmp_path), "--interval", "0.2")) as made:
         made.read_until(b"< > sort")
-        for keys, shown in ((b">>", "client▲".encode()), (b"r", "client▼".encode())):
+        for keys, mark in ((b">>", "client▲"), (b"r", "client▼")):
             since = len(made.output)
             made.press(keys)
-            made.read_until_match(shown, since)
+            made.read_until_match(mark.encode(), since)
         # A smaller terminal goes on with the same first row, and a larger one is full.
         made.press(b"\x1b[F")
         made.read_until_match(rb"-1000 of 1000", len(made.output))
@@ -229,5 +186,3 @@ def test_keys_sort_and_scroll(shell: Shell, tmp_path: Path) -> None:
         made.press(b"q")
         assert made.end() == 0
         assert made.is_as_before()
-    finally:
-        made.close()

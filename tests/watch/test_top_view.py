@@ -215,17 +215,13 @@ def test_another_accounts_leases_are_named_by_the_account_only() -> None:
     assert text.count("user alice") == 2
 
 
-def test_what_leases_there_are_is_not_known() -> None:
+def test_what_is_not_known_and_a_lost_gpu_are_told() -> None:
     broken = replace(gpu(), capacity_bytes=None, own_leased_bytes=0, other_leased_bytes=0)
-    shown = texts(snapshot(gpus=(broken,), ledger_problem="it has been locked for 1 s"), 80, 24)
+    lost = replace(gpu(1), name="", total_bytes=None, problem="it is lost: see dmesg")
+    shown = texts(snapshot(gpus=(broken, lost), ledger_problem="it has been locked for 1 s"), 80, 40)
     assert shown[1] == "leases: it has been locked for 1 s"
     assert any("leased ? of ?" in line for line in shown)
-
-
-def test_a_lost_gpu_tells_why() -> None:
-    lost = replace(gpu(1), name="", total_bytes=None, problem="it is lost: see dmesg")
-    text = "\n".join(texts(snapshot(gpus=(gpu(), lost)), 80, 40))
-    assert "GPU 1 model unknown: it is lost: see dmesg" in text
+    assert "GPU 1 model unknown: it is lost: see dmesg" in "\n".join(shown)
 
 
 def test_a_terminal_without_unicode_gets_none() -> None:

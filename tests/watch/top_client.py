@@ -1,7 +1,4 @@
-"""A client whose calls wait for files: for tests that look at them meanwhile.
-
-Arguments: folder of the files, and what the call asks for: a size, or "cpu".
-"""
+"""A client whose calls wait for files in the folder that is given: for tests that look at them meanwhile."""
 
 from __future__ import annotations
 
@@ -12,33 +9,23 @@ import time
 from pathlib import Path
 
 import nvml_stub
+from waiting import until
 
 import flower_gpu
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def train(folder: str) -> None:
-    """Use 1 GiB of the GPU, if there is one, and stop in the middle."""
-    if text := os.environ.get("FLOWER_GPU_LEASE"):
-        nvml_stub.allocate(json.loads(text)["shares"][0]["uuid"], nvml_stub.GIB)
+    """Use 1 GiB of the GPU, and stop in the middle."""
+    lease = json.loads(os.environ["FLOWER_GPU_LEASE"])
+    nvml_stub.allocate(lease["shares"][0]["uuid"], nvml_stub.GIB)
     for item in flower_gpu.progress(range(40), desc="epoch \x1b[2J1"):
         if item == 12:
             # More than a moment after the item before: that is told at once then.
             time.sleep(0.6)
         if item == 13:
-            wait_for(Path(folder, "go-on"))
-
-
-def main(folder: str, asked: str) -> None:
-    options = {"gpu": "never"} if asked == "cpu" else {"gpu_memory": asked}
-    flower_gpu.run_in_worker(train, folder, start_method="spawn", name="7", **options)
+            until(Path(folder, "go-on").exists)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (folder,) = sys.argv[1:]
+    flower_gpu.run_in_worker(train, folder, start_method="spawn", name="7", gpu_memory="4GiB")

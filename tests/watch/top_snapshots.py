@@ -91,12 +91,7 @@ ON_CPU = replace(
 )
 
 
-RESOURCES = HostRow(
-    cores=8.0,
-    cores_leased=6.0,
-    memory_capacity_bytes=32 * GIB,
-    memory_leased_bytes=3 * GIB,
-)
+RESOURCES = HostRow(cores=8.0, cores_leased=6.0, memory_capacity_bytes=32 * GIB, memory_leased_bytes=3 * GIB)
 
 
 def gpu(index: int = 0) -> GPURow:
