@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+#: Why a start method is not tried on the stand-in.
+SAME = "what is to be seen is the same as with the other start methods"
+
 
 def is_stand_in() -> bool:
     """Tell whether the cards are those of tests/cuda_stub: kernels do nothing, and there is no cuBLAS."""

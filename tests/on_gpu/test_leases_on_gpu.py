@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_hosts import SAME
 
 from flower_gpu import run_in_worker, trace
 from flower_gpu.errors import GPUOutOfMemoryError
@@ -93,7 +94,9 @@ def result(process: subprocess.Popen[str]) -> Any:
     return json.loads(output)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "method", ["forkserver", "spawn", pytest.param("fork", marks=pytest.mark.card(SAME))]
+)
 def test_the_cap_in_force_is_that_of_the_lease(method: str, run: Run) -> None:
     run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB", start_method=method)
     (lease,), (figures,) = run.leases(), run.figures()

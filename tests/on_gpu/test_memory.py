@@ -16,6 +16,7 @@ from flower_gpu.workers.forkserver import control
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
 import on_gpu_tasks
+from gpu_hosts import SAME
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +38,7 @@ def assert_back_at(before: int) -> None:
     assert now <= before + _TOLERANCE_BYTES
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.card(SAME))])
 def test_memory_is_back_after_every_call_and_the_fork_server_stays_away_from_the_gpu(method: str) -> None:
     """Although its workers train on it; DataLoader with pinned memory and a module-level check are usual."""
     before = level()

@@ -25,7 +25,7 @@ from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen
-from flower_gpu.watch.top.snapshot import RunRow, run_row, worker_rows
+from flower_gpu.watch.top.snapshot import RunRow, host_row, run_row, worker_rows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -208,6 +208,8 @@ def test_cores_of_a_simulation_are_a_lease_of_it(
     finally:
         ledger.release(ticket)
     assert (row.run, row.phase, row.cores) == ("app", "held", 1.0)
+    resources = host_row(seen)
+    assert resources is not None and resources.cores_leased == 1.0
 
 
 def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None:
