@@ -15,7 +15,6 @@ import numpy as np
 from forked import serve
 
 import flower_gpu
-from flower_gpu.calls import leasing
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
 from flower_gpu.leases.ledger import Ledger
@@ -157,10 +156,6 @@ def lines() -> list[str]:
     return found
 
 
-def leased() -> bool:
-    return leasing.of_this_process() is not None
-
-
 _COMMANDS = {
     function.__name__: function
     for function in (
@@ -175,7 +170,6 @@ _COMMANDS = {
         environment,
         nvml_fails_once_granted,
         lines,
-        leased,
         calls_tasks.seen,
     )
 }

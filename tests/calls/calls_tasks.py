@@ -186,11 +186,6 @@ def _fill(mib: float, seconds: float) -> None:
     del taken
 
 
-def _use(path: str, size: float) -> None:
-    """Take memory the first time only; later as much as the file says."""
-    _take(float(Path(path).read_text()) if Path(path).exists() else size)
-
-
 def _unlock() -> None:
     """Give up every lock that this process can."""
     for path in list(Path("/proc/self/fd").iterdir()):
@@ -210,5 +205,4 @@ _STEPS = {
     "fail": _fail,
     "child": _child,
     "sleep": _sleep,
-    "use": _use,
 }

@@ -31,13 +31,6 @@ def test_a_footprint_is_what_tensors_had_and_not_what_the_allocator_kept(calls_h
     assert told["context_bytes"] == told["outside_bytes"] == GIB // 2
 
 
-def test_a_large_cache_is_taken_away_step_by_step(calls_host: CallsHost) -> None:
-    caller = calls_host.start()
-    for _ in range(2):
-        caller.follow(["train", 2.0, 5.0], **OPTIONS)
-    assert calls_host.granted() == [0.0, CONTEXT + 8.5]  # 85 % of 10 GiB
-
-
 def test_a_task_in_pieces_runs_out_once(calls_host: CallsHost) -> None:
     """It needs twice what its tensors have, and nobody could know."""
     caller = calls_host.start()

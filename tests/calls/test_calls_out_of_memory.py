@@ -51,29 +51,6 @@ def test_a_call_that_needs_more_than_its_lease_gets_more(calls_host: CallsHost) 
     assert calls_host.holders() == []
 
 
-def test_what_it_would_have_needed_is_learned_for_calls_that_name_no_size(calls_host: CallsHost) -> None:
-    """A task that has grown: its next call asks for enough at once."""
-    caller = calls_host.start()
-    size = str(calls_host.folder / "size")
-    with open(size, "w") as file:
-        file.write("1.0")
-    calls = {"start_method": "fork", "name": "c"}
-    steps = [["use", size, 0.0]]
-    for _ in range(2):
-        caller("run", "calls_tasks:follow", steps, **calls)
-    with open(size, "w") as file:
-        file.write("6.0")
-    for _ in range(2):
-        caller("run", "calls_tasks:follow", steps, **calls)
-    first, second, small, large, third = calls_host.granted()
-    assert first == 0.0  # alone, all of the GPU
-    assert second == small == 1.65  # with the context, and a tenth more
-    assert 9.0 < large < 15.0
-    assert third == 7.15
-    assert len(calls_host.trace("out_of_memory")) == 1
-    assert calls_host.trace("lease_granted")[0]["alone"]
-
-
 def test_a_call_that_grows_and_grows_has_the_gpu_to_itself_at_last(calls_host: CallsHost) -> None:
     caller = calls_host.start()
     steps = [["take", 0.5], ["take", 0.25]] + [["take", 0.25]] * 20
@@ -86,61 +63,6 @@ def test_a_call_that_grows_and_grows_has_the_gpu_to_itself_at_last(calls_host: C
     )
     assert error.name == "GPUOutOfMemoryError" and "in 2 tries" in error.text
     assert calls_host.granted()[4:] == [4.0, 0.0]  # to ask for more than there is would help no more
-
-
-def test_a_full_gpu_is_waited_for(calls_host: CallsHost) -> None:
-    """Another program has taken what the lease was for; when it has gone, the call runs alone."""
-    caller = calls_host.start()
-    steps = [["take", 1.0], calls_host.tell("here"), calls_host.wait("go"), ["take", 2.0]]
-    caller.tell("run", "calls_tasks:follow", steps, gpu_memory="4GiB", start_method="fork")
-    calls_host.reached("here")
-    program = calls_host.stub.program(0, 13 * GIB)
-    calls_host.go("go")
-    calls_host.until_waiting(caller)
-    [told] = calls_host.trace("out_of_memory")
-    assert (told["kind"], told["then"]) == ("card_full", "again")
-    assert (told["asked_bytes"], told["free_bytes"]) == (2 * GIB, int(1.5 * GIB))
-    # What the worker has given back is not enough for it.
-    assert calls_host.holders() == []
-    program.end()
-    assert caller.answer()["answers"][0] == "0.0"
-    assert [one["alone"] for one in calls_host.trace("lease_granted")] == [False, True]
-    [line] = caller("lines")
-    assert "the GPU itself was full" in line
-    assert "13.0 GiB used by process" in line and "/usr/bin/other" in line
-
-
-def test_nobody_else_is_there_when_it_runs_alone(calls_host: CallsHost) -> None:
-    other, caller = calls_host.start(), calls_host.start()
-    other.tell(
-        "run",
-        "calls_tasks:follow",
-        [calls_host.wait("done")],
-        gpu_memory="2GiB",
-        start_method="fork",
-        name="o",
-    )
-    calls_host.until(lambda state: len(state["holders"]) == 1)
-    program = calls_host.stub.program(0, 9 * GIB)
-    steps = [["take", 1.0], calls_host.tell("here"), calls_host.wait("go"), ["take", 2.0]]
-    caller.tell("run", "calls_tasks:follow", steps, gpu_memory="4GiB", start_method="fork")
-    calls_host.reached("here")
-    calls_host.stub.set(0, used=int(4.5 * GIB))
-    calls_host.go("go")
-    calls_host.until_waiting(caller)
-    program.end()
-    calls_host.stub.set(0, used=0)
-    assert [one["kind"] for one in calls_host.trace("out_of_memory")] == ["card_full"]
-    third = calls_host.start()
-    error = third.fails(
-        "run", "calls_tasks:seen", gpu_memory="1GiB", lease_timeout_s=0.2, start_method="fork"
-    )
-    assert error.name == "LeaseTimeoutError"  # the GPU is kept for the one that waits to be alone
-    calls_host.go("done")
-    other.answer()
-    caller.answer()
-    assert [one["alone"] for one in calls_host.trace("lease_granted")] == [False, False, True]
-    assert any("2.0 GiB leased to calls_tasks:follow of client o" in line for line in caller("lines"))
 
 
 @pytest.mark.parametrize("on_oom", ["retry", "cpu"])
@@ -165,31 +87,30 @@ def test_a_gpu_that_stays_full(calls_host: CallsHost, on_oom: str) -> None:
 
 
 def test_fail_means_at_once_and_with_the_numbers(calls_host: CallsHost) -> None:
-    caller = calls_host.start()
+    other, caller = calls_host.start(), calls_host.start()
+    holding = {"gpu_memory": "2GiB", "start_method": "fork", "name": "o"}
+    other.tell("run", "calls_tasks:follow", [calls_host.wait("done")], **holding)
+    calls_host.until(lambda state: state["holders"])
     calls_host.stub.program(0, GIB, name="/usr/bin/desktop")
-    error = caller.fails(
-        "run",
-        "calls_tasks:follow",
-        TOO_MUCH,
-        gpu_memory="4GiB",
-        on_oom="fail",
-        start_method="forkserver",
-        name="6",
-    )
+    failing = {"gpu_memory": "4GiB", "on_oom": "fail", "start_method": "forkserver", "name": "6"}
+    error = caller.fails("run", "calls_tasks:follow", TOO_MUCH, **failing)
+    calls_host.go("done")
+    other.answer()
     assert error.name == "GPUOutOfMemoryError"
     assert {"WorkerError", "GPUError"} <= set(error.names)
     assert error.text.startswith(
         "calls_tasks:follow of client 6: out of memory on GPU 0 (NVIDIA Stub 16GB): "
         "it took more than its lease. "
         "Asked 3.0 GiB, reserved 2.5 GiB, cap 4.0 GiB of a lease of 4.0 GiB, free 12.5 GiB of 16.0 GiB. "
-        "Also there: 1.0 GiB used by process"
+        "Also there: 2.0 GiB leased to calls_tasks:follow of client o"
     )
+    assert "1.0 GiB used by process" in error.text
     assert "/usr/bin/desktop" in error.text and "on_oom='cpu'" in error.text
     (name, text), *rest = error.causes
     assert name == "RuntimeError" and text.startswith("CUDA out of memory. Tried to allocate 3.00 GiB")
     assert "calls_tasks.py" in rest[0][1]  # the worker's traceback
     assert [one["then"] for one in calls_host.trace("out_of_memory")] == ["failed"]
-    assert len(calls_host.trace("worker_started")) == 1
+    assert len(calls_host.trace("worker_started")) == 2
 
 
 def test_the_cpu_is_the_third_kind_of_try(calls_host: CallsHost) -> None:

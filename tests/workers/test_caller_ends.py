@@ -27,9 +27,11 @@ INTERRUPTED = """
     run_in_worker(busy_in_the_worker, start_method=sys.argv[1])
 """
 
-# Each worker has two children that ignore what can be ignored, as those of a DataLoader ignore SIGINT.
+# Each worker has two children that ignore what can be ignored, as those of a DataLoader ignore SIGINT. A fork
+# of the caller has a copy of all its descriptors.
 KILLED = """
     import ctypes, os, signal, subprocess, sys, threading, time
+    from pathlib import Path
     from flower_gpu import run_in_worker
     from flower_gpu.workers.call import Call
     from flower_gpu.workers.caller import Line
@@ -38,17 +40,25 @@ KILLED = """
         code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
         children = [subprocess.Popen([sys.executable, "-S", "-c", code]).pid for _ in range(2)]
         print("pids", os.getpid(), *children, flush=True)
+        Path(folder, f"worker{os.getpid()}").touch()
         if hold_the_gil:
             while True:
                 ctypes.PyDLL(None).sleep(600)
         time.sleep(600)
 
-    method = sys.argv[1]
-    threading.Thread(target=run_in_worker, args=(busy, True), kwargs={"start_method": method}).start()
+    method, folder = sys.argv[1:]
+    for hold in (True, False):
+        threading.Thread(target=run_in_worker, args=(busy, hold), kwargs={"start_method": method}).start()
     idle = Line()
     pid = idle.run(Call("os:getpid"), method, calls=2)
     os.write(1, f"pids {pid}\\n".encode())  # in one piece: others write as well
-    run_in_worker(busy, False, start_method=method)
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.01)
+    child = os.fork()
+    if child:
+        Path(folder, "new").write_text(str(child))
+        Path(folder, "new").rename(Path(folder, "child"))
+    time.sleep(600)
 """
 
 
@@ -167,41 +177,21 @@ def test_ctrl_c_during_many_short_calls(
     assert "Process flower-gpu" not in process.communicate()[1]
 
 
-def test_caller_is_killed(start_method: str, caller: Callable[..., subprocess.Popen[str]]) -> None:
-    """With two calls, one of which holds the GIL, and a worker that waits for another one."""
-    process = caller(KILLED, start_method)
+def test_caller_is_killed(
+    start_method: str, caller: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """With two calls, one of which holds the GIL, a worker that waits for another one, and a fork."""
+    folder = tmp_path / "reached"
+    folder.mkdir()
+    process = caller(KILLED, start_method, folder)
     pids = read_pids(process, lines=3)
     assert len(pids) == 7
     assert all(is_running(pid) for pid in pids)
-    process.kill()
-    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
-
-
-def test_a_fork_of_the_caller_does_not_keep_its_workers(
-    start_method: str, caller: Callable[..., subprocess.Popen[str]]
-) -> None:
-    """A child that the caller forks while a call runs has a copy of all its descriptors."""
-    script = """
-        import os, sys, threading, time
-        from flower_gpu import run_in_worker
-
-        def busy():
-            print("pids", os.getpid(), flush=True)
-            time.sleep(600)
-
-        kwargs = {"start_method": sys.argv[1]}
-        threading.Thread(target=run_in_worker, args=(busy,), kwargs=kwargs, daemon=True).start()
-        time.sleep(1)
-        child = os.fork()
-        if child:
-            print("pids", child, flush=True)
-        time.sleep(600)
-    """
-    process = caller(script, start_method)
-    worker, child = read_pids(process, lines=2)
+    assert wait_until((folder / "child").exists)
+    child = int((folder / "child").read_text())
     try:
         process.kill()
-        assert wait_until(lambda: not is_running(worker))
+        assert wait_until(lambda: not any(is_running(pid) for pid in pids))
         assert is_running(child)
     finally:
         os.kill(child, signal.SIGKILL)

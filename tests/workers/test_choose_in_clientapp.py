@@ -48,16 +48,11 @@ def test_a_function_that_is_named_gets_the_fork_server(venv: Path) -> None:
         assert app.call("tasks_forkserver:server") == only_server().pid != app.pid
 
 
-def test_a_function_that_is_an_object_is_forked(venv: Path) -> None:
+def test_a_function_that_is_an_object_and_what_cannot_be_passed_on_are_forked(venv: Path) -> None:
     with clientapp(venv) as app:
         app.do("import threading, tasks_forkserver\nlock = threading.Lock()")
         assert app.do("answer = run_in_worker(tasks_forkserver.server)") == app.pid
         assert app.do("answer = run_in_worker(lambda lock: os.getppid(), lock)") == app.pid
-
-
-def test_what_cannot_be_passed_on_is_forked(venv: Path) -> None:
-    with clientapp(venv) as app:
-        app.do("import threading; lock = threading.Lock()")
         assert app.do("answer = run_in_worker('tasks_forkserver:parent_of', lock)") == app.pid
         assert "lower" not in app.errors()
         with pytest.raises(forkservers.CallError, match="WorkerStartError"):

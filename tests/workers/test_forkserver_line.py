@@ -63,19 +63,14 @@ def at_once(callers: list[Client]) -> list[int | str]:
     return [one for caller in callers for one in caller.receive()]
 
 
-def test_hundreds_at_once_are_all_served_by_one_server(python: str) -> None:
+def test_hundreds_at_once_are_all_served_by_one_server_and_by_another_where_that_stopped(python: str) -> None:
     with forkservers.own_servers(light=True), ExitStack() as stack:
         callers = [stack.enter_context(Client(python)) for _ in range(PROCESSES)]
         server = callers[0].call("tasks_forkserver:server")
         assert at_once(callers) == [server] * (PROCESSES * THREADS)
         assert only_server().pid == server
-
-
-def test_a_stopped_server_is_replaced_for_all_in_line(python: str) -> None:
-    with forkservers.own_servers(light=True), Client(python) as caller:
-        server = caller.call("tasks_forkserver:server")
         os.kill(server, signal.SIGSTOP)
-        found = at_once([caller])
+        found = at_once(callers[:1])
         assert not is_running(server)
         assert found == [only_server().pid] * THREADS
 

@@ -269,9 +269,7 @@ def test_buffered_output_of_the_caller_is_written_once(run_script: RunScript) ->
     assert done.stdout == "before in the worker\nafter\n" * 3
 
 
-def test_what_leaves_the_group_does_not_stop_the_call(
-    start_method: str, run: Run, after_reaching: Callable[..., BaseException], tmp_path: Path
-) -> None:
+def test_what_leaves_the_group_does_not_stop_the_call(start_method: str, run: Run, tmp_path: Path) -> None:
     """A process in a session of its own may go on writing into our pipe, where nobody ends it."""
     pid_file = tmp_path / "pid"
 

@@ -108,14 +108,9 @@ def allocates() -> str:
 
 
 def starts_cuda() -> dict[str, str]:
-    from flower_gpu import run_in_worker
-
-    found = {}
     with multiprocessing.get_context("fork").Pool(1) as pool:  # before this process starts it
-        found["fork"] = pool.apply(allocates)
-    found["here"] = allocates()
-    found["worker"] = run_in_worker("thread_name_tasks:allocates", start_method="spawn")
-    return found
+        in_fork = pool.apply(allocates)
+    return {"fork": in_fork, "here": allocates()}
 
 
 def everywhere(ways: list[str]) -> dict[str, str]:
