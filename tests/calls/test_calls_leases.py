@@ -292,30 +292,15 @@ def test_a_call_within_a_call_without_gpu_has_none(calls_host: CallsHost) -> Non
     assert calls_host.trace("lease_granted") == []
 
 
-def test_threads_of_a_process_have_leases_of_their_own(calls_host: CallsHost) -> None:
-    def call(mine: str, other: str) -> Any:
-        steps = [calls_host.tell(mine), calls_host.wait(other)]  # both at the same time
-        return ["calls_tasks:follow", [steps], {"start_method": "fork", "gpu_memory": "6GiB", "name": mine}]
-
-    caller = calls_host.start()
-    caller.tell("run_in_threads", call("a", "b"), call("b", "a"))
-    found = [value_of(reply) for reply in caller.answer()]
-    leases = [json.loads(one["FLOWER_GPU_LEASE"])["id"] for one in found]
-    assert len(set(leases)) == 2
-    for name, lease in zip("ab", leases, strict=True):
-        assert calls_host.events(client=name, lease=lease) == [
-            "lease_granted", "worker_started", "worker_finished", "lease_released"
-        ]  # fmt: skip
-    assert calls_host.holders() == []
-
-
-def test_threads_whose_calls_do_not_fit_together_take_turns(calls_host: CallsHost) -> None:
+def test_threads_of_a_process_have_leases_of_their_own_and_take_turns(calls_host: CallsHost) -> None:
     """A fork made by one thread does not keep the lease of another."""
     call = ["calls_tasks:follow", [[["sleep", 0.1]]], {"start_method": "fork", "gpu_memory": "10GiB"}]
     for reply in calls_host.start()("run_in_threads", call, call, call):
         value_of(reply)
-    times = [one["event"] for one in calls_host.trace("lease_granted", "worker_finished")]
-    assert times == ["lease_granted", "worker_finished"] * 3
+    events = calls_host.trace("lease_granted", "worker_finished")
+    assert [one["event"] for one in events] == ["lease_granted", "worker_finished"] * 3
+    assert len({one["lease"] for one in events}) == 3
+    assert calls_host.holders() == []
 
 
 def test_a_preloaded_task_has_a_lease(calls_host: CallsHost) -> None:

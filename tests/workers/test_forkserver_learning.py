@@ -190,7 +190,7 @@ class TestLibraries:
             learn(caller, library)
             control.stop(wait_s=20)
             if library == "hangs_later":
-                caller.do("from flower_gpu.workers.forkserver import program; program._START_S = 6")
+                caller.do("from flower_gpu.workers.forkserver import program; program._START_S = 10")
             marker.touch()
             try:
                 assert caller.call("tasks_forkserver:loaded_before", library) == [False]
