@@ -142,6 +142,11 @@ def process_count(proc: Path = _PROC) -> tuple[int, int] | None:
     return min(found, key=lambda one: one[1] - one[0], default=None)
 
 
+def unified(proc: Path = _PROC) -> list[Path]:
+    """Return this process's group of version 2 and those above it; empty where there are none."""
+    return [folder for version, folder in _folders("dmem", proc) if version == 2]  # a controller of it only
+
+
 def _limit(folder: Path, version: int) -> int | None:
     if version == 1:  # without a limit it is the largest number of whole pages
         return int((folder / "memory.limit_in_bytes").read_text())

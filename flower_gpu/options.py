@@ -345,6 +345,7 @@ HOST_RESERVE_VARIABLE: Final = "FLOWER_GPU_HOST_RESERVE"
 POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
 IDLE_POLL_VARIABLE: Final = "FLOWER_GPU_IDLE_POLL_S"
 GUARD_VARIABLE: Final = "FLOWER_GPU_GUARD"
+CAP_VARIABLE: Final = "FLOWER_GPU_CAP"
 
 #: Whether the server wants a GPU: a key of the config of a call, and of the run config.
 USE_GPU: Final = Option(
@@ -359,6 +360,17 @@ GPU_GUARD: Final = Option(
     "on",
     "GPUs",
     name="gpu_guard",
+)
+
+#: Of the same commands. The framework's own cap always holds: it fails earlier, and says more.
+GPU_CAP: Final = Option(
+    "who holds workers to the GPU memory of a lease: the driver, where it can (auto) or else nothing is run "
+    "(driver); or only the allocators of frameworks (default: {default})",
+    words("auto", "allocator", "driver"),
+    CAP_VARIABLE,
+    "auto",
+    "GPUs",
+    name="gpu_cap",
 )
 
 STATE_DIR: Final = Option(
@@ -414,6 +426,7 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
             RESERVE,
             POLL,
             GPU_GUARD,
+            GPU_CAP,
             IDLE_POLL,
         )
         if option.variable

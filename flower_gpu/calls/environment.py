@@ -37,8 +37,14 @@ def of_worker(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def caps_of(lease: Lease) -> list[Cap]:
-    """Return how much allocators may take of each GPU of a lease."""
-    return [Cap(share.cap_bytes, share.total_bytes) for share in lease.shares]
+    """Return how much allocators may take of each GPU of a lease.
+
+    CUDA shows a worker that the driver caps its cap as all that the GPU has.
+    """
+    return [
+        Cap(share.cap_bytes, share.memory_bytes if lease.by_driver else share.total_bytes)
+        for share in lease.shares
+    ]
 
 
 def without_ray(environ: MutableMapping[str, str]) -> MutableMapping[str, str]:

@@ -38,11 +38,17 @@ class Use:
             return reserved_bytes + self.outside_bytes
         return reserved_bytes + max(0, self.share.memory_bytes - self.share.cap_bytes)  # as the lease has it
 
-    def ask(self, gpu: GPU) -> dict[int, int]:
+    def ask(self, gpu: GPU, of_group: int | None = None) -> dict[int, int]:
         """Note the driver's figures; return this worker's use by process, empty where the driver has none.
 
         A process that is not listed uses nothing, unless somebody uses memory who is not listed.
+
+        ``of_group``: the use of this worker's control group, where it has one: nobody is missing in that.
         """
+        if of_group is not None:
+            self.is_told = True
+            self.see(of_group)
+            return {os.getpid(): of_group}
         ours = {one.pid: one.used_bytes for one in gpu.processes or () if _is_of_worker(one.pid)}
         told = {pid: used for pid, used in ours.items() if used is not None}
         self.is_told = gpu.processes is not None and len(told) == len(ours)

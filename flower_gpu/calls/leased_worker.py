@@ -16,7 +16,7 @@ from flower_gpu.calls import environment
 from flower_gpu.calls.environment import fixed
 from flower_gpu.calls.gpu_use import THIS_WORKER, Use
 from flower_gpu.frameworks.framework import Figures, Hold, Rule
-from flower_gpu.gpu import guard
+from flower_gpu.gpu import driver_cap, guard
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers import confinement, events, own_process, threads
@@ -40,14 +40,17 @@ def setup() -> AbstractContextManager[None]:
 
     Raises ConfigError if the user's allocator settings cannot be used with PyTorch as it is loaded.
     """
+    lease = Lease.from_environment(os.environ)
     if own_process.is_inside():
         guard.check_without_worker(os.environ)
     else:
+        if lease is not None and lease.by_driver:  # first: then it may still make its group
+            group = driver_cap.join({share.uuid: share.memory_bytes for share in lease.shares})
+            events.send("driver_cap", group=str(group))
         guard.apply(os.environ)
         confinement.apply(os.environ)
     threads.apply()
     THIS_WORKER.ranks = None  # those of an earlier call
-    lease = Lease.from_environment(os.environ)
     if lease is not None and lease.shares:
         return _leased(lease)
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
@@ -217,6 +220,7 @@ class _UsageWriter:
 
         self._of_driver = {}
         found = {gpu.uuid: gpu for gpu in inventory.take_of([use.share.uuid for use in self.uses])}
+        of_group = driver_cap.used_bytes(list(found)) if self.lease.by_driver else {}
         for number, use in enumerate(self.uses):
             gpu = found.get(use.share.uuid)
             if gpu is None:
@@ -225,7 +229,7 @@ class _UsageWriter:
                 self.free_bytes[gpu.uuid] = gpu.free_bytes
             if gpu.total_bytes is not None:
                 self.total_bytes[gpu.uuid] = gpu.total_bytes
-            told = use.ask(gpu)
+            told = use.ask(gpu, of_group.get(gpu.uuid))
             if not told:
                 continue
             self._of_driver[gpu.uuid] = sum(told.values())
@@ -297,9 +301,12 @@ def _tell_out_of_memory(watch: _UsageWriter, figures: Any, error: BaseException)
     else:  # another framework: what the driver says, with the context
         reserved, limit = use.peak_bytes, share.memory_bytes
         free, total = watch.free_bytes.get(share.uuid), watch.total_bytes.get(share.uuid)
+    kind = out_of_memory.classify(reserved, asked, limit, free)
+    if watch.lease.by_driver and not (free is None or asked is None) and free < asked:
+        kind = "over_cap"  # what CUDA shows as free is of the lease
     events.send(
         "out_of_memory",
-        kind=out_of_memory.classify(reserved, asked, limit, free),
+        kind=kind,
         asked_bytes=asked,
         reserved_bytes=reserved,
         allocated_bytes=allocated,

@@ -19,7 +19,7 @@ from flower_gpu.errors import (
     LeaseError,
     LeaseTimeoutError,
 )
-from flower_gpu.gpu import inventory, policy
+from flower_gpu.gpu import driver_cap, inventory, policy
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
 from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed
@@ -101,6 +101,7 @@ class Leasing:
             if lease is not None:  # first: whoever gets it then writes that down
                 held_s = round(time.monotonic() - granted, 4)
                 trace.write(self._event("released"), **self.record, lease=lease.id, held_s=held_s)
+            driver_cap.remove_left()  # its worker is gone
             ledger.release(ticket)
 
     def ledger(self) -> Ledger:

@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import trace
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError, text_of
+from flower_gpu.gpu import driver_cap
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
@@ -148,6 +150,9 @@ class Told:
         elif kind == "gpu_used" and self._ticket is not None:  # of a confined worker
             used = used_of_lease(event["used"], self._lease)
             self._ticket.report_worker(self.record["pid"], self._base_bytes, used)
+        elif kind == "driver_cap":
+            shares = self._lease.shares if self._lease is not None else ()
+            driver_cap.worker_is_in(Path(event["group"]), tuple(share.uuid for share in shares))
         elif kind in _TIMES:
             self._times[_TIMES[kind]] = time.time()
             self._times.update({name: event[name] for name in self._times if name in event})

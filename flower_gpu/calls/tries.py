@@ -21,10 +21,16 @@ from flower_gpu.calls.settings import CallSettings, WorkerSettings
 from flower_gpu.calls.told import ProgressDisplay, Told
 from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError
 from flower_gpu.frameworks.out_of_memory import says_device_is_busy
-from flower_gpu.gpu import guard
+from flower_gpu.gpu import driver_cap, guard
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.options import CONFINED_VARIABLE, DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
+from flower_gpu.options import (
+    CONFINED_VARIABLE,
+    DEADLINE_VARIABLE,
+    GPU_CAP,
+    RANKS_VARIABLE,
+    START_METHOD_VARIABLE,
+)
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import events, own_process, threads
 from flower_gpu.workers import methods as start
@@ -163,6 +169,7 @@ class Tries:
 
     def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
         try:
+            held = replace(held, by_driver=self._by_driver(held))
             with files.passed_on(ticket.descriptor):
                 return self.once(environment.of_worker(held, environ), ticket, held)
         finally:
@@ -170,6 +177,16 @@ class Tries:
                 notices.say_why_no_cuda(held, self.told["no_cuda"])
             if "lacks" in self.told:
                 notices.say_once(str(self.told["lacks"]["text"]))
+
+    def _by_driver(self, held: Lease) -> bool:
+        if self._chosen().is_own_process:
+            uuids = tuple(share.uuid for share in held.shares)
+            is_used = driver_cap.is_used(uuids, os.environ)
+            notices.say_once(driver_cap.describe(uuids, os.environ), logging.INFO)
+            return is_used
+        if GPU_CAP.resolve(None, os.environ) == "driver":
+            raise driver_cap.required("this call has no worker of its own")
+        return False
 
     def once(
         self, gpu_env: Mapping[str, str], ticket: Ticket | None = None, held: Lease | None = None
@@ -187,6 +204,8 @@ class Tries:
         record: dict[str, Any] = {**self.fields, "start_method": method.name, "threads": count}
         if held is not None:
             record["lease" if held.shares else "cores_lease"] = held.id
+            if held.shares:
+                record["cap"] = "driver" if held.by_driver else "allocator"
         display = ProgressDisplay(self.label, record, self.workers.shows_progress)
         told = Told(record, display, ticket, held)
         self.told = told.events

@@ -55,6 +55,7 @@ def as_json(found: Inventory, variable: str | None) -> dict[str, Any]:
                 "used_bytes": gpu.used_bytes,
                 "free_bytes": gpu.free_bytes,
                 "reserved_bytes": gpu.reserved_bytes,
+                "limited_by": gpu.limited_by,
                 "utilization_percent": gpu.utilization_percent,
                 "processes": None
                 if gpu.processes is None
@@ -103,6 +104,8 @@ def _gpu_as_text(gpu: GPU, visible: Collection[GPU]) -> Iterator[str]:
     about = [gpu.name or "model unknown", "visible" if gpu in visible else "not visible"]
     if gpu.reserved_bytes:
         about.append(f"driver reserves {format_bytes(gpu.reserved_bytes)}")
+    if gpu.limited_by:
+        about.append(f"limited by control group {gpu.limited_by}")
     yield from _wrapped("; ".join(about), _MARGIN)
     if gpu.problem is not None:
         yield from _wrapped(f"not usable ({gpu.problem})", _MARGIN)

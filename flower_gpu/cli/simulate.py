@@ -23,6 +23,8 @@ from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEn
 from flower_gpu.kinds import PAIRS
 from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG
 from flower_gpu.options import (
+    CAP_VARIABLE,
+    GPU_CAP,
     GPU_GUARD,
     GUARD_VARIABLE,
     TRACKER,
@@ -60,6 +62,7 @@ _TABLE: Final = {
         group="workers",
     ),
     "gpu_guard": GPU_GUARD,
+    "gpu_cap": GPU_CAP,
     **options_of("simulate"),
     "tracker": TRACKER,
 }
@@ -136,6 +139,8 @@ def _call_options(arguments: argparse.Namespace) -> CallOptions:
     )
     if arguments.gpu_guard is not None:
         env[GUARD_VARIABLE] = arguments.gpu_guard
+    if arguments.gpu_cap is not None:
+        env[CAP_VARIABLE] = arguments.gpu_cap
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)

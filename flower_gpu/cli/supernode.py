@@ -30,8 +30,10 @@ from flower_gpu.launch import node_keys, ports
 from flower_gpu.launch.options import check_node_config, node_config_of
 from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor, new_lines
 from flower_gpu.options import (
+    CAP_VARIABLE,
     CLIENT_VARIABLE,
     CONCURRENCY_VARIABLE,
+    GPU_CAP,
     GPU_GUARD,
     GUARD_VARIABLE,
     LOG_DIR,
@@ -299,6 +301,8 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
     env = checked_environment(given_calls(arguments), base)
     if arguments.gpu_guard is not None:
         env[GUARD_VARIABLE] = arguments.gpu_guard
+    if arguments.gpu_cap is not None:
+        env[CAP_VARIABLE] = arguments.gpu_cap
     guard.check(env)
     env.update(confine.environment(arguments, _key_files(arguments), env))
     if arguments.confine is not None and OWN_ENVIRONMENT in arguments.flower:
@@ -382,6 +386,7 @@ num-partitions in their node configs. A SuperNode that ends is started again.
         **options_of("supernode"),
         **confine.OPTIONS,
         "gpu_guard": GPU_GUARD,
+        "gpu_cap": GPU_CAP,
     },
     {
         **confine.GROUPS,

@@ -9,7 +9,7 @@ from pathlib import Path
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import policy
+from flower_gpu.gpu import driver_cap, policy
 from flower_gpu.gpu.gpus import GPU, Inventory, is_for_one, mps_pipes
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.printable import format_bytes
@@ -42,7 +42,8 @@ def gpus(found: Inventory) -> Iterator[Found]:
         if gpu.is_usable:
             total, free = format_bytes(gpu.total_bytes or 0), format_bytes(gpu.free_bytes or 0)
             mode = f"; compute mode {gpu.compute_mode}" if gpu.compute_mode else ""
-            yield "ok", f"{name}: {free} of {total} free{mode}"
+            limit = f"; the limit of control group {gpu.limited_by}" if gpu.limited_by else ""
+            yield "ok", f"{name}: {free} of {total} free{limit}{mode}"
             if is_for_one(gpu, os.environ):
                 text = f"{name}: clients cannot share it in this compute mode, each call has it to itself"
                 yield "note", text, f"as root `nvidia-smi -i {gpu.index} -c DEFAULT`, or start an MPS daemon"
@@ -50,6 +51,8 @@ def gpus(found: Inventory) -> Iterator[Found]:
             yield "ok", f"{name}: {gpu.problem}"
         else:
             yield "problem", f"{name} cannot be used: {gpu.problem}", "see `flower-gpu gpus`"
+    if found.usable:
+        yield "ok", driver_cap.describe(tuple(gpu.uuid for gpu in found.usable[:1]), os.environ)
     if pipes := found.usable and mps_pipes(os.environ):
         yield "ok", f"calls are clients of the MPS daemon in {pipes}"
 

@@ -51,6 +51,8 @@ class GPU:
     device_files: tuple[str, ...] | None = None  # by which it is opened; None where they are not known
     # One of :data:`flower_gpu.gpu.nvml.COMPUTE_MODES`, that of its card; None where that is not told
     compute_mode: str | None = None
+    # The control group of this process whose limit its memory is; None: it is all that the card has
+    limited_by: str | None = None
 
     @property
     def is_usable(self) -> bool:

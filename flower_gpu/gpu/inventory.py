@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
+from flower_gpu import control_group
 from flower_gpu.gpu import device_files, nvml
 from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory
 from flower_gpu.gpu.nvml_thread import LateError, NVMLThread
 
 T = TypeVar("T")
+#: A control group's soft and hard limit on a card, and its use, in bytes; None where there is no limit.
+Limits = tuple[int | None, int | None, int]
 
 # Without persistence mode the driver takes some seconds to start, for each GPU.
 _START_S, _ANSWER_S = 60.0, 15.0
@@ -55,6 +59,31 @@ def take_of(uuids: Sequence[str]) -> tuple[GPU, ...]:
     with suppress(LateError):
         return host.ask(lambda: host.take_of(uuids))
     return ()
+
+
+def limits(group: Path, uuids: Iterable[str]) -> dict[str, Limits]:
+    """Return a control group's limits on cards, by UUID: the soft and the hard one, and its use, in bytes.
+
+    A limit is None where there is none. Cards whose driver knows no such limits are left out.
+    Raises QueryError if the driver does not answer.
+    """
+    return _answered(lambda host: host.limits(str(group), uuids))
+
+
+def set_limits(group: Path, limits: Mapping[str, int | None]) -> None:
+    """Set a control group's limits on cards, in bytes by UUID; None takes them away.
+
+    Raises QueryError if the driver cannot, or may not.
+    """
+    _answered(lambda host: host.set_limits(str(group), limits))
+
+
+def _answered(work: Callable[[_HeldNVML], T]) -> T:
+    host = _host()
+    try:
+        return host.ask(lambda: work(host))
+    except LateError as late:
+        raise nvml.QueryError(_hangs(host.asked, late.waited_s)) from None
 
 
 def take_here() -> Inventory:
@@ -132,6 +161,20 @@ class _HeldNVML:
         except nvml.QueryError:
             return ()
         return tuple(gpu for gpu in found if gpu is not None)
+
+    def limits(self, group: str, uuids: Iterable[str]) -> dict[str, Limits]:
+        def look(session: nvml.NVMLSession) -> dict[str, Limits]:
+            told = {uuid: session.memory_limits(session.with_uuid(uuid), group) for uuid in uuids}
+            return {uuid: found for uuid, found in told.items() if found is not None}
+
+        return self._asked_of(look)
+
+    def set_limits(self, group: str, limits: Mapping[str, int | None]) -> None:
+        def limit(session: nvml.NVMLSession) -> None:
+            for uuid, limit_bytes in limits.items():
+                session.set_memory_limits(session.with_uuid(uuid), group, limit_bytes)
+
+        self._asked_of(limit)
 
     def _asked_of(self, look: Callable[[nvml.NVMLSession], T]) -> T:
         try:
@@ -258,7 +301,32 @@ def _read(
         replace(process, name=session.process_name(process.pid)) for process in gpu.processes
     )
     percent = session.utilization_percent(handle)
+    gpu = gpu if uuid.startswith("MIG-") else _limited(session, handle, gpu)
     return replace(gpu, index=index, name=name, utilization_percent=percent, processes=named)
+
+
+def _limited(session: nvml.NVMLSession, card: nvml.Handle, gpu: GPU) -> GPU:
+    """Return a GPU as this process may have it: of a limit that others have set on its group, no more."""
+    least: tuple[int, int, str] | None = None
+    for group in control_group.unified():
+        try:
+            told = session.memory_limits(card, str(group))
+        except nvml.QueryError as problem:
+            if problem.ends_session:
+                raise
+            continue  # as of the root of all groups, which has no limits
+        if told is None:  # this driver knows no limits
+            break
+        _, hard, used = told
+        if hard is not None and (least is None or hard - used < least[0] - least[1]):
+            least = hard, used, str(group)
+    if least is None or None in (gpu.total_bytes, gpu.free_bytes) or least[0] >= (gpu.total_bytes or 0):
+        return gpu
+    hard, used, name = least
+    free = max(0, min(hard - used, gpu.free_bytes or 0))
+    return replace(
+        gpu, total_bytes=hard, used_bytes=hard - free, free_bytes=free, reserved_bytes=0, limited_by=name
+    )
 
 
 def _read_by_uuid(session: nvml.NVMLSession, uuid: str) -> GPU | None:

@@ -58,6 +58,13 @@ _OF_A_GPU: Final = {
 }
 
 
+_OF_A_LIMIT: Final = {
+    _NO_PERMISSION: "this account may not set limits of control groups: root may",
+    _NOT_SUPPORTED: "its driver sets no limits on this GPU",
+    _FUNCTION_NOT_FOUND: "its driver is older than 615, which brought limits of control groups",
+}
+
+
 #: How many processes may compute on a card at a time: any, one, or none. As ``nvidia-smi -c`` takes them.
 COMPUTE_MODES: Final = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}
 
@@ -149,6 +156,35 @@ class NVMLSession:
         with suppress(_AbsentError):
             return _memory(self._call_if_there("nvmlDeviceGetMemoryInfo", handle), None)
         return None
+
+    def memory_limits(self, card: Handle, group: str) -> tuple[int | None, int | None, int] | None:
+        """Return the soft and the hard limit of a control group on a card, and what it uses, in bytes.
+
+        A limit is None where there is none. None: this driver, or this card, knows no such limits.
+        """
+        kind = getattr(self._nvml, "c_nvmlGetMemoryLimits_v1_t", None)
+        if kind is None:  # nvidia-ml-py before 13.615
+            return None
+        told = kind(nameSpace=group.encode())
+        try:
+            self._call_if_there("nvmlDeviceGetMemoryLimits_v1", card, told)
+        except _AbsentError:
+            return None
+        hard = None if told.hardLimit == self._nvml.NVML_DEVICE_MEMORY_LIMIT_MAX else int(told.hardLimit)
+        return int(told.softLimit) or None, hard, int(told.currentUsed)
+
+    def set_memory_limits(self, card: Handle, group: str, limit_bytes: int | None) -> None:
+        """Set both limits of a control group on a card; None takes them away. Raises QueryError."""
+        kind = getattr(self._nvml, "c_nvmlSetMemoryLimits_v1_t", None)
+        if kind is None:
+            raise QueryError("nvidia-ml-py is older than 13.615: pip install --upgrade nvidia-ml-py")
+        hard = self._nvml.NVML_DEVICE_MEMORY_LIMIT_MAX if limit_bytes is None else limit_bytes
+        wanted = kind(nameSpace=group.encode(), softLimit=limit_bytes or 0, hardLimit=hard)
+        try:
+            self._call("nvmlDeviceSetMemoryLimits_v1", card, wanted)
+        except QueryError as problem:
+            text = _OF_A_LIMIT.get(problem.code or 0)
+            raise problem if text is None else QueryError(text, problem.code) from None
 
     def utilization_percent(self, handle: Handle) -> int | None:
         """Return the share of the last moments with a running kernel; None without a figure (MIG)."""

@@ -71,6 +71,7 @@ class Lease:
     shares: tuple[Share, ...]  # One for each GPU. The first is ``cuda:0`` in the worker.
     alone: bool = False  # whether nobody else gets a lease on these GPUs meanwhile
     ticket: str = ""  # path of its ticket, where the worker tells what it uses
+    by_driver: bool = False  # whether the driver caps the worker, in a control group of its own
 
     def to_text(self) -> str:
         """Return it as the value of :data:`VARIABLE`."""
@@ -84,7 +85,7 @@ class Lease:
             return None
         fields = json.loads(text)
         shares = tuple(_share(share) for share in fields["shares"])
-        return cls(fields["id"], shares, fields["alone"], fields["ticket"])
+        return cls(fields["id"], shares, fields["alone"], fields["ticket"], fields["by_driver"])
 
 
 def _share(fields: dict[str, Any]) -> Share:

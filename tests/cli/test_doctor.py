@@ -142,8 +142,9 @@ def test_gpus_that_cannot_be_used_are_problems_and_the_others_are_not(shell: She
     host.mig(3, [])
     found = shell.on(host).doctor(only="driver,gpu")
     assert of(found, "driver")[0][0] == "ok"
-    assert [level for level, _ in of(found, "gpu")] == ["ok", "problem", "ok", "ok", "problem"]
+    assert [level for level, _ in of(found, "gpu")] == ["ok", "problem", "ok", "ok", "problem", "ok"]
     assert "it is lost" in of(found, "gpu")[1][1]
+    assert "GPU cap: by the frameworks' allocators (not by the driver: " in of(found, "gpu")[5][1]
 
 
 # Runs checks in one process for several sets of variables.

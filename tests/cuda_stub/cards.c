@@ -242,14 +242,33 @@ static Bytes in_use(int card) {
     return sum;
 }
 
-size_t stub_total(int card) {
-    return (size_t)(stub_number(card, "total", 0) - stub_number(card, "reserved", 0));
+typedef struct {
+    int gpu;
+    char group[8192]; /* of this process */
+    Bytes total, left;
+} Room;
+
+static void narrow(const char *group, Bytes soft, Bytes hard, void *context) {
+    Room *room = context;
+    (void)soft;
+    if (!is_within(room->group, group)) return;
+    Bytes used = used_by_group(room->gpu, group), left = used < hard ? hard - used : 0;
+    if (hard < room->total) room->total = hard;
+    if (left < room->left) room->left = left;
 }
 
-size_t stub_free(int card) {
-    Bytes used = in_use(card), total = stub_total(card);
-    return used < total ? (size_t)(total - used) : 0;
+/* What this process can have of a card: the driver keeps it to the limits of its control groups. */
+static Room room_on(int card) {
+    Bytes total = (Bytes)(stub_number(card, "total", 0) - stub_number(card, "reserved", 0)), used = in_use(card);
+    Room room = {.gpu = cards[card].gpu, .total = total, .left = used < total ? total - used : 0};
+    if (cards[card].mig == NO_MIG && group_of(getpid(), room.group, sizeof room.group)) {
+        limits(room.gpu, narrow, &room);
+    }
+    return room;
 }
+
+size_t stub_total(int card) { return (size_t)room_on(card).total; }
+size_t stub_free(int card) { return (size_t)room_on(card).left; }
 
 static int take(int card, size_t bytes, const char *folder) {
     if (bytes > stub_free(card)) return OUT_OF_MEMORY;

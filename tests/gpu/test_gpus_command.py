@@ -93,6 +93,7 @@ def test_the_json(mixed: Host) -> None:
         "used_bytes": 2 * GIB + 341 * MIB,
         "free_bytes": 14 * GIB - 741 * MIB,
         "reserved_bytes": 400 * MIB,
+        "limited_by": None,
         "utilization_percent": 37,
         "processes": [
             {"pid": 7_000_000, "name": "/usr/bin/python3", "used_bytes": 2 * GIB},

@@ -58,6 +58,7 @@ def test_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
         "persistence_mode": None,
         "device_files": ["/dev/nvidia0"],
         "compute_mode": "DEFAULT",
+        "limited_by": None,
     }
     another = {"index": 1, "uuid": host.uuids[1], "device_files": ["/dev/nvidia1"]}
     assert second == {**first, **another}

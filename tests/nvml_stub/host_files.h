@@ -124,4 +124,59 @@ static void uses(int gpu, int mig, void (*each)(const Use *use, void *context), 
     closedir(names);
 }
 
+/* --- limits of control groups: limits/<gpu><group with % for />, "<soft> <hard> <group>" -------------------- */
+
+/* The folder of a process's control group of version 2; 0 where there is none. */
+static int group_of(long pid, char *path, size_t size) {
+    char name[64], text[TEXT_BYTES], mounts[TEXT_BYTES], point[4096] = "";
+    snprintf(name, sizeof name, "/proc/%ld/cgroup", pid);
+    if (!read_path(name, text, sizeof text) || !read_path("/proc/self/mounts", mounts, sizeof mounts)) return 0;
+    char *type = strstr(mounts, " cgroup2 "), *own = strstr(text, "0::");
+    if (type == NULL || own == NULL) return 0;
+    while (type > mounts && type[-1] != '\n') type--;
+    sscanf(type, "%*s %4095s", point);
+    own[strcspn(own, "\n")] = 0;
+    snprintf(path, size, "%s%s", point, strcmp(own + 3, "/") ? own + 3 : "");
+    return 1;
+}
+
+static int is_within(const char *group, const char *above) {
+    size_t length = strlen(above);
+    return strncmp(group, above, length) == 0 && (group[length] == 0 || group[length] == '/');
+}
+
+typedef struct {
+    const char *group;
+    Bytes sum;
+} GroupUse;
+
+static void add_of_group(const Use *use, void *context) {
+    GroupUse *sum = context;
+    char group[8192];
+    if (group_of(use->pid, group, sizeof group) && is_within(group, sum->group)) sum->sum += use->bytes;
+}
+
+static Bytes used_by_group(int gpu, const char *group) {
+    GroupUse sum = {group, 0};
+    uses(gpu, NO_MIG, add_of_group, &sum);
+    return sum.sum;
+}
+
+/* Call `each` for every limit on a card; a group that is removed has none. */
+static void limits(int gpu, void (*each)(const char *group, Bytes soft, Bytes hard, void *context), void *context) {
+    const char *folder = getenv("NVML_STUB_DIR");
+    char path[4096], text[8192], group[4096];
+    if (folder == NULL || snprintf(path, sizeof path, "%s/limits", folder) >= (int)sizeof path) return;
+    DIR *names = opendir(path);
+    if (names == NULL) return;
+    for (struct dirent *entry; (entry = readdir(names)) != NULL;) {
+        Bytes soft, hard;
+        if (entry->d_name[0] == '.' || atoi(entry->d_name) != gpu) continue;
+        if (snprintf(path, sizeof path, "%s/limits/%s", folder, entry->d_name) >= (int)sizeof path) continue;
+        if (!read_path(path, text, sizeof text) || sscanf(text, "%llu %llu %4095s", &soft, &hard, group) != 3) continue;
+        if (access(group, F_OK) == 0) each(group, soft, hard, context);
+    }
+    closedir(names);
+}
+
 #endif

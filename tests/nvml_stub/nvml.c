@@ -13,6 +13,7 @@
  *               <number>" (added to their pids, as of another namespace), "mps 1" (its processes are clients of
  *               MPS), "mig 1", "instances <count>", "fail <function> <code>"
  *   gpu-<i>-<j> the same of MIG device j of GPU i
+ *   limits/...  what control groups may have of cards, from driver 615 on; see host_files.h
  *   use/<pid>.<start>   what a process uses, counted while it is there: lines of
  *                       "<pid> <gpu> <MIG device or -1> <bytes> [name]". Simulated workers write them
  *                       (nvml_stub.allocate), or the stand-in for CUDA does (../cuda_stub)
@@ -25,6 +26,7 @@
  */
 
 #include <stdint.h>
+#include <sys/stat.h>
 
 #include "host_files.h"
 
@@ -361,6 +363,51 @@ EXPORT int nvmlDeviceGetMemoryInfo_v2(Device of, Memory_v2 *result) {
     if (result->version != (sizeof(Memory_v2) | 2U << 24)) return ARGUMENT_VERSION_MISMATCH;
     memory(text, gpu, mig, result);
     return SUCCESS;
+}
+#endif
+
+#if DRIVER >= 615
+typedef struct {
+    const char *group;
+    Bytes soft, hard, used; /* the last one only where they are asked for */
+} Limits;
+
+static void find_limits(const char *group, Bytes soft, Bytes hard, void *context) {
+    Limits *wanted = context;
+    if (strcmp(group, wanted->group) == 0) wanted->soft = soft, wanted->hard = hard;
+}
+
+EXPORT int nvmlDeviceGetMemoryLimits_v1(Device of, Limits *wanted) {
+    DEVICE(of);
+    if (mig != NO_MIG) return NOT_SUPPORTED;
+    if (access(wanted->group, F_OK)) return NOT_FOUND;
+    wanted->soft = 0;
+    wanted->hard = NOT_AVAILABLE;
+    limits(gpu, find_limits, wanted);
+    wanted->used = used_by_group(gpu, wanted->group);
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceSetMemoryLimits_v1(Device of, const Limits *wanted) {
+    DEVICE(of);
+    char path[8192], new[8192], line[8192];
+    if (mig != NO_MIG) return NOT_SUPPORTED;
+    if (access(wanted->group, F_OK)) return NOT_FOUND;
+    const char *folder = getenv("NVML_STUB_DIR");
+    snprintf(path, sizeof path, "%s/limits", folder);
+    mkdir(path, 0777);
+    int start = snprintf(path, sizeof path, "%s/limits/%d", folder, gpu);
+    snprintf(path + start, sizeof path - (size_t)start, "%s", wanted->group);
+    for (char *at = path + start; *at; at++) {
+        if (*at == '/') *at = '%';
+    }
+    snprintf(new, sizeof new, "%s/limits/.%d.new", folder, (int)getpid());
+    int file = open(new, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+    if (file < 0) return NO_PERMISSION;
+    int length = snprintf(line, sizeof line, "%llu %llu %s\n", wanted->soft, wanted->hard, wanted->group);
+    if (write(file, line, (size_t)length) != length) abort();
+    close(file);
+    return rename(new, path) ? UNKNOWN : SUCCESS;
 }
 #endif
 

@@ -1,0 +1,221 @@
+"""Caps that NVIDIA's driver keeps: a worker in a control group of its own can have so much of each GPU.
+
+Whatever code asks for more gets CUDA's ordinary error of missing memory. It needs driver 615, control groups
+of version 2 and a right that root has. The group of a worker is made and joined by the worker itself
+(:func:`join`); whoever comes later removes those of dead workers (:func:`remove_left`), so that a kill at any
+moment leaves nothing that stays.
+
+Sources: "MPS v3 Memory Partitioning" (https://docs.nvidia.com/deploy/mps/latest/mpsv3-memory-partitioning.html),
+nvmlDeviceSetMemoryLimits_v1 in NVML's reference.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from flower_gpu import control_group
+from flower_gpu.errors import GPUUnavailableError
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.nvml import QueryError
+from flower_gpu.options import CAP_VARIABLE, GPU_CAP
+
+_NAME: Final = "flower-gpu-"  # how names of such groups begin
+_TRIAL_BYTES: Final = 64 << 20
+_CONTROLLER: Final = "dmem"  # by which kernels from 6.14 on keep the cap; before, the driver does
+_LIMITS: Final = ("memory.max", "memory.high", "cpu.max", "pids.max")
+
+
+class _UnavailableError(Exception):
+    """There can be no such cap here; the text has the reason."""
+
+
+def is_used(uuids: tuple[str, ...], environ: Mapping[str, str]) -> bool:
+    """Tell whether the driver caps workers with a lease of these GPUs.
+
+    Raises GPUUnavailableError if it has to, and cannot.
+    """
+    wanted = GPU_CAP.resolve(None, environ)
+    if wanted == "allocator":
+        return False
+    reason = problem(uuids)
+    if reason and wanted == "driver":
+        raise required(reason)
+    return not reason
+
+
+def required(reason: str) -> GPUUnavailableError:
+    """Return the error of a call that must not run without the driver's cap."""
+    return GPUUnavailableError(
+        f"--gpu-cap driver ({CAP_VARIABLE}): the driver cannot cap this worker: {reason}. Use another host, "
+        "or --gpu-cap auto, which leaves the cap to the frameworks' allocators here"
+    )
+
+
+@cache  # a group is made, limited and removed
+def problem(uuids: tuple[str, ...]) -> str | None:
+    """Return why the driver cannot cap workers of this process on these GPUs; None where it can."""
+    if any(uuid.startswith("MIG-") for uuid in uuids):
+        return "a MIG device has no such cap"
+    try:
+        if not inventory.limits(_own(), uuids):
+            return "its driver is older than 615, which brought limits of control groups"
+        parent = _parent()
+        _WORKERS.places.add(parent)
+        remove_left()
+        group, lock = _made(parent)
+        try:
+            _limit(group, dict.fromkeys(uuids, _TRIAL_BYTES))
+        finally:
+            _remove(group, uuids)
+            os.close(lock)
+    except (_UnavailableError, OSError, QueryError) as error:
+        return str(error)
+    return None
+
+
+def describe(uuids: tuple[str, ...], environ: Mapping[str, str]) -> str:
+    """Return a line on who caps workers."""
+    if GPU_CAP.resolve(None, environ) == "allocator":
+        return "GPU cap: by the frameworks' allocators"
+    if reason := problem(uuids):
+        return f"GPU cap: by the frameworks' allocators (not by the driver: {reason})"
+    return "GPU cap: by the driver, for any code"
+
+
+class _OwnGroup:
+    """The group that this worker has made and joined, with its lock; None: it has not, or is no worker."""
+
+    group: Path | None = None
+    lock = -1
+
+
+class _Workers:
+    """The groups of this process's workers: where they are, and which GPUs each has limits of."""
+
+    def __init__(self) -> None:
+        self.places: set[Path] = set()
+        self.uuids: dict[Path, tuple[str, ...]] = {}
+
+
+_OWN_GROUP: Final = _OwnGroup()
+_WORKERS: Final = _Workers()
+
+
+def join(limits: Mapping[str, int]) -> Path:
+    """Have this worker, and all that it starts, capped by the driver; returns its control group.
+
+    ``limits``: bytes by UUID. A worker of a worker stays in that one's group, as both have one lease.
+    Raises GPUUnavailableError if that fails.
+    """
+    try:
+        group = _own()
+        if group == _OWN_GROUP.group:
+            _limit(group, limits)
+        elif not group.name.startswith(_NAME):
+            group, _OWN_GROUP.lock = _made(_parent())
+            _limit(group, limits)
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            _OWN_GROUP.group = group
+    except (_UnavailableError, OSError, QueryError) as error:
+        raise required(str(error)) from error
+    return group
+
+
+def worker_is_in(group: Path, uuids: tuple[str, ...]) -> None:
+    """Take note of the group of a worker of this process, which has a lease of these GPUs."""
+    groups = control_group.unified()
+    if groups and group.is_relative_to(groups[-1]):  # an app may say anything
+        _WORKERS.places.add(group.parent)
+        _WORKERS.uuids[group] = uuids
+
+
+def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
+    """Return what this worker's group uses, whatever code and process took it, by UUID."""
+    with suppress(_UnavailableError, QueryError):
+        return {uuid: used for uuid, (_, _, used) in inventory.limits(_own(), uuids).items()}
+    return {}
+
+
+def remove_left() -> None:
+    """Remove the groups of workers that are gone, also of other processes, with what they still reserve."""
+    for group in [group for place in _WORKERS.places for group in place.glob(f"{_NAME}*")]:
+        with suppress(OSError):  # it is gone, or its worker is there
+            lock = _locked(group)
+            try:
+                uuids = _WORKERS.uuids.pop(group, None)
+                _remove(group, uuids or [gpu.uuid for gpu in inventory.take(processes=False).usable])
+            finally:
+                os.close(lock)
+
+
+def _own() -> Path:
+    groups = control_group.unified()
+    if not groups:
+        raise _UnavailableError("this host has no control groups of version 2")
+    return groups[0]
+
+
+def _parent() -> Path:
+    """Return the group in which those of workers can be: this process's own, else the one above."""
+    own, *above = control_group.unified()[:2] or [_own()]
+    controllers = own / "cgroup.controllers"
+    if not controllers.exists() or _CONTROLLER not in controllers.read_text().split():
+        return own
+    # A group with processes cannot hand the controller on ("No Internal Process Constraint" in the kernel's
+    # documentation). Beside it workers would have none of its limits.
+    places = [own, *(group for group in above if not any(map(_is_limited, (own / name for name in _LIMITS))))]
+    for place in places:
+        with suppress(OSError):
+            (place / "cgroup.subtree_control").write_text(f"+{_CONTROLLER}")
+            return place
+    raise _UnavailableError(
+        f"its control group {own} cannot hand on the controller {_CONTROLLER}, as it has processes: start it "
+        "in a group that is delegated (systemd: Delegate=yes, DelegateSubgroup=)"
+    )
+
+
+def _is_limited(file: Path) -> bool:
+    return file.exists() and file.read_text().split()[0] != "max"
+
+
+def _made(parent: Path) -> tuple[Path, int]:
+    """Make a group; returns it with its lock, which tells all others that this process lives."""
+    while True:
+        group = parent / f"{_NAME}{os.getpid()}-{secrets.token_hex(4)}"
+        group.mkdir()
+        with suppress(FileNotFoundError, BlockingIOError):  # somebody took it for a left one
+            return group, _locked(group)
+
+
+def _locked(group: Path) -> int:
+    """Lock a group, for as long as this process has the descriptor; OSError where another one has it."""
+    lock = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        group.stat()
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _limit(group: Path, limits: Mapping[str, int]) -> None:
+    # Both limits: what is above the soft one may be taken away again.
+    inventory.set_limits(group, limits)
+    told = inventory.limits(group, limits)
+    if any(told.get(uuid, (None,) * 3)[1] is None for uuid in limits):
+        raise _UnavailableError("the driver takes the limit and does not keep it")
+
+
+def _remove(group: Path, uuids: Iterable[str]) -> None:
+    with suppress(QueryError):  # or the groups above keep what it has reserved
+        inventory.set_limits(group, dict.fromkeys(uuids))
+    with suppress(OSError):  # it has a process that the worker has left
+        group.rmdir()

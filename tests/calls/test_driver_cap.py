@@ -1,0 +1,245 @@
+"""Workers that the driver caps, in control groups of their own: real ones, on stand-ins of NVML and CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cuda_stub
+import driver_cap_tasks
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nvml_stub import GIB, NO_PERMISSION
+
+from flower_gpu import control_group, trace
+
+MIB = 2**20
+OUT_OF_MEMORY = driver_cap_tasks.OUT_OF_MEMORY
+
+pytestmark = pytest.mark.timeout(240)
+
+# Runs calls one after the other: task, arguments, options; prints their results, or their errors.
+CALLER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from flower_gpu import run_in_worker
+for task, arguments, options in json.loads(sys.argv[2]):
+    try:
+        found = run_in_worker(f"driver_cap_tasks:{task}", *arguments, **options)
+    except Exception as error:
+        found = [type(error).__name__, str(error)]
+    print(json.dumps(found), flush=True)
+"""
+SPAWNED = {"start_method": "spawn", "gpu": "require", "gpu_memory": "3GiB"}
+
+
+class Host:
+    """Cards, a ledger, and the control group that callers are in."""
+
+    def __init__(self, cards: cuda_stub.Host, folder: Path, group: Path) -> None:
+        self.cards, self.folder, self.group = cards, folder, group
+        self.env = {**os.environ, **cards.env, "FLOWER_GPU_RUN_DIR": str(folder)}
+        for name in ("LEDGER", "STATE"):
+            made = folder / name
+            made.mkdir()
+            made.chmod(0o1777 if name == "LEDGER" else 0o700)
+            self.env[f"FLOWER_GPU_{name}_DIR"] = str(made)
+
+    def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
+        """Start a program in the group."""
+        joined = f'echo $$ > {self.group}/cgroup.procs && exec "$@"'
+        return subprocess.Popen(
+            ["sh", "-c", joined, "sh", *command],
+            env={**self.env, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *command: str, **env: str) -> str:
+        with self.start(*command, **env) as program:
+            out, err = program.communicate(timeout=200)
+        assert program.returncode == 0, err
+        return out
+
+    def calls(self, *calls: tuple[str, list[Any], dict[str, Any]], **env: str) -> list[Any]:
+        script = [sys.executable, "-c", CALLER, str(Path(__file__).parent), json.dumps(calls)]
+        return [json.loads(line) for line in self.run(*script, **env).splitlines()]
+
+    def left(self) -> list[str]:
+        """Return the groups of workers."""
+        return [path.name for path in self.group.glob("flower-gpu-*")]
+
+    def reserved(self) -> int:
+        """Return what groups of workers that are there have reserved on the first card."""
+        lines = [path.read_text().split() for path in (self.cards.folder / "limits").glob("0*")]
+        return sum(int(soft) for soft, _, group in lines if Path(group).exists())
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in trace.read(self.folder / trace.FILE_NAME) if event["event"] == kind]
+
+
+@pytest.fixture
+def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[Host]:
+    groups = control_group.unified()
+    group = groups[-1] / f"test-{os.getpid()}" if groups else tmp_path
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no control groups of version 2, or no right to make one")
+    yield Host(cuda_host(gpus=1, driver="615.20.01"), tmp_path, group)
+    for left in (*group.glob("*/"), group):
+        left.rmdir()
+
+
+def test_code_that_asks_cuda_itself_gets_no_more_than_the_lease(host: Host) -> None:
+    """Also where it catches CUDA's error, and asks for less; the neighbours of the worker have their part."""
+    answers, free = host.calls(
+        ("take", [2 * GIB, GIB, 256 * MIB], SPAWNED),
+        ("take", [2 * GIB, GIB, 256 * MIB], SPAWNED | {"gpu_memory": "4GiB"}),
+    )
+    assert answers == [0, OUT_OF_MEMORY, 0], "the context takes its part"
+    assert free == [0, 0, 0]
+    assert [event["cap"] for event in host.events("worker_started")] == ["driver", "driver"]
+    assert (host.left(), host.reserved()) == ([], 0)
+    assert host.calls(("take", [8 * GIB], SPAWNED), FLOWER_GPU_CAP="allocator") == [[0]]
+    assert [event["cap"] for event in host.events("worker_started")][2:] == ["allocator"]
+
+
+def test_the_footprint_is_what_the_group_has_used(host: Host) -> None:
+    """Nobody has measured this code before, and the driver lists no process."""
+    host.cards.set(0, unlisted=1)
+    [group] = host.calls(("take_and_wait", [5 * GIB, 1.0], SPAWNED | {"gpu_memory": "6GiB"}))
+    assert "flower-gpu-" in group
+    [finished] = host.events("worker_finished")
+    [told] = finished["gpus"]
+    assert told["told_by_driver"] and 5 * GIB <= told["peak_bytes"] <= 6 * GIB
+
+
+def test_a_call_that_runs_into_its_cap_is_tried_again_with_more(host: Host) -> None:
+    [found] = host.calls(("fail_beyond", [4 * GIB], SPAWNED | {"on_oom": "retry"}))
+    assert found is None, found
+    sizes = [event["gpus"][0]["memory_bytes"] for event in host.events("lease_granted")]
+    assert len(sizes) == 2 and sizes[0] == 3 * GIB < sizes[1]
+
+
+def test_where_there_can_be_no_such_cap(host: Host) -> None:
+    """Frameworks keep theirs; whoever asks for the driver's runs nothing without."""
+    host.cards.fail("nvmlDeviceSetMemoryLimits_v1", NO_PERMISSION)
+    assert host.calls(("take", [GIB], SPAWNED)) == [[0]]
+    [[kind, text]] = host.calls(("take", [GIB], SPAWNED), FLOWER_GPU_CAP="driver")
+    assert kind == "GPUUnavailableError" and "--gpu-cap driver" in text and "root may" in text
+    host.cards.fail("nvmlDeviceSetMemoryLimits_v1", None)
+    here = {**SPAWNED, "start_method": "in-process"}
+    [[kind, text]] = host.calls(("take", [GIB], here), FLOWER_GPU_CAP="driver")
+    assert kind == "GPUUnavailableError" and "no worker of its own" in text
+    assert (host.left(), host.reserved()) == ([], 0)
+    said = host.run(sys.executable, "-m", "flower_gpu.cli", "doctor", FLOWER_GPU_POLICY="never")
+    assert "GPU cap: by the driver" in said
+
+
+def test_what_dead_workers_and_callers_leave_is_removed(host: Host) -> None:
+    [died] = host.calls(("kill_itself", [], SPAWNED))
+    assert died[0] == "WorkerDiedError" and host.left() == []
+    script = [sys.executable, "-c", CALLER, str(Path(__file__).parent)]
+    calls = [("take_and_wait", [GIB, 600.0], SPAWNED)]
+    with host.start(*script, json.dumps(calls)) as caller:
+        for _ in range(600):
+            if host.reserved() == 3 * GIB:
+                break
+            signal.sigtimedwait([], 0.1)
+        assert host.reserved() == 3 * GIB and len(host.left()) == 1
+        caller.kill()
+    for _ in range(100):
+        if not any((host.group / name / "cgroup.procs").read_text() for name in host.left()):
+            break
+        signal.sigtimedwait([], 0.1)
+    assert host.calls(("take", [GIB], SPAWNED)) == [[0]]
+    assert (host.left(), host.reserved()) == ([], 0)
+
+
+def test_a_limit_that_others_have_set_is_all_that_there_is(host: Host) -> None:
+    """As Kubernetes, or Slurm: the ledger leases that, and not the card."""
+    code = f"""
+from pathlib import Path
+from flower_gpu.gpu import inventory
+uuid = inventory.take().gpus[0].uuid
+inventory.set_limits(Path({str(host.group)!r}), {{uuid: 10 << 30}})
+"""
+    host.run(sys.executable, "-c", code)
+    [gpu] = json.loads(host.run(sys.executable, "-m", "flower_gpu.cli", "gpus", "--json"))["gpus"]
+    assert (gpu["total_bytes"], gpu["limited_by"]) == (10 * GIB, str(host.group))
+    assert str(host.group) in host.run(sys.executable, "-m", "flower_gpu.cli", "gpus").replace("\n", "")
+    fits, too_much = host.calls(
+        ("take", [GIB], SPAWNED | {"gpu_memory": "9GiB"}), ("take", [GIB], SPAWNED | {"gpu_memory": "11GiB"})
+    )
+    assert fits == [0]
+    assert too_much[0] == "LeaseError" and "has 9.8 GiB for leases" in too_much[1]
+
+
+# A worker's steps to its cap; it ends by itself after one of them, or stays.
+STEPS = ("mkdir", "lock", "limit", "join", "stay")
+WORKER = """
+import os, signal, sys
+from pathlib import Path
+from flower_gpu.gpu import driver_cap, inventory
+last, uuid = sys.argv[1:]
+
+def then_die(step, function):
+    def done(*arguments, **options):
+        found = function(*arguments, **options)
+        if step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+    return done
+
+Path.mkdir = then_die("mkdir", Path.mkdir)
+driver_cap._locked = then_die("lock", driver_cap._locked)
+driver_cap._limit = then_die("limit", driver_cap._limit)
+Path.write_text = then_die("join", Path.write_text)
+driver_cap.join({uuid: 1 << 30})
+print("there", flush=True)
+sys.stdin.read()
+"""
+SWEEP = """
+import sys
+from pathlib import Path
+from flower_gpu.gpu import driver_cap
+driver_cap.worker_is_in(Path(sys.argv[1], "one"), ())
+driver_cap.remove_left()
+"""
+
+
+@given(lasts=st.lists(st.sampled_from(STEPS), min_size=1, max_size=3))
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_kill_at_any_moment_leaves_anything(host: Host, lasts: list[str]) -> None:
+    uuid = host.cards.uuids[0]
+    workers = []
+    for last in lasts:
+        env = {**host.env, "IN": str(host.group)}
+        command = ["sh", "-c", 'echo $$ > "$IN/cgroup.procs" && exec "$@"', "sh"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        workers.append(
+            subprocess.Popen([*command, sys.executable, "-c", WORKER, last, uuid], env=env, **pipes)
+        )
+    living = 0
+    for worker, last in zip(workers, lasts, strict=True):
+        assert worker.stdout is not None
+        is_there = worker.stdout.readline() == "there\n"
+        assert is_there == (last == "stay")
+        living += is_there
+        if not is_there:
+            worker.wait(30)
+    host.run(sys.executable, "-c", SWEEP, str(host.group))
+    assert len(host.left()) == living and host.reserved() == living * GIB
+    for worker in workers:
+        worker.communicate()
+    host.run(sys.executable, "-c", SWEEP, str(host.group))
+    assert (host.left(), host.reserved()) == ([], 0)
