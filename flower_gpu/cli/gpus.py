@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from flower_gpu.cli.arguments import Command
-from flower_gpu.gpu import inventory
+from flower_gpu.gpu import driver_cap, inventory
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.kinds import SWITCH
 from flower_gpu.options import Option
@@ -26,22 +26,24 @@ _UNKNOWN = "unknown"
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. A machine without GPUs is no failure."""
     found = inventory.take()
+    cap = driver_cap.describe(tuple(gpu.uuid for gpu in found.usable[:1]), os.environ)
     inventory.close()
     variable = os.environ.get(_VARIABLE)
     if arguments.json:
-        print(json.dumps(as_json(found, variable), indent=2))
+        print(json.dumps(as_json(found, variable, cap), indent=2))
     else:
-        print(as_text(found, variable))
+        print(as_text(found, variable, cap))
     return 0
 
 
-def as_json(found: Inventory, variable: str | None) -> dict[str, Any]:
+def as_json(found: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
     """Return the inventory as JSON has it. The keys are kept from version to version."""
     visible = found.visible(variable)
     return {
         "driver_version": found.driver_version,
         "problem": found.problem,
         "cuda_visible_devices": variable,
+        "cap": cap if found.usable else None,
         "gpus": [
             {
                 "index": gpu.index,
@@ -69,7 +71,7 @@ def as_json(found: Inventory, variable: str | None) -> dict[str, Any]:
     }
 
 
-def as_text(found: Inventory, variable: str | None) -> str:
+def as_text(found: Inventory, variable: str | None, cap: str) -> str:
     """Return the inventory as a table for people, at most 80 columns wide where names allow."""
     visible = found.visible(variable)
     driver = f"NVIDIA driver {found.driver_version or _UNKNOWN}"
@@ -81,6 +83,8 @@ def as_text(found: Inventory, variable: str | None) -> str:
     lines += ["", _row("GPU", "UUID", "MEMORY USED", "BUSY")]
     for gpu in found.gpus:
         lines += _gpu_as_text(gpu, visible)
+    if found.usable:
+        lines += ["", *_wrapped(cap)]
     return "\n".join(lines)
 
 

@@ -64,10 +64,11 @@ def problem(uuids: tuple[str, ...]) -> str | None:
     if any(uuid.startswith("MIG-") for uuid in uuids):
         return "a MIG device has no such cap"
     try:
-        if not inventory.limits(_own(), uuids):
-            return "its driver is older than 615, which brought limits of control groups"
+        groups = control_group.unified() or [Path("/")]
+        if not inventory.limits(groups[0], uuids):
+            return "a driver before 615 knows no limits of control groups"
         parent = _parent()
-        _WORKERS.places.add(parent)
+        _CAPPED.places.add(parent)
         remove_left()
         group, lock = _made(parent)
         try:
@@ -96,7 +97,7 @@ class _OwnGroup:
     lock = -1
 
 
-class _Workers:
+class _CappedGroups:
     """The groups of this process's workers: where they are, and which GPUs each has limits of."""
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class _Workers:
 
 
 _OWN_GROUP: Final = _OwnGroup()
-_WORKERS: Final = _Workers()
+_CAPPED: Final = _CappedGroups()
 
 
 def join(limits: Mapping[str, int]) -> Path:
@@ -132,8 +133,8 @@ def worker_is_in(group: Path, uuids: tuple[str, ...]) -> None:
     """Take note of the group of a worker of this process, which has a lease of these GPUs."""
     groups = control_group.unified()
     if groups and group.is_relative_to(groups[-1]):  # an app may say anything
-        _WORKERS.places.add(group.parent)
-        _WORKERS.uuids[group] = uuids
+        _CAPPED.places.add(group.parent)
+        _CAPPED.uuids[group] = uuids
 
 
 def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
@@ -145,11 +146,11 @@ def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
 
 def remove_left() -> None:
     """Remove the groups of workers that are gone, also of other processes, with what they still reserve."""
-    for group in [group for place in _WORKERS.places for group in place.glob(f"{_NAME}*")]:
+    for group in [group for place in _CAPPED.places for group in place.glob(f"{_NAME}*")]:
         with suppress(OSError):  # it is gone, or its worker is there
             lock = _locked(group)
             try:
-                uuids = _WORKERS.uuids.pop(group, None)
+                uuids = _CAPPED.uuids.pop(group, None)
                 _remove(group, uuids or [gpu.uuid for gpu in inventory.take(processes=False).usable])
             finally:
                 os.close(lock)

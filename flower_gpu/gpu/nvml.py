@@ -61,7 +61,7 @@ _OF_A_GPU: Final = {
 _OF_A_LIMIT: Final = {
     _NO_PERMISSION: "this account may not set limits of control groups: root may",
     _NOT_SUPPORTED: "its driver sets no limits on this GPU",
-    _FUNCTION_NOT_FOUND: "its driver is older than 615, which brought limits of control groups",
+    _FUNCTION_NOT_FOUND: "a driver before 615 knows no limits of control groups",
 }
 
 

@@ -78,6 +78,8 @@ def test_the_json(mixed: Host) -> None:
         "driver_version": "550.54.14",
         "problem": None,
         "cuda_visible_devices": "2,0",
+        "cap": "GPU cap: by the frameworks' allocators (not by the driver: "
+        "a driver before 615 knows no limits of control groups)",
     }
     first, lost, card, instance, _, last = found["gpus"]
     assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == [*found, *first], "every key is documented"
