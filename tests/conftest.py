@@ -44,6 +44,9 @@ os.environ["FLOWER_GPU_SERVER_IDLE_S"] = "60"
 # Nor do their calls wait for cores that others have.
 (STATE_DIR / "ledger").mkdir(mode=0o1777)
 os.environ["FLOWER_GPU_LEDGER_DIR"] = str(STATE_DIR / "ledger")
+# For commands whose tests do not mind what else is in the state folder: processes of pytest-xdist have the
+# fork servers of the one that starts them, as each new one imports for seconds.
+os.environ.setdefault("TESTS_SHARED_STATE_DIR", str(STATE_DIR))
 # Each SuperNode is asked so often whether it has a message. At the launcher's 0.1 s, eight of them keep half
 # a core busy with that, while the tests wait for something else.
 os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.5")

@@ -209,7 +209,6 @@ def run_reported(
     *,
     facts: Mapping[str, Any] | None = None,
     resumes: str | None = None,
-    keep_going: bool = False,
 ) -> Report:
     """Run a ServerApp, and write it down in a folder as a simulation does."""
     with pytest.MonkeyPatch.context() as patch:
@@ -218,7 +217,7 @@ def run_reported(
             folder.path, "simulate", "app", clients=CLIENTS, settings={"seed": 3}, begins=resumes is None
         ) as run:
             report = Report(folder, run, progress=False, resumes=resumes, on_resume=run.begin)
-            with reported(report, nodes.partition_of, keep_going=keep_going):
+            with reported(report, nodes.partition_of, keep_going=False):
                 run_on_grid(main, report.recorder, handle, nodes)
                 report.facts.update(facts or {})
         report.conclude()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import RoundPart
 
 APPS = Path(__file__).parent / "apps"
+#: For all simulations: where a new fork server would be, there is one.
+SHARED_STATE = {
+    "FLOWER_GPU_STATE_DIR": os.environ["TESTS_SHARED_STATE_DIR"],
+    "FLOWER_GPU_SERVER_IDLE_S": "300",
+    "MKL_CBWR": "AUTO",  # as workers have it with --deterministic: so they have the server of the command
+}
 TIMEOUT_S = 120
 
 
@@ -56,20 +63,23 @@ def run(app: str, nodes: int, log_dir: Path, *options: str) -> Simulation:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT_S,
+        env={**os.environ, **SHARED_STATE},
     )
     folders = sorted(log_dir.iterdir()) if log_dir.is_dir() else []
     return Simulation(done.returncode, done.stdout, folders[-1] if folders else log_dir)
 
 
 @contextmanager
-def running(app: str, nodes: int, log_dir: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def running(app: str, nodes: int, log_dir: Path | None, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Start a run in a process group of its own; it is killed at the end of the block if it still runs."""
+    where = () if log_dir is None else ("--log-dir", str(log_dir))
     with subprocess.Popen(
-        command(app, nodes, "--log-dir", str(log_dir), *options),
+        command(app, nodes, *where, *options),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env={**os.environ, **SHARED_STATE},
     ) as process:
         try:
             yield process

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nvml_stub import Host
-from simulations import TIMEOUT_S, Simulation, command
+from simulations import SHARED_STATE, TIMEOUT_S, Simulation, command
 from waiting import until
 
 from flower_gpu import trace
@@ -47,6 +47,7 @@ class StubHost:
         self.logs = folder / "runs"
         # What PyTorch asks NVML would be told of a GPU that only NVML has.
         self.env = {
+            **SHARED_STATE,
             "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
             "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
             "FLOWER_GPU_POLICY": "offer",

@@ -63,7 +63,12 @@ def test_required_where_the_kernel_does_not_let(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT_S,
-        env={**os.environ, "LEASED_APP_NOTES": str(tmp_path / "notes")},
+        # Under that filter it would have a fork server of its own.
+        env={
+            **os.environ,
+            "LEASED_APP_NOTES": str(tmp_path / "notes"),
+            "FLOWER_GPU_START_METHOD": "spawn",
+        },
         preexec_fn=_forbid_landlock,  # there are no threads here
     )
     assert done.returncode == 2, done.stdout

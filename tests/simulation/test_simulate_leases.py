@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from ledger_observer import observed_states
 from nvml_stub import GIB
 from simulations import TIMEOUT_S, Simulation, command
 from stub_host import StubHost, events
-
-from flower_gpu.leases.state import State
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -107,26 +104,6 @@ def test_a_gpu_that_is_required_and_not_there_is_said_before_anything_starts(tmp
     assert not host.logs.exists()
 
 
-def test_messages_wait_in_the_run_and_not_in_the_ledger(one_gpu: StubHost) -> None:
-    """With 16 threads for 4 leases; each worker would have its own for 16 calls."""
-    options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1", "--gpu", "require"]
-    options += ["--calls-per-worker", "16"]
-
-    def note(state: State) -> tuple[float, int, int]:
-        return time.time(), len(state.holders), len(state.waiting)
-
-    with observed_states(one_gpu.ledger, note) as looks:
-        done = one_gpu.simulate(24, *options, "--run-config", "seconds=0.3", app="leased")
-    assert done.status == 0 and done.summary["failed"] == 0, done.output
-    assert max(holders for _, holders, _ in looks) == 4
-    assert max(waiting for *_, waiting in looks) <= 1
-    full = next(at for at, holders, _ in looks if holders == 4)
-    last_begins = max(call["time"] for call in events(done, "worker_started"))
-    meanwhile = [holders for at, holders, _ in looks if full <= at < last_begins]
-    # A slot that has given its lease back gets another one at once: few looks see three of them.
-    assert sum(holders < 4 for holders in meanwhile) < len(meanwhile) / 2
-
-
 def test_another_run_gets_its_turn_within_one_call(one_gpu: StubHost) -> None:
     options = ["--num-gpus", "0.5", "--gpu", "require", "--run-config", "seconds=0.5"]
     options += ["--calls-per-worker", "16"]
@@ -176,7 +153,7 @@ def test_the_time_limit_is_for_waiting_for_others(one_gpu: StubHost) -> None:
 
 
 def test_a_run_that_goes_on_beside_another_has_no_time_limit(tmp_path: Path) -> None:
-    """Though it asks for more leases than the other one leaves it."""
+    """Though it has more threads than the other one leaves it leases: its messages wait in itself."""
     host = StubHost(tmp_path, gpus=2)
     options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1"]
     with host.leased(2, "0.5"), observed_states(host.ledger, lambda state: state) as looks:
