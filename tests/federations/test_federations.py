@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from launched import (
     StubHost,
     assert_nothing_left,
     events_of,
-    launcher,
     most_at_a_time,
 )
 from nvml_stub import GIB
@@ -87,41 +85,26 @@ def test_the_quickstart_with_three_supernodes_on_a_gpu_on_which_two_fit(
     assert re.search("^leases +5, waited for", done.output, re.MULTILINE)
 
 
-def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
-    """One whose nodes allow no GPU; one with GPUs dealt out.
-
-    The app does not hand its context on, so that its processes know the policy by their environment.
-    """
+def test_clients_that_fail_and_gpus_dealt_out(launch: Launch, tmp_path: Path) -> None:
+    """The app does not hand its context on, so that its processes know the policy by their environment."""
     host = StubHost(tmp_path / "host", gpus=2)
-    folders = [tmp_path / "never", tmp_path / "dealt-out"]
-    for folder in folders:
-        folder.mkdir()
-    options = ("--clients", "2", "--node-config", 'gpu="never"')
     dealt_out = ("--gpu", "force", "--gpu-ids", "1,0", "--gpu-memory", "3GiB")
-    more = ("--clients", "4", "--rounds", "1", *dealt_out)
-    with ThreadPoolExecutor() as threads:
-        beside = threads.submit(launcher(folders[0]), NUMPY_APP, *options, env=host.env)
-        here = launcher(folders[1])(NUMPY_APP, *more, env=host.env)
-    there = beside.result()
-    for done in (there, here):
-        assert done.code == 0, done.output + done.logs()
-        assert done.result["rounds"][-1]["loss"] < done.result["initial"]["loss"] / 10
-        assert "fit of client 1: the worker" in done.log("client-1")
-        assert "killed by SIGKILL (9)" in done.log("client-1")
-        assert "this client dies now" in done.log("client-1")
-    assert there.result["rounds"][1]["accuracy"] == 1.0
-    assert len([worker for worker in there.workers if worker.task == "fit"]) == 4
-    # It said nothing of the server's own calls.
-    assert set(there.leased()) == {"server"}
-    leased = here.leased()
+    done = launch(NUMPY_APP, "--clients", "4", "--rounds", "2", *dealt_out, env=host.env)
+    assert done.code == 0, done.output + done.logs()
+    assert done.result["rounds"][-1]["loss"] < done.result["initial"]["loss"] / 10
+    assert done.result["rounds"][1]["accuracy"] == 1.0
+    for words in ("fit of client 1: the worker", "killed by SIGKILL (9)", "this client dies now"):
+        assert words in done.log("client-1")
+    assert len([worker for worker in done.workers if worker.task == "fit"]) == 8
+    leased = done.leased()
     assert leased.pop("server") <= {0, 1}
     assert leased == {"0": {1}, "1": {0}, "2": {1}, "3": {0}}
 
-    assert "received 1 results and 3 failures" in here.log("run")
-    failures = here.log("failures")
+    assert done.log("run").count("received 1 results and 3 failures") == 2
+    failures = done.log("failures")
     for words in ("the data are gone", "was killed by SIGKILL", "no result within timeout_s=5"):
         assert words in failures, words
-    outcomes = {one["client"]: one["outcome"] for one in here.events("worker_finished")}
+    outcomes = {one["client"]: one["outcome"] for one in done.events("worker_finished")}
     of_clients = {"0": "ok", "1": "died", "2": "error", "3": "timeout"}
     assert outcomes == {**of_clients, "server": "ok"}
 

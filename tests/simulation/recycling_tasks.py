@@ -15,6 +15,8 @@ import numpy as np
 
 from flower_gpu.simulation import in_worker
 
+Item = tuple[Callable[[], Any], Callable[[], Any]]
+
 
 def _torch(path: str) -> tuple[Any, str]:
     """Return the owner and the name of something of torch's."""
@@ -27,16 +29,12 @@ def _torch(path: str) -> tuple[Any, str]:
     return owner, name
 
 
-def _attribute(path: str) -> Callable[[], Any]:
-    return lambda: getattr(*_torch(path))
-
-
 def _call(path: str, *arguments: Any) -> Callable[[], Any]:
     return lambda: getattr(*_torch(path))(*arguments)
 
 
-def _set(path: str, value: Any) -> Callable[[], None]:
-    return lambda: setattr(*_torch(path), value)
+def _flag(path: str, value: Any) -> Item:
+    return lambda: getattr(*_torch(path)), lambda: setattr(*_torch(path), value)
 
 
 def _dtype(name: str) -> Any:
@@ -54,35 +52,14 @@ def _replace_stdout() -> None:
 
 
 #: How to look at something, and how to change it.
-OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "cudnn.enabled": (
-        _attribute("backends.cudnn.enabled"),
-        _set("backends.cudnn.enabled", False),
-    ),
-    "cudnn.benchmark": (
-        _attribute("backends.cudnn.benchmark"),
-        _set("backends.cudnn.benchmark", True),
-    ),
-    "cudnn.deterministic": (
-        _attribute("backends.cudnn.deterministic"),
-        _set("backends.cudnn.deterministic", True),
-    ),
-    "cudnn.allow_tf32": (
-        _attribute("backends.cudnn.allow_tf32"),
-        _set("backends.cudnn.allow_tf32", False),
-    ),
-    "matmul.allow_tf32": (
-        _attribute("backends.cuda.matmul.allow_tf32"),
-        _set("backends.cuda.matmul.allow_tf32", True),
-    ),
-    "matmul.allow_fp16_reduced": (
-        _attribute("backends.cuda.matmul.allow_fp16_reduced_precision_reduction"),
-        _set("backends.cuda.matmul.allow_fp16_reduced_precision_reduction", False),
-    ),
-    "matmul.allow_bf16_reduced": (
-        _attribute("backends.cuda.matmul.allow_bf16_reduced_precision_reduction"),
-        _set("backends.cuda.matmul.allow_bf16_reduced_precision_reduction", False),
-    ),
+OF_TORCH: dict[str, Item] = {
+    "cudnn.enabled": _flag("backends.cudnn.enabled", False),
+    "cudnn.benchmark": _flag("backends.cudnn.benchmark", True),
+    "cudnn.deterministic": _flag("backends.cudnn.deterministic", True),
+    "cudnn.allow_tf32": _flag("backends.cudnn.allow_tf32", False),
+    "matmul.allow_tf32": _flag("backends.cuda.matmul.allow_tf32", True),
+    "matmul.allow_fp16_reduced": _flag("backends.cuda.matmul.allow_fp16_reduced_precision_reduction", False),
+    "matmul.allow_bf16_reduced": _flag("backends.cuda.matmul.allow_bf16_reduced_precision_reduction", False),
     "float32 matmul precision": (
         _call("get_float32_matmul_precision"),
         _call("set_float32_matmul_precision", "medium"),
@@ -99,31 +76,19 @@ OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         _call("get_default_dtype"),
         lambda: _call("set_default_dtype", _dtype("float64"))(),
     ),
-    "default device": (
-        _call("get_default_device"),
-        _call("set_default_device", "meta"),
-    ),
+    "default device": (_call("get_default_device"), _call("set_default_device", "meta")),
     "threads": (_call("get_num_threads"), _call("set_num_threads", 3)),
     "gradients": (_call("is_grad_enabled"), _call("set_grad_enabled", False)),
-    "anomalies": (
-        _call("is_anomaly_enabled"),
-        _call("autograd.set_detect_anomaly", True),
-    ),
-    "autocast": (
-        _call("is_autocast_enabled", "cpu"),
-        _call("set_autocast_enabled", "cpu", True),
-    ),
+    "anomalies": (_call("is_anomaly_enabled"), _call("autograd.set_detect_anomaly", True)),
+    "autocast": (_call("is_autocast_enabled", "cpu"), _call("set_autocast_enabled", "cpu", True)),
     "sharing strategy": (
         _call("multiprocessing.get_sharing_strategy"),
         _call("multiprocessing.set_sharing_strategy", "file_system"),
     ),
 }
 #: Since torch 2.9, beside the flags above.
-OF_NEW_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    f"{name}.fp32_precision": (
-        _attribute(f"{name}.fp32_precision"),
-        _set(f"{name}.fp32_precision", value),
-    )
+OF_NEW_TORCH: dict[str, Item] = {
+    f"{name}.fp32_precision": _flag(f"{name}.fp32_precision", value)
     for name, value in (
         ("backends", "tf32"),
         ("backends.cuda.matmul", "tf32"),
@@ -132,7 +97,7 @@ OF_NEW_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         ("backends.mkldnn.matmul", "bf16"),
     )
 }
-OF_PYTHON: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+OF_PYTHON: dict[str, Item] = {
     "variables": (
         lambda: sorted(os.environ.items()),
         lambda: (os.environ.update(OF_A_CLIENT="1"), os.environ.pop("PATH")),

@@ -51,7 +51,7 @@ def test_a_loop_of_its_own_with_five_kinds_of_messages(tmp_path: Path) -> None:
     }
 
 
-def test_trees_as_bytes(tmp_path: Path) -> None:
+def test_trees_as_bytes_of_an_app_in_src(tmp_path: Path) -> None:
     (told,) = told_by("xgboost_bagging", tmp_path)
     assert len(told["accuracies"]) == 2 and min(told["accuracies"]) > 0.8
 
@@ -65,10 +65,3 @@ def test_opacus_with_the_spent_privacy_in_the_state(tmp_path: Path) -> None:
     (told,) = told_by("private_engine", tmp_path)
     assert told["epsilons"] == pytest.approx([5.89, 7.29], abs=0.02)
     assert told["accuracy"] > 0.7
-
-
-def test_client_fn_and_server_fn_in_src(tmp_path: Path) -> None:
-    assert told_by("src_layout", tmp_path) == [
-        {"clients": 4, "accuracy": pytest.approx(0.9188, abs=2e-3)},
-        {"clients": 4, "accuracy": pytest.approx(0.9549, abs=2e-3)},
-    ]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from flower_gpu.simulation import determinism
 pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("torch")
 
-NODES = 8
+NODES = 5
 OPTIONS = ("--seed", "3", "--deterministic")
 
 
@@ -39,37 +40,30 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
     return run("exact", NODES, tmp_path_factory.mktemp("alone"), *options)
 
 
-def test_the_model_is_the_same_with_workers_that_are_used_again(alone: Simulation, tmp_path: Path) -> None:
-    done = run("exact", NODES, tmp_path, *OPTIONS, "--max-workers", "2", "--calls-per-worker", "1000")
-    assert model_of(done) == model_of(alone)
-    assert done.summary["recycling"]["is_used_again"] and {call["threads"] for call in done.calls} == {1}
-
-
-def test_the_model_is_the_same_after_a_client_was_killed(alone: Simulation, tmp_path: Path) -> None:
-    file = tmp_path / "killed"
-    options = (*OPTIONS, "--max-workers", "8", "--run-config", f"dies='{file}'")
-    done = run("exact", NODES, tmp_path / "runs", *options)
-    assert model_of(done) == model_of(alone)
-    assert file.exists() and [call["outcome"] for call in done.calls].count("died") == 1
-    assert not done.summary["recycling"]["is_used_again"] and {call["threads"] for call in done.calls} == {1}
-
-
-def test_the_model_is_the_same_after_the_run_was_killed(alone: Simulation, tmp_path: Path) -> None:
-    runs, rounds = tmp_path / "runs", tmp_path / "rounds"
+def test_the_model_is_the_same_after_a_client_and_the_run_were_killed(
+    alone: Simulation, tmp_path: Path
+) -> None:
+    """First with two workers that are used again, then with many that are not."""
+    runs, rounds, killed = tmp_path / "runs", tmp_path / "rounds", tmp_path / "killed"
     rounds.mkdir()
     for number in ("1", "2"):  # the third waits for its file
         (rounds / number).touch()
-    options = ("--max-workers", "2", *OPTIONS, "--run-config", f"waits-for='{rounds}'")
-    with running("exact", NODES, runs, *options) as process:
+    options = ("--max-workers", "2", "--calls-per-worker", "1000", *OPTIONS)
+    config = f"waits-for='{rounds}' dies='{killed}'"
+    with running("exact", NODES, runs, *options, "--run-config", config) as process:
         wait_for_line(process, "round 2/3")
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
     (folder,) = runs.iterdir()
+    first = Simulation(-signal.SIGKILL, "", folder).calls
+    assert max(Counter(call["pid"] for call in first).values()) > 1, "workers are used again"
     shutil.rmtree(folder / "states", ignore_errors=True)
     (rounds / "3").touch()
     done = run("exact", NODES, runs, "--max-workers", "8", "--resume", str(folder))
     assert "Going on after round" in done.output
     assert model_of(done) == model_of(alone)
+    assert killed.exists() and [call["outcome"] for call in done.calls].count("died") == 1
+    assert not done.summary["recycling"]["is_used_again"] and {call["threads"] for call in done.calls} == {1}
 
 
 def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_path: Path) -> None:
@@ -116,5 +110,7 @@ def test_an_interpreter_that_ignores_the_variable_is_refused(tmp_path: Path) -> 
         capture_output=True,
         text=True,
         timeout=120,
+        # With -E there would be a fork server for this only.
+        env={**os.environ, "FLOWER_GPU_START_METHOD": "spawn"},
     )
     assert done.returncode == 2 and "PYTHONHASHSEED=0" in done.stderr

@@ -9,11 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerAppComponents, ServerConfig
-from flwr.server.strategy import FedAvg as LegacyFedAvg
 from flwr.serverapp import Grid, ServerApp
 from grid_handlers import RUN_ID, GridUnderTest, until
 
@@ -121,44 +117,21 @@ def test_messages_that_are_made_slowly_keep_no_worker_waiting(
 class Noting:
     """An app that notes who was asked, in which order."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self) -> None:
         self.handled: list[tuple[int, int]] = []  # threads and clients
-        client = ClientApp() if strategy != "legacy" else ClientApp(client_fn=self._client)
-        server = ServerApp() if strategy != "legacy" else ServerApp(server_fn=self._server)
-        if strategy != "legacy":
-            client.train()(self._train)
-            server.main()(self._main)
-        self.app = server, client
-        self._strategy = strategy
+        self.app = ServerApp(), ClientApp()
+        self.app[0].main()(self._main)
+        self.app[1].train()(self._train)
 
     def _main(self, grid: Grid, context: Context) -> None:
-        model = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
-        flower_gpu.FedAvg(exact_order=self._strategy == "exact order").start(grid, model, num_rounds=1)
-
-    def _note(self, context: Context) -> int:
-        client = int(context.node_config["partition-id"])
-        self.handled.append((threading.get_ident(), client))
-        return client
+        flower_gpu.FedAvg().start(grid, ArrayRecord({"w": Array(np.zeros(2, np.float32))}), num_rounds=1)
 
     def _train(self, message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"num-examples": 10 * (1 + self._note(context))})
+        self.handled.append((threading.get_ident(), int(context.node_config["partition-id"])))
+        metrics = MetricRecord({"num-examples": 10})
         return Message(
             RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message
         )
-
-    def _server(self, context: Context) -> ServerAppComponents:
-        model = ndarrays_to_parameters([np.zeros(2, np.float32)])
-        strategy = LegacyFedAvg(fraction_evaluate=0.0, initial_parameters=model)
-        return ServerAppComponents(config=ServerConfig(num_rounds=1), strategy=strategy)
-
-    def _client(self, context: Context) -> Any:
-        note = self._note
-
-        class Fitting(NumPyClient):
-            def fit(self, parameters: Any, config: Any) -> Any:
-                return parameters, 10 * (1 + note(context)), {}
-
-        return Fitting().to_client()
 
 
 COUNT = 12
@@ -176,12 +149,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Durations:
     return durations
 
 
-@pytest.mark.parametrize(
-    ("strategy", "order"),
-    [("streamed", "longest"), ("streamed", "sent"), ("exact order", "longest"), ("legacy", "longest")],
-)
-def test_a_run_sends_the_longest_first(strategy: str, order: str, known: Durations) -> None:
-    noting = Noting(strategy)
+@pytest.mark.parametrize("order", ["longest", "sent"])
+def test_a_run_sends_the_longest_first(order: str, known: Durations) -> None:
+    noting = Noting()
     options: dict[str, Any] = {"max_workers": 2, "start_method": "in-process", "gpu": "never"}
     simulate(noting.app, COUNT, order=order, log_dir=None, progress=False, seed=1, **options)
     assert sorted(client for _, client in noting.handled) == list(range(COUNT))
@@ -189,7 +159,7 @@ def test_a_run_sends_the_longest_first(strategy: str, order: str, known: Duratio
     threads = {thread for thread, _ in noting.handled}
     of_threads = [[TAKES_S[client] for who, client in noting.handled if who == thread] for thread in threads]
     is_longest_first = all(seconds == sorted(seconds, reverse=True) for seconds in of_threads)
-    assert is_longest_first == (order == "longest" and strategy != "exact order"), of_threads
+    assert is_longest_first == (order == "longest"), of_threads
     # And it has learned what its calls take, which is less.
     calls = [("train", client) for client in range(COUNT)]
     for client, seconds in enumerate(known.expected_s(calls)):
@@ -198,4 +168,4 @@ def test_a_run_sends_the_longest_first(strategy: str, order: str, known: Duratio
 
 def test_an_order_that_is_none() -> None:
     with pytest.raises(ConfigError, match="order='shortest' is not one of longest, sent"):
-        simulate(Noting("streamed").app, 2, order="shortest")
+        simulate(Noting().app, 2, order="shortest")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,27 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skipped)
 
 
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("simulations")
-    (folder / "state").mkdir(mode=0o700)
-    yield folder
-    env = {**os.environ, "FLOWER_GPU_STATE_DIR": str(folder / "state")}
-    subprocess.run(
-        [sys.executable, "-m", "flower_gpu.cli", "workers", "stop"],
-        env=env,
-        capture_output=True,
-        timeout=60,
-    )
-
-
 @pytest.fixture(scope="module")
-def new_host(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> Iterator[NewHost]:
+def new_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewHost]:
     """Make hosts; when the module's tests are done, nothing of their simulations may be left."""
     hosts = []
 
     def new(gpus: int = 2) -> SimulationHost:
-        hosts.append(SimulationHost(tmp_path_factory.mktemp("host"), shared_folder, gpus))
+        hosts.append(SimulationHost(tmp_path_factory.mktemp("host"), gpus))
         return hosts[-1]
 
     yield new

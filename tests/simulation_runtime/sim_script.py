@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -25,14 +25,8 @@ def note(name, **what):
         file.write(json.dumps(what) + "\n")
 
 
-class Loaded:
-    """What the lifespan function leaves for the functions of the app."""
-
-    by = None
-
-
 def resources(context):
-    # Only in the call that will not end: the first ones may take long on a busy machine.
+    # Only in the call that will not end: others may take long on a busy machine.
     calls = context.state.get("calls")
     hangs = context.node_config["partition-id"] == 3 and calls is not None and calls["count"] == 1
     return {"timeout_s": 3} if hangs else None
@@ -51,31 +45,11 @@ def actor_noted(message, context, call_next):
 app = ClientApp(mods=[actor_noted, gpu_mod(num_gpus=0.25, resources=resources)])
 
 
-@app.lifespan()
-def loaded(context):
-    Loaded.by = os.getpid()
-    yield
-    note("lifespans", pid=os.getpid(), partition=context.node_config["partition-id"])
-
-
-def calls_counted(context):
-    calls = context.state.setdefault("calls", MetricRecord({"count": 0}))
-    calls["count"] += 1
-    return calls["count"]
-
-
 @app.train()
 def train(message, context):
     partition, server_round = context.node_config["partition-id"], message.content["config"]["server-round"]
-    count = calls_counted(context)
-    note(
-        "trains",
-        pid=os.getpid(),
-        partition=partition,
-        loaded_by=Loaded.by,
-        count=count,
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-    )
+    context.state.setdefault("calls", MetricRecord({"count": 0}))["count"] += 1
+    note("trains", visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if server_round == 2:
         if partition == 1:
             raise ValueError(f"client {partition} has no data")
@@ -88,24 +62,10 @@ def train(message, context):
     return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
 
 
-@app.train("named")
-def named(message, context):
-    answer = ConfigRecord({"named": calls_counted(context)})
-    return Message(RecordDict({"answer": answer}), reply_to=message)
-
-
 @app.train("waiting")
 def waiting(message, context):
     note("waiting", partition=context.node_config["partition-id"], pid=os.getpid())
     time.sleep(600)
-
-
-@app.query()
-def query(message, context):
-    text = f"{message.content['question']['text']} {context.node_config['partition-id']}"
-    return Message(
-        RecordDict({"answer": ConfigRecord({"query": text, "pid": os.getpid()})}), reply_to=message
-    )
 
 
 server = ServerApp()
@@ -117,13 +77,8 @@ def main(grid, context):
     arrays = ArrayRecord({"w": Array(np.zeros(4, np.float32))})
     result = strategy.start(grid, arrays, num_rounds=3, timeout=300)
     note("server", trained=result.arrays["w"].numpy().tolist())
-    content = RecordDict({"question": ConfigRecord({"text": "who are you?"})})
-    for kind in ("query", "train.named"):
-        asked = [Message(content, node_id, kind) for node_id in grid.get_node_ids()]
-        for reply in grid.send_and_receive(asked, timeout=300):
-            note("server", **dict(reply.content["answer"]))
     nodes = list(grid.get_node_ids())[:WAITING]
-    list(grid.send_and_receive([Message(content, node_id, "train.waiting") for node_id in nodes]))
+    list(grid.send_and_receive([Message(RecordDict(), node_id, "train.waiting") for node_id in nodes]))
 
 
 if __name__ == "__main__":

@@ -37,13 +37,11 @@ class SimulationHost:
     ----------
     folder : Path
         Of this host.
-    shared : Path
-        Of all hosts: the stub's library, and the state that one fork server belongs to.
     gpus : int
         How many GPUs it has.
     """
 
-    def __init__(self, folder: Path, shared: Path, gpus: int = 2) -> None:
+    def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.folder = folder
         self.uuids = nvml_stub.Host(folder / "stub", gpus=gpus).uuids
         self.run_dir = self.new_folder("run")
@@ -56,7 +54,7 @@ class SimulationHost:
             "LD_LIBRARY_PATH": str(nvml_stub.compiled(550).parent),
             "NVML_STUB_DIR": str(folder / "stub"),
             "FLOWER_GPU_LEDGER_DIR": str(self.new_folder("ledger")),
-            "FLOWER_GPU_STATE_DIR": str(shared / "state"),
+            "FLOWER_GPU_STATE_DIR": os.environ["FLOWER_GPU_STATE_DIR"],
             "FLOWER_GPU_RUN_DIR": str(self.run_dir),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

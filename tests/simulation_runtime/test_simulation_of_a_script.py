@@ -88,32 +88,6 @@ def test_only_the_gpu_that_the_whole_simulation_may_see_is_leased(ran: Ran) -> N
     assert {call["visible"] for call in ran.notes("trains")} == {ran.host.uuids[1]}
 
 
-def test_the_lifespan_of_an_app_surrounds_each_call_in_its_worker(ran: Ran) -> None:
-    trains = ran.notes("trains")
-    assert len(trains) == 3 * CLIENTS
-    assert all(call["loaded_by"] == call["pid"] for call in trains)
-    ended = {note["pid"] for note in ran.notes("lifespans")}
-    workers = {call["pid"] for call in trains}
-    assert len(workers - ended) == 2, "those of the workers that were killed"
-
-
-def test_state_is_there_in_the_next_round_and_unchanged_by_calls_that_failed(ran: Ran) -> None:
-    counts: dict[int, list[int]] = {}
-    for call in ran.notes("trains"):
-        counts.setdefault(call["partition"], []).append(call["count"])
-    assert counts == {0: [1, 2, 3], 1: [1, 2, 2], 2: [1, 2, 2], 3: [1, 2, 2]}
-
-
-def test_queries_and_named_actions_run_in_workers(ran: Ran) -> None:
-    answers = ran.notes("server")[1:]
-    texts = [answer["query"] for answer in answers if "query" in answer]
-    assert sorted(texts) == [f"who are you? {partition}" for partition in range(CLIENTS)]
-    started = {event["pid"]: event["task"] for event in ran.host.events("worker_started")}
-    assert {started[answer["pid"]] for answer in answers if "query" in answer} == {"query"}
-    assert sorted(answer["named"] for answer in answers if "named" in answer) == [3, 3, 3, 4]
-    assert sum(task == "train.named" for task in started.values()) == CLIENTS
-
-
 def is_there(pid: int) -> bool:
     """Tell whether a process has not ended; who has started it may still have to take note of that."""
     with suppress(FileNotFoundError, ProcessLookupError):

@@ -304,18 +304,6 @@ def test_without_hosts_the_run_ends(in_order: bool, monkeypatch: pytest.MonkeyPa
         }
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_late_replies_are_given_up(in_order: bool) -> None:
-    slow, fast = InThread("slow", 1), InThread("fast", 2)
-    slow.gate.clear()
-    fast.gate = slow.begun  # else it may do all before the other one has begun
-    with under(64, slow, fast) as test:
-        rest = test.replies(64, in_order=in_order, timeout=1.0)
-        assert 0 < len(rest) < 64
-        assert sum(test.calls()) == len(rest)
-        slow.gate.set()
-
-
 def test_a_full_host_gets_nothing_until_it_has_room() -> None:
     full, other = InThread("full", 4), InThread("other", 1)
     full.says_full = full.is_full = True

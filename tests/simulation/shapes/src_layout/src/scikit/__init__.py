@@ -1,1 +1,0 @@
-"""An app in src/, as an installed package has it."""
