@@ -212,30 +212,16 @@ def test_a_folder_without_an_app_is_refused_and_that_of_the_app_may_be_the_curre
     assert "counting knows plain" in refusal("--clients", "3", "-c", "mode='odd'")
 
 
-def earlier_run(folder: Path, app: str, checkpoint: str) -> Path:
-    """Make the folder of a run that can be resumed, as far as its names tell."""
-    (folder / "run" / "checkpoint").mkdir(parents=True)
-    config = {"app": app, "app_folder": f"/apps/{app}", "num_supernodes": 3, "seed": 1}
-    trace.write_to(folder / "run", "run_started", settings={**config, "run_config": {"their-own": 1}})
-    (folder / "run" / "checkpoint" / "checkpoint.sqlite").write_text(checkpoint)
-    return folder / "run"
-
-
 def test_what_is_no_run_to_go_on_with_is_refused(refusal: Refusal, app: Path) -> None:
-    run = earlier_run(app.parent, "other", "")
+    checkpoint = app.parent / "run" / "checkpoint" / "checkpoint.sqlite"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    config = {"app": "other", "app_folder": "/apps/other", "num_supernodes": 3, "seed": 1}
+    trace.write_to(app.parent / "run", "run_started", settings={**config, "run_config": {"their-own": 1}})
     text = refusal("app", "--resume", "run")
     assert "that is a run of other (/apps/other), not of counting" in text and str(app) in text
-    (run / "checkpoint" / "checkpoint.sqlite").unlink()
+    checkpoint.unlink()
     assert "it has no checkpoint" in refusal("app", "--num-supernodes", "3", "--resume", "run")
-
-
-def test_a_damaged_checkpoint_is_a_line(shell: Shell, app: Path) -> None:
-    earlier_run(app.parent, "counting", "{")
-    told = app.parent / "run" / "trace.jsonl"
-    told.write_text(told.read_text().replace("their-own", "num-server-rounds"))
-    done = simulate(shell, app.parent, "app", "--resume", "run", "--no-progress")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert "run/checkpoint/checkpoint.sqlite is damaged" in done.stderr
 
 
 def test_nothing_heavy_is_imported_before_the_options_are_known_to_be_right(shell: Shell, app: Path) -> None:

@@ -260,20 +260,19 @@ def test_gpu_numbers(value: int | str | None, numbers: tuple[int | str, ...] | N
     assert gpu_numbers(value) == numbers
 
 
-@pytest.mark.parametrize(
-    ("reason", "values"),
-    [
-        ("has an empty entry", ("", " ", "1,", ",1", "1,,2")),
-        (
-            "which is neither a GPU number nor a UUID",
-            ("cuda:0", "all", "1 2", "1.0", "GPU-", "0x1", "[4,5]", "GPU 1", "1" * 5000),
-        ),
-    ],
-)
-def test_entries_that_name_no_gpu_are_refused(reason: str, values: tuple[str, ...]) -> None:
-    for value in values:
-        with pytest.raises(ConfigError, match=reason):
-            gpu_numbers(value)
+@pytest.mark.parametrize("value", ["", " ", "1,", ",1", "1,,2"])
+def test_empty_entries_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="has an empty entry"):
+        gpu_numbers(value)
+
+
+NO_GPUS = ["cuda:0", "all", "1 2", "1.0", "GPU-", "0x1", "[4,5]", "GPU 1", "1" * 5000]
+
+
+@pytest.mark.parametrize("value", NO_GPUS)
+def test_entries_that_name_no_gpu_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="which is neither a GPU number nor a UUID"):
+        gpu_numbers(value)
 
 
 WORDS = (

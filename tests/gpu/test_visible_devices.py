@@ -42,57 +42,40 @@ def uuids(gpus: Sequence[GPU]) -> list[str]:
     return [one.uuid.partition("-")[2] for one in gpus]
 
 
-@pytest.mark.parametrize(
-    ("value", "left"),
-    [
-        (None, ["aa11", "aa22", "bb33"]),
-        ("0,1,2", ["aa11", "aa22", "bb33"]),
-        ("", []),
-        (" ", []),
-        ("-1", []),
-        ("NoDevFiles", []),  # Slurm's "none"
-        ("2,0", ["bb33", "aa11"]),
-        (" 1 , 2", ["aa22", "bb33"]),
-        ("0,-1,1", ["aa11"]),
-        ("0,7,1", ["aa11"]),
-        ("0,,1", ["aa11"]),
-        ("0,x,1", ["aa11"]),
-        ("1gpu2,2ampere", ["aa22", "bb33"]),
-        ("0,1,0", []),
-        ("9" * 5000, []),
-        ("GPU-bb33,GPU-aa11", ["bb33", "aa11"]),
-        ("GPU-b", ["bb33"]),
-        ("GPU-aa", []),  # two begin so
-        ("GPU-aa1,GPU-zz,GPU-b", ["aa11"]),
-        ("GPU-b,GPU-bb33", []),  # twice the same
-        ("GPU-b,GPU-b", []),
-        ("GPU-aa11,1", ["aa11"]),
-        ("0,GPU-bb33", ["aa11"]),
-        ("gpu-aa11", []),
-        ("aa11", []),
+# What is left, and by which values.
+OF_THREE: dict[str, list[str | None]] = {
+    "aa11 aa22 bb33": [None, "0,1,2"],
+    "aa22 bb33": [" 1 , 2", "1gpu2,2ampere"],
+    "bb33 aa11": ["2,0", "GPU-bb33,GPU-aa11"],
+    "aa11": ["0,-1,1", "0,7,1", "0,,1", "0,x,1", "GPU-aa1,GPU-zz,GPU-b", "GPU-aa11,1", "0,GPU-bb33"],
+    "bb33": ["GPU-b"],
+    "": [
+        *("", " ", "-1", "NoDevFiles", "9" * 5000, "gpu-aa11", "aa11"),  # the fourth is Slurm's "none"
+        *("GPU-aa", "GPU-b,GPU-bb33", "GPU-b,GPU-b", "0,1,0"),  # two begin so; twice the same
     ],
-)
-def test_examples(value: str | None, left: list[str]) -> None:
-    assert uuids(THREE.visible(value)) == left
+}
+OF_MIG: dict[str, list[str | None]] = {
+    "aa11 cc33 cc44 dd55": [None],
+    "cc33 cc44": ["1", "GPU-b"],
+    "dd55 cc33 cc44": ["2,1"],
+    "cc44": ["MIG-cc44", "MIG-cc44,GPU-aa11", "MIG-cc44,0"],
+    "cc44 cc33": ["MIG-cc44,MIG-cc33"],
+    "": ["MIG-cc4", "MIG-cc44,MIG-cc44"],  # only GPUs' UUIDs may be shortened
+}
 
 
 @pytest.mark.parametrize(
-    ("value", "left"),
+    ("found", "value", "left"),
     [
-        (None, ["aa11", "cc33", "cc44", "dd55"]),
-        ("1", ["cc33", "cc44"]),
-        ("2,1", ["dd55", "cc33", "cc44"]),
-        ("GPU-b", ["cc33", "cc44"]),
-        ("MIG-cc44", ["cc44"]),
-        ("MIG-cc44,MIG-cc33", ["cc44", "cc33"]),
-        ("MIG-cc4", []),  # only GPUs' UUIDs may be shortened
-        ("MIG-cc44,MIG-cc44", []),
-        ("MIG-cc44,GPU-aa11", ["cc44"]),
-        ("MIG-cc44,0", ["cc44"]),
+        (found, value, left)
+        for found, examples in ((THREE, OF_THREE), (WITH_MIG, OF_MIG))
+        for left, values in examples.items()
+        for value in values
     ],
+    ids=lambda given: str(given)[:20],
 )
-def test_examples_with_mig(value: str | None, left: list[str]) -> None:
-    assert uuids(WITH_MIG.visible(value)) == left
+def test_examples(found: Inventory, value: str | None, left: str) -> None:
+    assert " ".join(uuids(found.visible(value))) == left
 
 
 def test_a_broken_gpu_keeps_its_number() -> None:

@@ -96,7 +96,7 @@ def test_what_another_thread_forks_does_not_keep_a_lease(one_gpu: LedgerHost) ->
 def test_forks_at_any_moment_keep_no_lock_of_the_ledger(one_gpu: LedgerHost) -> None:
     """One thread takes and gives back leases, while another forks."""
     [forker] = one_gpu.start(1)
-    assert forker("fork_while_leasing", forks=300, memory=16 * GIB) == []
+    assert forker("fork_while_leasing", forks=150, memory=16 * GIB) == []
 
 
 def test_a_mutex_that_is_not_given_back_is_a_clear_error(one_gpu: LedgerHost) -> None:
