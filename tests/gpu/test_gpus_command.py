@@ -23,24 +23,20 @@ PAGE = COMMANDS.partition("\n## flower-gpu gpus\n")[2].partition("\n## ")[0]
 COMMAND = """
 import sys
 from flower_gpu.cli.main import main
-code = main(["gpus", *sys.argv[1:]])
+codes = main(["gpus"]), print("-----"), main(["gpus", "--json"])
 heavy = {"torch", "flwr", "numpy"} & set(sys.modules)
 assert not heavy, heavy
-sys.exit(code)
+sys.exit(max(codes[::2]))
 """
 
 
-def output(env: dict[str, str], *arguments: str) -> str:
-    """Run the command and return what it prints; it never fails and says nothing on stderr."""
+def shown(env: dict[str, str]) -> tuple[str, dict[str, Any]]:
+    """Return what the command prints, with --json as well; it never fails and says nothing on stderr."""
     plain = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = run_python(COMMAND, *arguments, env={**plain, **env})
+    done = run_python(COMMAND, env={**plain, **env})
     assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
-def parsed(env: dict[str, str]) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(output(env, "--json"))
-    return result
+    text, _, told = done.stdout.partition("-----\n")
+    return text, json.loads(told)
 
 
 @pytest.fixture
@@ -58,22 +54,18 @@ def mixed(tmp_path: Path) -> Host:
     return host
 
 
-def test_the_table_is_that_of_the_documentation(mixed: Host) -> None:
-    text = output({**mixed.env, "CUDA_VISIBLE_DEVICES": "2,0"})
-    assert [text] == re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
-
-
 def test_the_table_fits_a_terminal(mixed: Host) -> None:
     mixed.set(
         3, name="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", total=999 * GIB, used=998 * GIB
     )
-    lines = output(mixed.env).splitlines()
+    lines = shown(mixed.env)[0].splitlines()
     assert max(map(len, lines)) <= 80
     assert any("998.0 of 999.0 GiB" in line for line in lines)
 
 
-def test_the_json(mixed: Host) -> None:
-    found = parsed({**mixed.env, "CUDA_VISIBLE_DEVICES": "2,0"})
+def test_the_table_is_that_of_the_documentation_and_the_json_as_it_says(mixed: Host) -> None:
+    text, found = shown({**mixed.env, "CUDA_VISIBLE_DEVICES": "2,0"})
+    assert [text] == re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     assert {key: value for key, value in found.items() if key != "gpus"} == {
         "driver_version": "550.54.14",
         "problem": None,
@@ -114,21 +106,22 @@ def test_memory_of_a_process_that_is_not_told(host: Host) -> None:
     host.program(0, GIB, pid=7_000_000)
     host.set(0, hidden=1)
     host.fail("nvmlSystemGetProcessName", 6)
-    assert "   unknown  pid 7000000  (no such process here)\n" in output(host.env)
-    assert parsed(host.env)["gpus"][0]["processes"] == [{"pid": 7_000_000, "name": None, "used_bytes": None}]
+    text, found = shown(host.env)
+    assert "   unknown  pid 7000000  (no such process here)\n" in text
+    assert found["gpus"][0]["processes"] == [{"pid": 7_000_000, "name": None, "used_bytes": None}]
 
 
 def test_a_name_cannot_write_to_the_terminal(host: Host) -> None:
     host.program(0, GIB, pid=7_000_000, name="/bin/\x1b]0;title\x07evil")
-    text = output({**host.env, "CUDA_VISIBLE_DEVICES": "\x1b[2J"})
+    text, _ = shown({**host.env, "CUDA_VISIBLE_DEVICES": "\x1b[2J"})
     assert "?]0;title?evil" in text
     assert "\x1b" not in text
 
 
 def test_an_old_driver_does_not_tell_what_it_reserves(tmp_path: Path) -> None:
     host = Host(tmp_path / "old", gpus=1, reserved=512 * MIB, driver="470.199.02")
-    assert parsed(host.env)["gpus"][0]["reserved_bytes"] is None
-    assert "reserves" not in output(host.env)
+    text, found = shown(host.env)
+    assert found["gpus"][0]["reserved_bytes"] is None and "reserves" not in text
 
 
 @pytest.mark.parametrize(
@@ -141,20 +134,17 @@ def test_an_old_driver_does_not_tell_what_it_reserves(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_variable_leaves(host: Host, value: str | None, words: str) -> None:
-    text = output({**host.env, **({} if value is None else {"CUDA_VISIBLE_DEVICES": value})})
+    text, _ = shown({**host.env, **({} if value is None else {"CUDA_VISIBLE_DEVICES": value})})
     assert words in " ".join(text.split())
 
 
 def test_why_there_is_none(host: Host) -> None:
     host.fail_init(nvml_stub.LIB_RM_VERSION_MISMATCH)
-    text = output(host.env)
-    assert text.startswith(
-        "No GPU: the NVIDIA driver's library and its kernel module are of different\nversions"
-    )
-    found = parsed(host.env)
+    text, found = shown(host.env)
+    reason = "the NVIDIA driver's library and its kernel module are of different\nversions"
+    assert text.startswith(f"No GPU: {reason}")
     assert found["gpus"] == [] and "restart the machine" in found["problem"]
     host.fail_init(0)
     host.set_count(0)
-    assert output(host.env).startswith(
-        "NVIDIA driver 550.54.14\nNo GPU: the NVIDIA driver runs and shows no GPU"
-    )
+    why = "the NVIDIA driver runs and shows no GPU"
+    assert shown(host.env)[0].startswith(f"NVIDIA driver 550.54.14\nNo GPU: {why}")

@@ -6,7 +6,6 @@ import argparse
 import re
 import signal
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,18 +28,13 @@ PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 CAPACITY = 16 * GIB - 256 * 2**20
 
 
-@pytest.fixture
-def exporter(shell: Shell) -> Callable[..., Exporter]:
-    return lambda *arguments: Exporter(shell, *arguments)
-
-
-def test_gpus_and_leases(shell: Shell, host: Host, exporter: Callable[..., Exporter]) -> None:
+def test_gpus_and_leases(shell: Shell, host: Host) -> None:
     shell.on(host)
     host.set(0, util=37, temp=61, used=GIB)
     shell.holder("fit of client 0", 4 * GIB)
     shell.holder("fit of client 1", 12 * GIB)
     shell.waiter("fit of client 2", "alone")
-    ask = exporter()
+    ask = Exporter(shell)
     found = ask()
     first = {"gpu": 0, "uuid": host.uuids[0], "name": "NVIDIA Stub 16GB"}
     leased = [value(found, "memory_leased_bytes", uuid=uuid) for uuid in host.uuids]
@@ -77,13 +71,11 @@ def test_gpus_and_leases(shell: Shell, host: Host, exporter: Callable[..., Expor
     assert ask.process.stderr is not None and ask.process.stderr.read() == ""
 
 
-def test_without_gpus_and_ledger_the_rest_is_served(
-    shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
-) -> None:
+def test_without_gpus_and_ledger_the_rest_is_served(shell: Shell, tmp_path: Path) -> None:
     shell.ledger.rmdir()
     with run_of(shell, tmp_path / "runs" / "one") as one:
         one.worker("a", "ok")
-        ask = exporter()
+        ask = Exporter(shell)
         for _ in range(2):
             found = ask()
             assert value(found, "gpus") == 0
@@ -100,7 +92,7 @@ def test_without_gpus_and_ledger_the_rest_is_served(
     assert "the ledger cannot be read" in told and str(shell.ledger) in told
 
 
-def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path) -> None:
+def test_what_a_run_does(shell: Shell, tmp_path: Path) -> None:
     with run_of(shell, tmp_path / "runs" / "one", "digits", "simulate") as one:
         one.write("run_started", host="another host", num_rounds=5)
         one.worker("a")
@@ -117,7 +109,7 @@ def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_pa
         one.write("out_of_memory", call="a", then="on the CPU")
         metrics = {"accuracy": 0.5, "nan": float("nan"), "text": "0.5", "flag": True, "list": [1.0]}
         one.write("round_finished", round=1, task="evaluate", metrics=metrics)
-        ask = exporter()
+        ask = Exporter(shell)
         found = ask()
         phases = {phase: value(found, "workers", run="one", phase=phase) for phase in
                   ("starting", "running", "exiting")}  # fmt: skip
@@ -144,14 +136,12 @@ def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_pa
     assert not [key for key in ask() if dict(key[1]).get("run")]
 
 
-def test_what_others_have_named_breaks_nothing(
-    shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
-) -> None:
+def test_what_others_have_named_breaks_nothing(shell: Shell, tmp_path: Path) -> None:
     with run_of(shell, tmp_path / "runs" / 'a "run"\n', name="\ud800\\") as one:
         one.write("round", round=1, metrics={'x"} 1\nflower_gpu_gpus 99\n': 4.0})
         one.write("round", round=10**400, num_rounds=10**400, metrics={"loss": 1.0})
         one.write("round", round=1, metrics={"\ud800": 1.0, "\x00": 2.0, "huge": 10**400, "long" * 100: 3.0})
-        ask = exporter()
+        ask = Exporter(shell)
         found = ask()
         assert value(found, "gpus") == 0
         assert value(found, "evaluation", metric='x"} 1?flower_gpu_gpus 99?') == 4.0
