@@ -23,16 +23,22 @@ TUTORIAL = REPOSITORY / "docs/tutorial/first-federation.md"
 START_CLIENT = PAGES / "from-start-client.md"
 
 # Instead of the numbers in the pages.
-SMALL = ((r"--clients \d+", "--clients 2"), (r"--rounds \d+", "--rounds 3"))
+SMALL = ((r"--clients \d+", "--clients 2"), (r"--rounds \d+", "--rounds 2"))
 TIMEOUT_S = 500  # also for the start of a fork server on a busy machine
 
-#: Runs commands one after the other in one process: what it imports once takes a second each time.
+#: Runs commands one after the other, each in a folder and a process, which is a fork: what they all import
+#: takes a second.
 COMMANDS = """
-import json, sys
+import json, os, sys
 from flower_gpu.cli.main import main
+import flower_gpu.simulation.run
 
-for words in json.loads(sys.argv[1]):
-    assert main(words) == 0, words
+for folder, words in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        sys.exit(main(words))
+    assert os.waitpid(child, 0)[1] == 0, words
 """
 
 
@@ -81,11 +87,15 @@ def end(*processes: subprocess.Popen[str]) -> list[str]:
     return written
 
 
-def test_the_tutorial_from_its_first_command_to_the_readers_own_app(tmp_path: Path) -> None:
+def test_the_commands_of_both_pages_one_after_the_other(tmp_path: Path) -> None:
     assert blocks(TUTORIAL, "bash")[0].strip() == "./run.sh"
     assert "\n./run.sh " in (REPOSITORY / ".ci" / "run").read_text(), "there it is run"
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    write_app(tmp_path, TUTORIAL)
+    tutorial, start_client = tmp_path / "tutorial", tmp_path / "start-client"
+    for folder, page in ((tutorial, TUTORIAL), (start_client, START_CLIENT)):
+        folder.mkdir()
+        app = write_app(folder, page)
+    (app / "task.py").write_text(blocks(START_CLIENT, "python")[0])
+    (tutorial / "examples").symlink_to(REPOSITORY / "examples")
     words = commands(TUTORIAL, "flower-gpu")
     assert [each[:2] for each in words] == [
         ["simulate", "examples/quickstart"],
@@ -93,13 +103,18 @@ def test_the_tutorial_from_its_first_command_to_the_readers_own_app(tmp_path: Pa
         ["top"],
     ]
     words[-1].append("--once")
-    (output,) = end(start(tmp_path, "-c", COMMANDS, json.dumps(words)))
+    (of_start_client,) = commands(START_CLIENT, "flower-gpu")
+    given = [*((str(tutorial), each) for each in words), (str(start_client), of_start_client)]
+    (output,) = end(start(tmp_path, "-c", COMMANDS, json.dumps(given)))
     assert "No GPU" in output or "GPU 0" in output  # what top shows first
-    for folder in (tmp_path / "runs").iterdir():
+    for folder in (tutorial / "runs").iterdir():
         lines = (folder / "metrics.csv").read_text().splitlines()
         rows = [row for row in csv.DictReader(lines) if row["accuracy"]]
-        assert int(rows[-1]["round"]) == 3
+        assert int(rows[-1]["round"]) == 2
         assert float(rows[-1]["accuracy"]) > float(rows[0]["accuracy"]) + 0.2, rows
+    (folder,) = (start_client / "runs").iterdir()
+    summary = json.loads((folder / "result.json").read_text())
+    assert (summary["outcome"], summary["failed"]) == ("completed", 0)
 
 
 def test_start_client_scripts_before_and_after(tmp_path: Path) -> None:
@@ -114,14 +129,3 @@ def test_start_client_scripts_before_and_after(tmp_path: Path) -> None:
     served, old, new = end(*(start(tmp_path, *each) for each in words))
     assert "accuracy" in served and "Run finished 2 round(s)" in served
     assert "Disconnect and shut down" in old and "Disconnect and shut down" in new
-
-
-def test_start_client_scripts_as_an_app(tmp_path: Path) -> None:
-    app = write_app(tmp_path, START_CLIENT)
-    (app / "task.py").write_text(blocks(START_CLIENT, "python")[0])
-    words = commands(START_CLIENT, "flower-gpu")
-    assert len(words) == 1
-    end(start(tmp_path, "-c", COMMANDS, json.dumps(words)))
-    for folder in (tmp_path / "runs").iterdir():
-        summary = json.loads((folder / "result.json").read_text())
-        assert (summary["outcome"], summary["failed"]) == ("completed", 0)

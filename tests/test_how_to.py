@@ -94,46 +94,12 @@ def test_what_a_node_is_told_in_its_config_is_read() -> None:
     assert request.memory_bytes == 4 << 30
 
 
-def environment(host: StubHost, folder: Path) -> dict[str, str]:
-    state = folder / "state"
-    state.mkdir(mode=0o700, exist_ok=True)
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a host with a stub GPU, with this package's commands."""
+    host = StubHost(tmp_path_factory.mktemp("how-to") / "host", gpus=1)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, **host.env, "PATH": path, "FLOWER_GPU_STATE_DIR": str(state)}
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(400)
-def test_first_commands_one_after_the_other(tmp_path: Path) -> None:
-    """On a host with a stub GPU; what needs no GPU, cluster or account of others runs as it stands."""
-    write_app(tmp_path, APP)
-    (tmp_path / "task.py").write_text(TASK)
-    script = (
-        block("training-code.md", "python", "client.fit(").replace(
-            "\nclient", "\nweights = [np.zeros(2)]\nclient", 1
-        )
-        + "print('trained')\n"
-    )
-    (tmp_path / "my_script.py").write_text(script)
-
-    lines = [commands("ray.md")[1], commands("trackers.md")[1]]
-    for page in sorted(HERE - {"ray.md"}):
-        lines += commands(page)
-    lines.remove("flower-gpu metrics")  # goes on for ever; its tests look at it
-    for pattern, replacement in SMALL:
-        lines = [re.sub(pattern, replacement, line) for line in lines]
-    done = subprocess.run(
-        ["bash", "-exc", "\n".join(lines)],
-        cwd=tmp_path,
-        env=environment(StubHost(tmp_path / "host", gpus=1), tmp_path),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout
-    for said in ("trained", "2 messages, 0 failed", "GPU 0", "#SBATCH --gpus-per-node=2", "tensorboard"):
-        assert said in done.stdout, said
-    assert list(tmp_path.glob("runs/*/tensorboard/*")) and list(tmp_path.glob("runs/*/report.html"))
+    return {**os.environ, **host.env, "PATH": path}
 
 
 def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
@@ -147,14 +113,35 @@ def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
-def test_a_sweep_shares_the_gpu(tmp_path: Path) -> None:
+def test_first_commands_one_after_the_other(env: dict[str, str], tmp_path: Path) -> None:
+    """On a host with a stub GPU; what needs no GPU, cluster or account of others runs as it stands."""
+    write_app(tmp_path, APP)
+    (tmp_path / "task.py").write_text(TASK)
+    script = block("training-code.md", "python", "client.fit(")
+    script = script.replace("\nclient", "\nweights = [np.zeros(2)]\nclient", 1)
+    (tmp_path / "my_script.py").write_text(f"{script}print('trained')\n")
+
+    lines = [commands("ray.md")[1], commands("trackers.md")[1]]
+    for page in sorted(HERE - {"ray.md"}):
+        lines += commands(page)
+    lines.remove("flower-gpu metrics")  # goes on for ever; its tests look at it
+    for pattern, replacement in SMALL:
+        lines = [re.sub(pattern, replacement, line) for line in lines]
+    output = run(["bash", "-exc", "\n".join(lines)], tmp_path, env)
+    for said in ("trained", "2 messages, 0 failed", "GPU 0", "#SBATCH --gpus-per-node=2", "tensorboard"):
+        assert said in output, said
+    assert list(tmp_path.glob("runs/*/tensorboard/*")) and list(tmp_path.glob("runs/*/report.html"))
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_a_sweep_shares_the_gpu(env: dict[str, str], tmp_path: Path) -> None:
     """By xargs; the loop on the page has the same command in it."""
     write_app(tmp_path, APP)
     _, command, *_ = blocks("sweeps.md", "bash")
     rates = RATES[:2]
     assert " ".join(RATES) in command and "--clients 20" in command
     small = command.replace(" ".join(RATES), " ".join(rates)).replace("--clients 20", "--clients 2")
-    env = environment(StubHost(tmp_path / "host", gpus=1), tmp_path)
     run(["bash", "-ec", small], tmp_path, {**env, "FLOWER_GPU_NUM_GPUS": "0.25"})
 
     found = run([sys.executable, "-c", blocks("sweeps.md", "python")[0]], tmp_path, env)
@@ -171,18 +158,14 @@ def test_a_sweep_shares_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
-def test_the_ledger_of_a_lab_is_for_all_accounts(tmp_path: Path) -> None:
+def test_the_ledger_of_a_lab_is_for_all_accounts(env: dict[str, str], tmp_path: Path) -> None:
     command = block("share-gpus.md", "bash", "export FLOWER_GPU_LEDGER_DIR")
     assert command.count("/var/tmp/leases") == 2
-    script = (
-        command.replace("/var/tmp/leases", str(tmp_path / "leases")) + "flower-gpu doctor --json || true\n"
-    )
-    env = environment(StubHost(tmp_path / "host", gpus=1), tmp_path)
+    script = command.replace("/var/tmp/leases", str(tmp_path / "leases"))
+    script += "flower-gpu doctor --json || true\n"
     findings = json.loads(run(["bash", "-ec", script], tmp_path, env))["findings"]
     (ledger,) = (one for one in findings if one["check"] == "ledger")
-    assert (ledger["level"], ledger["text"]) == (
-        "ok",
-        f"{tmp_path / 'leases'}, for all accounts of this host",
-    )
+    said = f"{tmp_path / 'leases'}, for all accounts of this host"
+    assert (ledger["level"], ledger["text"]) == ("ok", said)
     quoted = re.search(r'"ok  ledger  /tmp, (.+)"', block("share-gpus.md", "bash", "ok  ledger"))
     assert quoted and ledger["text"].endswith(quoted[1])

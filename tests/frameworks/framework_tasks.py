@@ -134,24 +134,6 @@ def tensorflow_out_of_memory() -> None:
     )
 
 
-def keras_with_backend() -> dict[str, Any]:
-    """Train a little with whatever backend the environment names, and give the weights back and forth."""
-    import keras
-    import numpy as np
-
-    from flower_gpu.keras.weights import get_weights, set_weights
-
-    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
-    before = get_weights(model)
-    model.compile(optimizer="sgd", loss="mse")
-    model.fit(np.ones((8, 4), np.float32), np.ones((8, 2), np.float32), verbose=0)
-    after = get_weights(model)
-    set_weights(model, before)
-    back = all(np.array_equal(a, b) for a, b in zip(before, get_weights(model), strict=True))
-    changed = any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    return {"backend": keras.backend.backend(), "back": back, "changed": changed}
-
-
 def torch_step() -> dict[str, Any]:
     """Train with PyTorch, whose optimizers import Triton."""
     import torch

@@ -158,12 +158,6 @@ def test_running_out_of_memory_is_told(learned: None) -> None:
     assert told["uuid"] == "GPU-0"
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
-def test_keras_trains_in_a_worker_with_every_backend(backend: str) -> None:
-    found, _ = call("keras_with_backend", "spawn", KERAS_BACKEND=backend)
-    assert found == {"backend": backend, "back": True, "changed": True}
-
-
 CHOOSE = """
 import sys
 from flower_gpu.errors import ConfigError
