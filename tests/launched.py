@@ -30,6 +30,7 @@ from flower_gpu.watch.spans import WorkerSpan
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 COMMAND = (sys.executable, "-m", "flower_gpu.cli", "launch")
+SIMULATE = (*COMMAND[:-1], "simulate")
 
 
 class StubHost(Host):
@@ -117,8 +118,12 @@ Launch = Callable[..., Launched]
 
 
 def launcher(folder: Path) -> Launch:
-    """Return what launches an app and waits for its end, with a folder as its home and for its logs."""
-    runs = folder / "runs"
+    """Return what launches an app and waits for its end, with a folder for its logs.
+
+    All runs of these tests have one home: a fork server is no good for who has another one.
+    """
+    runs, home = folder / "runs", Path(os.environ["FLOWER_GPU_STATE_DIR"], "home")
+    home.mkdir(exist_ok=True)
 
     def run(
         app: Path,
@@ -133,8 +138,9 @@ def launcher(folder: Path) -> Launch:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=timeout_s,
-            env={**os.environ, "HOME": str(folder), **(env or {})},
+            env={**os.environ, "HOME": str(home), **(env or {})},
         )
+        assert not (home / ".flwr").exists(), "the user's own Flower configuration is not touched"
         (log_dir,) = runs.iterdir()
         assert_nothing_left(log_dir)
         return Launched(done.returncode, done.stdout, log_dir)

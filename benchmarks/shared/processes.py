@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 300.0
 _STATE, _LEDGER = "FLOWER_GPU_STATE_DIR", "FLOWER_GPU_LEDGER_DIR"
+#: A state folder with a fork server. The tests have all that is tiny use it.
+_QUICK_STATE = "BENCHMARKS_QUICK_STATE_DIR"
 
 
 class BenchmarkError(Exception):
@@ -131,6 +133,8 @@ def nothing_left_behind() -> Iterator[None]:
         del os.environ[name]
     with tempfile.TemporaryDirectory(prefix="fgpu-bench-") as folder:
         os.environ[_STATE] = tempfile.mkdtemp(dir=folder)
+        if QUICK in os.environ and _QUICK_STATE in os.environ:
+            os.environ[_STATE] = os.environ[_QUICK_STATE]
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
         try:
             yield

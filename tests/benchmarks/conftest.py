@@ -14,23 +14,30 @@ from typing import Any
 
 import pytest
 
+from flower_gpu import run_in_worker
+
 REPOSITORY = Path(__file__).parents[2]
 
 sys.path.insert(0, str(REPOSITORY))  # where `python -m benchmarks.NAME` is to be started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Run a benchmark in a process of its own, and return what it has written down."""
+    """Run a benchmark in a process of its own, and return what it has written down.
+
+    They use one fork server, which is started here: a benchmark ends those that it has started.
+    """
     if sys.platform != "linux":
         pytest.skip("the benchmarks read /proc")
+    run_in_worker("os:getpid", start_method="forkserver")
+    shared = {"BENCHMARKS_QUICK_STATE_DIR": os.environ["FLOWER_GPU_STATE_DIR"]}
 
     def run(name: str, *options: object, env: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         file = tmp_path_factory.mktemp(name) / "figures.json"
         done = subprocess.run(
             [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file), *map(str, options)],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **env},  # tests run beside each other
+            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", **env},  # tests run beside each other
             capture_output=True,
             text=True,
             timeout=450,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import framework_launch
 import pytest
-from launched import REPOSITORY, Launch
+from launched import REPOSITORY, SIMULATE, Launch
 from run_programs import run_python
 
 pytestmark = [
@@ -37,17 +34,9 @@ def test_a_federation_learns_the_digits(launch: Launch, tmp_path: Path) -> None:
     assert loaded.stdout == "[0, 1, 2]\n", loaded.stderr
 
 
-def test_the_same_app_in_a_simulation(tmp_path: Path) -> None:
-    app = str(REPOSITORY / "examples" / "tensorflow")
-    command = [sys.executable, "-m", "flower_gpu.cli", "simulate", app, "--num-supernodes", "2"]
-    done = subprocess.run(
-        [*command, "--log-dir", str(tmp_path), "--run-config", "num-clients=2 num-server-rounds=1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout
-    (folder,) = tmp_path.iterdir()
-    (last,) = json.loads((folder / "result.json").read_text())["rounds"]
+def test_the_same_app_in_a_simulation(launch: Launch) -> None:
+    options = ("--num-supernodes", "2", "--run-config", "num-clients=2 num-server-rounds=1")
+    done = launch(REPOSITORY / "examples" / "tensorflow", *options, command=SIMULATE, timeout_s=500)
+    assert done.code == 0, done.output
+    (last,) = done.result["rounds"]
     assert last["metrics"]["server-evaluate"]["accuracy"] >= 0.90, last
