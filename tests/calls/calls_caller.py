@@ -189,6 +189,7 @@ def answer_to(command: str, arguments: list[Any], options: dict[str, Any]) -> di
 
 def main() -> None:
     os.setsid()
+    calls_tasks.use_light_servers()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what workers print comes here, too
     logger = logging.getLogger("flwr.flower_gpu")

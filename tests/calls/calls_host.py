@@ -120,6 +120,7 @@ class CallsHost:
             "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent)]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
+            "LIGHT_SERVERS": "1",
         }
         self._started: list[Caller] = []
         self._pids: list[int] = []

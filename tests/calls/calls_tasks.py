@@ -18,6 +18,7 @@ import nvml_stub
 import flower_gpu
 from flower_gpu.leases.footprint import DEFAULT_CONTEXT_BYTES
 from flower_gpu.leases.lease import Lease
+from flower_gpu.workers.forkserver import client
 
 GIB = 1 << 30
 WAIT_S = 60  # for what should take an instant; the machine may be busy
@@ -52,8 +53,15 @@ def evaluate(server_round: int, weights: Any, config: Any, steps: Steps = ()) ->
     return {"loss": 1.0, "leased": float(bool(found["FLOWER_GPU_LEASE"])), "pid": found["pid"]}
 
 
+def use_light_servers() -> None:
+    """Have this process use fork servers without torch, if it is told to: importing it takes seconds."""
+    if "LIGHT_SERVERS" in os.environ:
+        client._memory.kind.without.add("torch")
+
+
 def nested(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Run another call from within a worker."""
+    use_light_servers()
     return [seen(), flower_gpu.run_in_worker("calls_tasks:seen", **options)]
 
 

@@ -13,7 +13,7 @@ from flower_gpu.leases.footprint_rule import needed_bytes
 pytestmark = pytest.mark.timeout(120)
 
 CONTEXT = 0.5
-OPTIONS = {"start_method": "forkserver"}  # PyTorch is there already
+OPTIONS = {"start_method": "forkserver"}
 
 
 def lease_for(gib: float) -> float:

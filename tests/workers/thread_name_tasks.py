@@ -193,7 +193,7 @@ def sends_it_what_it_does_not_expect() -> str:
 def ends_processes_that_wait() -> str:
     """End some while they wait for an answer."""
     path = f"/proc/self/task/{os.getpid()}/comm"
-    for _ in range(50):
+    for _ in range(20):
         read, write = os.pipe()
         if (pid := os.fork()) == 0:
             while True:
