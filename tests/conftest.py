@@ -37,8 +37,8 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-# The fork servers of the tests are none of the user's, and end with them. They wait for the next file that has
-# a use for them: each import of PyTorch takes seconds of CPU.
+# The fork servers of the tests are none of the user's, and end with them. They wait for the next file that
+# has a use for them: each import of PyTorch takes seconds of CPU.
 STATE_DIR = Path(tempfile.mkdtemp(prefix="flower-gpu-tests-"))
 os.environ["FLOWER_GPU_STATE_DIR"] = str(STATE_DIR)
 os.environ["FLOWER_GPU_SERVER_IDLE_S"] = "180"
