@@ -31,11 +31,11 @@ def one_gpu(tmp_path: Path) -> StubHost:
 
 
 @contextmanager
-def pausing(host: StubHost, *options: str, **env: str) -> Iterator[tuple[Running, list[int]]]:
-    """Run a simulation of four clients until its four workers have waited for a while; yield their pids."""
-    options = (*OPTIONS, *options, "--run-config", "pauses=true seconds=0.3")
-    with host.simulating(4, *options, app="leased", name="first", **env) as run:
-        state = host.until(lambda state: sum(entry.is_idle() for entry in state.holders) == 4)
+def pausing(host: StubHost, clients: int = 4, **env: str) -> Iterator[tuple[Running, list[int]]]:
+    """Run a simulation until the workers of all clients wait; yield their pids."""
+    options = (*OPTIONS, "--run-config", "pauses=true seconds=0.3")
+    with host.simulating(clients, *options, app="leased", name="first", **env) as run:
+        state = host.until(lambda state: sum(entry.is_idle() for entry in state.holders) == clients)
         yield run, [entry.reported()[0] for entry in state.holders]
 
 
@@ -99,14 +99,6 @@ def test_a_second_try_of_the_run_itself_gets_the_whole_gpu(one_gpu: StubHost) ->
     assert [note["partition"] for note in one_gpu.notes() if note["alone"]] == [3]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_takes_its_idle_workers_with_it(one_gpu: StubHost, number: signal.Signals) -> None:
-    with pausing(one_gpu) as (run, idle):
-        run.process.send_signal(number)
-        run.process.wait(TIMEOUT_S)
-        one_gpu.until(lambda state: not state.holders and not any(map(is_running, idle)))
-
-
 def test_an_idle_worker_holds_its_context_only(
     tmp_path: Path, cuda_host: Callable[..., cuda_stub.Host]
 ) -> None:
@@ -115,15 +107,23 @@ def test_an_idle_worker_holds_its_context_only(
     host = cuda_host(gpus=1)
     host.set(0, context=context)
     stub = StubHost(tmp_path, gpus=1, host=host)
-    with pausing(stub, LEASED_APP_TENSOR=str(GIB)):
-        stub.until(lambda _: host.used(0) == 4 * context)
-        state = stub.status()
-        assert {entry.reported()[1][host.uuids[0]] for entry in state.holders} == {context}
+    with pausing(stub, clients=2, LEASED_APP_TENSOR=str(GIB)) as (run, idle):
+        stub.until(lambda _: host.used(0) == 2 * context)
+        assert {entry.reported()[1][host.uuids[0]] for entry in stub.status().holders} == {context}
+        assert_taken_along(stub, run, idle, signal.SIGINT)
 
 
 def test_who_counts_with_another_reserve_gets_the_gpu_as_well(one_gpu: StubHost) -> None:
     """Its line has no room where that of the holders has some: so nobody is asked to go."""
     program = [sys.executable, str(Path(__file__).with_name("odd_waiter.py"))]
-    with pausing(one_gpu):
+    with pausing(one_gpu) as (run, idle):
         env = {**os.environ, **one_gpu.host.env, **one_gpu.env}
         subprocess.run(program, env=env, timeout=TIMEOUT_S, check=True)
+        assert_taken_along(one_gpu, run, idle, signal.SIGKILL)
+
+
+def assert_taken_along(host: StubHost, run: Running, idle: list[int], number: signal.Signals) -> None:
+    """End a run; its idle workers and their leases end with it."""
+    run.process.send_signal(number)
+    run.process.wait(TIMEOUT_S)
+    host.until(lambda state: not state.holders and not any(map(is_running, idle)))
