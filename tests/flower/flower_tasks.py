@@ -24,18 +24,11 @@ def mean(weights: list[Any], config: dict[str, Any], step: float = 1.0) -> tuple
 
 
 def train_with_torch(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
-    """Update all weights in place, as an optimizer does."""
+    """Update all weights in place, as an optimizer does; return PyTorch's own types."""
     import torch
 
-    for array in weights:
-        torch.from_numpy(array).add_(1.0)
-    return weights, 5, {"torch": "torch" in sys.modules}
-
-
-def torch_scalars(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
-    import torch
-
-    return [torch.from_numpy(w) + 1 for w in weights], torch.tensor(3), {"loss": torch.tensor(0.5)}
+    updated = [torch.from_numpy(array).add_(1.0) for array in weights]
+    return updated, torch.tensor(5), {"torch": torch.tensor(1.0)}
 
 
 def nan_weights(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:

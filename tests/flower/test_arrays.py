@@ -12,7 +12,7 @@ import array_tasks
 import numpy as np
 import pytest
 from array_records import arrived_from, record
-from flwr.common import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.common import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -131,21 +131,6 @@ def test_new_bytes() -> None:
     assert worked_on(array_tasks.same, arrived) == other
 
 
-def test_sent_on() -> None:
-    """What arrived is sent to the next worker as it is."""
-    first = worked_on(array_tasks.update, record())
-    second = worked_on(array_tasks.update, first)
-    assert (second["1"].numpy() == 2).all()
-    assert (first["1"].numpy() == 1).all()
-
-
-def test_records_within_records() -> None:
-    sent = RecordDict({"arrays": record(), "config": ConfigRecord({"lr": 0.1})})
-    arrived = worked_on(array_tasks.same, sent)
-    assert arrived == sent
-    assert arrived.object_id == sent.object_id
-
-
 def test_other_serialisations() -> None:
     sent = Array(dtype="mine", shape=(3,), stype="mine", data=os.urandom(10_000))
     arrived = worked_on(array_tasks.same, sent)
@@ -200,7 +185,7 @@ def test_broken_data_fails_as_in_flower(data: bytes) -> None:
         arrived_from(sent).numpy()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     hnp.arrays(
         dtype=st.one_of(

@@ -35,17 +35,6 @@ def test_finite_arrays_of_the_sent_shapes_pass_unchanged(arrays: list[Any]) -> N
         assert after.dtype == before.dtype and np.array_equal(before, after)
 
 
-@given(
-    hnp.arrays(np.float32, hnp.array_shapes(max_dims=2, max_side=4), elements=st.floats(-9, 9, width=32)),
-    st.sampled_from([np.nan, np.inf, -np.inf]),
-    st.data(),
-)
-def test_one_bad_value_is_found_wherever_it_is(array: Any, bad: float, data: Any) -> None:
-    array.flat[data.draw(st.integers(0, array.size - 1))] = bad
-    with pytest.raises(InvalidResultError, match=r"array 2 of 2 .* 1 values that are not finite"):
-        results.check_weights([np.zeros(1), array], (), "f")
-
-
 def test_a_sum_that_overflows_is_no_error() -> None:
     big = np.full(10, np.finfo(np.float32).max, np.float32)
     results.check_weights([big, np.full(9, 6e4, np.float16)], (), "f")

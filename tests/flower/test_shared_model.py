@@ -60,13 +60,13 @@ def test_a_model_is_written_once_for_all_workers() -> None:
     assert {found[1] for found in [first, *later]} == {first[1]}
     assert shared_files() == 1
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda _: one(), range(8)))
+        together = list(pool.map(lambda _: one(), range(4)))
     assert all("flower-gpu-shared" in found[0] for found in together)
     assert shared_files() == 1
 
     model = record(value=1)  # the next round
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda _: one(), range(8)))
+        together = list(pool.map(lambda _: one(), range(4)))
     assert all("flower-gpu-shared" in found[0] for found in together)
     assert {found[1] for found in together} == {first[1] + 300_006}
     assert shared_files() == 1

@@ -117,14 +117,18 @@ def test_numpyclient_api_round_trip() -> None:
     assert batches.dtype == np.int64 and batches == 9
 
 
-def test_numpyclient_api_logs_why_clients_failed(caplog: pytest.LogCaptureFixture) -> None:
+def test_numpyclient_api_logs_why_clients_failed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWER_GPU_START_METHOD", "fork")
+
     def refuse(_: Any) -> FitRes:
         return FitRes(Status(Code.FIT_NOT_IMPLEMENTED, "no GPU today"), ndarrays_to_parameters([]), 0, {})
 
     def crash(_: Any) -> FitRes:
         raise RuntimeError("connection lost")
 
-    good = GPUClient("flower_tasks:add_one", start_method="fork").to_client().fit
+    good = GPUClient("flower_tasks:add_one").to_client().fit
     strategy = LegacyFedAvg(
         evaluate_fn=flower_tasks.evaluate_legacy, initial_parameters=legacy_weights(), min_fit_clients=3
     )

@@ -7,16 +7,15 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from launch_helpers import COMMAND, PlanOn, processes_of
+from launch_helpers import COMMAND, TINY_APP, LaunchRun, PlanOn
 from nvml_stub import Host
 from run_programs import run_python
 from waiting import until
-
-Launch = Callable[..., "subprocess.Popen[str]"]
 
 PLANS = """
 import json, os, sys
@@ -45,13 +44,13 @@ print(json.dumps([plan(*line) for line in lines]))
 """
 
 #: The fork servers of the tests are none of the user's.
-KEPT = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_SERVER_IDLE_S")
+KEPT = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_LEDGER_DIR", "FLOWER_GPU_SERVER_IDLE_S")
 
 
 @pytest.fixture
 def tiny_app(tmp_path: Path) -> Path:
     """A copy of the app ``tiny_app``, which a test may change."""
-    return Path(shutil.copytree(Path(__file__).parent / "tiny_app", tmp_path / "tiny_app"))
+    return Path(shutil.copytree(TINY_APP, tmp_path / "tiny_app"))
 
 
 @pytest.fixture
@@ -87,32 +86,33 @@ def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
     return plan
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start `flower-gpu launch`; at the end of the test nothing of it may be left."""
-    started: list[subprocess.Popen[str]] = []
-    log_dir = tmp_path / "runs"
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LaunchRun]]:
+    """Start `flower-gpu launch`; at the end of the file nothing of it may be left."""
+    started: list[LaunchRun] = []
 
-    def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    def start(
+        *arguments: str | Path, python: str | Path = sys.executable, env: Mapping[str, str] | None = None
+    ) -> LaunchRun:
+        log_dir = tmp_path_factory.mktemp("launch") / "runs"
+        mine = {
+            key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU") or key in KEPT
+        }
         process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments), "--log-dir", str(log_dir)],
+            [python, *COMMAND, *map(str, arguments), "--log-dir", str(log_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=tmp_path,
-            env={
-                key: value
-                for key, value in os.environ.items()
-                if not key.startswith("FLOWER_GPU") or key in KEPT
-            },
+            cwd=log_dir.parent,
+            env={**mine, **(env or {})},
         )
-        started.append(process)
-        return process
+        started.append(LaunchRun(log_dir, process))
+        return started[-1]
 
     yield start
-    for process in started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=30)
-    until(lambda: not processes_of(log_dir), "every process of the run is gone")
+    for run in started:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+            run.process.communicate(timeout=60)
+    until(lambda: not any(run.processes() for run in started), "every process of the runs is gone")

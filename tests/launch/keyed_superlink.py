@@ -26,12 +26,12 @@ from waiting import until
 from flower_gpu.launch import ports
 from flower_gpu.workers.forkserver.identity import script_folders
 
-#: `flower-gpu` whose SuperNodes ask again after 3 s where their keys are not registered.
+#: `flower-gpu` whose SuperNodes ask again after 1 s where their keys are not registered.
 #: For another reason they may end early once.
 SOON_AGAIN = """
 import sys
 from flower_gpu.cli import main, supernode
-supernode._TURNED_AWAY_PAUSE_S = 3.0
+supernode._TURNED_AWAY_PAUSE_S = 1.0
 supernode._EARLY_ENDS = 2
 sys.exit(main.main(sys.argv[1:]))
 """
@@ -55,11 +55,11 @@ class SuperLink:
         text = self.flwr("flwr supernode list here --format json")
         return json.loads(text[text.index("{") :])["nodes"]  # type: ignore[no-any-return]
 
-    def start_nodes(self, folder: Path, said: Path) -> subprocess.Popen[bytes]:
-        """Start two as docs/how-to/supernodes.md says."""
+    def start_node(self, folder: Path, said: Path) -> subprocess.Popen[bytes]:
+        """Start one as docs/how-to/supernodes.md says."""
         address = f"{ports.HOST}:{self.port}"
         line = first_command("supernodes.md", "--keys", superlink=address, ca=str(self.authority))
-        words = shlex.split(re.sub(r"--count \d+", "--count 2", line))
+        words = shlex.split(re.sub(r"--count \d+", "--count 1", line))
         with said.open("wb") as output:
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", SOON_AGAIN, *words[1:]],

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launch_helpers import processes_of
+from launch_helpers import TINY_APP, LaunchRun
 from run_programs import run
-from waiting import until
+
+from flower_gpu.watch.history import History
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -32,16 +36,38 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "env" / "bin" / Path(sys.executable).name
 
 
-def test_launch_runs_an_app(interpreter: Path, tiny_app: Path, tmp_path: Path) -> None:
-    log_dir = tmp_path / "runs"
-    options = ("--clients", "1", "--rounds", "1", "--log-dir", log_dir)
-    command = [interpreter, "-m", "flower_gpu.cli", "launch", tiny_app, *options]
-    done = run(command, timeout_s=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = log_dir.iterdir()
-    assert json.loads((folder / "result.json").read_text())["rounds"]
+def given_to(log: Path) -> list[list[Any]]:
+    lines = [line for line in log.read_text().splitlines() if line.startswith("given ")]
+    return [json.loads(line.removeprefix("given ")) for line in lines]
+
+
+def test_an_app_from_start_to_result(launch: Callable[..., LaunchRun], interpreter: Path) -> None:
+    options = ("--clients=1", "--learning-rate=0.5", "--start-method=in-process")
+    configs = ("--run-config", "text='a \"b\" = c'", "--node-config", "site='north pole'")
+    started = launch(TINY_APP, *options, *configs, python=interpreter)
+    code, out, err = started.finish()
+    assert (code, err) == (0, "")
+    folder = started.folder
     assert "Traceback" not in (folder / "programs.log").read_text()
-    until(lambda: not processes_of(log_dir), "every process of the run is gone")
+    assert out.startswith(f"tiny: 1 client, 2 rounds; logs in runs/{folder.name}\n")
+    # Of the same evaluation the app writes a line of its own into the trace, with the accuracy.
+    assert re.search(
+        r"^round 2/2  train +1/1 clients .+\nround 2/2  server-evaluate +loss 0.3333$", out, re.M
+    )
+    assert re.search(r"^server-evaluate +loss 0.3333, accuracy 0.6667$", out, re.M)
+    result = json.loads((folder / "result.json").read_text())
+    assert [row["round"] for row in result["rounds"]] == [1, 2]
+    assert [row["loss"] for row in result["rounds"]] == [0.5, pytest.approx(1 / 3)]
+    assert [(row["messages"], row["failed"]) for row in result["rounds"]] == [(1, 0), (1, 0)]
+    assert result["initial"]["loss"] == 1.0
+    workers = History.read(folder / "trace.jsonl").workers
+    assert [(worker.client, worker.start_method) for worker in workers] == [("0", "in-process")] * 2
+    first, second = given_to(folder / "client-0.log")
+    node_config, run_config, rounds = first
+    assert node_config == {"partition-id": 0, "num-partitions": 1, "site": "north pole"}
+    given = {"learning-rate": 0.5, "num-clients": 1, "text": 'a "b" = c'}
+    assert run_config == {**run_config, **given}
+    assert (rounds, second[2]) == (1, 2), "the state of a client lasts from round to round"
 
 
 def test_supernode_becomes_flowers(interpreter: Path, tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
-"""Failed messages of a launched run: told once, kept, and when all fail the run is over."""
+"""What a launch shows of its run, from the trace: failed messages above all, told once, and kept."""
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flower_gpu import trace
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.errors import ConfigError
 from flower_gpu.launch.display import Failures, LaunchDisplay
-from flower_gpu.launch.supervisor import last_traceback
+from flower_gpu.launch.supervisor import last_traceback, new_lines
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/app/client.py", line {}, in train\nNameError: Nett'
 
@@ -118,3 +122,71 @@ def test_the_last_traceback_in_a_log(tmp_path: Path) -> None:
     assert last_traceback(path) == ""
     path.write_text(log)
     assert last_traceback(path) == f"{TRACEBACK.format(2)} is not defined"
+
+
+# What is shown while it runs; its folder ------------------------------------------------------------------
+
+
+EVENTS = [
+    of("round", round=0, num_rounds=2, metrics={"loss": 2.5}),
+    of("worker_started", pid=11, client="0", start_method="spawn"),
+    of("worker_finished", pid=11, client="0", seconds=0.5, outcome="ok", error=None),
+    of("worker_started", pid=11, client="0", start_method="spawn"),
+    of("worker_finished", pid=11, client="0", seconds=0.25, outcome="died", error="KilledError: gone\nmore"),
+]
+
+
+def test_following_a_file_that_grows(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    follower = trace.Follower(path)
+    assert new_lines(follower) == []
+    path.write_bytes(b"one\ntw")
+    assert new_lines(follower) == ["one"]
+    with path.open("ab") as file:
+        file.write(b"o\r\n\x1b[92mthree\x1b[0m\n\xff")
+    assert new_lines(follower) == ["two", "three"]
+    assert new_lines(follower) == []
+
+
+def make_folder(log_dir: Path) -> str:
+    return RunFolder.create(log_dir).path.name
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        names = pool.map(make_folder, [tmp_path / "runs"] * 40, chunksize=1)
+    assert len(set(names)) == 40 == len(list((tmp_path / "runs").iterdir()))
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--log-dir"):
+        RunFolder.create(tmp_path / "file")
+
+
+def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    display = LaunchDisplay(None, is_quiet=True)
+    failures = Failures(tmp_path / "failures.log", display)
+    for each in EVENTS:
+        display.show(each)
+        failures.see(each)
+    for then in ("again", "on the CPU", "failed"):
+        display.show(of("out_of_memory", client="0", uuid="GPU-0", then=then))
+    told = capsys.readouterr()
+    assert told.out == ""
+    first, *error, last = told.err.splitlines()
+    assert (first, error) == ("train of client 0 failed in round 1:", ["KilledError: gone", "more"])
+    assert last.startswith("train of client 0 ran out of memory")
+
+
+def test_lines_say_what_follows_when_memory_ran_out(capsys: pytest.CaptureFixture[str]) -> None:
+    display = LaunchDisplay(None)
+    gpu = {"uuid": "GPU-0", "index": 0, "name": "Stub", "memory_bytes": 2**31}
+    display.show(of("lease_granted", client="1", lease="b", gpus=[gpu], waited_s=1.5))
+    for then in ("again", "on the CPU"):
+        fields = {"client": "1", "kind": "over_cap", "uuid": "GPU-0", "cap_bytes": 3 * 2**29}
+        display.show(of("out_of_memory", **fields, then=then))
+    assert capsys.readouterr().out.splitlines() == [
+        "train of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again",
+        "train of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again on the CPU",
+    ]

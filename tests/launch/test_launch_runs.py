@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -15,10 +14,9 @@ from pathlib import Path
 
 import pytest
 from file_tables import files_in, files_in_table
-from launch_helpers import COMMAND, processes_of
+from launch_helpers import TINY_APP, LaunchRun
 from live_processes import is_running
 from run_programs import run
-from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.watch.history import History
@@ -28,81 +26,12 @@ from flower_gpu.watch.report.totals import Totals
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-Launch = Callable[..., "subprocess.Popen[str]"]
-TIMEOUT_S = 240
-ROOT = Path(__file__).parents[2]
+Launch = Callable[..., LaunchRun]
 ORDINARY_APP = Path(__file__).parent / "ordinary_app"
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    return process.returncode, out, err
-
-
-def only_run(tmp_path: Path) -> Path:
-    (folder,) = (tmp_path / "runs").iterdir()
-    return folder
-
-
-def wait_for_a_worker(tmp_path: Path) -> Path:
-    """Wait until a client trains; return the run's folder."""
-
-    def started() -> bool:
-        return any(
-            "worker_started" in file.read_text() for file in tmp_path.glob(f"runs/*/{trace.FILE_NAME}")
-        )
-
-    until(started, "a client trains", TIMEOUT_S)
-    return only_run(tmp_path)
-
-
-def given_to(log: Path) -> list[list[object]]:
-    lines = [line for line in log.read_text().splitlines() if line.startswith("given ")]
-    return [json.loads(line.removeprefix("given ")) for line in lines]
-
-
-def test_an_app_from_start_to_result(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
-    code, out, err = finish(
-        launch(
-            tiny_app,
-            "--clients=3",
-            "--learning-rate=0.5",
-            "--start-method=in-process",
-            "--run-config",
-            "text='a \"b\" = c'",
-            "--node-config",
-            "site='north pole'",
-        )
-    )
-    assert (code, err) == (0, "")
-    folder = only_run(tmp_path)
-    assert out.splitlines()[0] == f"tiny: 3 clients, 2 rounds; logs in {folder.relative_to(tmp_path)}"
-    # Of the same evaluation the app writes a line of its own into the trace, with the accuracy.
-    assert re.search(
-        r"^round 2/2  train +3/3 clients .+\nround 2/2  server-evaluate +loss 0.3333$", out, re.M
-    )
-    assert re.search(r"^server-evaluate +loss 0.3333, accuracy 0.6667$", out, re.M)
-    result = json.loads((folder / "result.json").read_text())
-    assert [row["round"] for row in result["rounds"]] == [1, 2]
-    assert [row["loss"] for row in result["rounds"]] == [0.5, pytest.approx(1 / 3)]
-    assert [(row["messages"], row["failed"]) for row in result["rounds"]] == [(3, 0), (3, 0)]
-    assert result["initial"]["loss"] == 1.0
-    workers = History.read(folder / "trace.jsonl").workers
-    assert sorted(worker.client for worker in workers) == ["0", "0", "1", "1", "2", "2"]
-    assert {worker.start_method for worker in workers} == {"in-process"}
-    for client in range(3):
-        log = folder / f"client-{client}.log"
-        first, second = given_to(log)
-        node_config, run_config, rounds = first
-        assert node_config == {"partition-id": client, "num-partitions": 3, "site": "north pole"}
-        assert run_config["learning-rate"] == 0.5
-        assert run_config["num-clients"] == 3
-        assert run_config["text"] == 'a "b" = c'
-        assert (rounds, second[2]) == (1, 2), "the state of a client lasts from round to round"
-
-
 @pytest.fixture(scope="module")
-def both_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int, str, str]]:
+def both_runs(launch: Launch) -> list[tuple[Path, int, str, str]]:
     """Run an app twice at once that knows nothing of flower_gpu.
 
     In the first run one client cannot evaluate. In the second one, whose messages start with Flower's own
@@ -117,28 +46,10 @@ def both_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int,
         ["evaluate-fails-on='1'", "--tracker", "wandb", "--tracker=tensorboard"],
         ["train-fails-on='0 1'", "--no-fast-start", "-v"],
     )
-    environment = {
-        **os.environ,
-        "WANDB_MODE": "offline",
-        "FLWR_LOG_LEVEL": "DEBUG",
-    }  # then it logs each question of a SuperExec
-    started = []
-    for number, more in enumerate(options):
-        log_dir = tmp_path_factory.mktemp(f"ordinary-{number}")
-        process = subprocess.Popen(
-            [*COMMAND, str(ORDINARY_APP), "--log-dir", str(log_dir), "--run-config", *more],
-            env={name: value for name, value in environment.items() if name != "FLOWER_GPU_RUN_DIR"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append((log_dir, process))
-    ended = []
-    for log_dir, process in started:
-        code, out, err = finish(process)
-        [folder] = log_dir.iterdir()
-        ended.append((folder, code, out, err))
-    return ended
+    # At this level Flower logs each question of a SuperExec.
+    environment = {"WANDB_MODE": "offline", "FLWR_LOG_LEVEL": "DEBUG"}
+    started = [launch(ORDINARY_APP, "--run-config", *more, env=environment) for more in options]
+    return [(one.folder, *ended) for one in started for ended in [one.finish()]]
 
 
 @pytest.fixture
@@ -159,7 +70,7 @@ def test_trackers_get_what_the_trace_tells(ordinary_run: tuple[Path, str, str]) 
     assert found["evaluate/eval_acc"] == {1: 0.25, 2: 0.5}
     assert found["rounds/evaluate/failed"] == {1: 1, 2: 1}
     assert found["clients/train/train_loss/client 1"] == {1: 0.5, 2: 0.5}, "by clients, not by Flower's ids"
-    assert re.search(f"^tracker +tensorboard --logdir {folder / 'tensorboard'}$", out, re.M)
+    assert re.search(f"^tracker +tensorboard --logdir runs/{folder.name}/tensorboard$", out, re.M)
     # The supervisor has ended all processes of the run, and left the one of W&B until all was sent.
     [sent] = folder.glob("wandb/offline-run-*/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(sent)]
@@ -186,7 +97,7 @@ def test_an_ordinary_app_is_shown_as_a_simulation_is(ordinary_run: tuple[Path, s
         {"train": {"train_loss": 0.5}, "evaluate": {"eval_acc": accuracy}} for accuracy in (0.25, 0.5)
     ]
     assert (result["messages"], result["failed"]) == (8, 2)
-    assert re.findall(r"(?m)^report +(.+)$", out) == [f"flower-gpu report {folder}"]
+    assert re.findall(r"(?m)^report +(.+)$", out) == [f"flower-gpu report runs/{folder.name}"]
     report = write_report(folder).read_text()
     assert "flower-gpu launch" in report and "completed, 2 of 8 messages failed" in report
     failures = (folder / "failures.log").read_text()
@@ -240,44 +151,47 @@ def test_superexecs_are_woken_and_ask_for_nothing_in_vain(ordinary_run: tuple[Pa
         assert tasks <= questions <= tasks + 12, log
 
 
-def test_a_killed_client_is_named(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
-    process = launch(tiny_app, "--clients=1", "--run-config", "seconds=100.0")
-    folder = wait_for_a_worker(tmp_path)
+@pytest.fixture(scope="module")
+def ends(launch: Launch) -> dict[str, LaunchRun]:
+    """Start, at once, runs that do not come to a good end."""
+    waits = "seconds=1000.0"
+    configs = {"killed client": waits, "Ctrl-C": waits, "failed server": "fail='evaluate'"}
+    return {name: launch(TINY_APP, "--clients=1", "--run-config", text) for name, text in configs.items()}
+
+
+def test_a_killed_client_is_named(ends: dict[str, LaunchRun]) -> None:
+    run = ends["killed client"]
+    run.wait_for_a_worker()
     pid = next(
-        pid for pid in processes_of(folder) if "flower-supernode" in Path(f"/proc/{pid}/cmdline").read_text()
+        pid for pid in run.processes() if "flower-supernode" in Path(f"/proc/{pid}/cmdline").read_text()
     )
     os.kill(pid, signal.SIGKILL)
-    code, _, err = finish(process)
+    code, _, err = run.finish()
     assert code == 1
     assert "ended with SIGKILL (-9)" in err.splitlines()[0]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_survives_the_launcher(signum: int, launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
-    process = launch(tiny_app, "--clients=1", "--run-config", "seconds=100.0")
-    folder = wait_for_a_worker(tmp_path)
-    pids = processes_of(folder)
+def test_nothing_survives_ctrl_c(ends: dict[str, LaunchRun]) -> None:
+    run = ends["Ctrl-C"]
+    run.wait_for_a_worker()
+    pids = run.processes()
     assert len(pids) >= 6
-    process.send_signal(signum)
-    code, _, err = finish(process)
-    if signum == signal.SIGINT:
-        assert code == 130
-        assert not any(map(is_running, pids))
-        assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
-        history = History.read(folder / "trace.jsonl")
-        clock = RunClock.of(history)
-        assert Totals(history, clock, tries_of(history, clock), {}).failures == {}
-        result = json.loads((folder / "result.json").read_text())
-        assert (history.highest_round, result["messages"], result["failed"]) == (0, 0, 0)
-        assert "Traceback" not in err
-    else:
-        until(lambda: not any(map(is_running, pids)), "all are gone")
+    run.process.send_signal(signal.SIGINT)
+    code, _, err = run.finish()
+    assert code == 130
+    assert not any(map(is_running, pids))
+    assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
+    assert "Traceback" not in err
+    history = History.read(run.folder / "trace.jsonl")
+    clock = RunClock.of(history)
+    assert Totals(history, clock, tries_of(history, clock), {}).failures == {}
+    result = json.loads((run.folder / "result.json").read_text())
+    assert (history.highest_round, result["messages"], result["failed"]) == (0, 0, 0)
 
 
-def test_superlink_reports_a_failed_server_app(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
-    options = ("--clients=1", "--run-config", "fail='evaluate'")
-    code, _, err = finish(launch(tiny_app, *options))
+def test_superlink_reports_a_failed_server_app(ends: dict[str, LaunchRun]) -> None:
+    code, _, err = ends["failed server"].finish()
     assert code == 1
     assert "Flower reports the run as finished:failed" in err.splitlines()[0]
     assert "RuntimeError: the evaluation fails on purpose" in err
-    assert json.loads((only_run(tmp_path) / "result.json").read_text())["workers_started"] == 1
+    assert json.loads((ends["failed server"].folder / "result.json").read_text())["workers_started"] == 1

@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.client import NumPyClient
 from mod_messages import answer
 
-from flower_gpu import GPUClient
+from flower_gpu import GPUClient, distributed
 from flower_gpu.leases.lease import Lease
 
 
@@ -246,3 +246,30 @@ def runs_out_of_memory_once(received: Message, context: Context) -> Message:
             "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of ..."
         )
     return reply
+
+
+# In several ranks ------------------------------------------------------------------------------------------
+
+
+@distributed(num_gpus=2)
+def in_ranks(received: Message, context: Context) -> Message:
+    """Reply with metrics that differ from rank to rank; count the calls in the state."""
+    from flower_gpu.pytorch.distributed import rank, world_size
+
+    before = context.state.get("calls", MetricRecord({"number": 0}))
+    context.state["calls"] = MetricRecord({"number": before["number"] + 1, "rank": rank()})
+    reply = answer(received, pid=os.getpid(), world=world_size(), rank=rank())
+    reply.content["metrics"] = MetricRecord(
+        {"num-examples": 5, "loss": float(rank()), "epochs": 3, "of-each": [1.0, 2.0]}
+    )
+    return reply
+
+
+@distributed(num_gpus=2)
+def in_ranks_that_disagree(received: Message, context: Context) -> Message:
+    """Reply with another number of examples in each rank, and with another state."""
+    from flower_gpu.pytorch.distributed import rank
+
+    context.state["calls"] = MetricRecord({"number": -1})
+    content = RecordDict({"metrics": MetricRecord({"num-examples": 5 + rank()})})
+    return Message(content, reply_to=received)

@@ -19,7 +19,7 @@ from flwr.compat.common import recorddict_compat as compat
 from launched import events_of
 from mod_messages import EVERYWHERE, context, message, told
 
-from flower_gpu import ClientCallError, gpu_mod
+from flower_gpu import ClientCallError, InvalidResultError, gpu_mod
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -174,12 +174,11 @@ def test_a_lifespan_that_breaks_in_the_worker_only(tmp_path: Path) -> None:
         app(message(), context({"log": str(tmp_path / "log")}))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_functions_of_a_script(method: str, run_script: Callable[..., Any]) -> None:
+def test_functions_of_a_script(run_script: Callable[..., Any]) -> None:
     """As in a notebook: they are nowhere to be imported from. The script does not run again."""
     done = run_script(
         """
-        import os, sys
+        import os
         from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
         from flwr.clientapp import ClientApp
         from flwr.supercore.task_identity import TaskIdentity
@@ -188,7 +187,7 @@ def test_functions_of_a_script(method: str, run_script: Callable[..., Any]) -> N
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 2, 3
         print("script")
         CONSTANT = 41
-        app = ClientApp(mods=[gpu_mod(start_method=sys.argv[1])])
+        app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
 
         def helper():
             return CONSTANT + 1
@@ -207,8 +206,7 @@ def test_functions_of_a_script(method: str, run_script: Callable[..., Any]) -> N
         reply = app(Message(RecordDict(), dst_node_id=3, message_type="train"), context)
         assert context.state["count"]["pid"] != os.getpid()
         print(context.state["count"]["value"], reply.content["seen"]["helper"])
-        """,
-        method,
+        """
     )
     assert done.stdout == "script\n42 42\n"
 
@@ -265,3 +263,28 @@ def test_flowers_own_mods_outside_of_it(caplog: pytest.LogCaptureFixture) -> Non
         "fixedclipping_mod: parameters are clipped by value: 2.0000.",
     ):
         assert words in caplog.text, words
+
+
+def test_one_reply_and_one_state_of_all_ranks() -> None:
+    app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
+    app.train()(functions.in_ranks)
+    own = context()
+    own.state["calls"] = MetricRecord({"number": 6})
+    sent = message()
+    reply = app(sent, own)
+    found = told(reply)
+    assert (found["world"], found["rank"]) == (2, 0)
+    assert reply.metadata.reply_to_message_id == sent.metadata.message_id
+    metrics = reply.content["metrics"]
+    assert dict(metrics) == {"num-examples": 5, "loss": 0.5, "epochs": 3, "of-each": [1.0, 2.0]}
+    assert dict(own.state["calls"]) == {"number": 7, "rank": 0}
+
+
+def test_ranks_that_disagree_fail_and_change_nothing() -> None:
+    app = ClientApp(mods=[gpu_mod])
+    app.train()(functions.in_ranks_that_disagree)
+    own = context()
+    own.state["calls"] = MetricRecord({"number": 6})
+    with pytest.raises(InvalidResultError, match=r"train of client 3: .*rank 0 5, rank 1 6"):
+        app(message(), own)
+    assert dict(own.state["calls"]) == {"number": 6}

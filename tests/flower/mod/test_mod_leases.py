@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import events_of
-from mod_host import ModHost
+from launched import StubHost, events_of
 
 from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.leases.footprint import Footprints
@@ -18,6 +18,23 @@ from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU, needed_bytes
 pytestmark = pytest.mark.timeout(120)
 
 Run = Callable[..., Any]
+
+
+class ModHost(StubHost):
+    """A host with GPUs, a ledger, footprints and a trace of its own, for programs with clients."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, gpus=2)
+        self.run_dir, state = folder / "run", folder / "state"
+        self.footprints = state / f"flower-gpu-{os.getuid()}" / "footprints.json"
+        for made in (self.run_dir, state):
+            made.mkdir(mode=0o700)
+        tests = Path(__file__).parents[2]
+        self.env |= {
+            "FLOWER_GPU_STATE_DIR": str(state),
+            "FLOWER_GPU_RUN_DIR": str(self.run_dir),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(tests)]),
+        }
 
 
 @pytest.fixture
@@ -198,47 +215,37 @@ print(json.dumps([reply, state["tries"]["count"]]))
     assert [one["outcome"] for one in events_of(host.run_dir, "worker_finished")] == ["out of memory", "ok"]
 
 
-def test_a_mod_within_a_worker_shares_its_lease(run: Run, host: ModHost) -> None:
-    """With all of the GPU taken, one that waited for a lease of its own would wait for ever."""
-    found = run(
+def test_a_mod_or_a_client_with_workers_of_its_own_within_a_worker_shares_its_lease(
+    run: Run, host: ModHost
+) -> None:
+    """With all of the GPU taken, one that waited for a lease of its own would wait for ever.
+
+    Without an option that takes another process, the calls of such a client run in the worker that is there.
+    """
+    found, with_workers, without = run(
         """
-from flwr.clientapp import ClientApp
-from flower_gpu import gpu_mod
-from mod_messages import context, message, told
-
-hidden = gpu_mod(num_gpus=2, lease_timeout_s=5)
-app = ClientApp(mods=[gpu_mod(num_gpus=2, start_method="fork"), lambda m, c, call: hidden(m, c, call)])
-app.train()(mod_functions.leased)
-print(json.dumps(told(app(message(), context()))))
-"""
-    )
-    assert found["gpus"] == [0, 1]
-    assert len(events_of(host.run_dir, "lease_granted")) == 1
-
-
-@pytest.mark.parametrize("function", ["client_fn_with_workers", "client_fn_without_options"])
-def test_a_client_that_has_workers_of_its_own_shares_it_too(run: Run, host: ModHost, function: str) -> None:
-    """Without an option that takes another process its calls run in the worker that is there."""
-    metrics = run(
-        f"""
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.common import FitIns, ndarrays_to_parameters
 from flwr.compat.common import recorddict_compat as compat
 from flower_gpu import gpu_mod
-from mod_messages import context
+from mod_messages import context, message, told
 
-app = ClientApp(mod_functions.{function}, mods=[gpu_mod(num_gpus=2, start_method="fork")])
-content = compat.fitins_to_recorddict(FitIns(ndarrays_to_parameters([]), {{}}), True)
-reply = app(Message(content, dst_node_id=13, message_type="train"), context())
-print(json.dumps(dict(compat.recorddict_to_fitres(reply.content, True).metrics)))
+hidden = gpu_mod(num_gpus=2, lease_timeout_s=5)
+mod = gpu_mod(num_gpus=2, start_method="fork")
+app = ClientApp(mods=[mod, lambda m, c, call: hidden(m, c, call)])
+app.train()(mod_functions.leased)
+found = [told(app(message(), context()))]
+content = compat.fitins_to_recorddict(FitIns(ndarrays_to_parameters([]), {}), True)
+for client_fn in (mod_functions.client_fn_with_workers, mod_functions.client_fn_without_options):
+    sent = Message(content, dst_node_id=13, message_type="train")
+    reply = ClientApp(client_fn, mods=[mod])(sent, context())
+    found.append(dict(compat.recorddict_to_fitres(reply.content, True).metrics))
+print(json.dumps(found))
 """
     )
-    if function == "client_fn_with_workers":
-        outer, inner = (event["pid"] for event in events_of(host.run_dir, "worker_started"))
-        assert (metrics["parent"], metrics["pid"]) == (outer, inner)
-    else:
-        [worker] = events_of(host.run_dir, "worker_started")
-        assert metrics["pid"] == worker["pid"]
-    [granted] = events_of(host.run_dir, "lease_granted")
-    assert json.loads(metrics["lease"])["id"] == granted["lease"]
+    granted = [event["lease"] for event in events_of(host.run_dir, "lease_granted")]
+    workers = [event["pid"] for event in events_of(host.run_dir, "worker_started")]
+    assert found["gpus"] == [0, 1]
+    assert [json.loads(one["lease"])["id"] for one in (with_workers, without)] == granted[1:]
+    assert [found["pid"], with_workers["parent"], with_workers["pid"], without["pid"]] == workers

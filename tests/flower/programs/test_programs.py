@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from waiting import until
 
+from flower_gpu.flower.commands import COMMANDS, SERVER_COMMANDS, CommandFolder
 from flower_gpu.flower.programs import server, starter
-from flower_gpu.flower.programs.server import ProgramEntry
+from flower_gpu.flower.programs.server import NoEntryError, ProgramEntry, find
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, ProgramHandle, Programs
+from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.interpreter import UNKNOWN
 from flower_gpu.workers.life import adopt_orphans
 
@@ -248,3 +250,38 @@ def test_a_server_that_is_killed_ends_nothing(tmp_path: Path) -> None:
     assert probe.start("0") is None
     program.kill()
     assert program.wait(30) == UNKNOWN != 0, "nobody knows how it has ended"
+
+
+# What a command of Flower's name runs, by where it is found -------------------------------------------------
+
+FLOWERS = os.pathsep.join(script_folders())
+
+
+@pytest.mark.parametrize("name", ["flower-superlink", "flower-supernode", "flower-superexec", "flwr"])
+def test_flowers_own(name: str) -> None:
+    found = find(name, {"PATH": FLOWERS})
+    assert found.module.startswith("flwr.") and Path(found.path).name == name
+    assert callable(found.load())
+
+
+@pytest.mark.parametrize(
+    ("commands", "name"), [(COMMANDS, "flower-supernode"), (SERVER_COMMANDS, "flwr-serverapp")]
+)
+def test_ours(commands: dict[str, str], name: str) -> None:
+    found = find(name, {"PATH": CommandFolder(commands).first_on(FLOWERS)})
+    assert (found.module, found.function) == (commands[name], "main")
+
+
+def test_one_of_another_environment(tmp_path: Path) -> None:
+    other = tmp_path / "flower-supernode"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    with pytest.raises(NoEntryError, match=r"flower-supernode is another program"):
+        find("flower-supernode", {"PATH": f"{tmp_path}{os.pathsep}{FLOWERS}"})
+
+
+def test_one_that_is_not_flowers() -> None:
+    with pytest.raises(NoEntryError, match="another program"):
+        find("python", {"PATH": FLOWERS})
+    with pytest.raises(NoEntryError, match="no command flower-supernode"):
+        find("flower-supernode", {"PATH": ""})

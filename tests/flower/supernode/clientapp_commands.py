@@ -6,14 +6,14 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clientapp_supernode import Handed, SuperNode
+from waiting import until
 
 from flower_gpu.flower import commands
 from flower_gpu.workers.forkserver.identity import script_folders
@@ -31,14 +31,12 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class Commands:
     """Both commands, with one environment and folders of a test's own.
 
-    ``folder`` is for what they write, ``more`` are further environment variables.
+    ``folder`` is for what they write, ``more`` are further environment variables: those of a host.
     """
 
-    def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, more: Mapping[str, str]) -> None:
         self.folder = folder
         self._ours = ""
-        ledger = folder / "ledger"
-        ledger.mkdir(exist_ok=True)
         kept = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_SERVER_IDLE_S")
         self.env = {
             name: value
@@ -46,7 +44,7 @@ class Commands:
             if not name.startswith(("FLOWER_GPU", "FLWR_", "CUDA_")) or name in kept
         }
         self.env |= {"FLWR_HOME": str(folder / "flwr"), "FLWR_TELEMETRY_ENABLED": "0"}
-        self.env |= {"FLOWER_GPU_LEDGER_DIR": str(ledger), **(more or {})}
+        self.env |= more
 
     def program_of_ours(self) -> str:
         """Return our command, made in the state folder; from now on that very file is started."""
@@ -86,19 +84,23 @@ class Commands:
         """Have a message handled; return what the app says of its process, and the command."""
         path = self.folder / "told.json"
         path.unlink(missing_ok=True)
-        handed = node.hand_out({"tell": str(path), **(config or {})}, options.pop("run_config", None))
+        context = {name: options.pop(name, None) for name in ("run_config", "node_config")}
+        handed = node.hand_out({"tell": str(path), **(config or {})}, **context)
         done = self.run(way, handed.arguments, **options)
         assert node.status(handed) == ("completed", ""), done.stderr
         assert not node.reply(handed).has_error()
         assert done.returncode == 0, done.stderr
         return json.loads(path.read_text()), done
 
-    def at_work(self, way: str, node: SuperNode, *more: str) -> tuple[subprocess.Popen[str], Handed, int]:
+    def at_work(
+        self, way: str, node: SuperNode, *more: str, run_config: Mapping[str, Any] | None = None
+    ) -> tuple[subprocess.Popen[str], Handed, int]:
         """Start a command with a message that is never done; return with the app's pid when it runs."""
         path = self.folder / f"at-work-{time.monotonic_ns()}"
-        handed = node.hand_out({"wait": str(path)})
+        handed = node.hand_out({"wait": str(path)}, run_config)
         process = self.start(way, (*handed.arguments, *more))
-        until(lambda: path.exists() and path.read_text() != "", process)
+        until(lambda: process.poll() is not None or (path.exists() and path.read_text()), "the app runs")
+        assert process.poll() is None, finished(process).stderr
         return process, handed, int(path.read_text())
 
 
@@ -130,26 +132,3 @@ def plain(text: str) -> str:
 def status(code: int) -> int:
     """Return an exit status as a shell shows it: 128 and the number for a signal."""
     return 128 - code if code < 0 else code
-
-
-def until(
-    condition: Callable[[], bool],
-    process: subprocess.Popen[str] | None = None,
-    limit_s: float | None = None,
-) -> bool:
-    """Wait for what happens soon in another process, and return whether it has happened.
-
-    ``process`` must not end before. Without ``limit_s``, what does not happen fails the test.
-    """
-    deadline = time.monotonic() + (limit_s or TIMEOUT_S)
-    while not condition():
-        if process is not None and process.poll() is not None:
-            raise AssertionError(f"ended with {process.returncode}: {finished(process).stderr}")
-        if time.monotonic() > deadline:
-            if limit_s is not None:
-                return False
-            if process is not None:
-                os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(f"not within {TIMEOUT_S} s")
-        time.sleep(0.01)
-    return True

@@ -68,7 +68,12 @@ class SuperNode:
         self._server.should_exit = True
         self._thread.join()
 
-    def hand_out(self, config: Mapping[str, Any], run_config: Mapping[str, Any] | None = None) -> Handed:
+    def hand_out(
+        self,
+        config: Mapping[str, Any],
+        run_config: Mapping[str, Any] | None = None,
+        node_config: Mapping[str, Any] | None = None,
+    ) -> Handed:
         """Have one message of a run of its own ready; ``config`` tells the app what to do."""
         state = self._factory.state()
         self._runs += 1
@@ -80,7 +85,7 @@ class SuperNode:
         context = Context(
             run_id=run.run_id,
             node_id=_NODE,
-            node_config={"partition-id": 3},
+            node_config={"partition-id": 3, **(node_config or {})},
             state=RecordDict(),
             run_config={"use-gpu": False, **(run_config or {})},
             series_id=run.series_id,

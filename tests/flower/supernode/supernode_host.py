@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -83,14 +82,14 @@ class Federation:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FLOWER_GPU_STATE_DIR", str(self.state))
             control.stop()
-        left = gone(self.processes)
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if kind is None:
-            assert not left, left
-        elif error is not None:
-            error.add_note(self._ends_of_logs())
+        try:
+            until(lambda: not self.processes(), "all processes have ended", 60)
+        finally:
+            for pid in self.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if error is not None:
+                error.add_note(self._ends_of_logs())
 
     @contextmanager
     def one_test(self) -> Iterator[None]:
@@ -283,14 +282,6 @@ def waits_for(pid: int) -> int:
                     if name == "Pid" and int(value) > 0 and value.strip() != parent:
                         return int(value)
     return 0
-
-
-def gone(processes: Callable[[], dict[int, str]], timeout_s: float = 20.0) -> dict[int, str]:
-    """Wait until there are none of these processes any more; returns those that are left."""
-    deadline = time.monotonic() + timeout_s
-    while (left := processes()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
 
 
 def sights(log: str) -> Iterator[dict[str, Any]]:

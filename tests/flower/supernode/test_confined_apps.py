@@ -19,7 +19,7 @@ import torch
 from how_to_pages import first_command
 from live_processes import processes_with
 from run_programs import run_python
-from supernode_host import COMMAND, Federation, results_of
+from supernode_host import COMMAND, Federation, Process, results_of
 from waiting import until
 
 import flower_gpu
@@ -33,7 +33,6 @@ pytestmark = [
 ]
 
 HOSTILE = Path(__file__).parent / "hostile_app"
-CONFINED = ("--confine", "--gpu", "never")
 TRY = """
 import json, sys
 from hostile_app.attempts import attempts
@@ -140,10 +139,16 @@ def told(fed: Federation, given: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_a_confined_app_gets_at_nothing_but_what_is_listed(fed: Federation) -> None:
+def test_nodes_that_are_started_as_the_pages_say_train_and_a_confined_app_gets_at_what_is_listed_only(
+    fed: Federation,
+) -> None:
+    """One of the two nodes is confined, with its data named."""
     state = fed.state / f"flower-gpu-{os.getuid()}"
+    labels = torch.arange(64) % 4
+    for partition in range(2):
+        torch.save((torch.eye(4).repeat(1, 4)[labels], labels), fed.folder / "data" / f"{partition}.pt")
     with fed.one_test():
-        nodes = fed.supernodes(1, *CONFINED, "--data-dir", str(fed.folder / "data"))
+        node = started_as_page_says(fed, "confine.md", "--node-config partition-id=1")
         until(state.exists, "the state folder is there")
         with targets(fed, leaves=True) as given:
             found_file = fed.folder / "found.json"
@@ -151,12 +156,23 @@ def test_a_confined_app_gets_at_nothing_but_what_is_listed(fed: Federation) -> N
             assert run.wait(200) == 0, run.output
         [found] = json.loads(found_file.read_text())
         assert "error" not in found, found
+        said = node.output
+
+        started_as_page_says(fed, "supernodes.md")
+        run = fed.run(data_folder=str(fed.folder / "data"), num_server_rounds=2)
+        assert run.wait(200) == 0, run.output
+        for server_round in (1, 2):
+            assert results_of(run, server_round) == ("2 results and 0 failures", [])
+        losses = [float(loss) for loss in re.findall(r"'train_loss': ([0-9.]+)", run.server_output)]
+        assert losses[0] > losses[1], run.server_output
+
+    assert f"apps are confined; they may also read {fed.folder / 'data'}. " in said
     own, left = found.pop("own"), json.loads(found.pop("left"))
     assert len(left) >= 2, left
     could = {name for name, how in found.items() if how == "done"}
     assert could <= set(ALLOWED), found
     for name in could:
-        assert ALLOWED[name] in nodes.output, (name, nodes.output)
+        assert ALLOWED[name] in said, (name, said)
     assert set(POSSIBLE) <= set(found)
     assert "not for apps" not in json.dumps(found)
     # What it left is gone, and nothing else is.
@@ -172,6 +188,15 @@ def test_a_confined_app_gets_at_nothing_but_what_is_listed(fed: Federation) -> N
     assert {path.read_text() for path in outside.glob("victim-*")} == {"not for apps"}
 
 
+def started_as_page_says(fed: Federation, page: str, more: str = "") -> Process:
+    """Start a SuperNode by the first command of a page."""
+    port = str(ports.free_ports(1)[0])
+    line = first_command(page, superlink=f"127.0.0.1:{fed.port}", port=port, data="data")
+    if "--port" not in line:
+        line += f" --port {port}"
+    return fed.start(page, *COMMAND, *shlex.split(f"{line} {more}")[1:])
+
+
 def test_the_attempts_are_real_ones(fed: Federation) -> None:
     """A process of the account that is not confined succeeds."""
     with targets(fed, leaves=False) as given:
@@ -180,24 +205,3 @@ def test_the_attempts_are_real_ones(fed: Federation) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {name: found[name] for name in POSSIBLE if found[name] != "done"} == {}
-
-
-def test_nodes_that_are_started_as_the_pages_say_train(fed: Federation) -> None:
-    """One of them is confined, with its data named."""
-    labels = torch.arange(64) % 4
-    for partition in range(2):
-        torch.save((torch.eye(4).repeat(1, 4)[labels], labels), fed.folder / "data" / f"{partition}.pt")
-    with fed.one_test():
-        for page in ("supernodes.md", "confine.md"):
-            port = str(ports.free_ports(1)[0])
-            line = first_command(page, superlink=f"127.0.0.1:{fed.port}", port=port, data="data")
-            if page == "confine.md":
-                line += f" --port {port} --node-config partition-id=1"
-            node = fed.start(page, *COMMAND, *shlex.split(line)[1:])
-        run = fed.run(data_folder=str(fed.folder / "data"), num_server_rounds=2)
-        assert run.wait(200) == 0, run.output
-        for server_round in (1, 2):
-            assert results_of(run, server_round) == ("2 results and 0 failures", [])
-        losses = [float(loss) for loss in re.findall(r"'train_loss': ([0-9.]+)", run.server_output)]
-        assert losses[0] > losses[1], run.server_output
-        assert f"apps are confined; they may also read {fed.folder / 'data'}. " in node.output

@@ -1,4 +1,7 @@
-"""Our ``flwr-clientapp`` beside Flower's own: what starts it, and the app in it, find no difference."""
+"""Our ``flwr-clientapp`` beside Flower's own: what starts it, and the app in it, find no difference.
+
+And what is ours alone: leases, also where the fork server is missing, broken or poisoned.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,21 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clientapp_commands import (
-    FAST,
-    FLOWERS,
-    LEASED,
-    WAYS,
-    Commands,
-    finished,
-    status,
-    until,
-)
+from clientapp_commands import FAST, FLOWERS, LEASED, WAYS, Commands, finished, status
 from clientapp_supernode import SuperNode
+from launched import StubHost
 from live_processes import is_running
+from waiting import until
 
 from flower_gpu.gpu import guard
-from flower_gpu.workers.forkserver import client
+from flower_gpu.leases.admission import SHARED_PART
+from flower_gpu.leases.lease import Lease
+from flower_gpu.workers.forkserver import client, control
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -35,20 +33,7 @@ pytestmark = [
 ]
 
 OURS = (FAST, LEASED)
-HEAVY = {
-    "torch",
-    "numpy",
-    "flwr",
-    "ray",
-    "sklearn",
-    "grpc",
-    "httpx",
-    "rich",
-    "tqdm",
-    "asyncio",
-    "pynvml",
-    "psutil",
-}
+HEAVY = {"torch", "numpy", "flwr", "ray", "sklearn", "grpc", "httpx", "rich", "asyncio", "pynvml", "psutil"}
 
 # Tells, at the end of the process that the shell script has become, what it has imported.
 PROBE = """
@@ -69,8 +54,14 @@ def node() -> Iterator[SuperNode]:
 
 
 @pytest.fixture
-def commands(tmp_path: Path) -> Commands:
-    return Commands(tmp_path)
+def host(tmp_path: Path) -> StubHost:
+    """A host with two GPUs that only NVML has."""
+    return StubHost(tmp_path / "host", gpus=2)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, host: StubHost) -> Commands:
+    return Commands(tmp_path, host.env)
 
 
 def test_the_small_start_imports_nothing_heavy(commands: Commands, node: SuperNode, tmp_path: Path) -> None:
@@ -144,15 +135,11 @@ def test_an_app_finds_the_process_that_it_has_with_flower(
 
 
 @pytest.mark.parametrize("way", OURS)
-def test_an_app_finds_nothing_on_stdin(commands: Commands, node: SuperNode, way: str) -> None:
-    """Unlike Flower's: apps of several SuperNodes would take each other's lines."""
-    assert commands.tell(way, node, {"read": True}, input="some words")[0]["stdin"] == ""
-
-
-@pytest.mark.parametrize("way", OURS)
-def test_a_message_is_handled_where_all_standard_streams_are_closed(
+def test_an_app_finds_nothing_on_stdin_and_runs_where_all_standard_streams_are_closed(
     commands: Commands, node: SuperNode, way: str
 ) -> None:
+    """Unlike Flower's: apps of several SuperNodes would take each other's lines."""
+    assert commands.tell(way, node, {"read": True}, input="some words")[0]["stdin"] == ""
     closed = ("/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
     told, done = commands.tell(way, node, wrapper=closed)
     assert told["cwd"] == str(commands.folder)
@@ -220,30 +207,32 @@ def test_an_app_opens_no_gpu_without_a_lease(commands: Commands, node: SuperNode
     assert "it could be opened" not in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_message_as_with_flower(
-    commands: Commands, node: SuperNode, number: signal.Signals
-) -> None:
-    ends = {}
-    for way in WAYS:
+def test_a_signal_ends_a_message_as_with_flower(commands: Commands, node: SuperNode) -> None:
+    ends = []
+    for way, number in (
+        (FLOWERS, signal.SIGTERM),
+        *((way, signal.SIGINT) for way in OURS),
+        (LEASED, signal.SIGTERM),
+    ):
         process, handed, app = commands.at_work(way, node)
         process.send_signal(number)
         done = finished(process)
-        assert until(lambda app=app: not is_running(app))
-        ends[way] = (status(done.returncode), node.status(handed), "Task stopped" in done.stderr)
+        until(lambda app=app: not is_running(app))
+        ends.append((status(done.returncode), node.status(handed), "Task stopped" in done.stderr))
         assert node.replies(handed) == []
-    assert ends[FAST] == ends[LEASED] == ends[FLOWERS]
+    assert ends[1:] == ends[:1] * 3
 
 
 @pytest.mark.parametrize("way", OURS)
 def test_a_killed_start_takes_what_it_has_started_along(
-    commands: Commands, node: SuperNode, way: str
+    commands: Commands, node: SuperNode, host: StubHost, way: str
 ) -> None:
-    process, handed, app = commands.at_work(way, node)
+    process, handed, app = commands.at_work(way, node, run_config={"use-gpu": True})
     assert app != process.pid
+    assert len(host.status().holders) == (way == LEASED)
     process.kill()
     assert finished(process).returncode == -signal.SIGKILL
-    until(lambda: not is_running(app))
+    until(lambda: not is_running(app) and not host.status().holders)
     assert node.status(handed) == ("", "")  # as with Flower's own, its SuperNode notices by the heartbeats
     commands.tell(way, node)
 
@@ -253,19 +242,15 @@ def test_the_end_of_the_supernode_ends_a_message(commands: Commands, node: Super
     with subprocess.Popen(["sleep", "100"]) as parent:
         process, handed, app = commands.at_work(way, node, "--parent-pid", str(parent.pid))
         parent.kill()
-    try:
-        ended = until(lambda: process.poll() is not None, limit_s=6)
-    finally:
-        process.kill()
     done = finished(process)
-    assert ended and not is_running(app)
+    assert not is_running(app)
     assert (done.returncode, node.status(handed)[0]) == (0, "failed")
     assert "Task stopped" in done.stderr
 
 
 def test_who_finds_no_supernode_tries_again_until_told_to_stop(commands: Commands) -> None:
     nobody = ("--insecure", "--token", "a", "--runtime-api-address", "127.0.0.1:9")
-    processes = {way: commands.start(way, nobody) for way in WAYS}
+    processes = {way: commands.start(way, nobody) for way in (FLOWERS, LEASED)}
     for process in processes.values():
         assert process.stderr is not None
         read = ""
@@ -278,3 +263,106 @@ def test_who_finds_no_supernode_tries_again_until_told_to_stop(commands: Command
     ends = {way: finished(process) for way, process in processes.items()}
     assert all("Task stopped" in done.stderr for done in ends.values())
     assert len({status(done.returncode) for done in ends.values()}) == 1, ends
+
+
+# Leases ---------------------------------------------------------------------------------------------------
+
+OFFERED = {"FLOWER_GPU_POLICY": "force", "FLOWER_GPU_IDS": "1", "FLOWER_GPU_NUM_GPUS": "0.5"}
+SAYS = {"gpu": "force", "gpu-ids": 0, "num-gpus": 2, "gpu-memory": "1GiB"}
+
+
+def test_what_the_node_says_goes_before_what_messages_and_the_app_say(
+    commands: Commands, node: SuperNode, host: StubHost
+) -> None:
+    """The app has a mod that wants two GPUs."""
+    commands.env["WATCHED_APP_ASKS"] = "2"
+    found = []
+    for wanted, env, node_config in (
+        (True, OFFERED, {}),
+        (False, OFFERED, {}),
+        (True, {"FLOWER_GPU_POLICY": "never"}, {}),
+        (True, {"FLOWER_GPU_POLICY": "force"}, {"gpu": "never"}),
+        (False, {}, {}),
+        (True, {"FLOWER_GPU_NUM_GPUS": "0.25"}, {"gpu-ids": 0}),
+    ):
+        told, _ = commands.tell(LEASED, node, {**SAYS, "use-gpu": wanted}, node_config=node_config, env=env)
+        lease = Lease.from_environment(told["environ"])
+        shares = lease.shares if lease is not None else ()
+        assert told["environ"]["CUDA_VISIBLE_DEVICES"] == ",".join(share.uuid for share in shares)
+        found.append([(share.index, share.memory_bytes >> 20) for share in shares])
+    whole = int((16 * 1024 - 256) * SHARED_PART)
+    assert found == [[(1, whole // 2)]] * 2 + [[]] * 3 + [[(0, whole // 4)]]
+
+
+def test_a_required_gpu_that_is_gone_and_a_message_that_takes_too_long_fail(
+    commands: Commands, node: SuperNode, host: StubHost
+) -> None:
+    host.set(0, lost=True)
+    required = {"FLOWER_GPU_POLICY": "require", "FLOWER_GPU_IDS": "0"}
+    for config, env, words in (
+        ({}, required, "GPU 0"),
+        ({"wait": str(commands.folder / "waits")}, {"FLOWER_GPU_TIMEOUT_S": "1"}, "within timeout_s=1"),
+    ):
+        handed = node.hand_out(config)
+        done = commands.run(LEASED, handed.arguments, env=env)
+        (reply,) = node.replies(handed)
+        assert "train of client 3: " in reply.error.reason and words in reply.error.reason, done.stderr
+    assert not is_running(int((commands.folder / "waits").read_text()))
+
+
+# Without the fork server: Flower's own code runs ----------------------------------------------------------
+
+
+@pytest.fixture
+def own_state(tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state folder of the test's own; its fork servers end with it."""
+    folder = tmp_path / "state"
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(folder))
+    commands.env["FLOWER_GPU_STATE_DIR"] = str(folder)
+    commands.program_of_ours()  # is there before something breaks
+    yield folder
+    folder.chmod(0o700)
+    control.stop(wait_s=20)
+
+
+def broken_folder(commands: Commands, state: Path) -> None:
+    state.chmod(0o777)
+
+
+def broken_python(commands: Commands, state: Path) -> None:
+    site = commands.folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os, sys\nif 'forkserver' in ''.join(sys.orig_argv): os._exit(3)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    commands.env["PYTHONPATH"] = path
+
+
+@pytest.mark.parametrize(
+    ("way", "break_it", "reason"),
+    [
+        (FAST, broken_folder, "must be a folder of this user that nobody else can write to"),
+        (LEASED, broken_python, "the fork server could not be started: it ended"),
+    ],
+    ids=OURS,
+)
+def test_where_there_can_be_no_fork_server_a_message_has_a_lease_by_the_operators_rule_all_the_same(
+    commands: Commands,
+    node: SuperNode,
+    host: StubHost,
+    own_state: Path,
+    way: str,
+    break_it: Callable[[Commands, Path], None],
+    reason: str,
+) -> None:
+    break_it(commands, own_state)
+    told, done = commands.tell(way, node, {"print": "the app's"}, run_config={"use-gpu": True})
+    without = "flwr-clientapp starts without the fork server, which is slower: "
+    (line,) = [line for line in done.stderr.splitlines() if without in line]
+    assert line.startswith("flower-gpu: ") and reason in line
+    assert "the app's" in done.stdout
+    assert bool(told["environ"].get("FLOWER_GPU_LEASE")) == (way == LEASED)
+    if way == LEASED:
+        assert told["environ"]["CUDA_VISIBLE_DEVICES"] in host.uuids
+        assert control.status() == []

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from flwr.common.config import parse_config_args
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from flower_gpu import options
 from flower_gpu.apps.app import parse_pairs
@@ -164,74 +162,32 @@ def test_without_options_the_variables_stay_as_they_are() -> None:
     )
 
 
-KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True) | st.sampled_from(
-    ["partition-id", "num-partitions"]
-)
-VALUES = (
-    st.booleans()
-    | st.integers(-(2**40), 2**40)
-    | st.floats(-1e6, 1e6, allow_nan=False)
-    | st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), max_size=8)
-)
-PAIRS = st.dictionaries(KEYS.filter(lambda key: key not in ("gpu", "gpu-ids")), VALUES, max_size=4)
-OTHERS = st.lists(
-    st.sampled_from([("--insecure",), ("--superlink", "a:1"), ("--max-retries=3",), ("--host", "127.0.0.1")]),
-    unique=True,
-)
-
-
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    count=st.integers(1, 9),
-    given_pairs=st.lists(PAIRS, max_size=2),
-    as_one=st.booleans(),
-    others=OTHERS,
-    gpus=st.none() | st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True),
-    policy=st.sampled_from([None, "offer", "never"]),
-)
+@pytest.mark.parametrize("equals", [True, False])
 def test_each_supernode_is_told_its_part_and_its_gpu_and_the_users_own_words_win(
-    tmp_path_factory: pytest.TempPathFactory,
-    count: int,
-    given_pairs: list[dict[str, Any]],
-    as_one: bool,
-    others: list[tuple[str, ...]],
-    gpus: list[int] | None,
-    policy: str | None,
+    equals: bool, tmp_path: Path
 ) -> None:
-    mine: dict[str, Any] = {}
-    line: list[str] = []
-    for pairs in filter(None, given_pairs):
-        text = supernode.format_pairs(pairs)
-        line += [f"--node-config={text}"] if as_one else ["--node-config", text]
-        mine |= pairs
-    line = [word for option in others for word in option] + line
+    pairs = ["site='a b' num-partitions=7", "lr=0.5"]
+    line = ["--insecure", "--superlink", "a:1", *(["--max-retries=3"] if equals else [])]
+    others = list(line)
+    for text in pairs:
+        line += [f"--node-config={text}"] if equals else ["--node-config", text]
     rest, texts = supernode.without_option(line, "--node-config")
-    assert rest == [word for option in others for word in option]
-    calls: CallOptions = {} if policy is None else {"gpu": policy}
-    if gpus is not None:
-        calls["gpu_ids"] = ",".join(map(str, gpus))
-    logs = RunFolder.create(tmp_path_factory.mktemp("runs"))
+    assert (rest, texts) == (others, pairs)
+    calls: CallOptions = {"gpu": "offer", "gpu_ids": "3,5"}
     env = options.environment(calls, {"PATH": "/bin"})
-    for number in range(count):
-        one = supernode.Node(number, count, rest, parse_pairs("--node-config", texts), calls, env, logs)
+    for number in range(3):
+        one = supernode.Node(
+            number, 3, rest, parse_pairs("--node-config", texts), calls, env, RunFolder(tmp_path)
+        )
         # What Flower's own parser makes of the options.
         parsed = _parse_args_run_supernode().parse_args(one.options)
-        found = parse_config_args([parsed.node_config])
-        expected = {"partition-id": number, "num-partitions": count, **mine}
-        if gpus is not None:
-            expected["gpu-ids"] = gpus[number % len(gpus)]
-            assert one.env["FLOWER_GPU_IDS"] == str(expected["gpu-ids"])
-        if policy is not None:
-            expected["gpu"] = policy
-            assert one.env["FLOWER_GPU_POLICY"] == policy
-        assert found == expected
-        assert {key: type(value) for key, value in found.items()} == {k: type(v) for k, v in expected.items()}
-        assert one.env["FLOWER_GPU_CLIENT"] == str(expected["partition-id"])
+        gpu = (3, 5, 3)[number]
+        assert parse_config_args([parsed.node_config]) == {
+            **{"partition-id": number, "num-partitions": 7, "site": "a b", "lr": 0.5},
+            **{"gpu": "offer", "gpu-ids": gpu},
+        }
+        told = {"FLOWER_GPU_IDS": str(gpu), "FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_CLIENT": str(number)}
+        assert one.env == {**one.env, **told}
 
 
 @pytest.mark.parametrize("option", ["--node-conf", "--nod=x"])

@@ -14,7 +14,12 @@ from flwr.clientapp import ClientApp
 if "WATCHED_APP_FAILS" in os.environ:
     raise RuntimeError("this app cannot be loaded")
 
-app = ClientApp()
+mods = []
+if "WATCHED_APP_ASKS" in os.environ:
+    from flower_gpu import gpu_mod
+
+    mods = [gpu_mod(num_gpus=int(os.environ["WATCHED_APP_ASKS"]), lease_timeout_s=5)]
+app = ClientApp(mods=mods)
 
 
 @app.train()

@@ -11,11 +11,9 @@ app = ClientApp()
 
 @app.train()
 def train(msg: Message, context: Context):
-    server_round = msg.content["config"]["server-round"]
     partition = context.node_config["partition-id"]
-    task.tell_what_is_seen("train", server_round, partition)
-    task.pause(context.run_config["pause-folder"], server_round, partition)
-    task.run_into_bugs(context.run_config["bugs"], server_round, partition)
+    task.tell_what_is_seen(partition)
+    task.pause(context.run_config["pause-folder"], msg.content["config"]["server-round"], partition)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = task.Net()
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
@@ -26,16 +24,3 @@ def train(msg: Message, context: Context):
         "metrics": MetricRecord({"train_loss": loss, "num-examples": len(labels)}),
     }
     return Message(RecordDict(content), reply_to=msg)
-
-
-@app.evaluate()
-def evaluate(msg: Message, context: Context):
-    partition = context.node_config["partition-id"]
-    task.tell_what_is_seen("evaluate", msg.content["config"]["server-round"], partition)
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = task.Net()
-    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    features, labels = task.load_data(partition, context.run_config["data-folder"])
-    loss = task.test(model.to(device), features, labels, device)
-    metrics = MetricRecord({"eval_loss": loss, "num-examples": len(labels)})
-    return Message(RecordDict({"metrics": metrics}), reply_to=msg)

@@ -1,6 +1,5 @@
-"""The server: FedAvg, which asks for GPUs in some rounds."""
+"""The server: FedAvg, which logs into a file."""
 
-import json
 import logging
 from pathlib import Path
 
@@ -14,18 +13,11 @@ app = ServerApp()
 
 
 class Strategy(FedAvg):
-    """FedAvg that says in each round whether clients should use a GPU, or leaves it open."""
+    """FedAvg that says when a round has ended."""
 
-    def __init__(self, with_gpu: list[int], without_gpu: list[int], log_file: str, **options):
+    def __init__(self, log_file: str, **options):
         super().__init__(**options)
         self.log_file = log_file
-        self.wishes = {**dict.fromkeys(with_gpu, True), **dict.fromkeys(without_gpu, False)}
-
-    def configure_train(self, server_round, arrays, config, grid):
-        config = ConfigRecord(dict(config))
-        if server_round in self.wishes:
-            config["use-gpu"] = self.wishes[server_round]
-        return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round, replies):
         metrics = super().aggregate_evaluate(server_round, replies)
@@ -42,17 +34,12 @@ def main(grid: Grid, context: Context) -> None:
     if settings["log-file"]:
         logging.getLogger("flwr").addHandler(logging.FileHandler(settings["log-file"]))
     strategy = Strategy(
-        [int(word) for word in settings["rounds-with-gpu"].split()],
-        [int(word) for word in settings["rounds-without-gpu"].split()],
-        settings["log-file"],
-        fraction_evaluate=settings["fraction-evaluate"],
-        min_train_nodes=clients,
-        min_available_nodes=clients,
+        settings["log-file"], fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients
     )
     result = strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(Net().state_dict()),
-        train_config=ConfigRecord({"lr": settings["learning-rate"], **json.loads(settings["says"])}),
+        train_config=ConfigRecord({"lr": settings["learning-rate"]}),
         num_rounds=settings["num-server-rounds"],
     )
     losses = {number: metrics["train_loss"] for number, metrics in result.train_metrics_clientapp.items()}

@@ -1,8 +1,7 @@
-"""Model, data, training, and what the tests make of it: pauses and bugs."""
+"""Model, data, training, and what the tests make of it: pauses."""
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -46,15 +45,10 @@ def train(model, features, labels, learning_rate, device):
     return total / len(loader)
 
 
-@torch.no_grad()
-def test(model, features, labels, device):
-    return nn.functional.cross_entropy(model.eval()(features.to(device)), labels.to(device)).item()
-
-
-def tell_what_is_seen(kind, server_round, partition):
+def tell_what_is_seen(partition):
     names = ("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     seen = {name: os.environ.get(name) for name in names}
-    told = {"kind": kind, "round": server_round, "partition": partition, "pid": os.getpid(), **seen}
+    told = {"partition": partition, "pid": os.getpid(), **seen}
     print(f"saw {json.dumps(told)}", flush=True)
 
 
@@ -66,16 +60,3 @@ def pause(folder, server_round, partition):
         temporary.rename(Path(folder, f"{server_round}-{partition}"))
         while not Path(folder, f"go-{server_round}").exists():
             time.sleep(0.05)
-
-
-def run_into_bugs(bugs, server_round, partition):
-    found = dict(bug.split("=") for bug in bugs.split()).get(f"{server_round}/{partition}")
-    if found == "raise":
-        raise ValueError("the data are gone")
-    if found == "exit":
-        os._exit(7)
-    if found == "kill":
-        print("these are the last words", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if found == "hang":
-        time.sleep(600)
