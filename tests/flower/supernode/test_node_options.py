@@ -22,11 +22,8 @@ from flower_gpu.options import CallOptions
 pytestmark = pytest.mark.timeout(120)
 
 # The line, and words of the refusal: what is wrong, and what would do. Values of options that commands share
-# are refused in the tests of launch, too.
+# are refused in the tests of launch.
 REFUSED = [
-    ("supernode --gpu maybe", "--gpu 'maybe' never offer force require"),
-    ("supernode --gpu-ids GPU_0", "--gpu-ids 'GPU_0' nvidia-smi -L"),
-    ("supernode --num-gpus 0.5 --gpu-memory 1GiB", "--gpu-memory not allowed --num-gpus"),
     ("supernode --insecure", "unknown: --insecure --help flower-supernode go after two dashes, --"),
     ("slurm my-app --time 1:00", "unknown: --time sbatch go after two dashes, --"),
     ("supernode --gpu require -- --insecure", "policy require cannot be used Nothing was run"),
@@ -39,7 +36,6 @@ REFUSED = [
     ("supernode --count 2 -- --node-config", "--node-config key=value"),
     ("supernode --count 2 -- --node-config data=here", "--node-config data=here quoted text '\"here\"'"),
     ("supernode --count 2 --gpu never -- --node-config \"gpu='force'\"", "--gpu --node-config gpu twice"),
-    ("supernode --count 2 --gpu-ids 0 -- --node-config gpu-ids=1", "--gpu-ids --node-config gpu-ids twice"),
     ("supernode --count 2 --log-dir= -- --insecure", "--log-dir must be a path"),
     (
         "supernode --keys keys -- --superlink 127.0.0.1:9",
