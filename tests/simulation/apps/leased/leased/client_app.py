@@ -31,6 +31,8 @@ def train(message: Message, context: Context) -> Message:
 
         torch.zeros(int(tensor), dtype=torch.uint8, device="cuda")
     time.sleep(config["seconds"])
+    while config["waits"] and not Path(os.environ["LEASED_APP_GO_ON"]).exists():
+        time.sleep(0.02)
     lease = Lease.from_environment(os.environ)
     note = {"partition": partition, "pid": os.getpid(), "lease": None if lease is None else lease.id}
     holders = [entry.id for entry in Ledger().status().holders if entry.gpu_parts]
