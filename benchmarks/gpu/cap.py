@@ -14,6 +14,8 @@ from benchmarks.shared.processes import BenchmarkError
 LIMIT_S = 120.0
 
 _PART_OF_GPU = 8  # a lease is so much of it
+_AROUND = "around"
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -27,6 +29,7 @@ def measure(setting: Setting) -> dict[str, Any]:
             within(setting.deadline)
             time.sleep(0.02)
         refused = ask(greedy, _hold(setting, lease, greedy), setting.deadline)
+        around = ask(greedy, _around_the_allocator(lease), setting.deadline)
         while not neighbour.has_answered(1.0):
             within(setting.deadline)
         beside = checked(neighbour.receive(), neighbour)
@@ -44,6 +47,13 @@ def measure(setting: Setting) -> dict[str, Any]:
             "cap_mb": _mb(out.get("cap_bytes")),
             "cap_in_force_mb": _mb(_cap_in_force(events, out.get("lease"))),
             "free_mb": _mb(out.get("free_bytes")),
+        },
+        "asks_cuda_itself": {
+            "cap": next(
+                (one["cap"] for one in events if one.get("client") == _AROUND and "cap" in one), None
+            ),
+            "answer": around.get("answer"),
+            "error": around.get("error"),
         },
         "without_a_lease": {
             "error": uncapped.get("error"),
@@ -83,6 +93,11 @@ def _hold(setting: Setting, lease: int, client: Client) -> Request:
     return {"do": "hold", "args": args, "options": options}
 
 
+def _around_the_allocator(lease: int) -> Request:
+    options = {"gpu_memory": lease, "on_oom": "fail", "name": _AROUND}
+    return {"do": "take_from_cuda", "args": [2 * lease], "options": options}
+
+
 def _cap_in_force(events: list[dict[str, Any]], lease: str | None) -> int | None:
     """Return the allocator's cap as it was read back in the worker with this lease."""
     for event in events:
@@ -101,6 +116,9 @@ def check(result: dict[str, Any]) -> None:
     """Raise BenchmarkError where the cap did not hold, or the neighbour noticed."""
     if result["greedy"]["error"] != "GPUOutOfMemoryError":
         raise BenchmarkError(f"cap: twice the lease was not refused as it should be: {result['greedy']}")
+    around = result["asks_cuda_itself"]
+    if around["cap"] == "driver" and around["answer"] != _OUT_OF_MEMORY:
+        raise BenchmarkError(f"cap: the driver did not refuse CUDA's own function twice the lease: {around}")
     if not result["neighbour"]["same"]:
         raise BenchmarkError(f"cap: the neighbour's loss is another one: {result['neighbour']}")
 
@@ -110,6 +128,7 @@ def show(result: dict[str, Any]) -> None:
         return "not told" if value is None else f"{value:.0f}{unit}"
 
     greedy, bare, neighbour = result["greedy"], result["without_a_lease"], result["neighbour"]
+    around = result["asks_cuda_itself"]
     table.show(
         f"a client with a lease of {result['lease_mb']:.0f} MB takes {result['asked_mb']:.0f} MB",
         ("way", "result", "had MB", "cap MB", "cap read back MB", "free on the GPU MB"),
@@ -117,6 +136,10 @@ def show(result: dict[str, Any]) -> None:
             (
                 "lease", greedy["error"] or "got it", figure(greedy["reserved_mb"]), figure(greedy["cap_mb"]),
                 figure(greedy["cap_in_force_mb"]), figure(greedy["free_mb"]),
+            ),
+            (
+                "lease, cudaMalloc", "refused" if around["answer"] else around["error"] or "got it", "",
+                f"by the {around['cap']}", "", "",
             ),
             ("no lease", bare["error"] or "got it", figure(bare["taken_mb"]), "none", "none", ""),
         ],

@@ -49,7 +49,13 @@ def ours() -> dict[str, Call]:
             f"benchmarks.gpu.work:{task}", *args, start_method=_START_METHOD, **options
         )
 
-    return {"fit": fit, "hold": call("hold"), "steps": call("steps"), "initial": call("initial_weights")}
+    return {
+        "fit": fit,
+        "hold": call("hold"),
+        "steps": call("steps"),
+        "initial": call("initial_weights"),
+        "take_from_cuda": call("take_from_cuda"),
+    }
 
 
 def bare() -> dict[str, Call]:

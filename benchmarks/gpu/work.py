@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from pathlib import Path
@@ -92,6 +93,15 @@ def hold(nbytes: int, seconds: float) -> dict[str, Any]:
     taken = time.monotonic()
     time.sleep(max(0.0, began + seconds - taken))
     return {"taken": taken, "released": time.monotonic(), "nbytes": sum(piece.nbytes for piece in held)}
+
+
+def take_from_cuda(nbytes: int) -> dict[str, Any]:
+    """Ask CUDA itself for memory, as an extension does; its answer is 0 where it gets that."""
+    import torch
+
+    torch.zeros(1, device=_DEVICE)
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+    return {"answer": runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(nbytes))}
 
 
 def steps(name: str, seconds: float, count: int | None, marker: str) -> dict[str, Any]:

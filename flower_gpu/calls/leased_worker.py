@@ -302,8 +302,10 @@ def _tell_out_of_memory(watch: _UsageWriter, figures: Any, error: BaseException)
         reserved, limit = use.peak_bytes, share.memory_bytes
         free, total = watch.free_bytes.get(share.uuid), watch.total_bytes.get(share.uuid)
     kind = out_of_memory.classify(reserved, asked, limit, free)
-    if watch.lease.by_driver and not (free is None or asked is None) and free < asked:
-        kind = "over_cap"  # what CUDA shows as free is of the lease
+    if watch.lease.by_driver and asked is not None:  # what CUDA shows as free is of the lease
+        used = driver_cap.used_bytes([share.uuid]).get(share.uuid, 0)
+        if (reserved or 0) + asked > limit or used + asked > share.memory_bytes:
+            kind = "over_cap"
     events.send(
         "out_of_memory",
         kind=kind,

@@ -37,7 +37,7 @@ def stand_in(cuda_host: Callable[..., Host], tmp_path: Path) -> dict[str, str]:
     """Variables of a host with a card that PyTorch can use, and a ledger of its own."""
     ledger = tmp_path / "ledger"
     ledger.mkdir()
-    return {**cuda_host(gpus=1, total=16 * GIB).env, "FLOWER_GPU_LEDGER_DIR": str(ledger)}
+    return {**cuda_host(gpus=1, total=16 * GIB, driver="615.20.01").env, "FLOWER_GPU_LEDGER_DIR": str(ledger)}
 
 
 def test_the_gpu_benchmark_runs_and_draws(figures: Figures, stand_in: dict[str, str], tmp_path: Path) -> None:
@@ -47,6 +47,8 @@ def test_the_gpu_benchmark_runs_and_draws(figures: Figures, stand_in: dict[str, 
     cap = figures("gpu", *options, "--only", "cap", env=stand_in)["cap"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert cap["greedy"]["error"] == "GPUOutOfMemoryError" and cap["neighbour"]["same"]
+    around = cap["asks_cuda_itself"]
+    assert around["answer"] if around["cap"] == "driver" else around["cap"] == "allocator"
 
 
 # host.sh ---------------------------------------------------------------------------------------------------

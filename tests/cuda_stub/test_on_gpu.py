@@ -33,7 +33,7 @@ def test_on_the_stand_in(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Pat
     options = ["-q", "-p", "no:cacheprovider", "-n", "0", f"--junitxml={report}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(ON_GPU)],
-        env={**os.environ, **cuda_host(gpus=1).env},
+        env={**os.environ, **cuda_host(gpus=1, driver="615.20.01").env},
         cwd=ON_GPU.parents[1],
         capture_output=True,
         text=True,
@@ -44,5 +44,7 @@ def test_on_the_stand_in(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Pat
     skipped = {
         (case.get("classname"), skip.get("message")) for case in cases for skip in case.findall("skipped")
     }
-    assert {message for _, message in skipped} <= ONLY_ON_A_CARD
+    # Where a test may make no control groups the driver caps nobody.
+    told = {str(message) for _, message in skipped if not str(message).startswith("no cap by the driver")}
+    assert told <= ONLY_ON_A_CARD
     assert {message for name, message in skipped if "memory" in str(name) or "leases" in str(name)} <= {SAME}

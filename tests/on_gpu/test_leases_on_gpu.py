@@ -16,6 +16,7 @@ from gpu_hosts import SAME
 
 from flower_gpu import run_in_worker, trace
 from flower_gpu.errors import GPUOutOfMemoryError
+from flower_gpu.gpu import driver_cap
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU, needed_bytes
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.p
 
 
 MIB, GIB = 2**20, 2**30
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 SMALL = 64 * MIB  # what figures of one thing may differ by: blocks of the allocator, libraries' workspaces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
@@ -107,6 +109,14 @@ def test_the_cap_in_force_is_that_of_the_lease(method: str, run: Run) -> None:
     assert GIB <= figures["reserved_peak_bytes"] <= figures["cap_bytes"]
 
 
+def test_code_that_asks_cuda_itself_is_held_by_the_driver(run: Run) -> None:
+    if reason := driver_cap.problem((run.gpu.uuid,)):
+        pytest.skip(f"no cap by the driver: {reason}")
+    assert run_in_worker("on_gpu_tasks:take_from_cuda", GIB, gpu_memory="3GiB") == 0
+    assert run_in_worker("on_gpu_tasks:take_from_cuda", 4 * GIB, gpu_memory="3GiB") == OUT_OF_MEMORY
+    assert {event["cap"] for event in run.events("worker_started")} == {"driver"}
+
+
 def test_the_context_is_measured_and_counts_in_the_next_lease(run: Run) -> None:
     told = run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB")
     if told["driver"] is None:
@@ -153,7 +163,9 @@ def test_where_nothing_may_follow_the_error_has_the_numbers(run: Run) -> None:
         )
     (out,) = run.events("out_of_memory")
     assert (out["kind"], out["then"], out["uuid"]) == ("over_cap", "failed", run.gpu.uuid)
-    assert out["asked_bytes"] == 2 * GIB < out["free_bytes"] and out["cap_bytes"] < 1.5 * GIB
+    assert out["asked_bytes"] == 2 * GIB and out["cap_bytes"] < 1.5 * GIB
+    is_of_lease = driver_cap.problem((run.gpu.uuid,)) is None  # what CUDA shows
+    assert (out["free_bytes"] > 2 * GIB) != is_of_lease
 
 
 def test_a_worker_can_take_all_of_its_cap_in_pieces_and_no_more(run: Run) -> None:
