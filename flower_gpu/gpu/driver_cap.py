@@ -95,6 +95,7 @@ class _OwnGroup:
 
     group: Path | None = None
     lock = -1
+    limits: Mapping[str, int] | None = None  # the last ones
 
 
 class _CappedGroups:
@@ -118,12 +119,14 @@ def join(limits: Mapping[str, int]) -> Path:
     try:
         group = _own()
         if group == _OWN_GROUP.group:
-            _limit(group, limits)
+            if limits != _OWN_GROUP.limits:  # else it has another call of the same lease
+                _limit(group, limits)
         elif not group.name.startswith(_NAME):
             group, _OWN_GROUP.lock = _made(_parent())
             _limit(group, limits)
             (group / "cgroup.procs").write_text(str(os.getpid()))
             _OWN_GROUP.group = group
+        _OWN_GROUP.limits = limits
     except (_UnavailableError, OSError, QueryError) as error:
         raise required(str(error)) from error
     return group
