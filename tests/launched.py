@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 from ledger_observer import observed
 from nvml_stub import Host
+from shared_servers import SHARED_STATE
 
 from flower_gpu import trace
 from flower_gpu.leases.ledger import Ledger
@@ -122,7 +123,7 @@ def launcher(folder: Path) -> Launch:
 
     All runs of these tests have one home: a fork server is no good for who has another one.
     """
-    runs, home = folder / "runs", Path(os.environ["FLOWER_GPU_STATE_DIR"], "home")
+    runs, home = folder / "runs", Path(SHARED_STATE["FLOWER_GPU_STATE_DIR"], "home")
     home.mkdir(exist_ok=True)
 
     def run(
@@ -138,7 +139,7 @@ def launcher(folder: Path) -> Launch:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=timeout_s,
-            env={**os.environ, "HOME": str(home), **(env or {})},
+            env={**os.environ, **SHARED_STATE, "HOME": str(home), **(env or {})},
         )
         assert not (home / ".flwr").exists(), "the user's own Flower configuration is not touched"
         (log_dir,) = runs.iterdir()

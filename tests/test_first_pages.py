@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from how_to_pages import PAGES, blocks
+from shared_servers import SHARED_STATE
 
 from flower_gpu.launch import ports
 
@@ -67,7 +68,7 @@ def start(here: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=here,
-        env=kept,
+        env={**kept, **SHARED_STATE},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import run_programs
 from how_to_pages import PAGES, blocks, write_app
+from shared_servers import SHARED_STATE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -105,9 +106,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(here: Path) -> Run:
     """Run a Python program there to its end."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "CUDA_"))}
+    env = {**kept, **SHARED_STATE}
 
     def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-        done = run_programs.run([sys.executable, *words], cwd=here, env=kept, timeout_s=RUN_TIMEOUT_S)
+        done = run_programs.run([sys.executable, *words], cwd=here, env=env, timeout_s=RUN_TIMEOUT_S)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
         return done
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from shared_servers import SHARED_STATE
 
 from flower_gpu import run_in_worker
 
@@ -29,8 +30,11 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
     """
     if sys.platform != "linux":
         pytest.skip("the benchmarks read /proc")
-    run_in_worker("os:getpid", start_method="forkserver")
-    shared = {"BENCHMARKS_QUICK_STATE_DIR": os.environ["FLOWER_GPU_STATE_DIR"]}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SHARED_STATE.items():
+            patch.setenv(name, value)
+        run_in_worker("os:getpid", start_method="forkserver")
+    shared = {**SHARED_STATE, "BENCHMARKS_QUICK_STATE_DIR": SHARED_STATE["FLOWER_GPU_STATE_DIR"]}
 
     def run(name: str, *options: object, env: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         file = tmp_path_factory.mktemp(name) / "figures.json"

@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared_servers import SHARED_STATE
+
 from flower_gpu import trace
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import RoundPart
 
 APPS = Path(__file__).parent / "apps"
-#: For all simulations: where a new fork server would be, there is one.
-SHARED_STATE = {
-    "FLOWER_GPU_STATE_DIR": os.environ["TESTS_SHARED_STATE_DIR"],
-    "FLOWER_GPU_SERVER_IDLE_S": "300",
-    "MKL_CBWR": "AUTO",  # as workers have it with --deterministic: so they have the server of the command
-}
 TIMEOUT_S = 120
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nvml_stub import Host
-from simulations import SHARED_STATE, TIMEOUT_S, Simulation, command
+from shared_servers import SHARED_STATE
+from simulations import TIMEOUT_S, Simulation, command
 from waiting import until
 
 from flower_gpu import trace
