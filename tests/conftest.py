@@ -21,6 +21,7 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from _pytest.outcomes import OutcomeException
 from hypothesis import HealthCheck, Phase, settings
+from run_programs import TIMEOUT_S
 
 # A busy machine, or the first run of a clone, takes long for an example, which says nothing of the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -155,7 +156,7 @@ def run_script(write_script: Callable[..., Path]) -> Script:
         *arguments: str,
         flags: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = TIMEOUT_S,
         name: str = "script.py",
         check: bool = True,
         **options: Any,

@@ -161,7 +161,6 @@ with files.temporary_folder("of-test"):
 """
 
 
-@pytest.mark.timeout(60)
 def test_of_a_killed_process_no_temporary_folder_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +192,6 @@ def test_nothing_else_makes_temporary_files_that_a_kill_would_leave() -> None:
     assert not [path for path in package.rglob("*.py") if makers.search(path.read_text())]
 
 
-@pytest.mark.timeout(60)
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     done = threading.Event()

@@ -104,7 +104,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
     done = subprocess.run(
-        command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
+        command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500
     )
     logs = "".join(path.read_text() for path in folder.glob("sweep/*.log"))
     assert done.returncode == 0, done.stdout + logs
@@ -112,7 +112,7 @@ def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_first_commands_one_after_the_other(env: dict[str, str], tmp_path: Path) -> None:
     """On a host with a stub GPU; what needs no GPU, cluster or account of others runs as it stands."""
     write_app(tmp_path, APP)
@@ -134,7 +134,7 @@ def test_first_commands_one_after_the_other(env: dict[str, str], tmp_path: Path)
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_sweep_shares_the_gpu(env: dict[str, str], tmp_path: Path) -> None:
     """By xargs; the loop on the page has the same command in it."""
     write_app(tmp_path, APP)
@@ -157,7 +157,7 @@ def test_a_sweep_shares_the_gpu(env: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_ledger_of_a_lab_is_for_all_accounts(env: dict[str, str], tmp_path: Path) -> None:
     command = block("share-gpus.md", "bash", "export FLOWER_GPU_LEDGER_DIR")
     assert command.count("/var/tmp/leases") == 2

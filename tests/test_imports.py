@@ -14,8 +14,6 @@ from run_programs import run
 
 import flower_gpu
 
-pytestmark = pytest.mark.timeout(120)
-
 PACKAGE = Path(flower_gpu.__file__).parent
 
 #: The rooms that import Flower.

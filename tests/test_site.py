@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 import flower_gpu
 
@@ -76,6 +75,8 @@ def test_lines_of_commands_end_before_an_option_and_not_within(site) -> None:  #
 
 
 def test_pictures_are_on_white_since_the_site_turns_them_to_dark() -> None:
+    from matplotlib.image import imread  # takes a while, also where tests are only collected
+
     pictures = [*(REPOSITORY / "docs").glob("*/images/*.png")]
     assert pictures
     for picture in pictures:

@@ -1,18 +1,19 @@
-"""The one-line change of examples/existing-app: the same app with it, and without it in one process."""
+"""The one-line change of examples/existing-app: the same app with it and without it, by what both learn."""
+
+from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launched import REPOSITORY, Launch
+from launched import REPOSITORY, events_of
+from run_programs import run_python
 
 APP = REPOSITORY / "examples" / "existing-app"
 
 sys.path.insert(0, str(APP))
-from existing_app import task  # noqa: E402
 
 
 def changes() -> tuple[list[str], list[str]]:
@@ -24,7 +25,7 @@ def changes() -> tuple[list[str], list[str]]:
 
 def copy_without_the_change(folder: Path) -> Path:
     """Copy the app and undo what the README says was done."""
-    app = folder / "without"
+    app = folder / "existing-app"
     shutil.copytree(APP, app, ignore=shutil.ignore_patterns("__pycache__"))
     (before,), (added, after) = changes()
     client_app = app / "existing_app" / "client_app.py"
@@ -35,46 +36,62 @@ def copy_without_the_change(folder: Path) -> Path:
     return app
 
 
-#: Runs the app in one process: its server, and its clients one after the other.
+#: Runs each of some apps in a fork, so that PyTorch is imported once: its server, and its clients one after
+#: the other.
 HERE = """
-import sys, tomllib
+import os, sys, tomllib
 from pathlib import Path
+import torch
 from flwr.app import Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
-from existing_app import client_app, server_app
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-config = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-config |= {"num-server-rounds": 1, "fraction-evaluate": 0.0, "save-model-to": sys.argv[1]}
 
-def context(node):
-    return Context(1, node, {"partition-id": node, "num-partitions": 2}, RecordDict(), config)
+def run(app, folder):
+    os.chdir(app)
+    sys.path.insert(0, app)
+    os.environ["FLOWER_GPU_RUN_DIR"] = folder
+    from existing_app import client_app, server_app
+    config = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    config |= {"num-server-rounds": 1, "save-model-to": f"{folder}/model.pt"}
 
-class Grid:
-    contexts = [context(0), context(1)]
+    def context(node):
+        return Context(1, node, {"partition-id": node, "num-partitions": 2}, RecordDict(), config)
 
-    def get_node_ids(self):
-        return [0, 1]
+    class Grid:
+        contexts = [context(0), context(1)]
 
-    def send_and_receive(self, messages, timeout=None):
-        return [client_app.app(one, self.contexts[one.metadata.dst_node_id]) for one in messages]
+        def get_node_ids(self):
+            return [0, 1]
 
-server_app.main(Grid(), context(0))
+        def send_and_receive(self, messages, timeout=None):
+            return [client_app.app(one, self.contexts[one.metadata.dst_node_id]) for one in messages]
+
+    server_app.main(Grid(), context(0))
+
+for app, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    if os.fork() == 0:
+        run(app, folder)
+        os._exit(0)
+    assert os.wait()[1] == 0, app
 """
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(600)
-def test_the_one_line_change_changes_no_weights(launch: Launch, tmp_path: Path) -> None:
-    files = {name: tmp_path / f"{name}.pt" for name in ("with", "without")}
-    done = launch(APP, "--rounds", "1", "--run-config", f'save-model-to="{files["with"]}"')
-    assert done.code == 0, done.output + done.logs()
-    tasks = sorted(event["task"] for event in done.events("worker_started"))
-    assert tasks == ["evaluate"] * 2 + ["train"] * 2
-    app = copy_without_the_change(tmp_path)
-    subprocess.run([sys.executable, "-c", HERE, files["without"]], cwd=app, check=True, timeout=200)
-    state = {name: torch.load(file) for name, file in files.items()}
+def test_the_one_line_change_changes_no_weights(tmp_path: Path) -> None:
+    from existing_app import task  # takes seconds, also where tests are only collected
 
+    folders = {name: tmp_path / name for name in ("with", "without")}
+    for folder in folders.values():
+        folder.mkdir()
+    without = copy_without_the_change(tmp_path)
+    done = run_python(HERE, APP, folders["with"], without, folders["without"], timeout_s=500)
+    assert done.returncode == 0, done.stderr
+
+    events = {name: events_of(folder, "worker_started") for name, folder in folders.items()}
+    assert [event["task"] for event in events["with"]] == ["train"] * 2 + ["evaluate"] * 2
+    assert events["without"] == []
+    state = {name: torch.load(folder / "model.pt") for name, folder in folders.items()}
     assert state["with"].keys() == state["without"].keys() == task.Net().state_dict().keys()
     for key, tensor in state["with"].items():
         assert torch.allclose(tensor, state["without"][key], rtol=0, atol=1e-6), key

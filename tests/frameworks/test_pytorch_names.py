@@ -15,7 +15,7 @@ from torch_version import TAKES_CAP, TELLS_SETTINGS
 
 from flower_gpu.frameworks import pytorch, pytorch_memory
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 MakeHost = Callable[..., cuda_stub.Host]
 GIB = 2**30
@@ -72,7 +72,7 @@ def test_without_a_name_it_is_capped_and_says_what_is_lacking(
     """A process is held to 4 of 16 GiB, with all that this version has, and without each name."""
     host = cuda_host(gpus=1, total=16 * GIB)
     env = {**host.env, pytorch.SETTINGS: "per_process_memory_fraction:0.25" if TAKES_CAP else ""}
-    done = run_script(HELD, "nothing", *NAMES, env=env, timeout_s=120)
+    done = run_script(HELD, "nothing", *NAMES, env=env, timeout_s=280)
     found: dict[str, Any] = dict(zip(["", *NAMES], map(json.loads, done.stdout.splitlines()), strict=True))
     told = found.pop("")
     assert told["before"] == [4 * GIB if TELLS_SETTINGS else None]
@@ -118,6 +118,6 @@ def test_of_several_calls_the_first_one_says_so(
     cuda_host: MakeHost, run_script: Callable[..., Any], write_script: Callable[..., Any]
 ) -> None:
     write_script(TASK, "lacking_task.py")
-    done = run_script(CALLS, env=cuda_host(gpus=1).env, timeout_s=120)
+    done = run_script(CALLS, env=cuda_host(gpus=1).env, timeout_s=280)
     assert done.stdout.split() == 2 * [str(GIB)]
     assert done.stderr.count("has no torch._C._cuda_hasPrimaryContext") == 1

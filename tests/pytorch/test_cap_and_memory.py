@@ -21,8 +21,6 @@ from flower_gpu.frameworks.out_of_memory import classify, device_index, out_of_m
 GIB = 2**30
 SETTINGS = "per_process_memory_fraction:0.250000000000"
 
-pytestmark = pytest.mark.timeout(120)
-
 # PyTorch reads the environment once in a process, when its settings are first used: each case has a fork.
 SCRIPT = """
 import json, os, sys

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, log_loss, precision_recall_fscore_support
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,14 +18,16 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def reference(logits, labels):
+    from sklearn import metrics  # takes seconds, also where tests are only collected
+
     predictions = logits.argmax(dim=1).numpy()
     probabilities = logits.double().softmax(dim=1).numpy()
-    precision, recall, f1, _ = precision_recall_fscore_support(
+    precision, recall, f1, _ = metrics.precision_recall_fscore_support(
         labels.numpy(), predictions, average="macro", zero_division=0
     )
     return {
-        "loss": log_loss(labels.numpy(), probabilities, labels=range(logits.shape[1])),
-        "accuracy": accuracy_score(labels.numpy(), predictions),
+        "loss": metrics.log_loss(labels.numpy(), probabilities, labels=range(logits.shape[1])),
+        "accuracy": metrics.accuracy_score(labels.numpy(), predictions),
         "precision": precision,
         "recall": recall,
         "f1": f1,

@@ -28,7 +28,7 @@ import leased_tasks
 GIB = 2**30
 FRACTION = "per_process_memory_fraction:0.250000000000"
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 METHODS = ["spawn", "fork", "forkserver"]
 
@@ -63,7 +63,7 @@ def call(task: str, method: str, env: dict[str, str], *args: Any, preload: tuple
     events: list[dict[str, Any]] = []
     prepared = Call(f"leased_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=preload)
     try:
-        value = worker.run(prepared, method, timeout_s=100, on_event=without_phases(events))
+        value = worker.run(prepared, method, timeout_s=280, on_event=without_phases(events))
     except WorkerError:
         raise
     except Exception as error:
