@@ -38,11 +38,11 @@ def expected() -> list[dict[str, float]]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_masked_sum_is_the_sum_and_only_training_takes_a_worker(launch: Launch) -> None:
     options = ("--start-method", "forkserver", "--clients", str(CLIENTS), "--rounds", str(ROUNDS))
     # With so little noise the result can be foretold.
-    done = launch(APP, *options, "--run-config", "noise-multiplier=0.0001", timeout_s=500)
+    done = launch(APP, *options, "--run-config", "noise-multiplier=0.0001", timeout_s=1100)
     assert done.code == 0, done.output + done.logs()
 
     rounds = done.result["rounds"]

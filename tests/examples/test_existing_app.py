@@ -77,7 +77,7 @@ for app, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_one_line_change_changes_no_weights(tmp_path: Path) -> None:
     from existing_app import task  # takes seconds, also where tests are only collected
 
@@ -85,7 +85,7 @@ def test_the_one_line_change_changes_no_weights(tmp_path: Path) -> None:
     for folder in folders.values():
         folder.mkdir()
     without = copy_without_the_change(tmp_path)
-    done = run_python(HERE, APP, folders["with"], without, folders["without"], timeout_s=500)
+    done = run_python(HERE, APP, folders["with"], without, folders["without"], timeout_s=1100)
     assert done.returncode == 0, done.stderr
 
     events = {name: events_of(folder, "worker_started") for name, folder in folders.items()}
