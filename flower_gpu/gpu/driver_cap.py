@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -192,7 +191,7 @@ def _is_limited(file: Path) -> bool:
 def _made(parent: Path) -> tuple[Path, int]:
     """Make a group; returns it with its lock, which tells all others that this process lives."""
     while True:
-        group = parent / f"{_NAME}{os.getpid()}-{secrets.token_hex(4)}"
+        group = parent / f"{_NAME}{os.getpid()}-{os.urandom(4).hex()}"
         group.mkdir()
         with suppress(FileNotFoundError, BlockingIOError):  # somebody took it for a left one
             return group, _locked(group)

@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import light_servers
+
 from flower_gpu import run_in_worker
 from flower_gpu.workers.forkserver import control
 
@@ -31,6 +33,7 @@ def leave(folder: str, end: str) -> list[bool]:
 
 def start_server(kind: str) -> int:
     """Start a fork server of another kind than this worker's, and return its process."""
+    light_servers.begin()
     os.environ["LC_OF_ANOTHER_SERVER"] = kind
     before = {one.pid for one in control.status()}
     run_in_worker("os:getpid", start_method="forkserver")
