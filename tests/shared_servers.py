@@ -8,5 +8,5 @@ import os
 SHARED_STATE = {
     "FLOWER_GPU_STATE_DIR": os.environ["TESTS_SHARED_STATE_DIR"],
     "FLOWER_GPU_SERVER_IDLE_S": "300",
-    "MKL_CBWR": "AUTO",  # as workers have it with --deterministic: so they have the server of the command
+    "MKL_CBWR": "AUTO",  # workers have it with --deterministic: then the command's server is theirs
 }

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 300.0
 _STATE, _LEDGER = "FLOWER_GPU_STATE_DIR", "FLOWER_GPU_LEDGER_DIR"
-#: A state folder with a fork server. The tests have all that is tiny use it.
+#: A state folder with a fork server, for quick benchmarks: the tests have all of these share one.
 _QUICK_STATE = "BENCHMARKS_QUICK_STATE_DIR"
 
 
