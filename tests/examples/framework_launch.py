@@ -24,8 +24,8 @@ def launched(launch: Launch, example: str, folder: Path, *options: str) -> Launc
     shutil.copytree(REPOSITORY / "examples" / example, app)
     (client_app,) = app.glob("*/client_app.py")
     client_app.write_text(client_app.read_text() + AT_EXIT)
-    # With the fast start a client is a fork of the fork server, and has what that has. A server with data that
-    # are preloaded is nobody else's, and has to end before it counts as left behind.
+    # With the fast start a client is a fork of the fork server, and has what that has. A server with data to
+    # preload is nobody else's, and has to end before it counts as left behind.
     env = {"FLOWER_GPU_SERVER_IDLE_S": "20"}
     return launch(app, "--no-fast-start", "--rounds", str(ROUNDS), *options, timeout_s=540, env=env)
 
