@@ -20,6 +20,9 @@ STOPPING = Path(__file__).with_name("stopping_app")
 TIMEOUT_S = 120
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
+# The fork servers of a job have its variables: what looks for what it has left finds them.
+_ENDS_SOON = {"FLOWER_GPU_SERVER_IDLE_S": "20"}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -65,6 +68,6 @@ def submitted(
     """Run the command in a new folder."""
     folder.mkdir()
     command = [sys.executable, "-m", "flower_gpu.cli", "slurm", str(app), *options]
-    done = run(command, cwd=folder, env={**os.environ, **slurm.env, **(env or {})})
+    done = run(command, cwd=folder, env={**os.environ, **slurm.env, **_ENDS_SOON, **(env or {})})
     assert done.returncode == 0, done.stderr
     return Job(slurm, folder, done.stdout.strip())
