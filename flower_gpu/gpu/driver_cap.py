@@ -127,14 +127,17 @@ def join(limits: Mapping[str, int]) -> Path:
             _OWN_GROUP.group = group
         _OWN_GROUP.limits = limits
     except (_UnavailableError, OSError, QueryError) as error:
-        raise required(str(error)) from error
+        raise GPUUnavailableError(
+            f"the driver's cap could not be set for this worker: {error}. Try again, or do without it: "
+            f"--gpu-cap allocator ({CAP_VARIABLE})"
+        ) from error
     return group
 
 
 def worker_is_in(group: Path, uuids: tuple[str, ...]) -> None:
     """Take note of the group of a worker of this process, which has a lease of these GPUs."""
     groups = control_group.unified()
-    if groups and group.is_relative_to(groups[-1]):  # an app may say anything
+    if groups and group.is_relative_to(groups[-1]) and ".." not in group.parts:  # an app may say anything
         _CAPPED.places.add(group.parent)
         _CAPPED.uuids[group] = uuids
 
