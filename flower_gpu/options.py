@@ -509,6 +509,18 @@ def resolve_all(
     }, given
 
 
+def joined(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of several places in one mapping: what a later one says counts."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        # A share and a size are two ways to say one thing: whichever is given takes the other's place.
+        for name in layer:
+            if name in CALL:
+                found.pop(CALL[name].excludes, None)
+        found.update(layer)
+    return found
+
+
 def options_of(command: str) -> dict[str, Option]:
     """Return the call options that a command has."""
     return {name: option for name, option in CALL.items() if command in option.commands}

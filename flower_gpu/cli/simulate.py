@@ -20,7 +20,7 @@ from flower_gpu.apps.folder import RunFolder, check_log_dir, short
 from flower_gpu.calls.settings import call_settings, checked_environment
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
-from flower_gpu.kinds import PAIRS
+from flower_gpu.kinds import FOLDER, PAIRS
 from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG
 from flower_gpu.options import (
     CAP_VARIABLE,
@@ -32,7 +32,7 @@ from flower_gpu.options import (
     Option,
     options_of,
 )
-from flower_gpu.printable import told_if_slow
+from flower_gpu.printable import path_text, told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
 from flower_gpu.simulation.options import OPTIONS
 from flower_gpu.workers.call import check_modules, checked_preload
@@ -54,6 +54,12 @@ _TABLE: Final = {
         PAIRS,
         group="federation",
         synonyms=("c",),
+    ),
+    "clients_table": Option(
+        "TOML file of what single clients have of their own, by partition, such as slow-down (see the "
+        "reference)",
+        replace(FOLDER, metavar="FILE.toml"),
+        group="federation",
     ),
     "preload": Option(
         "function that loads data, called once with these arguments: all workers share the data that it "
@@ -107,6 +113,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     num_supernodes, run_config = _federation(arguments)
     app.overrides(run_config, num_supernodes)
     preload = given_preload(arguments.preload, app.path)
+    clients = None if arguments.clients_table is None else given_clients(arguments.clients_table)
     if arguments.resume is None:
         check_log_dir(arguments.log_dir)
     shown = _Shown(arguments.progress, is_quiet(arguments))
@@ -123,6 +130,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         progress=shown.has_bars,
         trackers=list(chain(*arguments.tracker)) or None,
         preload=preload,
+        clients=clients,
         **{name: getattr(arguments, name) for name in _OF_THE_RUN},
         **calls,
     )
@@ -185,6 +193,19 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
         else:
             values.update(parse_pairs("--run-config", [text]))
     return values
+
+
+def given_clients(path: Path) -> dict[str, Any]:
+    """Read ``--clients-table``.
+
+    Raises ConfigError if it is no TOML file.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--clients-table {path_text(path)}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--clients-table {path_text(path)}: {error}") from None
 
 
 def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, ConfigValue]]]:

@@ -18,13 +18,11 @@ from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower import message_call
 from flower_gpu.flower.message_call import PARTITION_KEY
 from flower_gpu.flower.private_names import EMPTY_LIFESPAN, find
-from flower_gpu.options import CallOptions
+from flower_gpu.options import CallOptions, joined
 from flower_gpu.workers.call import task_name
 
 #: Options of the calls of one client, by its Context; or a table of them by its ``partition-id``.
 Resources = Callable[[Context], Mapping[str, Any] | None] | Mapping[Any, Mapping[str, Any]]
-
-_REQUEST = ("num_gpus", "gpu_memory")
 
 
 class GPUMod:
@@ -75,9 +73,7 @@ class GPUMod:
 
     def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a client that has these of its own."""
-        # A share and a size are two ways to say one thing: whichever is given takes the other's place.
-        replaced = _REQUEST if any(name in own for name in _REQUEST) else ()
-        return {**{name: value for name, value in self._options.items() if name not in replaced}, **own}
+        return joined(self._options, own)
 
     def _own(self, context: Context) -> Mapping[str, Any]:
         """Return this client's own options."""

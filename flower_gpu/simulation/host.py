@@ -17,6 +17,7 @@ from flower_gpu.flower.arrays import size_bytes
 from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.records import records_in
 from flower_gpu.options import CallOptions
+from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.trace import NO_REPLY
@@ -210,6 +211,7 @@ class Work:
     ``run_id``, ``run_config``: what contexts have.
     ``is_deterministic``: whether algorithms must give the same bits each time.
     ``is_strict``: whether what another run would not have ends this one.
+    ``clients``: what clients have of their own.
     """
 
     name: str
@@ -224,6 +226,7 @@ class Work:
     verify_recycling: bool = False
     is_deterministic: bool = False
     is_strict: bool = False
+    clients: Clients = field(default_factory=Clients)
 
 
 @dataclass(frozen=True)

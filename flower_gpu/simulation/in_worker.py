@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -54,19 +55,28 @@ class AppReference:
 def handle(
     app: AppReference | ClientApp,
     seed: int,
+    slow_down: float,
     message: Message,
     context: Context,
     identity: Mapping[str, Any],
 ) -> message_call.Handled:
-    """Handle a message; runs in a worker."""
+    """Handle a message; runs in a worker.
+
+    ``slow_down``: how many times as long as it takes here it is to take.
+    """
     loaded = _load(app, seed) if isinstance(app, AppReference) else app
     with as_first(seed):
-        return message_call.run(loaded, message, context, identity)
+        began = time.monotonic()
+        handled = message_call.run(loaded, message, context, identity)
+        # With its lease: a slow device would be busy all that time.
+        time.sleep((slow_down - 1) * (time.monotonic() - began))
+        return handled
 
 
 def handle_deterministically(
     app: AppReference | ClientApp,
     seed: int,
+    slow_down: float,
     message: Message,
     context: Context,
     identity: Mapping[str, Any],
@@ -79,7 +89,7 @@ def handle_deterministically(
             framework.seed(seed)
 
     with frameworks.each_loaded(prepare):
-        return handle(app, seed, message, context, identity)
+        return handle(app, seed, slow_down, message, context, identity)
 
 
 _loaded: dict[AppReference, ClientApp] = {}

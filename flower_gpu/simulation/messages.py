@@ -26,6 +26,8 @@ from flower_gpu.errors import (
 )
 from flower_gpu.flower import message_call, record_bytes
 from flower_gpu.leases.host import RESERVED_PART
+from flower_gpu.options import joined
+from flower_gpu.simulation.clients import Own, resources
 from flower_gpu.simulation.host import Answer, Visit, Work, failed
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
 from flower_gpu.simulation.nodes import VirtualNodes
@@ -136,7 +138,7 @@ class MessageHandler:
         self._worked_at = 0.0  # when a message was done last
         self._verifier = Verifier() if work.verify_recycling else None
         self._memory = HostMemory()
-        self._resolved: CallSettings | None = None
+        self._resolved: dict[int, CallSettings] = {}  # by what a client has of its own
 
     def __call__(self, visit: Visit) -> Answer:
         """Have a worker handle a message. Whatever is raised is in the answer, in the place of the reply."""
@@ -231,13 +233,14 @@ class MessageHandler:
 
     def _run_once(self, visit: Visit, slot: Slot) -> Handled:
         context = self._context_of(visit)
+        own = self._work.clients.of_client(self._nodes.partition_of(context.node_id))
         with self._memory.room(at_once=slot.has_lease):
             reply = message_call.call(
                 self._task,
-                (self._work.app, visit.seed),
+                (self._work.app, visit.seed, own.get("slow_down", 1.0)),
                 visit.message,
                 context,
-                lambda: self._settings(context).named(message_call.client_of(context)),
+                lambda: self._settings(own, context).named(message_call.client_of(context)),
                 name=self._work.name,
                 passed_on=(LoadClientAppError,),
                 workers=slot,
@@ -255,11 +258,13 @@ class MessageHandler:
         client = message_call.client_of(self._context_of(visit))
         return WorkerDiedError(f"the message to client {client} was given up")
 
-    def _settings(self, context: Context) -> CallSettings:
+    def _settings(self, own: Own, context: Context) -> CallSettings:
         # The configs of nodes differ by their partition only.
-        if self._resolved is None:
-            self._resolved = call_settings({**self._options, "context": context})
-        return self._resolved
+        if id(own) not in self._resolved:
+            self._resolved[id(own)] = call_settings(
+                {**joined(self._options, resources(own)), "context": context}
+            )
+        return self._resolved[id(own)]
 
     def idle(self) -> None:
         """Let this thread's worker idle: no message waits. With a lease, others may need its room."""

@@ -17,10 +17,11 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
-from flower_gpu.options import CallOptions
+from flower_gpu.options import CallOptions, joined
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.checkpoint import has_checkpoint
+from flower_gpu.simulation.clients import Clients, plain, resources
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.options import OPTIONS, OrderWord
@@ -43,6 +44,7 @@ class RunPlan:
     ``log_dir``: where the folder of a new run is made.
     ``order``, ``keep_going``, ``trackers``, ``ray_address``: as :func:`flower_gpu.simulate` has them.
     ``state_memory_bytes``: what nodes' states may take in memory.
+    ``clients_table``: what clients have of their own, as a file holds it.
     """
 
     work: Work
@@ -57,6 +59,7 @@ class RunPlan:
     trackers: tuple[str, ...]
     ray_address: str | None
     state_memory_bytes: int
+    clients_table: Mapping[str, Mapping[str, Any]]
     options: CallOptions
 
     @property
@@ -93,6 +96,11 @@ class RunPlan:
         if seed is None:
             seed = before.get("seed")
         seed = secrets.randbelow(_SEEDS) if seed is None else seed
+        table = given["clients"]
+        table = before.get("clients_table", {}) if table is None else table
+        clients = Clients.of(table, values["num_supernodes"])
+        for own in clients.different():
+            call_settings(joined(options, resources(own)))
         deterministic = values["deterministic"] or bool(before.get("deterministic"))
         server_env: dict[str, str] = {}
         env: dict[str, str] = dict(options.get("env") or {})
@@ -116,6 +124,7 @@ class RunPlan:
             values["verify_recycling"],
             deterministic,
             is_strict=deterministic and not values["keep_going"],
+            clients=clients,
         )
         return cls(
             work,
@@ -130,6 +139,7 @@ class RunPlan:
             _checked_trackers(trackers, folder, log_dir),
             values["ray_address"],
             values["state_memory"],
+            plain(table),
             options,
         )
 
@@ -155,6 +165,7 @@ class RunPlan:
             "verify_recycling": work.verify_recycling,
             "order": self.order,
             "state_memory_bytes": self.state_memory_bytes,
+            "clients_table": self.clients_table,
             "options": {option: _plain(value) for option, value in self.options.items()},
             "cores": cores(),
             **hosts.about.described,

@@ -64,6 +64,7 @@ def simulate(
     progress: bool = True,
     verbose: bool | None = None,
     state_memory: int | str = OPTIONS["state_memory"].default,
+    clients: Mapping[Any, Mapping[str, Any]] | None = None,
     keep_going: bool = False,
     deterministic: bool = False,
     ray_address: str | None = None,
@@ -112,6 +113,9 @@ def simulate(
     state_memory : int or str
         How much the nodes' states may take in memory together before they go to the disk: ``"1GiB"``, or
         bytes.
+    clients : mapping, optional
+        What single clients have of their own: by partition, such as ``7``, ``"0-9"``, ``"*"`` or ``"*/4"``, a
+        mapping with the keys of ``--clients-table``, such as ``{"slow-down": 4}``.
     keep_going : bool
         Whether the run goes on when every client failed in its first round, or in three rounds in a row.
     deterministic : bool
@@ -159,6 +163,7 @@ def simulate(
         "log_dir": log_dir,
         "resume": resume,
         "state_memory": state_memory,
+        "clients": clients,
         "keep_going": keep_going,
         "deterministic": deterministic,
         "ray_address": ray_address,

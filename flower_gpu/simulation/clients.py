@@ -1,0 +1,137 @@
+"""What single clients of a run have of their own: a share of a GPU, cores, a time limit; how slow they are.
+
+A table has entries by partition; of two that name the same client, the later one counts, key by key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.kinds import FACTOR
+from flower_gpu.options import CALL, Option, joined
+
+#: The options of calls that a client can have of its own.
+RESOURCES: Final = ("timeout_s",)
+#: The keys of an entry, by their names in Python.
+KEYS: Final[Mapping[str, Option]] = MappingProxyType(
+    {
+        name: replace(option, name=name)
+        for name, option in {
+            **{name: CALL[name] for name in RESOURCES},
+            "slow_down": Option("how many times as long each of its calls takes", FACTOR, default=1.0),
+        }.items()
+    }
+)
+_PART: Final = re.compile(
+    r"(?:\*|(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?)(?:/(?P<step>\d{1,9}))?", re.ASCII
+)
+
+_TABLE: Final = "table of clients"
+
+#: What one client has of its own: values of :data:`KEYS`.
+Own = Mapping[str, Any]
+_NOTHING: Final[Own] = {}
+
+
+@dataclass(frozen=True)
+class Clients:
+    """What the clients of a run have of their own.
+
+    ``table``: what whoever runs it says of each client, by partition; empty: nothing. Clients of which the
+    same is said share one mapping.
+    """
+
+    table: tuple[Own, ...] = ()
+
+    @classmethod
+    def of(cls, entries: Mapping[Any, Any], count: int) -> Clients:
+        """Read a table of so many clients: by patterns of partitions, what these have.
+
+        Raises ConfigError if a pattern, a client, a key or a value cannot be used.
+        """
+        if not isinstance(entries, Mapping):
+            raise TypeError(f"clients must be a mapping by partition, not a {type(entries).__name__}")
+        own: list[Own] = [_NOTHING] * count
+        for pattern, entry in entries.items():
+            values = _values(pattern, entry)
+            known: dict[int, Own] = {}  # what comes of each mapping that clients had
+            for partition in _partitions(pattern, count):
+                before = own[partition]
+                own[partition] = known.setdefault(id(before), joined(before, values))
+        return cls(tuple(own) if entries else ())
+
+    def of_client(self, partition: int) -> Own:
+        """Return what a client has of its own."""
+        return self.table[partition] if self.table else _NOTHING
+
+    def different(self) -> list[Own]:
+        """Return what clients have of their own, each mapping once."""
+        return list({id(own): own for own in self.table}.values()) or [_NOTHING]
+
+
+def resources(own: Own) -> dict[str, Any]:
+    """Return the options of calls among what a client has of its own."""
+    return {name: own[name] for name in RESOURCES if name in own}
+
+
+def plain(entries: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Return a table as a file holds it."""
+    return {
+        str(pattern): {name.replace("_", "-"): value for name, value in entry.items()}
+        for pattern, entry in entries.items()
+    }
+
+
+def _values(pattern: Any, entry: Any) -> dict[str, Any]:
+    """Return the values of an entry, by their names in Python."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(
+            f"{_TABLE}: {pattern!r} is {entry!r}, and must be a table: write keys below a heading such as "
+            '["*"], ["0-9"] or [7]'
+        )
+    values: dict[str, Any] = {}
+    for key, value in entry.items():
+        source = f'{_TABLE}: ["{pattern}"] {key}'
+        name = str(key).replace("-", "_")
+        if name not in KEYS:
+            known = ", ".join(each.replace("_", "-") for each in KEYS)
+            raise ConfigError(f"{source}: there is no such key; there are {known}")
+        kind = KEYS[name].kind
+        assert kind is not None
+        try:
+            kind.check(value, source)
+        except TypeError as error:
+            raise ConfigError(str(error)) from None
+        other = name if name in values else KEYS[name].excludes
+        if other in values:
+            raise ConfigError(f"{source}: {other.replace('_', '-')} is given as well; give one of the two")
+        values[name] = value
+    return values
+
+
+def _partitions(pattern: Any, count: int) -> Iterator[int]:
+    """Return the clients that a pattern names: "7", "0-9", "*", "*/4", or several with commas."""
+    named = f'{_TABLE}: "{pattern}" names'
+    for part in str(pattern).split(","):
+        found = _PART.fullmatch(part.strip())
+        if found is None:
+            raise ConfigError(
+                f"{named} no clients. Write a partition such as 7, a range such as 0-9, or * for all; with "
+                "/4 every 4th of them; several of these with commas between them"
+            )
+        first = int(found["first"] or 0)
+        last = int(found["last"] or found["first"] or count - 1)
+        step = int(found["step"] or 1)
+        if last < first or step < 1:
+            raise ConfigError(f"{named} no clients: a range goes up, and /1 is the smallest step")
+        if last >= count:
+            raise ConfigError(
+                f"{named} client {last}, and there are {count}, from 0 to {count - 1}. Change it, or give "
+                "more clients (--num-supernodes)"
+            )
+        yield from range(first, last + 1, step)
