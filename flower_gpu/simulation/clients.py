@@ -16,7 +16,7 @@ from flower_gpu.kinds import FACTOR
 from flower_gpu.options import CALL, Option, joined
 
 #: The options of calls that a client can have of its own.
-RESOURCES: Final = ("timeout_s",)
+RESOURCES: Final = ("num_gpus", "gpu_memory", "num_cpus", "timeout_s")
 #: The keys of an entry, by their names in Python.
 KEYS: Final[Mapping[str, Option]] = MappingProxyType(
     {
@@ -59,24 +59,28 @@ class Clients:
         own: list[Own] = [_NOTHING] * count
         for pattern, entry in entries.items():
             values = _values(pattern, entry)
-            known: dict[int, Own] = {}  # what comes of each mapping that clients had
             for partition in _partitions(pattern, count):
-                before = own[partition]
-                own[partition] = known.setdefault(id(before), joined(before, values))
-        return cls(tuple(own) if entries else ())
+                own[partition] = joined(own[partition], values)
+        same: dict[tuple[Any, ...], Own] = {}
+        return cls(tuple(same.setdefault(_key(each), each) for each in own) if entries else ())
 
     def of_client(self, partition: int) -> Own:
         """Return what a client has of its own."""
         return self.table[partition] if self.table else _NOTHING
 
-    def different(self) -> list[Own]:
-        """Return what clients have of their own, each mapping once."""
-        return list({id(own): own for own in self.table}.values()) or [_NOTHING]
+    def resources(self) -> list[dict[str, Any]]:
+        """Return the options of calls that there are among what clients have of their own, each once."""
+        found = [resources(own) for own in {id(own): own for own in self.table}.values()]
+        return list({_key(each): each for each in found}.values()) or [{}]
 
 
 def resources(own: Own) -> dict[str, Any]:
     """Return the options of calls among what a client has of its own."""
     return {name: own[name] for name in RESOURCES if name in own}
+
+
+def _key(own: Own) -> tuple[Any, ...]:
+    return tuple(sorted(own.items()))
 
 
 def plain(entries: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:

@@ -41,6 +41,7 @@ class LeasedLine:
         self.is_for_one_call = False
         #: Returns the ledger, counted as for the lease.
         self.new_ledger: Callable[[], Ledger] = Ledger
+        self._size: object = None  # what was asked for
         self._turns = turns
         self._lease = ExitStack()
 
@@ -48,8 +49,13 @@ class LeasedLine:
         """Wait for a lease."""
         self.held = self._lease.enter_context(asking.held(request))
         self.new_ledger = asking.ledger
+        self._size = _size(asking)
         self._turns.taken()
         return self.held[0]
+
+    def suits(self, leasing: Leasing) -> bool:
+        """Tell whether a call asks for as much as the worker has that is here, or idles."""
+        return self._size == _size(leasing) and leasing.may_have(self.lease_held()[0])
 
     def lease_held(self) -> tuple[Lease, Ticket]:
         """Return the lease that a worker idles with."""
@@ -86,7 +92,7 @@ class _LeaseAsker:
     """A message that asks the ledger for a lease."""
 
     label: str  # of its ticket
-    fits: Callable[[Lease], bool]  # whether it can have the worker that idles with this lease
+    fits: Callable[[LeasedLine], bool]  # whether it can have the worker that idles there
 
 
 class LeaseTurns:
@@ -122,7 +128,7 @@ class LeaseTurns:
 
     @contextmanager
     def turn(
-        self, kind: str, label: str, check: Callable[[], object], fits: Callable[[Lease], bool]
+        self, kind: str, label: str, check: Callable[[], object], fits: Callable[[LeasedLine], bool]
     ) -> Iterator[None]:
         """Wait until nobody else asks; in the block it is the caller who does.
 
@@ -199,12 +205,12 @@ class LeaseTurns:
                 return
         place.retire()
 
-    def has_idle(self, fits: Callable[[Lease], bool]) -> bool:
+    def has_idle(self, fits: Callable[[LeasedLine], bool]) -> bool:
         """Tell whether a worker idles that would do, and that nobody else waits for."""
         with self._changed:
             return self._found_idle(fits) is not None
 
-    def take_idle(self, fits: Callable[[Lease], bool]) -> LeasedLine | None:
+    def take_idle(self, fits: Callable[[LeasedLine], bool]) -> LeasedLine | None:
         """Return such a worker, which does not idle any more; None: there is none."""
         with self._changed:
             place = self._found_idle(fits)
@@ -213,11 +219,10 @@ class LeaseTurns:
                 self._look_again()
             return place
 
-    def _found_idle(self, fits: Callable[[Lease], bool]) -> LeasedLine | None:
+    def _found_idle(self, fits: Callable[[LeasedLine], bool]) -> LeasedLine | None:
         waiting = self._waiting() if self._idle else []
         for place in reversed(self._idle):
-            lease, ticket = place.lease_held()
-            if fits(lease) and not self._is_wanted(ticket, waiting):
+            if fits(place) and not self._is_wanted(place.lease_held()[1], waiting):
                 return place
         return None
 
@@ -275,23 +280,23 @@ class LeaseTurns:
         with self._changed:
             with suppress(BlockingIOError):
                 os.read(self._woken, 4096)
-            idle = [(place, *place.lease_held()) for place in self._idle]
-            for _, _, ticket in idle:
+            idle = [(place, place.lease_held()[1]) for place in self._idle]
+            for _, ticket in idle:
                 ticket.wait(0)  # first: who asks from here on wakes the watcher again
-            ending = [place for place, *_ in idle if place.line.has_lost_worker()]
+            ending = [place for place, _ in idle if place.line.has_lost_worker()]
             needs_room, self._needs_room = self._needs_room, False
-        leases = {ticket.entry.id: (lease, ticket) for _, lease, ticket in idle}
+        leases = {ticket.entry.id: (place, ticket) for place, ticket in idle}
         wanted = self._in_the_way(leases, idle[0][0].new_ledger(), is_late=is_late) if idle else ()
-        ending += [place for place, _, ticket in idle if ticket.entry.id in wanted]
+        ending += [place for place, ticket in idle if ticket.entry.id in wanted]
         if needs_room and not ending:
-            ending = [place for place, *_ in idle[:1]]
+            ending = [place for place, _ in idle[:1]]
         with self._changed:
             ending = [place for place in self._idle if place in ending]
             self._idle = [place for place in self._idle if place not in ending]
         return ending
 
     def _in_the_way(
-        self, idle: Mapping[str, tuple[Lease, Ticket]], ledger: Ledger, *, is_late: bool
+        self, idle: Mapping[str, tuple[LeasedLine, Ticket]], ledger: Ledger, *, is_late: bool
     ) -> Collection[str]:
         """Return the leases of idle workers without which requests can be granted that wait."""
         waiting = [
@@ -299,7 +304,7 @@ class LeaseTurns:
             for entry in self._waiting()
             # A message of this run takes the worker.
             if (asking := self._asking_by(entry)) is None
-            or not any(asking.fits(lease) for lease, _ in idle.values())
+            or not any(asking.fits(place) for place, _ in idle.values())
         ]
         late = [entry for entry in waiting if is_late and entry.id in self._seen]
         if is_late:
@@ -342,6 +347,10 @@ class LeaseTurns:
         if self._asking_by(entry) is None:
             return False
         return entry.count == own.count and all(map(_is_alike, entry.gpu_needs, own.gpu_needs))
+
+
+def _size(leasing: Leasing) -> object:
+    return leasing.settings.request, leasing.host.num_cpus
 
 
 def _wait(watched: Sequence[int], timeout_s: float | None) -> None:

@@ -17,10 +17,10 @@ from flwr.clientapp import ClientApp
 
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.calls import leasing, notices
-from flower_gpu.calls.settings import call_settings
+from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.flower.averaging import without_arrays
-from flower_gpu.options import flag
+from flower_gpu.options import flag, joined
 from flower_gpu.simulation import determinism, workers
 from flower_gpu.simulation.host import About, Answer, Answers, GroupSum, Host, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
@@ -231,9 +231,18 @@ class LocalHost(QueueHost):
         self._decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
         if work.is_deterministic:
             determinism.check_gpus(settings.gpu.on_oom, self.gpus, self._decision.uuids)
-        self._leases = workers.most_leases(settings, self._decision.uuids)
-        concurrency = workers.concurrency(settings, self._leases, work.max_workers, work.num_supernodes)
-        self._variables = workers.variables(concurrency, env, settings.host.num_cpus)
+        self._of_clients = [
+            call_settings(joined(work.options, own), named=flag) for own in work.clients.resources()
+        ]
+
+        def at_once(settings: CallSettings) -> tuple[int, int]:
+            leases = workers.most_leases(settings, self._decision.uuids)
+            return leases, workers.concurrency(settings, leases, work.max_workers, work.num_supernodes)
+
+        # Clients that ask for little are many at a time; what the others get is no less for that.
+        self._leases, concurrency = map(max, zip(*map(at_once, self._of_clients), strict=True))
+        self._usual = at_once(settings)[1]
+        self._variables = workers.variables(self._usual, env, settings.host.num_cpus)
         threads = planned_threads({**os.environ, **self._variables})
         super().__init__(
             About(platform.node(), concurrency, threads, determinism.described(self.gpus), cores(), [])
@@ -254,8 +263,10 @@ class LocalHost(QueueHost):
         needs = workers.Needs.of(libraries_in(work.app))
         needs.learn_beside(settings)
         self._without = needs.without
-        turns = LeaseTurns(None if settings.gpu.request.is_auto else self._leases or None)
-        cores_of_run = workers.core_leases(settings, self.about.concurrency, work.name)
+        requests = {each.gpu.request for each in self._of_clients}
+        is_known = len(requests) == 1 and not requests.pop().is_auto  # of leases of one size
+        turns = LeaseTurns(self._leases or None if is_known else None)
+        cores_of_run = workers.core_leases(settings, self._usual, self.about.concurrency, work.name)
         of_calls: dict[str, Any] = {**work.options, "env": self._variables}
         if not self.gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
@@ -273,9 +284,11 @@ class LocalHost(QueueHost):
         """Return a line on the place of messages, or on options without effect."""
         gpu, env = self._settings.gpu, {**os.environ, **self._settings.worker.env}
         gpus = [one for one in self.gpus if one.uuid in self._decision.uuids]
-        if not gpus and not gpu.request.is_auto:
-            return notices.without_effect(gpu.request, "all calls", notices.why_on_cpu(gpu, None, env))
-        at_once = None if gpus and gpu.request.is_auto else self.about.concurrency
+        requests = [each.gpu.request for each in self._of_clients if not each.gpu.request.is_auto]
+        if not gpus and requests:
+            return notices.without_effect(requests[0], "all calls", notices.why_on_cpu(gpu, None, env))
+        is_auto = any(each.gpu.request.is_auto for each in self._of_clients)
+        at_once = None if gpus and is_auto else self.about.concurrency
         return notices.calls_run(gpu, gpus, at_once, None, env)
 
     def has_begun(self) -> None:

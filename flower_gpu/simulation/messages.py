@@ -241,7 +241,7 @@ class MessageHandler:
                 visit.message,
                 context,
                 lambda: self._settings(own, context).named(message_call.client_of(context)),
-                name=self._work.name,
+                name=_measured(self._work.name, own),
                 passed_on=(LoadClientAppError,),
                 workers=slot,
             )
@@ -331,6 +331,12 @@ class MessageHandler:
                 self._slots.append(self._here.slot)
         slot: Slot = self._here.slot
         return slot
+
+
+def _measured(name: str, own: Own) -> str:
+    """Return whose footprint a call tells: a client with a share of its own may need more than the others."""
+    sizes = [str(own[each]) for each in ("num_gpus", "gpu_memory") if each in own]
+    return " ".join([name, *sizes])
 
 
 def _end_of_run(error: FlowerGPUError) -> NotDeterministicError | None:

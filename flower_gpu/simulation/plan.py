@@ -21,7 +21,7 @@ from flower_gpu.options import CallOptions, joined
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.checkpoint import has_checkpoint
-from flower_gpu.simulation.clients import Clients, plain, resources
+from flower_gpu.simulation.clients import Clients, plain
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.options import OPTIONS, OrderWord
@@ -99,8 +99,8 @@ class RunPlan:
         table = given["clients"]
         table = before.get("clients_table", {}) if table is None else table
         clients = Clients.of(table, values["num_supernodes"])
-        for own in clients.different():
-            call_settings(joined(options, resources(own)))
+        for own in clients.resources():
+            call_settings(joined(options, own))
         deterministic = values["deterministic"] or bool(before.get("deterministic"))
         server_env: dict[str, str] = {}
         env: dict[str, str] = dict(options.get("env") or {})

@@ -146,19 +146,18 @@ class Slot(Workers):
             if self.is_cancelled:
                 raise WorkerDiedError(f"{leasing_.label} was cancelled before it had cores")
 
-        with self._cores.held(check) if self._cores is not None else nullcontext():
+        with self._cores.held(check, leasing_.host.num_cpus) if self._cores is not None else nullcontext():
             yield
 
     def _may_go_on(self, leasing: Leasing, request: LeaseRequest) -> bool:
         """Tell whether a call can have the worker that is here, and its lease."""
         if self._place.held is None or not self.has_worker or request != leasing.settings.request:
             return False
-        lease, ticket = self._place.held
-        return leasing.may_have(lease) and not self._turns.is_wanted(ticket)
+        return self._place.suits(leasing) and not self._turns.is_wanted(self._place.held[1])
 
-    def _fits(self, leasing: Leasing, lease: Lease) -> bool:
+    def _fits(self, leasing: Leasing, place: LeasedLine) -> bool:
         """Tell whether a call can have a worker that idles with a lease."""
-        return self._calls > 1 and leasing.may_have(lease)
+        return self._calls > 1 and place.suits(leasing)
 
     def _take(self, leasing: Leasing, request: LeaseRequest) -> None:
         """Get a new lease, as soon as it is this call's turn to ask."""
@@ -197,7 +196,7 @@ class Slot(Workers):
         self.idle()
         self.retire()
 
-    def _take_idle(self, fits: Callable[[Lease], bool]) -> bool:
+    def _take_idle(self, fits: Callable[[LeasedLine], bool]) -> bool:
         """Take a worker that idles, if there is one; there is none here."""
         place = self._turns.take_idle(fits)
         if place is not None:
@@ -235,5 +234,5 @@ class Slot(Workers):
         self._place.close()
 
 
-def _any(lease: Lease) -> bool:
+def _any(place: LeasedLine) -> bool:
     return True

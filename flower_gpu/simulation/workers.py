@@ -88,12 +88,15 @@ def variables(count: int, env: Mapping[str, str] | None, num_cpus: float | None 
     return {_CONCURRENCY: str(min(count, cores())), **asked, **(env or {})}
 
 
-def core_leases(settings: CallSettings, count: int, name: str) -> CoreLeases:
-    """Return the cores of a run of an app of which so many messages are handled at a time."""
+def core_leases(settings: CallSettings, count: int, most: int, name: str) -> CoreLeases:
+    """Return the cores of a run of an app of which so many messages are handled at a time.
+
+    ``most``: how many of them if all ask for as little as some clients do.
+    """
     host = settings.host
     need = replace(host, at_once=count if host.num_cpus is None else None).cores(on_gpu=False)
     assert need is not None
-    return CoreLeases(host, need.amount, count, f"messages of {name}")
+    return CoreLeases(host, need.amount, most, f"messages of {name}")
 
 
 def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset[str]) -> None:
@@ -168,21 +171,22 @@ class CoreLeases:
     idle ones at once.
 
     ``settings``: of the run's calls.
-    ``amount``: what each message gets, in thousandths of a core.
+    ``amount``: what a message gets that asks for no number, in thousandths of a core.
     ``most``: how many leases there are at most; a message beyond these goes along with the others.
     ``label``: what the ledger shows.
     """
 
     def __init__(self, settings: HostSettings, amount: int, most: int, label: str) -> None:
         self._settings = settings
-        self._needs = (HostNeed(CORES, amount, least=amount),)
+        self._amount = amount
         self._most = most
         self._label = label
         self._changed = threading.Condition()
         self._idle: list[Ticket] = []
-        self._turns: dict[str, float] = {}  # until when leases stay, by ticket
+        self._amounts: dict[str, int] = {}  # of leases, by ticket
+        self._turns: dict[str, float] = {}  # until when they stay
         self._held = 0
-        self._is_asking = False
+        self._asking: int | None = None  # what somebody here asks the ledger for
         self._is_off = not settings.is_leased
         self._is_wanted = False
         self._end = threading.Event()
@@ -190,12 +194,16 @@ class CoreLeases:
         self._watcher: threading.Thread | None = None
 
     @contextmanager
-    def held(self, check: Callable[[], object] = lambda: None) -> Iterator[None]:
+    def held(
+        self, check: Callable[[], object] = lambda: None, num_cpus: float | None = None
+    ) -> Iterator[None]:
         """Wait for cores, and hold them in the block.
 
         ``check``: called again and again; what it raises ends the wait.
+        ``num_cpus``: how many this message asks for; None: as many as most do.
         """
-        ticket = self._take(check)
+        own = replace(self._settings, num_cpus=num_cpus).cores(on_gpu=True)
+        ticket = self._take(check, self._amount if own is None else own.amount)
         try:
             yield
         finally:
@@ -215,33 +223,39 @@ class CoreLeases:
             self._held -= len(idle)
         self._release(idle)
 
-    def _take(self, check: Callable[[], object]) -> Ticket | None:
+    def _take(self, check: Callable[[], object], amount: int) -> Ticket | None:
         with self._changed:
             while True:
                 check()
                 if self._is_off:
                     return None
-                if self._idle:
-                    return self._idle.pop()
-                if self._held >= self._most:
+                fitting = [ticket for ticket in self._idle if self._amounts[ticket.entry.id] == amount]
+                if fitting:
+                    self._idle.remove(fitting[-1])
+                    return fitting[-1]
+                if amount == self._amount and self._held - len(self._idle) >= self._most:
                     return None
-                if not self._is_asking:
-                    self._is_asking = True
+                if self._asking is None:
+                    self._asking = amount
+                    others, self._idle = self._idle, []
+                    self._held -= len(others)
                     break
                 self._changed.wait()
         ticket = None
         try:
-            ticket = self._ask(check)
+            self._release(others)
+            ticket = self._ask(check, amount)
         finally:
             with self._changed:
-                self._is_asking = False
+                self._asking = None
                 if ticket is not None:
                     self._held += 1
+                    self._amounts[ticket.entry.id] = amount
                     self._turns[ticket.entry.id] = time.monotonic() + _TURN_S
                 self._changed.notify_all()
         return ticket
 
-    def _ask(self, check: Callable[[], object]) -> Ticket | None:
+    def _ask(self, check: Callable[[], object], amount: int) -> Ticket | None:
         """Ask the ledger; None where it cannot be used, and nobody has named a number of cores."""
         ends = time.monotonic() + self._settings.timeout_s  # by default infinity
 
@@ -249,7 +263,8 @@ class CoreLeases:
             check()
             return ends
 
-        claimant = Claimant(count=0, host_needs=lambda: self._needs, label=self._label)
+        needs = (HostNeed(CORES, amount, least=amount),)
+        claimant = Claimant(count=0, host_needs=lambda: needs, label=self._label)
         try:
             if self._ledger is None:
                 self._ledger = Ledger(host_reserve_bytes=self._settings.reserve_bytes)
@@ -259,7 +274,7 @@ class CoreLeases:
         except LeaseTimeoutError:
             raise
         except LeaseError as error:
-            if self._settings.num_cpus is not None:
+            if self._settings.num_cpus is not None or amount != self._amount:
                 raise
             notices.say_once(f"messages run without counted cores: {error}")
             self._is_off = True
@@ -268,7 +283,9 @@ class CoreLeases:
     def _give(self, ticket: Ticket) -> None:
         with self._changed:
             has_turn = time.monotonic() < self._turns[ticket.entry.id]
-            if (has_turn or not self._is_wanted) and not self._end.is_set():
+            # Who asks for another number here waits for room.
+            is_last = self._asking not in (None, self._amounts[ticket.entry.id]) or self._end.is_set()
+            if (has_turn or not self._is_wanted) and not is_last:
                 self._idle.append(ticket)
                 self._changed.notify()
                 return
@@ -279,6 +296,7 @@ class CoreLeases:
     def _release(self, given_back: list[Ticket]) -> None:
         for ticket in given_back:
             self._turns.pop(ticket.entry.id, None)
+            self._amounts.pop(ticket.entry.id, None)
             Ledger(self._ledger.folder if self._ledger else None).release(ticket)
 
     def _watch(self) -> None:
@@ -291,7 +309,7 @@ class CoreLeases:
             idle: list[Ticket] = []
             with self._changed:
                 # One of them may be of these leases themselves, but not of the server's evaluation.
-                self._is_wanted = count > self._is_asking
+                self._is_wanted = count > (self._asking is not None)
                 if self._is_wanted:
                     idle, self._idle = self._idle, []
                     self._held -= len(idle)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nvml_stub import GIB
 from simulations import run
+from stub_host import StubHost, events
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.simulation.clients import Clients
@@ -40,7 +42,9 @@ def test_the_last_entry_that_names_a_client_counts_key_by_key(seed: int) -> None
                 expected |= {key.replace("-", "_"): value for key, value in entries[pattern].items()}
         assert clients.of_client(partition) == expected
     found = [clients.of_client(partition) for partition in range(COUNT)]
-    assert {id(own) for own in found} == {id(own) for own in clients.different()}
+    assert len({id(own) for own in found}) == len({tuple(sorted(own.items())) for own in found})
+    limits = {own.get("timeout_s") for own in found}
+    assert sorted(map(str, limits)) == sorted(str(own.get("timeout_s")) for own in clients.resources())
 
 
 @pytest.mark.parametrize(
@@ -58,6 +62,7 @@ def test_the_last_entry_that_names_a_client_counts_key_by_key(seed: int) -> None
         ({"1": {"slow-down": "2"}}, "slow-down must be a number"),
         ({"1": {"slow-down": True}}, "slow-down must be a number"),
         ({"1": {"slow-down": 2, "slow_down": 3}}, "give one of the two"),
+        ({"1": {"num-gpus": 0.5, "gpu-memory": "2GiB"}}, "gpu-memory: num-gpus is given as well"),
     ],
 )
 def test_what_cannot_be_used_is_said(entries: Any, words: str) -> None:
@@ -80,3 +85,30 @@ def test_a_slow_client_takes_longer_and_its_time_limit_counts_that(tmp_path: Pat
     late = [call for call in done.calls if call["client"] == "2"]
     assert {call["outcome"] for call in late} == {"timeout"} and min(call["seconds"] for call in late) > 1
     assert done.summary["settings"]["clients_table"]["1"] == {"slow-down": 20}
+
+
+@pytest.mark.timeout(200)
+def test_each_call_has_a_lease_of_the_size_of_its_client(tmp_path: Path) -> None:
+    """Also where a worker is used again, which has the lease of the client before it."""
+    host = StubHost(tmp_path, gpus=1)  # of 16 GiB
+    table = tmp_path / "devices.toml"
+    table.write_text(
+        '["*"]\nnum-gpus = 0.25\n[0]\nnum-gpus = 1\n["1,5"]\ngpu-memory = "6GiB"\nnum-cpus = 1\n'
+    )
+    options = ("--gpu", "require", "--num-gpus", "0.5", "--clients-table", str(table), "--max-workers", "3")
+    done = host.simulate(8, *options, "--run-config", "num-server-rounds=3 seconds=0.1", app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    granted = {event["lease"]: event for event in events(done, "lease_granted")}
+    calls = [call for call in done.calls if call["task"] == "train"]
+    assert len(calls) == 24 and len(granted) < 24, "workers are used again"
+    [whole] = {lease_bytes(granted, call) for call in calls if call["client"] == "0"}
+    assert {lease_bytes(granted, call) for call in calls if call["client"] in ("1", "5")} == {6 * GIB}
+    rest = {lease_bytes(granted, call) for call in calls if call["client"] not in ("0", "1", "5")}
+    assert rest == {whole // 4}
+    assert {granted[call["lease"]]["cores"] for call in calls if call["client"] in ("1", "5")} == {1}
+    assert host.status().holders == ()
+
+
+def lease_bytes(granted: dict[str, Any], call: dict[str, Any]) -> int:
+    [gpu] = granted[call["lease"]]["gpus"]
+    return int(gpu["memory_bytes"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -55,6 +56,29 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def leased() -> int:
     return Ledger().status().leased_bytes(CORES)
+
+
+def test_messages_get_the_cores_that_they_ask_for(made: Callable[..., CoreLeases]) -> None:
+    cores = made(2)
+    granted = threading.Event()
+
+    def hold_all() -> None:
+        with cores.held(num_cpus=ALL / 1000):
+            granted.set()
+            done.wait(60)
+
+    done = threading.Event()
+    asking = threading.Thread(target=hold_all)
+    with cores.held():
+        with cores.held():
+            asking.start()
+        until(lambda: leased() == ALL // 2, "the lease goes to who asks for more, once its message is over")
+        assert not granted.is_set()
+    assert granted.wait(60) and leased() == ALL
+    done.set()
+    asking.join(60)
+    with cores.held():
+        assert leased() == ALL // 2
 
 
 def test_leases_stay_with_the_run_until_somebody_else_waits(made: Callable[..., CoreLeases]) -> None:
