@@ -250,6 +250,7 @@ GPUS: Final = Kind(
     lambda number: 0 < number <= 1 or number == round(number) > 1,
     (Real,),
 )
+SHARE: Final = _number("a share above 0 and up to 1, such as 0.25", "X", lambda x: 0 < x <= 1)
 SIZE: Final = Kind(
     'a number of bytes or a text such as "2GiB"', "SIZE", _positive_bytes, types=(Real, str), keeps_text=True
 )

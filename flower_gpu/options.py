@@ -29,6 +29,7 @@ from flower_gpu.kinds import (
     GPUS,
     SECONDS,
     SECONDS_OR_0,
+    SHARE,
     SIZE_OR_0,
     SWITCH,
     TRUE_OR_FALSE,
@@ -266,6 +267,18 @@ class CallOptions(TypedDict, total=False):
             excludes="num_gpus",
         ),
     ]
+    gpu_compute: Annotated[
+        float | None,
+        Option(
+            "share of a GPU's processors that a call has under simulate --mps (default: its share of the "
+            "memory)",
+            SHARE,
+            "FLOWER_GPU_COMPUTE",
+            None,
+            "GPUs",
+            ("simulate",),
+        ),
+    ]
     num_cpus: Annotated[
         float | None,
         Option(
@@ -439,6 +452,7 @@ GUARDED_VARIABLE: Final = "FLOWER_GPU_GUARDED"
 CONFINE_VARIABLE: Final = "FLOWER_GPU_CONFINE"
 CONFINED_VARIABLE: Final = "FLOWER_GPU_CONFINED"
 DEADLINE_VARIABLE: Final = "FLOWER_GPU_DEADLINE"
+MPS_VARIABLE: Final = "FLOWER_GPU_MPS_SMS"
 #: Variables that only our own processes set for each other.
 INTERNAL_VARIABLES: Final = MappingProxyType(
     {
@@ -452,6 +466,7 @@ INTERNAL_VARIABLES: Final = MappingProxyType(
         CONFINED_VARIABLE: "Set in confined workers: what they may have, as JSON.",
         GUARDED_VARIABLE: "Set by tests: files that are taken for those of GPUs, too.",
         RANKS_VARIABLE: "Set in workers of calls for several GPUs: how many ranks run without a lease.",
+        MPS_VARIABLE: "Set in runs with MPS: how many processors each card has, as JSON.",
         DEADLINE_VARIABLE: "Set in workers of calls for several GPUs: their end, by time.monotonic().",
     }
 )

@@ -31,6 +31,7 @@ class RunFolder:
         self.states = path / "states"  # folder of what virtual clients keep and the memory has no room for
         self.tensorboard = path / "tensorboard"  # folder of event files
         self.flwr_home = path / "flwr"  # Flower's configuration and state of this run only
+        self.mps = path / "mps"  # folder of the MPS daemon's logs
         self.app = path / "app"  # a copy of the app, where one is needed
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from flower_gpu import frameworks
 from flower_gpu.frameworks.framework import Cap, Rule
-from flower_gpu.gpu import guard
+from flower_gpu.gpu import guard, mps
 from flower_gpu.leases.lease import VARIABLE, Lease
 
 _RAYLET = "RAY_RAYLET_PID"  # set by Ray in every worker process of its own
@@ -32,6 +32,7 @@ def of_worker(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]
         _VISIBLE: ",".join(share.uuid for share in lease.shares),
         VARIABLE: lease.to_text(),
         **guard.environment(share.device_files for share in lease.shares),
+        **mps.limits(lease.processors, max(share.memory_bytes for share in lease.shares), environ),
         **frameworks.environment(caps_of(lease), environ),
     }
 

@@ -16,7 +16,7 @@ from flower_gpu.calls import environment
 from flower_gpu.calls.environment import fixed
 from flower_gpu.calls.gpu_use import THIS_WORKER, Use
 from flower_gpu.frameworks.framework import Figures, Hold, Rule
-from flower_gpu.gpu import driver_cap, guard
+from flower_gpu.gpu import driver_cap, guard, mps
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers import confinement, events, own_process, threads
@@ -52,6 +52,7 @@ def setup() -> AbstractContextManager[None]:
     threads.apply()
     THIS_WORKER.ranks = None  # those of an earlier call
     if lease is not None and lease.shares:
+        mps.check([share.uuid for share in lease.shares], os.environ)
         return _leased(lease)
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return _fixed(_kept(environment.of_worker(None, os.environ)))

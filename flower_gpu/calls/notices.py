@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from flower_gpu.calls.settings import GPUSettings
-from flower_gpu.errors import GPUUnavailableError
+from flower_gpu.errors import GPUUnavailableError, text_of
 from flower_gpu.gpu import cuda_version, inventory
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.lease import Lease, LeaseRequest, Share
@@ -86,6 +86,15 @@ def refused(label: str, lease: Lease) -> GPUUnavailableError:
     return GPUUnavailableError(
         f"{label}: CUDA refused GPU {share.index} ({share.name}) as busy or unavailable. Its compute "
         f"mode is {mode or 'unknown'}: {todo}. Also there: {who_else(lease, share.uuid)}"
+    )
+
+
+def faulted(label: str, lease: Lease, error: BaseException) -> GPUUnavailableError:
+    """Return the error of a call that has ended with the MPS server of its GPU."""
+    return GPUUnavailableError(
+        f"{label}: a fault on GPU {lease.shares[0].index} has ended all calls that this run had there, as "
+        "they share it by one MPS server (--mps). It may be another one's: without --mps only the call with "
+        f"the fault fails. {text_of(error)}"
     )
 
 

@@ -63,6 +63,7 @@ class GPUSettings:
     on_oom: str  # one of ON_OOM
     placement: str  # "spread": on the GPU with the most room. "pack": on the fullest that has enough
     reserve_bytes: int  # of each GPU, never leased
+    compute: float | None = None  # the share of a GPU's processors, where MPS can give it; None: as of memory
 
     def requested(self, config: Mapping[str, Any]) -> bool | None:
         """Return whether the server wants a GPU for a call with this config; None where it does not say.
@@ -159,6 +160,7 @@ def call_settings(
             on_oom=values["on_oom"],
             placement=PLACEMENT.resolve(None, environ),
             reserve_bytes=RESERVE.resolve(None, environ),
+            compute=values["gpu_compute"],
         ),
         _host_settings(values, given, environ),
     )

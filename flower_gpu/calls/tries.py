@@ -20,8 +20,8 @@ from flower_gpu.calls.leasing import Leasing, is_worker
 from flower_gpu.calls.settings import CallSettings, WorkerSettings
 from flower_gpu.calls.told import ProgressDisplay, Told
 from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError
-from flower_gpu.frameworks.out_of_memory import says_device_is_busy
-from flower_gpu.gpu import driver_cap, guard
+from flower_gpu.frameworks.out_of_memory import says_device_is_busy, says_fault
+from flower_gpu.gpu import driver_cap, guard, mps
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import (
@@ -68,6 +68,9 @@ class Workers:
         """Hold a lease, as :meth:`flower_gpu.calls.leasing.Leasing.held` does."""
         return leasing_.held(request)
 
+    def end_idle(self) -> None:
+        """End workers that idle with a lease, after a fault that is theirs as well; here there are none."""
+
     def held_on_cpu(self, leasing_: Leasing) -> AbstractContextManager[tuple[Lease, Ticket] | None]:
         """Hold cores and main memory, as :meth:`flower_gpu.calls.leasing.Leasing.held_on_cpu` does."""
         return leasing_.held_on_cpu()
@@ -113,6 +116,9 @@ class Tries:
                     out = self.told.get("out_of_memory")
                     if out is None and says_device_is_busy(error):
                         raise notices.refused(self.label, held) from error
+                    if out is None and mps.is_of_run(environ) and says_fault(error):
+                        self.workers.end_idle()
+                        raise notices.faulted(self.label, held, error) from error
                     if out is None:
                         raise
                     leasing.learn_at_least(out, held)
@@ -169,7 +175,7 @@ class Tries:
 
     def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
         try:
-            held = replace(held, by_driver=self._by_driver(held))
+            held = replace(held, by_driver=self._by_driver(held), compute=self.settings.gpu.compute)
             with files.passed_on(ticket.descriptor):
                 return self.once(environment.of_worker(held, environ), ticket, held)
         finally:
@@ -206,6 +212,8 @@ class Tries:
             record["lease" if held.shares else "cores_lease"] = held.id
             if held.shares:
                 record["cap"] = "driver" if held.by_driver else "allocator"
+                if mps.is_of_run(os.environ):
+                    record["mps_percentage"] = mps.percentage(held.processors)
         display = ProgressDisplay(self.label, record, self.workers.shows_progress)
         told = Told(record, display, ticket, held)
         self.told = told.events

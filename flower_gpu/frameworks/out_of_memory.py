@@ -1,4 +1,4 @@
-"""Recognises exceptions of missing GPU memory, or of a missing GPU: of frameworks, and of CUDA itself."""
+"""Recognises exceptions of missing GPU memory, of a missing GPU, or of faults: of frameworks, and of CUDA."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ _BUSY: Final = re.compile(
     r"CUDA-capable devices?\S* (?:is|are|is/are) busy or unavailable|cudaErrorDevicesUnavailable"
     r"|CUDA_ERROR_DEVICE_UNAVAILABLE"
 )
+# After these a process can do nothing more with CUDA. With MPS no other client of the server can either.
+_FAULT: Final = re.compile(
+    r"illegal memory access|unspecified launch failure|device-side assert|misaligned address"
+    r"|illegal instruction|invalid program counter|hardware stack error|uncorrectable ECC"
+    r"|(?:CUDA_ERROR|cudaError)_?(?:MPS|ILLEGAL|LAUNCH_?FAIL|ASSERT|MISALIGNED|HARDWARE_?STACK|INVALID_?PC|ECC)"
+    r"|\bMPS (?:client|server)\b",
+    re.IGNORECASE,
+)
 _REQUESTED = re.compile(r"allocat(?:e|ing)\s+([\d.,]*\d)\s*(bytes|B|[KMGT]iB)\b")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
@@ -39,6 +47,11 @@ def out_of_memory_in(error: BaseException) -> BaseException | None:
 def says_device_is_busy(error: BaseException) -> bool:
     """Tell whether something in a chain of exceptions says that CUDA was refused the GPU."""
     return any(_BUSY.search(_text(link)) for link in _chain(error))
+
+
+def says_fault(error: BaseException) -> bool:
+    """Tell whether something in a chain of exceptions says that a GPU, or its MPS server, had a fault."""
+    return any(_FAULT.search(_text(link)) for link in _chain(error))
 
 
 def requested_bytes(error: BaseException) -> int | None:

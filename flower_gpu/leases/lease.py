@@ -72,6 +72,14 @@ class Lease:
     alone: bool = False  # whether nobody else gets a lease on these GPUs meanwhile
     ticket: str = ""  # path of its ticket, where the worker tells what it uses
     by_driver: bool = False  # whether the driver caps the worker, in a control group of its own
+    compute: float | None = None  # the share of processors that its call asks for; None: as of the memory
+
+    @property
+    def processors(self) -> float:
+        """The share of each GPU's processors (SMs) that its worker has where MPS is used, up to 1."""
+        if self.compute is not None:
+            return self.compute
+        return 1.0 if self.alone else max(share.memory_bytes / share.total_bytes for share in self.shares)
 
     def to_text(self) -> str:
         """Return it as the value of :data:`VARIABLE`."""
@@ -85,7 +93,7 @@ class Lease:
             return None
         fields = json.loads(text)
         shares = tuple(_share(share) for share in fields["shares"])
-        return cls(fields["id"], shares, fields["alone"], fields["ticket"], fields["by_driver"])
+        return cls(**{**fields, "shares": shares})
 
 
 def _share(fields: dict[str, Any]) -> Share:

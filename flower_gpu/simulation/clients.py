@@ -16,7 +16,7 @@ from flower_gpu.kinds import FACTOR
 from flower_gpu.options import CALL, Option, joined
 
 #: The options of calls that a client can have of its own.
-RESOURCES: Final = ("num_gpus", "gpu_memory", "num_cpus", "timeout_s")
+RESOURCES: Final = ("num_gpus", "gpu_memory", "gpu_compute", "num_cpus", "timeout_s")
 #: The keys of an entry, by their names in Python.
 KEYS: Final[Mapping[str, Option]] = MappingProxyType(
     {

@@ -212,6 +212,7 @@ class Work:
     ``is_deterministic``: whether algorithms must give the same bits each time.
     ``is_strict``: whether what another run would not have ends this one.
     ``clients``: what clients have of their own.
+    ``mps``: whether its workers compute on a GPU at the same time, by an MPS daemon of the run.
     """
 
     name: str
@@ -227,6 +228,7 @@ class Work:
     is_deterministic: bool = False
     is_strict: bool = False
     clients: Clients = field(default_factory=Clients)
+    mps: bool = False
 
 
 @dataclass(frozen=True)

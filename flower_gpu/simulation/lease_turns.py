@@ -240,6 +240,13 @@ class LeaseTurns:
         for place in idle:
             place.close()
 
+    def end_idle(self) -> None:
+        """End the workers that idle at this moment."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+        for place in idle:
+            place.retire()
+
     def _is_watched(self) -> bool:
         """Start the watcher where there is none; tell whether there is one."""
         if self._watcher is None and not self._is_closed:
@@ -350,7 +357,7 @@ class LeaseTurns:
 
 
 def _size(leasing: Leasing) -> object:
-    return leasing.settings.request, leasing.host.num_cpus
+    return leasing.settings.request, leasing.settings.compute, leasing.host.num_cpus
 
 
 def _wait(watched: Sequence[int], timeout_s: float | None) -> None:

@@ -7,20 +7,23 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls import leasing, notices
 from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.flower.averaging import without_arrays
-from flower_gpu.options import flag, joined
+from flower_gpu.gpu import mps
+from flower_gpu.options import RUN_DIR_VARIABLE, flag, joined
 from flower_gpu.simulation import determinism, workers
 from flower_gpu.simulation.host import About, Answer, Answers, GroupSum, Host, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
@@ -28,6 +31,8 @@ from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
+from flower_gpu.workers import state_folder
+from flower_gpu.workers.own_process import restored_environment
 from flower_gpu.workers.threads import cores, planned_threads
 
 # Of short messages several are fetched at a time, as each time costs more than a short message does.
@@ -260,6 +265,8 @@ class LocalHost(QueueHost):
         ``tries``: how often a message is handled, at most, whose worker dies.
         """
         work, settings = self._run, self._settings
+        if work.mps:
+            self._opened.enter_context(_packed(self._decision.uuids))
         needs = workers.Needs.of(libraries_in(work.app))
         needs.learn_beside(settings)
         self._without = needs.without
@@ -312,6 +319,17 @@ class LocalHost(QueueHost):
         """End all workers, and let go of all that is held."""
         super().close()
         self._opened.close()
+
+
+@contextmanager
+def _packed(uuids: Sequence[str]) -> Iterator[None]:
+    """Run an MPS daemon in the block, of which all workers of this process are clients."""
+    folder = os.environ.get(RUN_DIR_VARIABLE)
+    logs = None if folder is None else RunFolder(Path(folder)).mps
+    parent = state_folder.made_state_dir()
+    with mps.daemon(uuids, parent, logs) as variables, restored_environment(variables):
+        os.environ.update(variables)
+        yield
 
 
 def libraries_in(app: ClientApp | AppReference) -> list[str]:

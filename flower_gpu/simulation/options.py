@@ -89,6 +89,13 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 excludes="log_dir",
             ),
             "progress": Option("show no bars and no summary", SWITCH, default=True, group="output"),
+            "mps": Option(
+                "have workers compute on a GPU at the same time, each on its share of the processors, by an "
+                "MPS daemon of this run; a fault of one ends the calls of all",
+                SWITCH,
+                default=False,
+                group="GPUs",
+            ),
         }.items()
     }
 )

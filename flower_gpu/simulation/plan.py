@@ -99,8 +99,7 @@ class RunPlan:
         table = given["clients"]
         table = before.get("clients_table", {}) if table is None else table
         clients = Clients.of(table, values["num_supernodes"])
-        for own in clients.resources():
-            call_settings(joined(options, own))
+        settings = [call_settings(joined(options, own)) for own in clients.resources()]
         deterministic = values["deterministic"] or bool(before.get("deterministic"))
         server_env: dict[str, str] = {}
         env: dict[str, str] = dict(options.get("env") or {})
@@ -111,6 +110,10 @@ class RunPlan:
         calls_per_worker = values["calls_per_worker"] or (1 if deterministic else MANY)
         if values["verify_recycling"]:
             _check_can_verify(calls_per_worker, values["ray_address"])
+        if values["mps"]:
+            _check_can_pack(deterministic, values["ray_address"])
+        elif any(each.gpu.compute is not None for each in settings):
+            raise ConfigError("gpu_compute (--gpu-compute) has an effect with mps (--mps) only. Add that")
         work = Work(
             name,
             client,
@@ -125,6 +128,7 @@ class RunPlan:
             deterministic,
             is_strict=deterministic and not values["keep_going"],
             clients=clients,
+            mps=values["mps"],
         )
         return cls(
             work,
@@ -163,6 +167,7 @@ class RunPlan:
             "max_workers": hosts.about.concurrency,
             "calls_per_worker": work.calls_per_worker,
             "verify_recycling": work.verify_recycling,
+            "mps": work.mps,
             "order": self.order,
             "state_memory_bytes": self.state_memory_bytes,
             "clients_table": self.clients_table,
@@ -227,6 +232,18 @@ def _check_can_verify(calls_per_worker: int, ray_address: str | None) -> None:
     if ray_address is not None:
         raise ConfigError(
             "verify_recycling cannot be used with ray_address: it checks one machine. Remove one of the two"
+        )
+
+
+def _check_can_pack(is_deterministic: bool, ray_address: str | None) -> None:
+    if is_deterministic:
+        raise ConfigError(
+            "mps cannot be used with deterministic: libraries choose their sums by the number of processors "
+            "that a worker has. Remove one of the two"
+        )
+    if ray_address is not None:
+        raise ConfigError(
+            "mps cannot be used with ray_address: its daemon is one machine's. Remove one of the two"
         )
 
 

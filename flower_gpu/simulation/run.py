@@ -58,6 +58,7 @@ def simulate(
     calls_per_worker: int | None = None,
     verify_recycling: bool = False,
     order: OrderWord = OPTIONS["order"].default,
+    mps: bool = False,
     seed: int | None = None,
     log_dir: str | Path | None = OPTIONS["log_dir"].default,
     resume: str | Path | None = None,
@@ -97,6 +98,9 @@ def simulate(
     order : str
         Which messages of a round are handled first: ``"longest"``, those that are expected to take longest by
         what was learned of their clients, or ``"sent"``, those that the strategy sends first.
+    mps : bool
+        Whether workers compute on a GPU at the same time, each on its share of the processors, by an MPS
+        daemon of this run. A fault of one of them on the GPU ends the calls of all.
     seed : int, optional
         Of the nodes' ids, of sampling, and of the clients' random numbers. Default: drawn, and written down.
     log_dir : str or Path, optional
@@ -159,6 +163,7 @@ def simulate(
         "calls_per_worker": calls_per_worker,
         "verify_recycling": verify_recycling,
         "order": order,
+        "mps": mps,
         "seed": seed,
         "log_dir": log_dir,
         "resume": resume,

@@ -149,6 +149,10 @@ class Slot(Workers):
         with self._cores.held(check, leasing_.host.num_cpus) if self._cores is not None else nullcontext():
             yield
 
+    def end_idle(self) -> None:
+        """End all workers of the run that idle with a lease."""
+        self._turns.end_idle()
+
     def _may_go_on(self, leasing: Leasing, request: LeaseRequest) -> bool:
         """Tell whether a call can have the worker that is here, and its lease."""
         if self._place.held is None or not self.has_worker or request != leasing.settings.request:

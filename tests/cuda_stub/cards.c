@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -17,7 +18,7 @@
 
 typedef struct {
     int gpu, mig;     /* in the host's files */
-    int has_context, is_lost;
+    int has_context, lost; /* the error that it answers from then on */
     Bytes used;       /* by this process, context included */
     Stream stream;    /* the default one */
 } Card;
@@ -28,6 +29,7 @@ static int card_count, init_code;
 static pid_t init_pid; /* 0: not begun */
 static long long busy_until;
 static Block *blocks;
+static char daemon_folder[4096]; /* of the MPS daemon whose client this process is; empty: of none */
 
 /* --- which cards there are -------------------------------------------------------------------------------- */
 
@@ -110,6 +112,75 @@ static int name_a_thread(void) {
     return pthread_setname_np(thread, "cuda-EvtHandlr") ? OPERATING_SYSTEM : OK;
 }
 
+static int lock_uses(char *folder, size_t size);
+static void unlock_uses(int file);
+static void count_other(const Use *use, void *count);
+
+/* --- MPS: a process is a client where it finds a daemon when it starts CUDA -------------------------------- */
+
+static void look_for_daemon(void) {
+    const char *named = getenv("CUDA_MPS_PIPE_DIRECTORY"), *folder = named != NULL ? named : "/tmp/nvidia-mps";
+    char path[4200], pid[32];
+    snprintf(path, sizeof path, "%s/nvidia-cuda-mps-control.pid", folder);
+    if (read_path(path, pid, sizeof pid) && kill(atoi(pid), 0) == 0) {
+        snprintf(daemon_folder, sizeof daemon_folder, "%s", folder);
+    }
+}
+
+static int client_limit(const char *name, int absent) {
+    const char *text = *daemon_folder ? getenv(name) : NULL;
+    return text == NULL ? absent : atoi(text);
+}
+
+int stub_sms(void) {
+    if (getenv("MPS_STUB_UNLIMITED") != NULL) return 132;
+    int sms = 132 * client_limit("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", 100) / 100;
+    return sms < 2 ? 2 : sms / 2 * 2;
+}
+
+/* What CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, as 0=512M,1=1024M, lets a client have of a card. */
+static Bytes client_memory(int card, Bytes absent) {
+    const char *at = *daemon_folder ? getenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") : NULL;
+    for (; at != NULL; at = strchr(at, ','), at = at == NULL ? NULL : at + 1) {
+        int number;
+        Bytes mib;
+        if (sscanf(at, "%d=%lluM", &number, &mib) == 2 && number == card) return mib << 20;
+    }
+    return absent;
+}
+
+static void fault_file(char *path, size_t size) { snprintf(path, size, "%s/fault", daemon_folder); }
+
+void stub_fault(void) {
+    char path[4200];
+    for (int card = 0; card < card_count; card++) cards[card].lost = ILLEGAL_ADDRESS;
+    if (!*daemon_folder) return;
+    fault_file(path, sizeof path);
+    close(open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
+}
+
+static int has_fault(void) {
+    char path[4200];
+    if (!*daemon_folder) return 0;
+    fault_file(path, sizeof path);
+    return access(path, F_OK) == 0;
+}
+
+/* After a fault the server lets nobody in until all those are gone that were there. */
+static void wait_for_server(int card) {
+    char path[4200], folder[4096];
+    while (has_fault()) {
+        int others = 0, lock = lock_uses(folder, sizeof folder);
+        uses(cards[card].gpu, cards[card].mig, count_other, &others);
+        if (!others) {
+            fault_file(path, sizeof path);
+            unlink(path);
+        }
+        unlock_uses(lock);
+        usleep(10000);
+    }
+}
+
 int stub_init(void) {
     char host[TEXT_BYTES];
     if (init_pid) return init_pid == getpid() ? init_code : NOT_INITIALIZED;
@@ -121,6 +192,7 @@ int stub_init(void) {
             init_code = INSUFFICIENT_DRIVER;
         } else {
             dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL); /* who looks whether it is there finds it */
+            look_for_daemon();
             look_for_cards((int)number(host, "gpus", 0));
             int names = number(host, "driver", 0) >= NAMES_THREADS_SINCE;
             init_code = card_count == 0 ? NO_DEVICE : names ? name_a_thread() : OK;
@@ -167,10 +239,11 @@ int stub_driver_cuda(void) {
 /* A MIG device is lost with its card. */
 int stub_is_lost(int card) {
     char text[TEXT_BYTES];
-    if (!cards[card].is_lost) {
-        cards[card].is_lost = !card_file(cards[card].gpu, NO_MIG, text) || number(text, "error", 0) != 0;
+    if (!cards[card].lost && cards[card].has_context && has_fault()) cards[card].lost = ILLEGAL_ADDRESS;
+    if (!cards[card].lost && (!card_file(cards[card].gpu, NO_MIG, text) || number(text, "error", 0) != 0)) {
+        cards[card].lost = UNKNOWN;
     }
-    return cards[card].is_lost ? UNKNOWN : OK;
+    return cards[card].lost;
 }
 
 /* --- memory ----------------------------------------------------------------------------------------------- */
@@ -264,6 +337,8 @@ static Room room_on(int card) {
     if (cards[card].mig == NO_MIG && group_of(getpid(), room.group, sizeof room.group)) {
         limits(room.gpu, narrow, &room);
     }
+    Bytes most = client_memory(card, total), left = cards[card].used < most ? most - cards[card].used : 0;
+    if (left < room.left) room.left = left;
     return room;
 }
 
@@ -306,13 +381,14 @@ int stub_context(int card) {
     if (card < 0 || card >= card_count) return INVALID_DEVICE;
     if (cards[card].has_context) return stub_is_lost(card);
     if ((code = stub_is_lost(card))) return code;
+    wait_for_server(card);
     pthread_mutex_lock(&mutex);
     if (!cards[card].has_context) {
         int lock = lock_uses(folder, sizeof folder);
         clear_up(folder);
         uses(cards[card].gpu, cards[card].mig, count_other, &others);
         long long mode = stub_number(card, "compute_mode", 0);
-        if (mode == 2 || (mode && others)) { /* PROHIBITED; exclusive */
+        if (mode == 2 || (mode && others && !*daemon_folder)) { /* PROHIBITED; exclusive */
             code = UNAVAILABLE;
         } else {
             code = take(card, (size_t)stub_number(card, "context", 0), folder);

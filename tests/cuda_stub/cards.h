@@ -16,6 +16,7 @@ enum {
     INVALID_DEVICE = 101,
     OPERATING_SYSTEM = 304,
     NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700, /* the process did that, or another client of its MPS server */
     NOT_SUPPORTED_HERE = 801,
     UNKNOWN = 999, /* a card that is lost answers this from then on */
 };
@@ -27,7 +28,9 @@ int stub_has_begun(void);         /* whether this process has done it */
 int stub_count(void);             /* of the cards that this process sees */
 int stub_context(int card);       /* makes the context where there is none */
 int stub_has_context(int card);
-int stub_is_lost(int card);       /* UNKNOWN where it is, OK where not */
+int stub_is_lost(int card);       /* an error where it is, OK where not */
+int stub_sms(void);               /* processors of a card that this process may use */
+void stub_fault(void);            /* ends this process's CUDA, and that of all clients of its MPS daemon */
 int stub_take(int card, size_t bytes);
 void stub_give(int card, size_t bytes);
 size_t stub_total(int card);

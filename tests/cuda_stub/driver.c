@@ -58,7 +58,8 @@ int cuDeviceTotalMem_v2(size_t *bytes, int card) {
 }
 
 int cuDeviceGetAttribute(int *found, int attribute, int card) {
-    *found = attribute == 102; /* CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
+    /* CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
+    *found = attribute == 16 ? stub_sms() : attribute == 102;
     return begun(card);
 }
 

@@ -51,6 +51,7 @@ static const struct {
     {INVALID_DEVICE, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {OPERATING_SYSTEM, "cudaErrorOperatingSystem", "OS call failed or operation not supported on this OS"},
     {NOT_READY, "cudaErrorNotReady", "device not ready"},
+    {ILLEGAL_ADDRESS, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
     {NOT_SUPPORTED_HERE, "cudaErrorNotSupported", "operation not supported"},
     {UNKNOWN, "cudaErrorUnknown", "unknown error"},
 };
@@ -140,7 +141,7 @@ int cudaGetDeviceProperties(struct cudaDeviceProp *found, int card) {
         .maxGridSize = {INT32_MAX, 65535, 65535},
         .totalConstMem = 65536,
         .major = 9,
-        .multiProcessorCount = 132,
+        .multiProcessorCount = stub_sms(),
         .l2CacheSize = 50 << 20,
         .pciBusID = stub_bus(card),
         .unifiedAddressing = 1,
@@ -162,7 +163,7 @@ int cudaDeviceGetAttribute(int *found, int attribute, int card) {
     case cudaDevAttrMaxSharedMemoryPerBlock: *found = 49152; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *found = 232448; break;
     case cudaDevAttrWarpSize: *found = 32; break;
-    case cudaDevAttrMultiProcessorCount: *found = 132; break;
+    case cudaDevAttrMultiProcessorCount: *found = stub_sms(); break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *found = 2048; break;
     case cudaDevAttrComputeCapabilityMajor: *found = 9; break;
     case cudaDevAttrUnifiedAddressing: *found = 1; break;
