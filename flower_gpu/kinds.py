@@ -230,6 +230,7 @@ PORT: Final = _count("a whole number, 1 or more and at most 65535", lambda n: 1 
 PORT_OR_0: Final = _count("a whole number, 0 to 65535", lambda n: 0 <= n <= 65535)
 #: Of a longer time than a clock can count to nothing is left.
 FACTOR: Final = _number("a number from 1 to 1000000", "X", lambda x: 1 <= x <= 1e6)
+PART: Final = _number("a number from 0 to 1", "X", lambda x: 0 <= x <= 1)
 POSITIVE: Final = _number("a number above 0", "X", lambda x: 0 < x < math.inf)
 SECONDS: Final = _number(f"a number of seconds above 0, at most {MAX_SECONDS:g}", "S", is_duration)
 SECONDS_OR_0: Final = _number(

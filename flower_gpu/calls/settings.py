@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -104,6 +104,7 @@ class CallSettings:
     worker: WorkerSettings
     gpu: GPUSettings
     host: HostSettings
+    own: Mapping[str, Any] = field(default_factory=dict)  # what this client alone has, for the trace
 
     def confined(self, confinement: Confinement | None) -> CallSettings:
         """Return settings whose workers are confined to this part of the host."""

@@ -208,6 +208,8 @@ class Tries:
         if self.settings.gpu.request.count > 1 and method.is_own_process:
             env.update(_for_ranks(settings, self.settings.gpu.request.count))
         record: dict[str, Any] = {**self.fields, "start_method": method.name, "threads": count}
+        if self.settings.own:
+            record["own"] = dict(self.settings.own)
         if held is not None:
             record["lease" if held.shares else "cores_lease"] = held.id
             if held.shares:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.kinds import FACTOR
+from flower_gpu.kinds import FACTOR, PART
 from flower_gpu.options import CALL, Option, joined
 
 #: The options of calls that a client can have of its own.
@@ -24,6 +24,7 @@ KEYS: Final[Mapping[str, Option]] = MappingProxyType(
         for name, option in {
             **{name: CALL[name] for name in RESOURCES},
             "slow_down": Option("how many times as long each of its calls takes", FACTOR, default=1.0),
+            "availability": Option("in which part of the rounds it can be asked", PART, default=1.0),
         }.items()
     }
 )
@@ -83,12 +84,14 @@ def _key(own: Own) -> tuple[Any, ...]:
     return tuple(sorted(own.items()))
 
 
+def as_written(own: Own) -> dict[str, Any]:
+    """Return what a client has of its own, with the keys of a file."""
+    return {name.replace("_", "-"): value for name, value in own.items()}
+
+
 def plain(entries: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
     """Return a table as a file holds it."""
-    return {
-        str(pattern): {name.replace("_", "-"): value for name, value in entry.items()}
-        for pattern, entry in entries.items()
-    }
+    return {str(pattern): as_written(entry) for pattern, entry in entries.items()}
 
 
 def _values(pattern: Any, entry: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from copy import copy
 from datetime import UTC, datetime
@@ -34,10 +34,11 @@ from flower_gpu import trace
 from flower_gpu.errors import ConfigError, NotDeterministicError
 from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sending
 from flower_gpu.flower.rounds import RoundState
+from flower_gpu.simulation.availability import Availability
 from flower_gpu.simulation.boxes import BlockBox, Box, Job, SumBox
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
-from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
+from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.watch.waits import WorkerWaits
 
@@ -69,6 +70,7 @@ class SimulationGrid(Grid):
     ``resumed``: where the run goes on.
     ``sums_in_order``: whether replies are always summed in the order of the nodes.
     ``is_strict``: whether messages that are not done in time end the run.
+    ``availability``: which nodes are there in a round; None: all of them.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class SimulationGrid(Grid):
         resumed: RoundState | None = None,
         sums_in_order: bool = False,
         is_strict: bool = False,
+        availability: Availability | None = None,
     ) -> None:
         self._run = run
         self._dispatcher = dispatcher
@@ -91,6 +94,9 @@ class SimulationGrid(Grid):
         self._resumed = resumed
         self._sums_in_order = sums_in_order
         self._is_strict = is_strict
+        self._availability = availability
+        self._there: Sequence[int] = self._nodes.ids  # as it was told last
+        self._sent = 0  # how often messages were sent
         #: The SuperLink's side, as Flower's grids have it.
         self.node = Node(node_id=SUPERLINK_NODE_ID)
         self._began_at = time.time()
@@ -148,7 +154,7 @@ class SimulationGrid(Grid):
         ]
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all nodes.
+        """Return the ids of the nodes that are there in this round.
 
         Raises ConfigError if Flower asks for whoever waits for more nodes than there are: it would ask for
         ever.
@@ -159,7 +165,12 @@ class SimulationGrid(Grid):
                 f"the ServerApp waits for {wanted} nodes, and there are {count}: raise the number of "
                 "SuperNodes, or lower the strategy's min_available_nodes or min_train_nodes"
             )
-        if threading.get_ident() == self._app_thread and not self._boxes:
+        is_app = threading.get_ident() == self._app_thread
+        if self._availability is not None and self._availability.has_effect and is_app:
+            number = asked_round()
+            place = f"message set {self._sent + 1}" if number is None else f"round {number}"
+            self._there = self._availability.ids(place, wanted)
+        if is_app and not self._boxes:
             self._asked += 1
             if self._asked == 1:
                 self._asked_at = time.monotonic()
@@ -172,9 +183,9 @@ class SimulationGrid(Grid):
                     "There are %d nodes, and there will be no more",
                     self._asked,
                     seconds,
-                    count,
+                    len(self._there),
                 )
-        return list(self._nodes.ids)
+        return list(self._there)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
@@ -350,6 +361,7 @@ class SimulationGrid(Grid):
 
     def _send(self, messages: Iterable[Message], box: Box) -> Iterator[str]:
         """Put messages into a box, for the threads to take; yields their ids."""
+        self._sent += 1
         durations = None if self._durations is None or self._durations.is_empty else self._durations
         gather_s = 0.0 if durations is None else _GATHER_S
         if isinstance(box, BlockBox):

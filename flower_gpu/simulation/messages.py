@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from logging import WARNING
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from flower_gpu.errors import (
 from flower_gpu.flower import message_call, record_bytes
 from flower_gpu.leases.host import RESERVED_PART
 from flower_gpu.options import joined
-from flower_gpu.simulation.clients import Own, resources
+from flower_gpu.simulation.clients import Own, as_written, resources
 from flower_gpu.simulation.host import Answer, Visit, Work, failed
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
 from flower_gpu.simulation.nodes import VirtualNodes
@@ -261,9 +262,8 @@ class MessageHandler:
     def _settings(self, own: Own, context: Context) -> CallSettings:
         # The configs of nodes differ by their partition only.
         if id(own) not in self._resolved:
-            self._resolved[id(own)] = call_settings(
-                {**joined(self._options, resources(own)), "context": context}
-            )
+            options = {**joined(self._options, resources(own)), "context": context}
+            self._resolved[id(own)] = replace(call_settings(options), own=as_written(own))
         return self._resolved[id(own)]
 
     def idle(self) -> None:

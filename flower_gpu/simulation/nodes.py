@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from types import FrameType
 from typing import Any, Final
@@ -76,17 +76,32 @@ def wanted_nodes() -> int | None:
     ``Grid.get_node_ids`` takes no argument, so the number is read where Flower has it: in the functions that
     ask until there are enough nodes. Where these are others, in another release of Flower, nothing is found.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
+    for frame in _frames():
         place = frame.f_globals.get("__name__"), frame.f_code.co_name
         if place == _OF_STRATEGIES:
             return _number(frame.f_locals.get("min_available_nodes"))
         if place == _OF_CLIENT_MANAGER:
             return _sampled(frame.f_locals)
-        frame = frame.f_back
     return None
+
+
+def asked_round() -> int | None:
+    """Return the round for which nodes are asked; None where nobody says.
+
+    It is ``server_round`` in the function that is being called: a method of a strategy, or a loop of the app.
+    """
+    found = (_number(frame.f_locals.get("server_round")) for frame in _frames())
+    return next((number for number in found if number is not None), None)
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the functions that are being called, from the grid's own on."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def _sampled(found: Mapping[str, Any]) -> int | None:

@@ -151,6 +151,13 @@ class RunPlan:
         """Return the values that a resumed run must share with the earlier one."""
         work = self.work
         found = {"app": work.name, "num_supernodes": work.num_supernodes, "seed": work.seed}
+        away = [
+            [pattern, entry["availability"]]
+            for pattern, entry in self.clients_table.items()
+            if "availability" in entry
+        ]
+        if away:
+            found["availability"] = away
         if work.is_deterministic:
             found |= {"deterministic": True, "threads": hosts.about.threads}
         return found

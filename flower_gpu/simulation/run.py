@@ -31,6 +31,7 @@ from flower_gpu.flower.rounds import RoundState
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism, verifying
+from flower_gpu.simulation.availability import Availability
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
@@ -304,6 +305,7 @@ def _grid(
         resumed=record.state,
         sums_in_order=work.is_deterministic,
         is_strict=work.is_strict,
+        availability=Availability(nodes, work.clients, work.seed),
     )
     stack.callback(dispatcher.wait)  # last: without its threads Ray can be left
     stack.callback(hosts.close)

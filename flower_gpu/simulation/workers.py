@@ -283,9 +283,10 @@ class CoreLeases:
     def _give(self, ticket: Ticket) -> None:
         with self._changed:
             has_turn = time.monotonic() < self._turns[ticket.entry.id]
-            # Who asks for another number here waits for room.
-            is_last = self._asking not in (None, self._amounts[ticket.entry.id]) or self._end.is_set()
-            if (has_turn or not self._is_wanted) and not is_last:
+            keeps = has_turn or not self._is_wanted
+            if self._asking is not None:  # who waits for the ledger here gets it there, unless others would
+                keeps = has_turn and self._is_wanted and self._asking == self._amounts[ticket.entry.id]
+            if keeps and not self._end.is_set():
                 self._idle.append(ticket)
                 self._changed.notify()
                 return

@@ -433,6 +433,7 @@ class History:
             lease=text(event.get("lease")),
             started_at=time,
             cores_lease=text(event.get("cores_lease")),
+            own=mapping(event.get("own")),
         )
         place = (worker.host, worker.pid)
         if event.get("used_again") is not True or place not in self._processes:

@@ -159,6 +159,7 @@ class WorkerSpan:
     peak_bytes: dict[str, int] = field(default_factory=dict)  # by UUID: the most it was seen to use
     progress: tuple[str, int, int | None] = ("", 0, None)  # description, items done, items in all
     host: str = ""  # of a Ray cluster; empty: the machine of the run itself
+    own: Mapping[str, Any] = field(default_factory=dict)  # what its client alone has, such as ``slow-down``
 
     @property
     def phase(self) -> str:

@@ -13,6 +13,7 @@ from stub_host import StubHost, events
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.simulation.clients import Clients
+from flower_gpu.watch.report.page import write_report
 
 COUNT = 24
 PATTERNS = {
@@ -85,6 +86,8 @@ def test_a_slow_client_takes_longer_and_its_time_limit_counts_that(tmp_path: Pat
     late = [call for call in done.calls if call["client"] == "2"]
     assert {call["outcome"] for call in late} == {"timeout"} and min(call["seconds"] for call in late) > 1
     assert done.summary["settings"]["clients_table"]["1"] == {"slow-down": 20}
+    page = write_report(done.folder).read_text()
+    assert "timeout-s 60, slow-down 20" in page and "timeout-s 2, slow-down 1000000.0" in page
 
 
 @pytest.mark.timeout(200)

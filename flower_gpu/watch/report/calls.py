@@ -185,6 +185,7 @@ def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
                 "median_s": {phase: median(found) if found else None for phase, found in seconds.items()},
                 "max_s": {phase: max(found, default=None) for phase, found in seconds.items()},
                 "peak_bytes": highest_peak(own),
+                "own": next((one.worker.own for one in reversed(own) if one.worker), {}),
                 "failures": sum(one.has_failed for one in own),
             }
         )

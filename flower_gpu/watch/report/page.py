@@ -158,6 +158,7 @@ def _template() -> Template:
         "counted": lambda number, noun: f"{number:,} {noun}{'' if number == 1 else 's'}",
         "first_line": lambda error: error[:_ERROR_CHARACTERS],
         "named": _names,
+        "pairs": lambda own: ", ".join(f"{key} {value}" for key, value in own.items())[:_ERROR_CHARACTERS],
         "listed": lambda counts: ", ".join(f"{count:,} {name}" for name, count in counts.items()),
         "task": task_name,
         "px": "{:.1f}".format,
