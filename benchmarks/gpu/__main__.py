@@ -2,7 +2,7 @@
 
 Parts: cap (a client takes twice its lease), oversubscribe (three times more clients than fit), example (an
 app by each command), steps (a call cut into its steps), memory (what is used after each client), throughput
-(rounds per minute). README.md says how to read them.
+(rounds per minute), mps (small clients in turns and side by side). README.md says how to read them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.gpu import cap, example, memory, oversubscribe, steps, throughput
+from benchmarks.gpu import cap, example, memory, mps, oversubscribe, steps, throughput
 from benchmarks.gpu.caller import WAYS
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.setting import MB, QUICK, Setting, Sizes, gpu, part_folder
@@ -31,8 +31,9 @@ _SHARED: dict[str, ModuleType] = {
     "example": example,
     "memory": memory,
     "throughput": throughput,
+    "mps": mps,
 }
-_PARTS = ("cap", "oversubscribe", "example", "steps", "memory", "throughput")
+_PARTS = ("cap", "oversubscribe", "example", "steps", "memory", "throughput", "mps")
 _OMP_THREADS = {"OMP_NUM_THREADS": "1"}  # many processes share the cores; what counts is on the GPU
 
 
@@ -108,7 +109,7 @@ def _options() -> tuple[Parser, Options]:
     parser.add_argument("--limit", type=positive, metavar="SECONDS",
                         help=f"time for each part but steps; default: {limits}")  # fmt: skip
     parser.add_argument("--runs", type=positive, metavar="N",
-                        help="runs of each way in steps (default: 5) and throughput (3)")  # fmt: skip
+                        help="runs of each way in steps (default: 5), throughput and mps (3)")  # fmt: skip
     parser.add_argument("--data", type=_data_file, metavar="NPZ",
                         help="images for memory and throughput: labels, and images (uint8, n x 32 x 32 x 3) "
                         "or jpeg and offsets; default: generated ones")  # fmt: skip

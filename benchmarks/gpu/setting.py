@@ -45,6 +45,8 @@ class Sizes:
         Of ``throughput``: clients of a round, and rounds measured for each figure.
     concurrency : tuple of int
         How many of them train at the same time.
+    packed : tuple of int
+        Of ``mps``: numbers of clients.
     """
 
     clients: int = 20
@@ -59,11 +61,12 @@ class Sizes:
     round_clients: int = 16
     runs: int = 3
     concurrency: tuple[int, ...] = (1, 2, 4, 8)
+    packed: tuple[int, ...] = (2, 8)
 
 
 QUICK = Sizes(
     clients=2, batch=2, steps=1, images=16, side=8, fit=2, times=2, hold_s=0.5, neighbour_s=1.0,
-    round_clients=2, runs=1, concurrency=(2,),
+    round_clients=2, runs=1, concurrency=(2,), packed=(2,),
 )  # fmt: skip
 
 
