@@ -38,7 +38,7 @@ def main() -> int:
         for index in range(asked.gpus):
             host.set(index, **dict(field.split("=", 1) for field in asked.set))
         # Leases and fork servers of their own: the user's know other cards.
-        own = {}
+        own = {"PATH": f"{Path(__file__).parent / 'mps'}:{os.environ['PATH']}"}
         for name in ("LEDGER", "STATE"):
             place = folder / name.lower()
             place.mkdir(exist_ok=True)
