@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flower_gpu.flower.client import GPUClient, gpu_client
     from flower_gpu.flower.evaluate import gpu_evaluate
     from flower_gpu.flower.mod import gpu_mod
+    from flower_gpu.flower.resuming.resumable import resumable
     from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
     from flower_gpu.options import CallOptions
     from flower_gpu.pytorch.device import device, to_device, to_numpy
@@ -59,6 +60,7 @@ _HOMES = {
     "flower_gpu.ranks.function": "distributed",
     "flower_gpu.flower.evaluate": "gpu_evaluate",
     "flower_gpu.flower.mod": "gpu_mod",
+    "flower_gpu.flower.resuming.resumable": "resumable",
     "flower_gpu.workers.events": "progress",
     "flower_gpu.calls.runner": "run_in_worker",
     "flower_gpu.simulation.simulation_result": "SimulationResult SimulationStoppedError",
@@ -98,6 +100,7 @@ __all__ = [
     "gpu_evaluate",
     "gpu_mod",
     "progress",
+    "resumable",
     "run_in_worker",
     "simulate",
     "to_device",

@@ -328,6 +328,12 @@ KEEP_GOING: Final = Option(
 LOG_DIR: Final = Option(
     "where the run's folder is made (default: {default})", FOLDER, default="runs", group="output"
 )
+RESUME: Final = Option(
+    "folder of an earlier run of the same app: go on after the last round that it finished",
+    FOLDER,
+    group="output",
+    excludes="log_dir",
+)
 #: Where the figures of a run can be sent. Each is an extra of the package, too.
 TRACKERS: Final = ("tensorboard", "wandb", "mlflow")
 TRACKER: Final = Option(

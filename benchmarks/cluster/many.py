@@ -13,12 +13,12 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.run import Run
 
 from benchmarks.shared import table
+from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import About, Answer, Answers, Host, Visit
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.states import StateStore
 
 #: Hosts, messages that each handles at a time, messages of a round for each of these, seconds of a message.
 SIZES, QUICK_SIZES = [(16, 64, 4, 1.0), (100, 64, 4, 2.0)], [(4, 8, 2, 0.05)]

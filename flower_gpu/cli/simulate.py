@@ -170,9 +170,9 @@ def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigVal
                 "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"
             )
         return arguments.num_supernodes, given
-    from flower_gpu.simulation.plan import earlier_run
+    from flower_gpu.flower.resuming.earlier import earlier_run
 
-    _, before = earlier_run(arguments.resume)
+    _, before = earlier_run(arguments.resume, "simulate")
     return arguments.num_supernodes or before["num_supernodes"], given
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import random
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +21,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_gpu import frameworks
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower.averaging import SumItem
-from flower_gpu.flower.strategy_state import OURS, StrategyState
+from flower_gpu.flower.strategy_state import ANEW, OURS, StrategyState
 from flower_gpu.flower.streaming import ComingReplies
 
 #: State of random number generators, made of what JSON has.
@@ -44,11 +47,25 @@ class RoundState:
     strategy: str = OURS  # the only kind that goes on from here
     # What one of Flower's own keeps; None: that cannot be written, and nobody can go on from here
     strategy_state: RecordDict | None = field(default_factory=RecordDict)
+    first_model: str = ""  # the initial one, as :func:`shape_of` tells it; a round may change the shape
 
 
 @runtime_checkable
-class SummingGrid(Protocol):
-    """What a grid of ours has besides Flower's ``Grid``."""
+class ResumableGrid(Protocol):
+    """What a grid has besides Flower's ``Grid``, on which a run can go on."""
+
+    def resumed(self) -> RoundState | None:
+        """Return where the run goes on; None: at the start."""
+        ...
+
+    def finished_round(self, state: RoundState) -> None:
+        """Take note of a finished round; called once for each, and for round 0."""
+        ...
+
+
+@runtime_checkable
+class SummingGrid(ResumableGrid, Protocol):
+    """A grid of ours that sums replies as they come."""
 
     def sums(
         self,
@@ -59,14 +76,6 @@ class SummingGrid(Protocol):
         in_order: bool,
     ) -> Generator[SumItem, None, None]:
         """Send messages, and yield what comes, as :data:`flower_gpu.flower.averaging.Sums`."""
-        ...
-
-    def resumed(self) -> RoundState | None:
-        """Return where the run goes on; None: at the start."""
-        ...
-
-    def finished_round(self, state: RoundState) -> None:
-        """Take note of a finished round; called once for each, and for round 0."""
         ...
 
 
@@ -94,6 +103,14 @@ def restore_random_state(state: RandomState) -> None:
             each.set_random_state(base64.b64decode(of_frameworks[each.name]))
 
 
+def shape_of(model: ArrayRecord) -> str:
+    """Tell a model's arrays: their number, and how many numbers are in them; others have another checksum."""
+    shapes = [(name, array.dtype, tuple(array.shape)) for name, array in model.items()]
+    numbers = sum(math.prod(shape) for _, _, shape in shapes)
+    checksum = zlib.crc32(repr(shapes).encode())
+    return f"{len(shapes)} arrays with {numbers} numbers (names and shapes {checksum:08x})"
+
+
 def run(
     strategy: Strategy,
     grid: Grid,
@@ -107,14 +124,15 @@ def run(
     *,
     sums_replies: bool = False,
 ) -> Result:
-    """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`SummingGrid`.
+    """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`ResumableGrid`.
 
     ``strategy``, ``grid``, ``initial_arrays``, ``num_rounds``, ``timeout``, ``train_config``,
-    ``evaluate_config``, ``evaluate_fn``: as there; ``grid`` is a :class:`SummingGrid` as well. A run that
+    ``evaluate_config``, ``evaluate_fn``: as there; ``grid`` is a :class:`ResumableGrid` as well. A run that
     goes on has its arrays already.
     ``strategy_state``: what the strategy keeps; none of ours keeps anything.
     ``sums_replies``: whether the strategy does nothing with the replies to training but to sum them.
     Returns what it returns there; of a run that goes on, with what was found before it ended.
+    Raises ConfigError if it cannot go on with this strategy, or this model.
     """
     # Here, since Flower does not export it: nobody else is to depend on it.
     from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
@@ -125,6 +143,7 @@ def run(
     log(INFO, "")
 
     started = time.time()
+    sums_replies = sums_replies and isinstance(grid, SummingGrid)
     rounds = _RoundParts(strategy, grid, timeout, evaluate_fn, strategy_state, sums_replies)
     first = rounds.begin(initial_arrays, num_rounds)
     train_config = ConfigRecord() if train_config is None else train_config
@@ -156,17 +175,23 @@ class _RoundParts:
     """The parts of a round, and the results so far."""
 
     strategy: Strategy
-    grid: Any  # a Grid, and a SummingGrid
+    grid: Any  # a Grid, and a ResumableGrid; a SummingGrid, if it sums
     timeout: float
     evaluate_fn: Evaluate | None
     state: StrategyState | None
     sums_replies: bool
     result: Result = field(default_factory=Result)
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
+    first_model: str = ""  # as shape_of returns it
+
+    @property
+    def kind(self) -> str:
+        return OURS if self.state is None else self.state.kind
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> int:
         """Evaluate the initial model, or restore the earlier run; returns the next round."""
         state: RoundState | None = self.grid.resumed()
+        self.first_model = shape_of(initial_arrays)
         if state is None:
             self.arrays = initial_arrays
             if self.evaluate_fn:
@@ -176,6 +201,15 @@ class _RoundParts:
                     self.result.evaluate_metrics_serverapp[0] = metrics
             self.finish(0)
             return 1
+        for what, before, now in (
+            ("strategy", state.strategy, self.kind),
+            ("first model", state.first_model or self.first_model, self.first_model),
+        ):
+            if before != now:
+                raise ConfigError(
+                    f"the run cannot go on: its {what} was {before}, and is {now} now. Give the app that of "
+                    f"then, or start a new run {ANEW}"
+                )
         log(INFO, "Going on after round %s of %s", state.server_round, num_rounds)
         self.arrays = state.arrays
         if state.server_round > 0:
@@ -224,8 +258,9 @@ class _RoundParts:
                 evaluate_metrics=dict(self.result.evaluate_metrics_serverapp),
                 random_state=capture_random_state(),
                 client_metrics=dict(self.result.evaluate_metrics_clientapp),
-                strategy=OURS if self.state is None else self.state.kind,
+                strategy=self.kind,
                 strategy_state=RecordDict() if self.state is None else self.state.changed(),
+                first_model=self.first_model,
             )
         )
 

@@ -12,19 +12,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower import waits
+from flower_gpu.flower.node_logs import ClientOrder
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import HTTP_GRID, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.flower.resuming.states import StateStore
+from flower_gpu.flower.rounds import RoundState
+from flower_gpu.options import RUN_DIR_VARIABLE
 
 _NAME: Final = "flwr-serverapp"
 _LEAST_S: Final = 0.1  # where nobody tells of replies
@@ -49,25 +56,49 @@ def main() -> None:
 def _recorded(call: Callable[..., None], clock: GridTime) -> Callable[..., None]:
     @functools.wraps(call)
     def recorded(app: ServerApp, grid: Grid, context: Any) -> None:
-        with recorded_rounds(write_event) as recorder:
-            record(grid, recorder, clock)
+        folder = os.environ.get(RUN_DIR_VARIABLE)
+        with recorded_rounds(write_event) as recorder, ExitStack() as stack:
+            record(grid, recorder, clock, None if folder is None else _OfRun(RunFolder(Path(folder)), stack))
             call(app, grid, context)
 
     return recorded
 
 
-def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
+class _OfRun:
+    """What a run's folder has for its ServerApp: the order of its clients, and the last finished round."""
+
+    def __init__(self, folder: RunFolder, stack: ExitStack) -> None:
+        # Late: the process that this one is a fork of does without SQLite.
+        from flower_gpu.flower.resuming.checkpoint import Checkpoints
+        from flower_gpu.flower.resuming.earlier import FirstStart
+
+        self.order = ClientOrder(folder)
+        checkpoints = Checkpoints(folder.checkpoint, StateStore())
+        stack.callback(checkpoints.close)
+        self.first_start = FirstStart(checkpoints, checkpoints.read())
+
+
+def record(grid: Grid, recorder: Recorder, clock: GridTime, run: _OfRun | None = None) -> None:
     """Record from now on the messages of a grid of Flower's, also for the clock of its waits.
 
     Its own ``send_and_receive`` pushes messages and pulls replies by the two methods that are replaced, so
-    each reply is noted when it comes.
+    each reply is noted when it comes. With a ``run`` the grid is a :class:`.ResumableGrid`, and nodes and
+    replies have the order of the clients: sums, and which clients a seed chooses, do not depend on chance.
     """
-    push, send_and_receive = grid.push_messages, grid.send_and_receive
+    push, send_and_receive, get_nodes = grid.push_messages, grid.send_and_receive, grid.get_nodes
+
+    def finished_round(state: RoundState) -> None:
+        # A run that goes on does it again: the launcher may be about to end the run for that.
+        if run is not None and state.server_round != recorder.failed_round:
+            run.first_start.finished_round(state)
+
     recorded = RecordedGrid(
         SimpleNamespace(
             # Flower's goes through them more than once.
             push_messages=lambda messages: push(list(messages)),
             pull_messages=grid.pull_messages,
+            resumed=None if run is None else run.first_start.resumed,
+            finished_round=finished_round,
         ),
         recorder,
     )
@@ -89,13 +120,16 @@ def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
         of_thread.ids = []
         replies = send_and_receive(messages, timeout=timeout)
         recorded.give_up(of_thread.ids, "no reply" if timeout is None else f"no reply within {timeout:g} s")
-        return replies
+        return replies if run is None else run.order.replies(replies, of_thread.ids)
 
     replaced = {
         "push_messages": push_messages,
         "pull_messages": pull_messages,
         "send_and_receive": send_and_wait,
     }
+    if run is not None:
+        replaced["get_nodes"] = lambda: run.order.nodes(get_nodes())
+        replaced |= {"resumed": recorded.resumed, "finished_round": recorded.finished_round}
     for name, method in replaced.items():
         setattr(grid, name, method)
 

@@ -60,8 +60,9 @@ class FedAvg(_MessageFedAvg):
         As in Flower; by default the mean over examples. It gets the replies without their arrays where
         these were summed as they came.
     exact_order : bool
-        Sum in the order of the nodes, not in that in which replies come: in a simulation in the order of
-        their partitions, else of their ids. ``flower-gpu simulate --deterministic`` does so in any case.
+        Sum in the order of the nodes, not in that in which replies come: in a simulation, and below
+        ``flower-gpu launch``, in the order of their partitions, else of their ids. ``flower-gpu simulate
+        --deterministic`` does so in any case.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class FedAvg(_MessageFedAvg):
         if evaluate is None:
             log(WARNING, _NOT_EVALUATED)
         rest = (num_rounds, timeout, train_config, evaluate_config, evaluate)
-        if not isinstance(grid, rounds.SummingGrid):
+        if not isinstance(grid, rounds.ResumableGrid):
             return super().start(grid, initial_arrays, *rest)
         return rounds.run(self, grid, initial_arrays, *rest, sums_replies=streaming.sums_only(self))
 

@@ -26,6 +26,8 @@ from flower_gpu.workers.transport.regions import Region
 
 #: What a checkpoint is of that says nothing else: flower_gpu's FedAvg, or a class derived from it.
 OURS: Final = "flower_gpu.FedAvg"
+#: How to do without a checkpoint.
+ANEW: Final = "without --resume (with resumable(): in another folder)"
 
 _FLOWERS: Final = "flwr."
 _RAW: Final = "numpy's memory"  # how the arrays of a state are written; Flower's records have their own way
@@ -218,5 +220,5 @@ def _load(target: Any, content: Any, path: str) -> None:
     except (AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the strategy's {path} refuses its state in the checkpoint: {error}. "
-            "Use the app with which the run began, or start a new run without --resume"
+            f"Use the app with which the run began, or start a new run {ANEW}"
         ) from error

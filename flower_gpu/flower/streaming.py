@@ -22,7 +22,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from flower_gpu.flower.averaging import ReplySum, Sums, in_order_of_sending, place, without_arrays
+from flower_gpu.flower.averaging import InOrder, ReplySum, Sums, in_order_of_sending, place, without_arrays
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
@@ -106,7 +106,7 @@ def aggregate(
                 del item
         rest = in_order_of_sending(rest)
     else:
-        if in_order:
+        if in_order and not isinstance(replies, InOrder):
             replies = sorted(replies, key=place)
         is_kept = isinstance(replies, Sequence)
         for reply in replies:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -24,6 +23,7 @@ from flower_gpu.flower.commands import (
     warm_up_command,
     with_flowers,
 )
+from flower_gpu.flower.node_logs import clients_of_nodes
 from flower_gpu.flower.waits import with_group
 from flower_gpu.launch import ports
 from flower_gpu.launch.plan import Plan
@@ -44,8 +44,6 @@ CONNECTION: Final = "launch"
 PORT_ATTEMPTS: Final = 4
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
-# flwr.supernode: said once, when the SuperLink has given it its id.
-_NODE_ID: Final = re.compile(r"SuperNode ID: (\d+)")
 # What flwr's FAB builder may take; anything else in the app's folder stays where it is.
 _FAB_FILES: Final = (
     "*.py",
@@ -130,18 +128,19 @@ class Federation:
         self._say = say
         self._port = 0  # of the SuperLink
         self._node_attempts = [1] * plan.clients
-        self._clients_of_nodes: dict[int, str] = {}
+        self._clients_of_nodes: dict[int, int] = {}
         self._asked: Service | None = None  # `flwr list`, once the run has ended
         #: Log of ``flwr run``, which streams that of the ServerApp.
         self.server_log = folder.log("run")
         self._server_lines = trace.Follower(self.server_log)
+        self._server_lines.read_lines()  # of an earlier start of a run that goes on
 
     def start(self) -> None:
         """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run.
 
         Raises LaunchFailedError or LaunchStoppedError.
         """
-        self.folder.flwr_home.mkdir()
+        self.folder.flwr_home.mkdir(exist_ok=True)
         self.use_our_commands()
         if self.plan.fast_start:
             self._warm_up()
@@ -230,12 +229,8 @@ class Federation:
     def client_of(self, node_id: int) -> str:
         """Return the number of a node's client, from what its SuperNode says at its start; else its id."""
         if node_id not in self._clients_of_nodes:
-            for client in range(self.plan.clients):
-                with suppress(OSError):
-                    text = self.folder.log(f"client-{client}").read_text(errors="replace")
-                    for found in _NODE_ID.finditer(text):
-                        self._clients_of_nodes[int(found[1])] = str(client)
-        return self._clients_of_nodes.get(node_id, f"node {node_id}")
+            self._clients_of_nodes = clients_of_nodes(self.folder)
+        return str(self._clients_of_nodes.get(node_id, f"node {node_id}"))
 
     def traceback_of(self, client: str) -> str:
         """Return the last traceback in a client's log; empty where there is none."""

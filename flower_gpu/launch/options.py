@@ -105,7 +105,8 @@ class LaunchOptions:
     keep_going: Annotated[bool, options.KEEP_GOING] = False
     #: What the user asked for calls; what is left out is up to the environment and the app.
     calls: CallOptions = field(default_factory=CallOptions)
-    log_dir: Annotated[Path, options.LOG_DIR] = options.LOG_DIR.default_value
+    log_dir: Annotated[Path, replace(options.LOG_DIR, excludes="resume")] = options.LOG_DIR.default_value
+    resume: Annotated[Path | None, options.RESUME] = None
     tracker: Annotated[tuple[str, ...], options.TRACKER] = ()
     verbosity: int = 0  # 1 shows the server's log as well, -1 only the result, and errors
 

@@ -7,13 +7,16 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, TypeGuard
+from typing import Any, Final, TypeGuard
 
 from flower_gpu import options as call_options
 from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
-from flower_gpu.apps.folder import check_log_dir
+from flower_gpu.apps.folder import RunFolder, check_log_dir
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.flower.commands import with_flowers
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.earlier import check_same_app, earlier_run
+from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.gpu import guard
 from flower_gpu.launch import gpu_check
 from flower_gpu.launch.options import (
@@ -25,6 +28,7 @@ from flower_gpu.launch.options import (
     node_config_of,
 )
 from flower_gpu.options import flag
+from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client as forkserver
 
 DEFAULT_CLIENTS: Final = 2
@@ -42,6 +46,7 @@ class Plan:
     fast_start: bool  # whether SuperNodes start our flwr-clientapp
     remarks: tuple[str, ...] = ()  # what the user should know before it starts
     policies: frozenset[str] = frozenset()  # the words of the device policies of clients and server
+    folder: RunFolder | None = None  # of an earlier run that goes on
 
     @property
     def run_config(self) -> dict[str, ConfigValue]:
@@ -76,6 +81,11 @@ def make_plan(options: LaunchOptions) -> Plan:
     Raises ConfigError if the run cannot be started; nothing has been started or written.
     """
     app = FlowerApp.load(options.app_dir)
+    folder: RunFolder | None = None
+    if options.resume is not None:
+        folder, before = earlier_run(options.resume, "launch")
+        check_same_app(before, app.name, app.path, options.resume)
+        options = _with_earlier(options, app, before)
     declared = app.run_config.get(NUM_CLIENTS_KEY)
     clients = options.clients or (declared if _is_whole(declared) and declared >= 1 else DEFAULT_CLIENTS)
     overrides = _overrides(options, app, clients)
@@ -92,9 +102,33 @@ def make_plan(options: LaunchOptions) -> Plan:
             raise ConfigError(f"--node-config {key} cannot be given: the launcher sets it for each client")
     check_node_config(options.calls, options.node_config)
     _check_commands()
-    check_log_dir(options.log_dir)
     fast_start = options.fast_start and forkserver.is_supported()
-    return _checked_on_gpus(Plan(options, app, clients, overrides, fast_start))
+    if folder is None:
+        check_log_dir(options.log_dir)
+    else:
+        Checkpoints(folder.checkpoint, StateStore()).read()  # now, and not when all processes have started
+    return _checked_on_gpus(Plan(options, app, clients, overrides, fast_start, folder=folder))
+
+
+def _with_earlier(options: LaunchOptions, app: FlowerApp, before: Mapping[str, Any]) -> LaunchOptions:
+    """Join options with those of an earlier run: its clients, their node config, and its run config."""
+    clients = len(before["node_configs"])
+    if options.clients not in (None, clients):
+        raise ConfigError(
+            f"--clients {options.clients}: the run in {path_text(str(options.resume))} has {clients}, and "
+            "goes on with as many. Leave --clients out, or start a new run without --resume"
+        )
+    run_config = {
+        key: value
+        for key, value in before.get("run_config", {}).items()
+        if key in app.run_config and key not in (*options.run_config_options, NUM_CLIENTS_KEY)
+    }
+    return replace(
+        options,
+        clients=clients,
+        run_config={**run_config, **options.run_config},
+        node_config={**before.get("node_config", {}), **options.node_config},
+    )
 
 
 def _check_commands() -> None:

@@ -11,6 +11,8 @@ from typing import Final
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import recorded_run
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower.resuming.checkpoint import has_checkpoint
 from flower_gpu.launch.display import Failures, LaunchDisplay
 from flower_gpu.launch.federation import Federation, client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
@@ -47,8 +49,14 @@ def launch(options: LaunchOptions) -> int:
     """
     plan = make_plan(options)
     settings = settings_of(plan)
-    followers = tracking.Tracking(plan.options.tracker)
-    folder = RunFolder.create(plan.options.log_dir)
+    resumes = plan.folder is not None
+    trackers = plan.options.tracker
+    if plan.folder is not None and not trackers:
+        trackers = tuple(tracking.known(plan.folder.path))
+    followers = tracking.Tracking(trackers)
+    folder = plan.folder or RunFolder.create(plan.options.log_dir)
+    events = trace.Follower(folder.trace)
+    events_before = events.read_new()
     code = 0
     federation: Federation | None = None
 
@@ -60,6 +68,7 @@ def launch(options: LaunchOptions) -> int:
             folder.path,
             plan.app.name,
             {**settings, "clients": plan.clients},
+            resumes=resumes,
             client_of=client_of,
         ),
         recorded_run(
@@ -72,7 +81,10 @@ def launch(options: LaunchOptions) -> int:
         ) as run,
         Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
+        if run.is_elsewhere:
+            raise ConfigError(f"--resume {folder.path}: another process goes on with this run already")
         display = LaunchDisplay(plan.num_rounds, is_quiet=options.verbosity < 0)
+        display.history.feed(events_before)
         try:
             display.line(headline(plan, folder))
             for remark in plan.remarks:
@@ -81,7 +93,7 @@ def launch(options: LaunchOptions) -> int:
             federation = Federation(plan, folder, env, supervisor, display.line)
             failures = Failures(folder.failures, display, federation.client_of, federation.traceback_of)
             try:
-                _follow(federation, supervisor, display, failures, options)
+                _follow(federation, supervisor, display, failures, events, options)
             finally:
                 sent, failed = display.history.messages_sent, display.history.messages_failed
                 run.end_told = {"messages": sent, "failed": failed}
@@ -125,6 +137,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "clientapp": plan.app.clientapp,
         "run_config": plan.run_config,
         "versions": determinism.versions(),
+        "node_config": dict(plan.options.node_config),
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
         "start_method": plan.options.calls.get("start_method"),
         "timeout_s": plan.options.calls.get("timeout_s"),
@@ -139,11 +152,12 @@ def _follow(
     supervisor: Supervisor,
     display: LaunchDisplay,
     failures: Failures,
+    events: trace.Follower,
     options: LaunchOptions,
 ) -> None:
     """Start the run and show it until it has finished."""
-    events = trace.Follower(federation.folder.trace)
     log = trace.Follower(federation.server_log)
+    log.read_lines()  # of an earlier start of a run that goes on
     stage = contextlib.ExitStack()
     stages = dict(_STAGES)  # that have not begun
 
@@ -205,6 +219,11 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int
         if code == 1:
             _complain(f"report: flower-gpu report {folder.shown}")
         _complain(f"all logs are in {folder.shown}")
+        if has_checkpoint(folder):
+            _complain(
+                "to go on after the last finished round, add this to the same command: "
+                f"--resume {folder.shown}"
+            )
         return
     if not result["rounds"] and not result["initial"]:
         print(_NO_ROUNDS)

@@ -17,11 +17,11 @@ from flwr.app import Message
 
 from flower_gpu.errors import RunEndedError, WorkerDiedError
 from flower_gpu.flower.records import round_of
+from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation.boxes import Box, Job, SumBox
 from flower_gpu.simulation.host import Answer, Answers, Host, NoSuchNodeError, Visit, failed
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.states import StateStore
 
 # On so many hosts that were lost a message may have been: then it is what ends them. So that those which were
 # there with it are not taken for that, the last host has it alone.

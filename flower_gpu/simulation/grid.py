@@ -33,10 +33,11 @@ from flwr.supercore.run import Run
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError, NotDeterministicError
 from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sending
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.earlier import FirstStart
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.simulation.availability import Availability
 from flower_gpu.simulation.boxes import BlockBox, Box, Job, SumBox
-from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
 from flower_gpu.trace import NO_REPLY
@@ -90,8 +91,7 @@ class SimulationGrid(Grid):
         self._changed = dispatcher.changed
         self._nodes: VirtualNodes = dispatcher.nodes
         self._durations = durations
-        self._checkpoints = checkpoints
-        self._resumed = resumed
+        self._first_start = FirstStart(checkpoints, resumed)
         self._sums_in_order = sums_in_order
         self._is_strict = is_strict
         self._availability = availability
@@ -100,7 +100,6 @@ class SimulationGrid(Grid):
         #: The SuperLink's side, as Flower's grids have it.
         self.node = Node(node_id=SUPERLINK_NODE_ID)
         self._began_at = time.time()
-        self._starts = 0
         self._app_thread = threading.get_ident()
         #: Gets the events of a run that waits for what others have.
         self.tell: Callable[..., Any] = trace.make
@@ -277,17 +276,12 @@ class SimulationGrid(Grid):
         return 2 * (len(hosts.hosts) + hosts.concurrency // BLOCK_NODES + 1)
 
     def resumed(self) -> RoundState | None:
-        """Return where the run goes on; None: at its start.
-
-        An app that has its strategy start once more begins anew there, and has no checkpoints of that.
-        """
-        self._starts += 1
-        return self._resumed if self._starts == 1 else None
+        """Return where the run goes on; None: at its start."""
+        return self._first_start.resumed()
 
     def finished_round(self, state: RoundState) -> None:
         """Save the state of the run after a round."""
-        if self._checkpoints is not None and self._starts <= 1 and state.strategy_state is not None:
-            self._checkpoints.write(state)
+        self._first_start.finished_round(state)
 
     def close(self) -> None:
         """Give up unfinished messages, and hand out no more."""

@@ -10,8 +10,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
-from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, SIZE, SWITCH, TEXT, words
-from flower_gpu.options import KEEP_GOING, LOG_DIR, Option
+from flower_gpu.kinds import COUNT, NON_NEGATIVE, SIZE, SWITCH, TEXT, words
+from flower_gpu.options import KEEP_GOING, LOG_DIR, RESUME, Option
 
 #: Which messages of a round are handled first: those that take longest, or those that are sent first.
 OrderWord = Literal["longest", "sent"]
@@ -82,12 +82,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
             ),
             "keep_going": KEEP_GOING,
             "log_dir": replace(LOG_DIR, excludes="resume"),
-            "resume": Option(
-                "folder of an earlier run of the same app: go on after the last round that it finished",
-                FOLDER,
-                group="output",
-                excludes="log_dir",
-            ),
+            "resume": RESUME,
             "progress": Option("show no bars and no summary", SWITCH, default=True, group="output"),
             "mps": Option(
                 "have workers compute on a GPU at the same time, each on its share of the processors, by an "

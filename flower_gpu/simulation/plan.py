@@ -16,11 +16,10 @@ from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower.resuming.earlier import check_same_app, earlier_run
 from flower_gpu.gpu import guard
 from flower_gpu.options import CallOptions, joined
-from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism
-from flower_gpu.simulation.checkpoint import has_checkpoint
 from flower_gpu.simulation.clients import Clients, plain
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
@@ -86,9 +85,9 @@ class RunPlan:
         log_dir, resume = given["log_dir"], values["resume"]
         call_settings(options)
         guard.check(os.environ)
-        folder, before = (None, {}) if resume is None else earlier_run(resume)
+        folder, before = (None, {}) if resume is None else earlier_run(resume, "simulate")
         name, where, server, client = _components(app)
-        _check_same_app(before, name, where, resume)
+        check_same_app(before, name, where, resume)
         run_config = {**before.get("run_config", {}), **run_config}
         if where is not None:
             run_config = FlowerApp.load(where).simulated(run_config, values["num_supernodes"])
@@ -184,28 +183,6 @@ class RunPlan:
         }
 
 
-def earlier_run(path: Path) -> tuple[RunFolder, dict[str, Any]]:
-    """Return the folder of a run to be resumed, and its settings.
-
-    Raises ConfigError if it is no folder of a simulation, or has no checkpoint.
-    """
-    folder = RunFolder(path.expanduser().resolve())
-    if not folder.path.is_dir():
-        raise ConfigError(f"--resume {path_text(path)}: there is no such folder")
-    settings = folder.settings()
-    if settings is None or "num_supernodes" not in settings:
-        raise ConfigError(
-            f"--resume {path_text(path)}: it has no {folder.trace.name} of a simulation; the folder of a run "
-            "of `flower-gpu simulate` is needed, such as runs/2026-01-31_12-00-00"
-        )
-    if not has_checkpoint(folder):
-        raise ConfigError(
-            f"--resume {path_text(path)}: it has no checkpoint. One is written after each round of "
-            "Flower's own strategies and of flower_gpu's FedAvg: start this run anew"
-        )
-    return folder, settings
-
-
 def _components(
     app: str | Path | tuple[ServerApp, ClientApp],
 ) -> tuple[str, Path | None, ServerApp | str, ClientApp | AppReference]:
@@ -217,17 +194,6 @@ def _components(
         return _UNNAMED, None, server, client
     found = FlowerApp.load(Path(app))
     return found.name, found.path, found.serverapp, AppReference(found.path, found.clientapp)
-
-
-def _check_same_app(
-    before: Mapping[str, Any], name: str, where: Path | None, resume: str | Path | None
-) -> None:
-    if before.get("app", name) != name:
-        theirs = _shown(before["app"], before.get("app_folder"))
-        raise ConfigError(
-            f"--resume {path_text(str(resume))}: that is a run of {theirs}, not of {_shown(name, where)}. "
-            "Give that app, or start a new run without --resume"
-        )
 
 
 def _check_can_verify(calls_per_worker: int, ray_address: str | None) -> None:
@@ -266,10 +232,6 @@ def _checked_trackers(
             "Remove one of the two"
         )
     return names
-
-
-def _shown(name: str, folder: object) -> str:
-    return f"{name} ({path_text(str(folder))})" if folder else name
 
 
 def _plain(value: Any) -> Any:

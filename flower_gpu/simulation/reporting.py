@@ -17,11 +17,11 @@ from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, finite, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.flower.resuming.checkpoint import has_checkpoint
+from flower_gpu.flower.resuming.states import disk_error
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import verifying
-from flower_gpu.simulation.checkpoint import has_checkpoint
 from flower_gpu.simulation.simulation_result import SimulationStoppedError, model_sha256, write_model
-from flower_gpu.simulation.states import disk_error
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
 from flower_gpu.watch.fields import first_line

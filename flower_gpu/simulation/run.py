@@ -27,12 +27,13 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import finite
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism, verifying
 from flower_gpu.simulation.availability import Availability
-from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import Hosts
@@ -43,7 +44,6 @@ from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.simulation.plan import RunPlan
 from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.simulation.simulation_result import SimulationResult
-from flower_gpu.simulation.states import StateStore
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.own_process import restored_environment
 

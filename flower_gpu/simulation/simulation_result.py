@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from flower_gpu import files
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.errors import ConfigError
-from flower_gpu.simulation.states import disk_error
+from flower_gpu.flower.resuming.states import disk_error
 from flower_gpu.watch.fields import metrics_text
 from flower_gpu.watch.spans import RoundPart
 

@@ -275,22 +275,22 @@ class History:
     # The run
 
     def _on_run_started(self, time: float, event: Event) -> None:
-        is_simulation = event.get("kind") == "simulate"
+        is_alone = event.get("kind") != "supernodes"  # on one host, by one command at a time
         # Of two hosts that share a folder, each says that the run begins: then nothing has ended.
-        goes_on = self.finished_at is not None or is_simulation
+        goes_on = self.finished_at is not None or is_alone
         before = self._before if self.finished_at is None else self.finished_at
         if self.started_at is not None and goes_on and before is not None and before < time:
             self.pauses.append((before, time))
             self._leave_hosts(before)
         self._told_counts = None
-        if is_simulation:  # whoever goes on sends again what says no round, and what had no end
+        if is_alone:  # whoever goes on sends again what says no round, and what had no end
             self._replied.clear()
             self._take_back(lambda server_round: server_round is None)
         self._sent_before = self._sent
         # A run that is resumed begins again; its times are those of the first.
         self.started_at = time if self.started_at is None else self.started_at
         self.begun_at = time
-        self.finished_at, self.outcome, self.error, self.facts = None, "", "", {}
+        self.finished_at, self.outcome, self.error, self.facts, self.all_failed = None, "", "", {}, ""
         if not self._keep_finished:  # what the one before has left open was killed with it
             self._waiting, self._granted, self._running = {}, {}, {}
         self.kind, self.name = text(event.get("kind")), text(event.get("name"))

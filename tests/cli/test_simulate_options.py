@@ -186,7 +186,7 @@ def refusal(
         ("--clients 3 --gpu-memory 1GiB --num-gpus 1", "not allowed with argument"),
         ("--clients 3 --resume app --log-dir x", "not allowed with argument"),
         ("--clients 3 --resume nothing", "--resume nothing: there is no such folder"),
-        ("--clients 3 --resume app", "--resume app: it has no trace.jsonl of a simulation"),
+        ("--clients 3 --resume app", "--resume app: it has no trace.jsonl of `flower-gpu simulate`"),
         ("--clients 3 --log-dir app/pyproject.toml/x", "pyproject.toml is not a folder"),
         ("--clients 3 --faster", "unknown: --faster (options: flower-gpu simulate --help)"),
         ("--num-supernode 3", "unknown: --num-supernode 3; did you mean --num-supernodes?"),

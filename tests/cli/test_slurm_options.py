@@ -14,7 +14,7 @@ import run_programs
 from flower_gpu.cli import main as cli
 from flower_gpu.cli import slurm as command
 from flower_gpu.cli.slurm import JobPlan, batch_script, sbatch_lines
-from flower_gpu.simulation.checkpoint import INDEX_NAME
+from flower_gpu.flower.resuming.checkpoint import INDEX_NAME
 
 APPS = Path(__file__).parents[1] / "simulation" / "apps"
 APP = str(APPS / "plain")

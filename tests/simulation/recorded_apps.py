@@ -29,13 +29,13 @@ from flower_gpu.flower import record_bytes
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder
 from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import About, Answer, Visit, failed
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.reporting import Report, reported
-from flower_gpu.simulation.states import StateStore
 from flower_gpu.trace import Event
 
 RUN_ID = 5

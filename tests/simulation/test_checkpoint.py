@@ -21,8 +21,8 @@ from record_states import RecordStates
 from record_strategies import arrays, contents, filled, number_of, record_dicts, texts
 
 from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower.resuming.checkpoint import FORMAT_VERSION, INDEX_NAME, Checkpoints
 from flower_gpu.flower.rounds import RoundState, capture_random_state
-from flower_gpu.simulation.checkpoint import FORMAT_VERSION, INDEX_NAME, Checkpoints
 
 Script = Callable[..., Any]
 
@@ -332,7 +332,7 @@ import itertools, os, random, select, signal, sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from checkpoint_rounds import change_states, check_complete, round_state
-from flower_gpu.simulation.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
 from record_states import RecordStates
 
 folder = Path(sys.argv[1])

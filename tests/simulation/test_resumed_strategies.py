@@ -22,10 +22,10 @@ from recorded_apps import Recorded, new_nodes, run_app
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import record_bytes
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import kind_of, state_of
-from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.states import StateStore
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -148,6 +148,18 @@ class Trainers:
         )
 
 
+class Unresumable:
+    """A grid without checkpoints, as Flower's own: its strategies run their own ``start`` there."""
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("resumed", "finished_round"):
+            raise AttributeError(name)
+        return getattr(self._grid, name)
+
+
 class Copied(Checkpoints):
     """Keeps a copy of the folder after each round, as a run that was killed then would have left it."""
 
@@ -173,10 +185,12 @@ def run(
     random.seed(7 if resumed is None else 99)
     np.random.seed(7 if resumed is None else 99)
     evaluate_fn = options.pop("evaluate_fn", total)
+    streams = options.get("streams", True)
     found: list[Result] = []
 
     def main(grid: Any, context: Any) -> None:
         config = ConfigRecord({"lr": 0.1})
+        grid = grid if streams else Unresumable(grid)
         found.append(
             strategy.start(grid, initial_arrays(name), ROUNDS, train_config=config, evaluate_fn=evaluate_fn)
         )

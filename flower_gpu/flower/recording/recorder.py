@@ -115,6 +115,8 @@ class Recorder:
         self._refused = 0
         self._why_over: str | None = None
         self._ended_by: BaseException | None = None
+        #: The last round in which every client failed.
+        self.failed_round: int | None = None
 
     def check(self) -> None:
         """Raise an exception if the run is over since all clients fail, or one in a way that ends it.
@@ -287,6 +289,8 @@ class Recorder:
         """Find out whether the run is over, now that all replies of a phase are there."""
         if not phase.is_judged:
             phase.is_judged = True
+            if phase.refused and not phase.succeeded:
+                self.failed_round = phase.server_round
             self._over(
                 self._rule.replied(phase.kind, phase.server_round, len(phase.succeeded), len(phase.refused))
             )

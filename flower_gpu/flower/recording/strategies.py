@@ -170,7 +170,7 @@ class _Hooks:
                 self._recorder.run_started(
                     type(strategy).__name__,
                     named.get("num_rounds"),
-                    OURS if isinstance(strategy, FedAvg) else state.kind if state is not None else None,
+                    OURS if isinstance(strategy, FedAvg) else getattr(state or method, "kind", None),
                 )
                 self._recorder.model = named.get("initial_arrays")
                 evaluate = named.get("evaluate_fn")
@@ -194,7 +194,7 @@ class _Hooks:
     def _state_of(self, strategy: Any, named: Mapping[str, Any]) -> StrategyState | None:
         """Return the state of the first strategy of an app, if it can go on with an earlier run."""
         self._starts += 1
-        if not self._streams or self._starts > 1 or not isinstance(named.get("grid"), rounds.SummingGrid):
+        if self._starts > 1 or not isinstance(named.get("grid"), rounds.ResumableGrid):
             return None
         # A later version of Flower may have more of them.
         has_known_parameters = named.keys() <= inspect.signature(rounds.run).parameters.keys()

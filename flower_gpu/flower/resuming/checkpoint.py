@@ -36,9 +36,10 @@ from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.record_bytes import Buffer
 from flower_gpu.flower.records import records_of
+from flower_gpu.flower.resuming.states import FilePlace, StateStore, disk_error
 from flower_gpu.flower.rounds import RoundState
+from flower_gpu.flower.strategy_state import ANEW
 from flower_gpu.printable import path_text
-from flower_gpu.simulation.states import FilePlace, StateStore, disk_error
 
 INDEX_NAME: Final = "checkpoint.sqlite"
 FORMAT_VERSION: Final = 3
@@ -218,6 +219,7 @@ class Checkpoints:
             "server_round": state.server_round,
             "random_state": state.random_state,
             "strategy": state.strategy,
+            "first_model": state.first_model,
             "model": _numbers(written),
             "sums": database.execute(_SUMS).fetchone(),
         }
@@ -271,7 +273,7 @@ class Checkpoints:
             raise ConfigError(
                 f"{path_text(self._index)} was written by another flower-gpu: its format is version "
                 f"{version}, and this one reads version {FORMAT_VERSION}. Continue the run with the version "
-                "that began it, or start it anew without --resume"
+                f"that began it, or start it anew {ANEW}"
             )
         found = database.execute("SELECT sql FROM sqlite_master").fetchall()
         if found != [(table,) for table in _TABLES]:
@@ -290,7 +292,7 @@ class Checkpoints:
         if differing:
             raise ConfigError(
                 f"the run in {path_text(self._folder)} cannot be continued by this one: "
-                f"{'; '.join(differing)}. Give the earlier values, or start a new run without --resume"
+                f"{'; '.join(differing)}. Give the earlier values, or start a new run {ANEW}"
             )
 
 
@@ -365,6 +367,7 @@ def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
         random_state=content["random_state"],
         client_metrics=metrics(_CLIENTS),
         strategy=content["strategy"],
+        first_model=content.get("first_model", ""),
         strategy_state=RecordDict(kept),
     )
 
@@ -395,7 +398,7 @@ def _sync(path: Path) -> None:
 def _damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"{path_text(path)} is damaged ({reason}), so that the run cannot be continued. Bring the file back "
-        "from a copy if there is one, else start the run anew without --resume"
+        f"from a copy if there is one, else start the run anew {ANEW}"
     )
 
 

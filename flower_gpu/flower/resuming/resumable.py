@@ -1,0 +1,149 @@
+"""A strategy of any ServerApp that goes on where an earlier run was ended: ``flower_gpu.resumable``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any, Final, TypeVar
+
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from flower_gpu import files
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower import rounds
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.earlier import FirstStart
+from flower_gpu.flower.resuming.states import StateStore
+from flower_gpu.flower.rounds import RoundState
+from flower_gpu.flower.strategy import FedAvg
+from flower_gpu.flower.strategy_state import OURS, StrategyState, kind_of
+from flower_gpu.printable import path_text
+
+_S = TypeVar("_S", bound=Strategy)
+_LOCK: Final = "in-use.lock"
+
+
+def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
+    """Have a strategy write a checkpoint after each round, and go on with the one that is there.
+
+    ``start`` of a strategy whose folder is empty begins with its initial arrays. Else it goes on after the
+    last finished round: the model, the metrics, the strategy's state and the random numbers of Python, numpy
+    and PyTorch are those of then, and the initial arrays are not used. So a ServerApp that was ended at any
+    moment is just started again. A run that has done all its rounds gives its result again; with more rounds
+    it does those.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        One of ``flwr.serverapp.strategy``, as it is, or :class:`flower_gpu.FedAvg`, or a class derived from
+        that. It is changed: its ``start`` is another one.
+    folder : str or path
+        Of this run only, on the host of the ServerApp; made if it is missing. A new run needs another one.
+
+    Returns
+    -------
+    Strategy
+        The same object.
+
+    Raises
+    ------
+    ConfigError
+        If the state of this strategy is not known, or the folder cannot be used. ``start`` raises it if
+        another process uses the folder, or what is in it is of another strategy or another model.
+    TypeError
+        If this is no strategy of the Message API, such as one of ``flwr.server.strategy``.
+
+    Examples
+    --------
+    >>> strategy = resumable(FedAdam(), "/var/lib/flower/runs/my-run")
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"resumable() takes a strategy of flwr.serverapp.strategy or flower_gpu.FedAvg, and this is a "
+            f"{type(strategy).__module__}.{type(strategy).__qualname__}: the older API has no checkpoints"
+        )
+    kind = OURS if isinstance(strategy, FedAvg) else kind_of(strategy)
+    if kind is None:
+        raise ConfigError(
+            f"resumable() cannot be used with {type(strategy).__name__}: only Flower's own strategies "
+            "(flwr.serverapp.strategy), as they are, and flower_gpu.FedAvg have a checkpoint. The state of "
+            "other strategies is not known"
+        )
+    path = Path(folder).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / _LOCK).touch()
+    except OSError as error:
+        raise ConfigError(
+            f"resumable(..., {path_text(path)}): {error.strerror}. Give a folder that this account can "
+            "make and write to"
+        ) from None
+    checkpoints = Checkpoints(path, StateStore())
+    first: FirstStart | None = None
+    own_start = MethodType(type(strategy).start, strategy)
+
+    @functools.wraps(own_start)
+    def start(*args: Any, **kwargs: Any) -> Result:
+        nonlocal first
+        given = inspect.signature(own_start).bind(*args, **kwargs)
+        given.apply_defaults()
+        with _alone(path):
+            first = first or FirstStart(checkpoints, checkpoints.read())
+            given.arguments["grid"] = _CheckpointedGrid(given.arguments["grid"], first)
+            try:
+                if kind == OURS:
+                    result: Result = own_start(*given.args, **given.kwargs)
+                    return result
+                return rounds.run(strategy, **given.arguments, strategy_state=StrategyState(strategy, kind))
+            finally:
+                checkpoints.close()
+
+    vars(start)["kind"] = kind  # for who records the run
+    vars(strategy)["start"] = start
+    return strategy
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder; raises ConfigError if one is there."""
+    descriptor = files.opened(folder / _LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        if not files.try_lock(descriptor):
+            raise ConfigError(
+                f"{path_text(folder)} is in use by another run: end it, or give resumable() another folder"
+            )
+        yield
+    finally:
+        descriptor.close()
+
+
+@Grid.register
+class _CheckpointedGrid:
+    """A grid of Flower's or ours, with the checkpoints of a run on it; one that has some keeps them, too."""
+
+    def __init__(self, grid: Any, first: FirstStart) -> None:
+        self._grid, self._first = grid, first
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._grid, name)
+
+    def resumed(self) -> RoundState | None:
+        """Return the last round that is known here, or to the grid."""
+        known = [self._first.resumed()]
+        if isinstance(self._grid, rounds.ResumableGrid):
+            known.append(self._grid.resumed())
+        return max(filter(None, known), key=lambda state: state.server_round, default=None)
+
+    def finished_round(self, state: RoundState) -> None:
+        """Write the checkpoint of a round."""
+        if isinstance(self._grid, rounds.ResumableGrid):
+            self._grid.finished_round(state)
+        self._first.finished_round(state)

@@ -1,0 +1,1 @@
+"""The resumed app."""
