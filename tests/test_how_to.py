@@ -25,6 +25,7 @@ INSTALL = {"cluster.md", "lora.md", "tensorflow-and-jax.md", "trackers.md"}
 ELSEWHERE = {
     "confine.md": "tests/flower/supernode/test_confined_apps.py",
     "from-start-client.md": "tests/test_first_pages.py",
+    "resume.md": "tests/launch/test_launch_resumed.py",
     "simulate.md": "tests/test_simulate_docs.py",
     "supernodes.md": "tests/flower/supernode/test_confined_apps.py",
 }

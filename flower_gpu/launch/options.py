@@ -71,7 +71,7 @@ class LaunchOptions:
     clients: Annotated[
         int | None,
         Option(
-            "number of clients (default: the app's num-clients, else 2)",
+            "number of clients (default: the app's num-clients, else 2; with --resume as many as before)",
             COUNT,
             group="federation",
             synonyms=("num_supernodes",),  # as Flower has it

@@ -92,14 +92,18 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
     started: list[LaunchRun] = []
 
     def start(
-        *arguments: str | Path, python: str | Path = sys.executable, env: Mapping[str, str] | None = None
+        *arguments: str | Path,
+        python: str | Path = sys.executable,
+        env: Mapping[str, str] | None = None,
+        resume: Path | None = None,
     ) -> LaunchRun:
-        log_dir = tmp_path_factory.mktemp("launch") / "runs"
+        log_dir = tmp_path_factory.mktemp("launch") / "runs" if resume is None else resume.parent
+        where = ("--log-dir", log_dir) if resume is None else ("--resume", resume)
         mine = {
             key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU") or key in KEPT
         }
         process = subprocess.Popen(
-            [python, *COMMAND, *map(str, arguments), "--log-dir", str(log_dir)],
+            [python, *COMMAND, *map(str, [*arguments, *where])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

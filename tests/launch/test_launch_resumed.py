@@ -1,0 +1,130 @@
+"""Runs of `flower-gpu launch` whose processes are killed, and that go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from how_to_pages import commands
+from launch_helpers import LaunchRun, processes_of
+from live_processes import processes_with
+from run_programs import run
+from waiting import until
+
+from flower_gpu import trace
+from flower_gpu.cli import main as cli
+from flower_gpu.cli.launch import from_arguments
+from flower_gpu.errors import ConfigError
+from flower_gpu.launch.plan import Plan, make_plan
+
+pytestmark = pytest.mark.timeout(300)
+
+APP = Path(__file__).parent / "resumed_app"
+
+
+def kill(name: str, folder: Path) -> None:
+    """Kill the processes of a run with this name."""
+    found = [pid for pid, command in processes_with("FLOWER_GPU_RUN_DIR", folder).items() if name in command]
+    assert found
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+
+
+def wait_for_round(started: LaunchRun, server_round: int) -> None:
+    """Wait until a round begins, which is when the checkpoint of the one before is written."""
+
+    def has_begun() -> bool:
+        for path in started.log_dir.glob(f"*/{trace.FILE_NAME}"):
+            rounds = [one["round"] for one in trace.read(path) if one["event"] == "round_started"]
+            return bool(rounds) and rounds[-1] == server_round
+        return False
+
+    until(has_begun, f"round {server_round} begins")
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    launch: Callable[..., LaunchRun], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, str]:
+    """A run that was killed twice; its folder, the file of its model, and what the first kill had said."""
+    model = tmp_path_factory.mktemp("model") / "launched.json"
+    begins, goes_on = (line.split() for line in commands("resume.md"))
+    assert begins[:-1] == ["flower-gpu", "launch", "my-app", "--clients"]
+    assert goes_on == [*begins[:3], "--resume", "runs/<time>"]
+    options = ("--run-config", f'strategy="ours" model="{model}" seconds=3.0', "--node-config", "kept=1")
+    first = launch(APP, "--clients", "3", *options)
+    wait_for_round(first, 3)
+    kill("flower-superlink", first.folder)
+    code, _, said = first.finish()
+    assert code == 1, said
+    second = launch(APP, resume=first.folder)
+    wait_for_round(second, 4)
+    kill("flwr-serverapp", first.folder)
+    second.process.kill()  # Flower would miss the ServerApp after a minute
+    second.process.communicate()
+    until(lambda: not processes_of(first.log_dir), "nothing of the run is left")
+    code, out, err = launch(APP, "--run-config", "seconds=0.0", resume=first.folder).finish()
+    assert code == 0, out + err
+    assert "resumed after round 3" in out
+    return first.folder, model, said
+
+
+def test_killed_twice_it_has_the_bits_of_a_run_that_was_not(
+    resumed: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    """One in another engine: clients are asked, and replies are summed, in the order of partitions."""
+    model = tmp_path / "simulated.json"
+    config = f'strategy="ours" model="{model}" seconds=0.0'
+    simulate = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(APP), "--clients", "3"]
+    done = run([*simulate, "--run-config", config, "--log-dir", str(tmp_path / "runs")])
+    assert done.returncode == 0, done.stderr
+    assert resumed[1].read_text() == model.read_text()
+
+
+def test_its_folder_tells_of_one_run(resumed: tuple[Path, Path, str]) -> None:
+    folder, _, said = resumed
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["outcome"], result["resumed_after_round"]) == ("completed", 3)
+    assert [row["round"] for row in result["rounds"]] == [1, 2, 3, 4]
+    assert (result["messages"], result["failed"]) == (8, 0)
+    assert [config["kept"] for config in result["settings"]["node_configs"]] == [1, 1, 1]
+    # Each start is a new run to Flower, whose clients' states are of one run.
+    calls = [row["metrics"]["train"]["calls"] for row in result["rounds"]]
+    assert calls[2:] == [1, 1] and calls[0] == 1 < calls[1]
+    assert f"add this to the same command: --resume runs/{folder.name}" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--clients", "4"], "--clients 4: the run in .* has 3, and goes on with as many"),
+        (["--resume", "nowhere"], "--resume nowhere: there is no such folder"),
+        (["--resume", str(APP)], "it has no trace.jsonl of `flower-gpu launch`"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(
+    options: list[str], words: str, resumed: tuple[Path, Path, str]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(["--resume", str(resumed[0]), *options])
+
+
+def test_an_earlier_run_gives_what_is_not_given(resumed: tuple[Path, Path, str], tmp_path: Path) -> None:
+    before = ["--resume", str(resumed[0])]
+    found = plan([*before, "--run-config", "num-server-rounds=6", "--node-config", "new=2"])
+    assert (found.clients, found.num_rounds, found.run_config["strategy"]) == (3, 6, "ours")
+    assert found.node_config_of(1) == {"partition-id": 1, "num-partitions": 3, "kept": 1, "new": 2}
+    damaged = Path(shutil.copytree(resumed[0], tmp_path / "damaged"))
+    next((damaged / "checkpoint").glob("*.model")).write_bytes(b"short")
+    with pytest.raises(ConfigError, match="model is damaged"):
+        plan(["--resume", str(damaged)])
+
+
+def plan(options: list[str]) -> Plan:
+    return make_plan(from_arguments(cli.build_parser().parse_args(["launch", str(APP), *options])))
