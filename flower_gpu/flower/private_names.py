@@ -29,6 +29,11 @@ HEARTBEAT_INTERVALS: Final = (
     "flwr.supercore.heartbeat:HEARTBEAT_DEFAULT_INTERVAL",
     "flwr.supernode.fleet_http_connection:HEARTBEAT_DEFAULT_INTERVAL",
 )
+#: Who draws from Python's generator at times that are chance.
+GENERATORS: Final = (
+    "flwr.supercore.heartbeat:random",
+    "flwr.supercore.retry.retry_invoker:random",
+)
 CLIENT_RUNTIME: Final = "flwr.supernode.runtime.run_clientapp"
 INSTALLER: Final = "flwr.cli.install:validate_and_install"
 EMPTY_LIFESPAN: Final = "flwr.clientapp.client_app:_empty_lifespan"
@@ -59,6 +64,7 @@ NAMES: Final = {
     f"{SUPEREXEC}:time": "a SuperExec asks for tasks at Flower's interval",
     f"{SUPEREXEC}:start_parent_process_monitor": "a SuperExec looks for its parent five times a second",
     **dict.fromkeys(HEARTBEAT_INTERVALS, "a SuperNode's heartbeats come at Flower's interval"),
+    **dict.fromkeys(GENERATORS, "a seed in the ServerApp does not decide alone which clients are asked"),
     f"{CLIENT_RUNTIME}:get_load_client_app_fn": _SILENT,
     INSTALLER: "a confined app could be installed anywhere, so none is",
     EMPTY_LIFESPAN: "a lifespan function runs in each worker of gpu_mod again",

@@ -6,6 +6,7 @@ import base64
 import io
 import math
 import random
+import sys
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable
@@ -23,6 +24,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.averaging import SumItem
+from flower_gpu.flower.private_names import GENERATORS, find
 from flower_gpu.flower.strategy_state import ANEW, OURS, StrategyState
 from flower_gpu.flower.streaming import ComingReplies
 
@@ -77,6 +79,16 @@ class SummingGrid(ResumableGrid, Protocol):
     ) -> Generator[SumItem, None, None]:
         """Send messages, and yield what comes, as :data:`flower_gpu.flower.averaging.Sums`."""
         ...
+
+
+def keep_generator() -> None:
+    """Leave Python's generator to the app: Flower's heartbeats and retries get one of their own.
+
+    They come at times that are chance. Else a seed of the app would not decide which clients are asked.
+    """
+    for name in GENERATORS:
+        if find(name) is random:
+            sys.modules[name.partition(":")[0]].random = random.Random()
 
 
 def capture_random_state() -> RandomState:

@@ -30,7 +30,7 @@ from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.resuming.states import StateStore
-from flower_gpu.flower.rounds import RoundState
+from flower_gpu.flower.rounds import RoundState, keep_generator
 from flower_gpu.options import RUN_DIR_VARIABLE
 
 _NAME: Final = "flwr-serverapp"
@@ -48,6 +48,7 @@ def main() -> None:
     if find(f"{HTTP_GRID}:time") is not None:  # else it is another Flower, and keeps its own waits
         sys.modules[HTTP_GRID].time = clock  # type: ignore[attr-defined]
     ask_for_many()
+    keep_generator()
     ServerApp.__call__ = _recorded(ServerApp.__call__, clock)  # type: ignore[method-assign]
     sys.argv[0] = _NAME
     command.load()()

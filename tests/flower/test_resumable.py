@@ -16,6 +16,7 @@ from flwr.app import Array, ArrayRecord
 from flwr.server.strategy import FedAvg as OlderFedAvg
 from flwr.serverapp import strategy as flowers
 from flwr.serverapp.strategy import Result, Strategy
+from flwr.supercore.heartbeat import HeartbeatSender
 from kill_at_line import kill_at_line
 from streaming_grid import PlainTestGrid, StreamingTestGrid
 
@@ -123,6 +124,21 @@ def test_another_strategy_or_model_is_refused(
     with pytest.raises(ConfigError, match=words):
         run(strategy, tmp_path, 2, size=size)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_flowers_heartbeats_do_not_draw_from_the_generator_of_the_app(tmp_path: Path) -> None:
+    resumable(FedAvg(), tmp_path)
+    sent: list[bool] = []
+
+    def send() -> bool:
+        sender._stop_event.set()  # it draws how long it waits, and ends
+        sent.append(True)
+        return True
+
+    sender = HeartbeatSender(send)
+    before = random.getstate()
+    sender._run()
+    assert sent and random.getstate() == before
 
 
 class Derived(flowers.FedAvg):

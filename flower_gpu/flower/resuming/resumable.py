@@ -75,6 +75,7 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
             "(flwr.serverapp.strategy), as they are, and flower_gpu.FedAvg have a checkpoint. The state of "
             "other strategies is not known"
         )
+    rounds.keep_generator()
     path = Path(folder).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
