@@ -88,7 +88,8 @@ def keep_generator() -> None:
     """
     for name in GENERATORS:
         if find(name) is random:
-            sys.modules[name.partition(":")[0]].random = random.Random()
+            module: Any = sys.modules[name.partition(":")[0]]
+            module.random = random.Random()
 
 
 def capture_random_state() -> RandomState:
