@@ -22,7 +22,27 @@ def libraries_of(folder: Path, module: str) -> list[str]:
     in functions, and those of tasks that it names. There may be names among them that are no modules: whether
     ``b`` is one in ``from a import b`` only ``a`` can tell.
     """
-    found: list[str] = []
+    return [name for name, tree in _modules(folder, module) if tree is None]
+
+
+def is_more_than_listed(folder: Path, module: str, name: str) -> bool:
+    """Tell whether an app has a use for a name, other than in lists such as ``[name]``.
+
+    ``module``: as of :func:`libraries_of`.
+    """
+    for _, tree in _modules(folder, module):
+        nodes = [] if tree is None else list(ast.walk(tree))
+        listed = {id(each) for node in nodes if isinstance(node, ast.List) for each in node.elts}
+        for node in nodes:
+            is_renamed = isinstance(node, ast.alias) and node.name == name and node.asname not in (None, name)
+            used = getattr(node, "id", None) if isinstance(node, ast.Name) else getattr(node, "attr", None)
+            if is_renamed or (used == name and id(node) not in listed):
+                return True
+    return False
+
+
+def _modules(folder: Path, module: str) -> Iterator[tuple[str, ast.Module | None]]:
+    """Yield the modules that an app imports, in the order of their import; its own with what is in them."""
     seen: set[str] = set()
     waiting = _with_parents(module)
     while waiting:
@@ -31,7 +51,7 @@ def libraries_of(folder: Path, module: str) -> list[str]:
             continue
         seen.add(name)
         if not _is_own(folder, name):
-            found.append(name)
+            yield name, None
         elif (path := _file(folder, name)) is not None:
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             with suppress(SyntaxError, ValueError):  # its import will tell
@@ -39,7 +59,7 @@ def libraries_of(folder: Path, module: str) -> list[str]:
                 named = [each for each in _named(tree) if _file(folder, each) is not None]
                 imported = [each for each in (*_imported(tree, package), *named) if each not in seen]
                 waiting[:0] = [part for each in imported for part in _with_parents(each)]
-    return found
+                yield name, tree
 
 
 _MAIN: Final = "__main__"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FunctionType
 from typing import Any, Unpack, overload
 
@@ -43,7 +44,7 @@ class GPUMod:
         # What cannot be used is said where it is written.
         call_settings(self._options)
         for own in self._resources.values() if isinstance(self._resources, Mapping) else ():
-            call_settings(self._with(own))
+            call_settings(joined(self._options, own))
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Run the next mod or the function in a worker; called by Flower.
@@ -61,19 +62,24 @@ class GPUMod:
             (_Rest(call_next, _lifespan()),),
             message,
             context,
-            lambda: self._settings(context, getattr(_innermost(call_next), "num_gpus", None)),
+            lambda: self._settings(context, call_next),
             name=_name(call_next),
         )
 
-    def _settings(self, context: Context, num_gpus: int | None) -> CallSettings:
-        options = {**self._with(self._own(context)), "context": context}
-        if num_gpus is not None:  # of a function that was made with `distributed`
-            options = {**options, "num_gpus": num_gpus, "gpu_memory": None}
+    def _settings(self, context: Context, call_next: ClientAppCallable) -> CallSettings:
+        options = {**self.options_of(context, call_next), "context": context}
         return call_settings(options, name=message_call.client_of(context))
 
-    def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a client that has these of its own."""
-        return joined(self._options, own)
+    def options_of(self, context: Context, call_next: ClientAppCallable) -> dict[str, Any]:
+        """Return the options of a client's calls of a function.
+
+        Raises ConfigError or TypeError if what the app says of this client is no mapping of options.
+        """
+        options = joined(self._options, self._own(context))
+        num_gpus = getattr(_innermost(call_next), "num_gpus", None)
+        if num_gpus is not None:  # of a function that was made with `distributed`
+            options |= {"num_gpus": num_gpus, "gpu_memory": None}
+        return options
 
     def _own(self, context: Context) -> Mapping[str, Any]:
         """Return this client's own options."""
@@ -144,6 +150,25 @@ def gpu_mod(*call: Any, resources: Resources | None = None, **options: Any) -> A
     if call:
         raise TypeError(f"gpu_mod takes keyword arguments only, such as num_gpus=0.5, not {call[0]!r}")
     return GPUMod(resources, options)
+
+
+def mod_options(app: ClientApp) -> dict[str, Callable[[Context], dict[str, Any]]]:
+    """Return what an app's mods say of a client, given its Context, by message type; "" is any type.
+
+    Flower has no public way to an app's functions. Where it keeps them elsewhere, nothing is found.
+    """
+    functions: dict[str, Any] = {
+        kind.removesuffix(".default"): function
+        for kind, function in getattr(app, "_registered_funcs", {}).items()
+    }
+    if (function := getattr(app, "_call", None)) is not None:  # of a client_fn
+        functions = {"": function}
+    found: dict[str, Callable[[Context], dict[str, Any]]] = {}
+    for kind, function in functions.items():
+        for mod, rest in _inner(function):  # the innermost one is the last
+            if isinstance(mod, GPUMod):
+                found[kind] = partial(mod.options_of, call_next=rest)
+    return found
 
 
 def _checked(own: Any) -> Mapping[str, Any]:

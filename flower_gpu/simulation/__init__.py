@@ -17,6 +17,9 @@
                                       │             in_worker: loads the app, handles the message, resets
                                       └─── answer: reply or what is not summed of it, new state ───┘
 
+What single clients have of their own (clients) comes from a table and from the app (mod_options), before the
+run begins. The grid shows the ServerApp the nodes that are there in its round (availability).
+
 A message has one owner at a time. It waits in its box; a host has it (a job); its answer is here. A host that
 gives it back, or is lost, puts it into its box again. Replies of training are summed at the host; the sum
 comes when the grid asks for it, at the end of a round or of a block of nodes.

@@ -5,9 +5,10 @@ A table has entries by partition; of two that name the same client, the later on
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from flower_gpu.kinds import FACTOR, PART
 from flower_gpu.options import CALL, Option, joined
 
 #: The options of calls that a client can have of its own.
-RESOURCES: Final = ("num_gpus", "gpu_memory", "gpu_compute", "num_cpus", "timeout_s")
+RESOURCES: Final = ("gpu", "num_gpus", "gpu_memory", "gpu_compute", "num_cpus", "timeout_s")
 #: The keys of an entry, by their names in Python.
 KEYS: Final[Mapping[str, Option]] = MappingProxyType(
     {
@@ -45,9 +46,12 @@ class Clients:
 
     ``table``: what whoever runs it says of each client, by partition; empty: nothing. Clients of which the
     same is said share one mapping.
+    ``by_type``: the same with what the app says, by message type; a type that is not there has the one of "",
+    or the table.
     """
 
     table: tuple[Own, ...] = ()
+    by_type: Mapping[str, tuple[Own, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entries: Mapping[Any, Any], count: int) -> Clients:
@@ -62,22 +66,48 @@ class Clients:
             values = _values(pattern, entry)
             for partition in _partitions(pattern, count):
                 own[partition] = joined(own[partition], values)
-        same: dict[tuple[Any, ...], Own] = {}
-        return cls(tuple(same.setdefault(_key(each), each) for each in own) if entries else ())
+        return cls(_shared(own) if entries else ())
 
-    def of_client(self, partition: int) -> Own:
-        """Return what a client has of its own."""
-        return self.table[partition] if self.table else _NOTHING
+    def with_app(self, told: Mapping[str, Sequence[Own]], options: Mapping[str, Any]) -> Clients:
+        """Return the same with what the app says of each client, by message type.
+
+        ``options``: of the run's calls. These and the table come before the app.
+        """
+        given = {name for name, value in options.items() if value is not None}
+        given |= {name for name in RESOURCES if CALL[name].is_nodes and os.environ.get(CALL[name].variable)}
+        given |= {CALL[name].excludes for name in given}
+
+        def both(partition: int, own: Own) -> Own:
+            left = {name: value for name, value in own.items() if name not in given}
+            return joined(left, self.of_client(partition))
+
+        return replace(
+            self,
+            by_type={kind: _shared(both(*each) for each in enumerate(of)) for kind, of in told.items()},
+        )
+
+    def of_client(self, partition: int, message_type: str = "") -> Own:
+        """Return what a client has of its own, in calls of a type."""
+        usual = self.by_type.get("", self.table)
+        own = self.by_type.get(message_type.removesuffix(".default"), usual)
+        return own[partition] if own else _NOTHING
 
     def resources(self) -> list[dict[str, Any]]:
         """Return the options of calls that there are among what clients have of their own, each once."""
-        found = [resources(own) for own in {id(own): own for own in self.table}.values()]
+        all_own = {id(own): own for of_type in (self.table, *self.by_type.values()) for own in of_type}
+        found = [resources(own) for own in all_own.values()]
         return list({_key(each): each for each in found}.values()) or [{}]
 
 
 def resources(own: Own) -> dict[str, Any]:
     """Return the options of calls among what a client has of its own."""
     return {name: own[name] for name in RESOURCES if name in own}
+
+
+def _shared(all_own: Iterable[Own]) -> tuple[Own, ...]:
+    """Return the same, with one mapping for all clients that have the same."""
+    same: dict[tuple[Any, ...], Own] = {}
+    return tuple(same.setdefault(_key(own), own) for own in all_own)
 
 
 def _key(own: Own) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from flower_gpu.errors import (
 )
 from flower_gpu.flower import message_call, record_bytes
 from flower_gpu.leases.host import RESERVED_PART
-from flower_gpu.options import joined
+from flower_gpu.options import CALL, joined
 from flower_gpu.simulation.clients import Own, as_written, resources
 from flower_gpu.simulation.host import Answer, Visit, Work, failed
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
@@ -234,7 +234,8 @@ class MessageHandler:
 
     def _run_once(self, visit: Visit, slot: Slot) -> Handled:
         context = self._context_of(visit)
-        own = self._work.clients.of_client(self._nodes.partition_of(context.node_id))
+        partition, kind = self._nodes.partition_of(context.node_id), visit.message.metadata.message_type
+        own = self._work.clients.of_client(partition, kind)
         with self._memory.room(at_once=slot.has_lease):
             reply = message_call.call(
                 self._task,
@@ -263,6 +264,8 @@ class MessageHandler:
         # The configs of nodes differ by their partition only.
         if id(own) not in self._resolved:
             options = {**joined(self._options, resources(own)), "context": context}
+            if "gpu" in own:  # else the variable of this process comes before it
+                options["env"] = {**(options.get("env") or {}), CALL["gpu"].variable: own["gpu"]}
             self._resolved[id(own)] = replace(call_settings(options), own=as_written(own))
         return self._resolved[id(own)]
 

@@ -19,10 +19,11 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.flower.resuming.earlier import check_same_app, earlier_run
 from flower_gpu.gpu import guard
 from flower_gpu.options import CallOptions, joined
-from flower_gpu.simulation import determinism
+from flower_gpu.simulation import determinism, mod_options
 from flower_gpu.simulation.clients import Clients, plain
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.threads import cores
@@ -113,20 +114,22 @@ class RunPlan:
             _check_can_pack(deterministic, values["ray_address"])
         elif any(each.gpu.compute is not None for each in settings):
             raise ConfigError("gpu_compute (--gpu-compute) has an effect with mps (--mps) only. Add that")
+        run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
+        nodes = VirtualNodes(values["num_supernodes"], seed, run_id, run_config)
         work = Work(
             name,
             client,
             {**options, "env": {**env, **server_env}},
             values["num_supernodes"],
             seed,
-            determinism.run_id(seed) if deterministic else secrets.randbits(63),
+            run_id,
             run_config,
             values["max_workers"],
             calls_per_worker,
             values["verify_recycling"],
             deterministic,
             is_strict=deterministic and not values["keep_going"],
-            clients=clients,
+            clients=clients.with_app(mod_options.ask(client, nodes, options), options),
             mps=values["mps"],
         )
         return cls(

@@ -1,0 +1,114 @@
+"""What an app's own `gpu_mod` says of its clients holds in a simulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from simulations import APPS
+from stub_host import StubHost, events
+
+from flower_gpu import distributed, gpu_mod
+from flower_gpu.apps.app_imports import is_more_than_listed
+from flower_gpu.errors import ConfigError
+from flower_gpu.simulation.clients import Clients
+from flower_gpu.simulation.mod_options import ask
+from flower_gpu.simulation.nodes import VirtualNodes
+
+pytestmark = pytest.mark.timeout(200)
+
+NODES = VirtualNodes(3, 1, 7, {"batch": 4})
+
+
+def resources(context: Context) -> dict[str, Any] | None:
+    """Return options of two clients."""
+    if context.node_config["partition-id"] == 2:
+        return None
+    return {"gpu_memory": f"{context.run_config['batch']}GiB", "timeout_s": 9}
+
+
+def test_the_mods_of_each_function_are_asked_for_each_client() -> None:
+    app = ClientApp(mods=[gpu_mod(resources=resources, num_gpus=0.5, on_oom="fail")])
+    app.train()(lambda message, context: message)
+    app.train("more", mods=[gpu_mod(num_cpus=2, num_gpus=0.1)])(lambda message, context: message)
+    app.query()(distributed(num_gpus=2)(lambda message, context: message))
+    own = {"gpu_memory": "4GiB", "timeout_s": 9}
+    assert ask(app, NODES, {}) == {
+        "train": [own, own, {"num_gpus": 0.5}],
+        "train.more": [{"num_cpus": 2, "num_gpus": 0.1}] * 3,
+        "query": [{"num_gpus": 2, "timeout_s": 9}] * 2 + [{"num_gpus": 2}],
+    }
+    table: Any = {1: {"timeout_s": 3, "gpu": "require"}, 2: {"gpu": "never"}}
+    older = ClientApp(lambda context: None, mods=[gpu_mod(resources=table)])
+    assert ask(older, NODES, {}) == {"": [{}, {"timeout_s": 3}, {"gpu": "never"}]}
+    assert ask(ClientApp(mods=[gpu_mod]), NODES, {}) == {}
+
+
+def test_who_runs_an_app_comes_before_the_app() -> None:
+    told = {"train": [{"num_gpus": 0.5, "timeout_s": 9}] * 3}
+    clients = Clients.of({2: {"gpu-memory": "2GiB"}, "1-2": {"slow-down": 2}}, 3)
+    found = clients.with_app(told, {"num_gpus": None})
+    of = [found.of_client(partition, "train.default") for partition in range(3)]
+    assert of[0] == {"num_gpus": 0.5, "timeout_s": 9}
+    assert of[1] == {"num_gpus": 0.5, "timeout_s": 9, "slow_down": 2}
+    assert of[2] == {"gpu_memory": "2GiB", "timeout_s": 9, "slow_down": 2}
+    assert found.of_client(1, "evaluate") == {"slow_down": 2}
+    given = clients.with_app(told, {"gpu_memory": "3GiB"})
+    assert given.of_client(0, "train") == {"timeout_s": 9} and given.of_client(0) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda context: {"num_gpus": 0.5, "num_cpu": 2}, "no option 'num_cpu'"),
+        (lambda context: {"num_gpus": 1.5}, "num_gpus must be a share of one GPU"),
+        (
+            lambda context: context.state["made"],
+            r"raised KeyError.* when context\.state is empty",
+        ),
+    ],
+)
+def test_what_an_app_says_is_checked_before_the_run(given: Any, words: str) -> None:
+    app = ClientApp(mods=[gpu_mod(resources=given)])
+    app.train()(lambda message, context: message)
+    with pytest.raises(ConfigError, match=words):
+        ask(app, NODES, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "is_asked"),
+    [
+        ("from flower_gpu import gpu_mod\napp = ClientApp(mods=[other_mod, gpu_mod])", False),
+        ("from flower_gpu import gpu_mod\napp = ClientApp(mods=[gpu_mod(num_gpus=1)])", True),
+        ("import flower_gpu\napp = ClientApp(mods=[flower_gpu.gpu_mod()])", True),
+        ("from flower_gpu import gpu_mod as mod\napp = ClientApp(mods=[mod()])", True),
+        ("from flower_gpu import gpu_mod\nmod = partial(gpu_mod, num_gpus=1)", True),
+        ("from .mods import MODS\napp = ClientApp(mods=MODS)", True),
+        ("import flower_gpu\napp = ClientApp()", False),
+    ],
+)
+def test_only_an_app_that_says_something_is_asked(tmp_path: Path, source: str, is_asked: bool) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()
+    (tmp_path / "mine" / "client_app.py").write_text(source)
+    (tmp_path / "mine" / "mods.py").write_text("from flower_gpu import gpu_mod\nMODS = [gpu_mod(num_gpus=1)]")
+    assert is_more_than_listed(tmp_path, "mine.client_app", "gpu_mod") == is_asked
+
+
+def test_each_call_has_the_share_that_the_app_says(tmp_path: Path) -> None:
+    assert (APPS / "sized").is_dir()
+    host = StubHost(tmp_path, gpus=1)
+    table = tmp_path / "devices.toml"
+    table.write_text('[3]\nnum-gpus = 1\n[0]\ngpu = "never"\n')
+    done = host.simulate(4, "--gpu", "require", "--clients-table", str(table), app="sized")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    granted = {event["lease"]: event["gpus"][0]["memory_bytes"] for event in events(done, "lease_granted")}
+    calls = [call for call in done.calls if call["task"] == "train"]
+    found = {(call["client"], granted.get(call.get("lease"))) for call in calls}
+    whole = max(granted.values())
+    parts = {"0": None, "1": whole // 4, "2": whole // 2, "3": whole}
+    assert len(calls) == 8 and found == set(parts.items())
+    assert {call["client"]: call["own"] for call in calls}["2"] == {"num-gpus": 0.5}
