@@ -40,6 +40,7 @@ _MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 _SM_COUNT: Final = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _START_S: Final = 30.0
+_NOT_READY: Final = 807  # CUDA_ERROR_MPS_SERVER_NOT_READY: after a fault, until all are gone that were there
 _TRIED_PERCENTAGE: Final = 50
 
 # Ends the daemon, and what that has started, when the run is gone, which has the other end of standard input.
@@ -124,9 +125,9 @@ def check(uuids: Sequence[str], environ: Mapping[str, str]) -> None:
     Ranks check theirs, each for its GPU.
     Raises GPUUnavailableError if it has, or CUDA does not start.
     """
-    part = int(environ.get(_PERCENTAGE) or 100) if is_of_run(environ) else 100
-    if part == 100 or len(uuids) > 1:
+    if not is_of_run(environ) or len(uuids) > 1:
         return
+    part = int(environ[_PERCENTAGE])
     whole = json.loads(environ[MPS_VARIABLE])[uuids[0]]
     [found] = sms()
     if not _is_limited(found, whole, part):
@@ -140,7 +141,7 @@ def check(uuids: Sequence[str], environ: Mapping[str, str]) -> None:
 def sms() -> list[int]:
     """Return how many processors (SMs) of each GPU this process may use, in CUDA's order; starts CUDA.
 
-    Raises GPUUnavailableError if that fails.
+    Waits where the server recovers from a fault. Raises GPUUnavailableError if that fails.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -154,6 +155,9 @@ def sms() -> list[int]:
             raise GPUUnavailableError(f"{function} of CUDA's driver failed with error {code}")
         return found.value
 
+    end = time.monotonic() + _START_S
+    while cuda.cuInit(0) == _NOT_READY and time.monotonic() < end:
+        time.sleep(0.05)
     ask("cuInit", 0)
     devices = [ask("cuDeviceGet", number) for number in range(ask("cuDeviceGetCount"))]
     return [ask("cuDeviceGetAttribute", _SM_COUNT, device) for device in devices]

@@ -166,25 +166,30 @@ static int has_fault(void) {
     return access(path, F_OK) == 0;
 }
 
-/* After a fault the server lets nobody in until all those are gone that were there. */
-static void wait_for_server(int card) {
+/* After a fault the server refuses new clients until all those are gone that were there. */
+static int is_recovering(void) {
     char path[4200], folder[4096];
-    while (has_fault()) {
-        int others = 0, lock = lock_uses(folder, sizeof folder);
-        uses(cards[card].gpu, cards[card].mig, count_other, &others);
-        if (!others) {
-            fault_file(path, sizeof path);
-            unlink(path);
-        }
-        unlock_uses(lock);
-        usleep(10000);
+    int others = 0;
+    if (!has_fault()) return 0;
+    int lock = lock_uses(folder, sizeof folder);
+    uses(ANY, NO_MIG, count_other, &others);
+    if (!others) {
+        fault_file(path, sizeof path);
+        unlink(path);
     }
+    unlock_uses(lock);
+    return others;
 }
 
 int stub_init(void) {
     char host[TEXT_BYTES];
     if (init_pid) return init_pid == getpid() ? init_code : NOT_INITIALIZED;
     pthread_mutex_lock(&mutex);
+    look_for_daemon();
+    if (is_recovering()) {
+        pthread_mutex_unlock(&mutex);
+        return MPS_NOT_READY;
+    }
     if (!init_pid) {
         if (!read_stub("host", host, sizeof host)) {
             init_code = NO_DEVICE;
@@ -192,7 +197,6 @@ int stub_init(void) {
             init_code = INSUFFICIENT_DRIVER;
         } else {
             dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL); /* who looks whether it is there finds it */
-            look_for_daemon();
             look_for_cards((int)number(host, "gpus", 0));
             int names = number(host, "driver", 0) >= NAMES_THREADS_SINCE;
             init_code = card_count == 0 ? NO_DEVICE : names ? name_a_thread() : OK;
@@ -381,7 +385,6 @@ int stub_context(int card) {
     if (card < 0 || card >= card_count) return INVALID_DEVICE;
     if (cards[card].has_context) return stub_is_lost(card);
     if ((code = stub_is_lost(card))) return code;
-    wait_for_server(card);
     pthread_mutex_lock(&mutex);
     if (!cards[card].has_context) {
         int lock = lock_uses(folder, sizeof folder);

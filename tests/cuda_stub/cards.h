@@ -18,6 +18,7 @@ enum {
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700, /* the process did that, or another client of its MPS server */
     NOT_SUPPORTED_HERE = 801,
+    MPS_NOT_READY = 807, /* the server recovers from a fault */
     UNKNOWN = 999, /* a card that is lost answers this from then on */
 };
 

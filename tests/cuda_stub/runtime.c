@@ -52,6 +52,7 @@ static const struct {
     {OPERATING_SYSTEM, "cudaErrorOperatingSystem", "OS call failed or operation not supported on this OS"},
     {NOT_READY, "cudaErrorNotReady", "device not ready"},
     {ILLEGAL_ADDRESS, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
+    {MPS_NOT_READY, "cudaErrorMpsServerNotReady", "MPS server is not ready to accept new MPS client requests"},
     {NOT_SUPPORTED_HERE, "cudaErrorNotSupported", "operation not supported"},
     {UNKNOWN, "cudaErrorUnknown", "unknown error"},
 };
