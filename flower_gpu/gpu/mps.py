@@ -43,10 +43,10 @@ _START_S: Final = 30.0
 _NOT_READY: Final = 807  # CUDA_ERROR_MPS_SERVER_NOT_READY: after a fault, until all are gone that were there
 _TRIED_PERCENTAGE: Final = 50
 
-# Ends the daemon, and what that has started, when the run is gone, which has the other end of standard input.
+# Ends the daemon, and what that has started, when the run says so, or is gone: it has the other end of stdin.
 _KEEPER: Final = f"""
 {_PROGRAM} -f & daemon=$!
-cat
+read -r _
 {{ echo quit -t 1 | timeout 10 {_PROGRAM}; kill -KILL $daemon; }} 2>/dev/null
 rm -rf "${_PIPES}"
 kill -KILL 0
@@ -91,7 +91,9 @@ def daemon(uuids: Sequence[str], parent: Path, logs: Path | None) -> Iterator[di
         _check_limits(whole, _sms_of_process({**env, _PERCENTAGE: str(_TRIED_PERCENTAGE)}), logs)
         yield {**client, MPS_VARIABLE: json.dumps(dict(zip(uuids, whole, strict=True)))}
     finally:
-        keeper.stdin.close()
+        with suppress(OSError):  # a fork of this process may have that end, too
+            keeper.stdin.write(b"\n")
+            keeper.stdin.close()
         keeper.wait()
 
 
