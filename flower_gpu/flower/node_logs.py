@@ -17,6 +17,7 @@ from flower_gpu.flower.averaging import InOrder
 _NODE_ID: Final = re.compile(r"SuperNode ID: (\d+)")
 _PATIENCE_S: Final = 5.0  # a SuperNode is there a moment before it says so
 _PAUSE_S: Final = 0.02
+_MOST_CLIENTS: Final = 1 << 32  # of one launch
 
 
 def clients_of_nodes(folder: RunFolder) -> dict[int, int]:
@@ -37,31 +38,18 @@ class ClientOrder:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._clients: dict[int, int] = {}
-        self._unknown: set[int] = set()
-
-    def _place(self, node_id: int) -> tuple[bool, int]:
-        """Return the sort key of a node; one that is no client's comes last."""
-        return node_id not in self._clients, self._clients.get(node_id, node_id)
 
     def nodes(self, nodes: Iterable[Any]) -> list[Any]:
         """Return Flower's nodes in order, once it is known whose they are."""
         found = list(nodes)
-        ids = {node.node_id for node in found} - self._unknown
         deadline = time.monotonic() + _PATIENCE_S
-        while not ids <= self._clients.keys():
-            self._clients = clients_of_nodes(self._folder)
-            if time.monotonic() > deadline:  # somebody else's
-                self._unknown |= ids - self._clients.keys()
-                break
+        while new := {node.node_id for node in found} - self._clients.keys():
+            self._clients |= clients_of_nodes(self._folder)
+            if time.monotonic() > deadline:  # somebody else's: they come last
+                self._clients = {**{id_: id_ + _MOST_CLIENTS for id_ in new}, **self._clients}
             time.sleep(_PAUSE_S)
-        return sorted(found, key=lambda node: self._place(node.node_id))
+        return sorted(found, key=lambda node: self._clients[node.node_id])
 
-    def replies(self, replies: Iterable[Message], message_ids: Iterable[str]) -> InOrder:
-        """Return replies in order; those of one client in the order in which its messages were sent."""
-        numbers = {id_: number for number, id_ in enumerate(message_ids)}
-
-        def place(reply: Message) -> tuple[bool, int, int]:
-            asked = numbers.get(reply.metadata.reply_to_message_id, len(numbers))
-            return *self._place(reply.metadata.src_node_id), asked
-
-        return InOrder(sorted(replies, key=place))
+    def replies(self, replies: Iterable[Message]) -> InOrder:
+        """Return replies in order."""
+        return InOrder(sorted(replies, key=lambda reply: self._clients.get(reply.metadata.src_node_id, -1)))

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,48 +57,27 @@ def _recorded(call: Callable[..., None], clock: GridTime) -> Callable[..., None]
     @functools.wraps(call)
     def recorded(app: ServerApp, grid: Grid, context: Any) -> None:
         folder = os.environ.get(RUN_DIR_VARIABLE)
-        with recorded_rounds(write_event) as recorder, ExitStack() as stack:
-            record(grid, recorder, clock, None if folder is None else _OfRun(RunFolder(Path(folder)), stack))
+        with recorded_rounds(write_event) as recorder:
+            record(grid, recorder, clock)
+            if folder is not None:
+                keep_rounds(grid, recorder, RunFolder(Path(folder)))
             call(app, grid, context)
 
     return recorded
 
 
-class _OfRun:
-    """What a run's folder has for its ServerApp: the order of its clients, and the last finished round."""
-
-    def __init__(self, folder: RunFolder, stack: ExitStack) -> None:
-        # Late: the process that this one is a fork of does without SQLite.
-        from flower_gpu.flower.resuming.checkpoint import Checkpoints
-        from flower_gpu.flower.resuming.earlier import FirstStart
-
-        self.order = ClientOrder(folder)
-        checkpoints = Checkpoints(folder.checkpoint, StateStore())
-        stack.callback(checkpoints.close)
-        self.first_start = FirstStart(checkpoints, checkpoints.read())
-
-
-def record(grid: Grid, recorder: Recorder, clock: GridTime, run: _OfRun | None = None) -> None:
+def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
     """Record from now on the messages of a grid of Flower's, also for the clock of its waits.
 
     Its own ``send_and_receive`` pushes messages and pulls replies by the two methods that are replaced, so
-    each reply is noted when it comes. With a ``run`` the grid is a :class:`.ResumableGrid`, and nodes and
-    replies have the order of the clients: sums, and which clients a seed chooses, do not depend on chance.
+    each reply is noted when it comes.
     """
-    push, send_and_receive, get_nodes = grid.push_messages, grid.send_and_receive, grid.get_nodes
-
-    def finished_round(state: RoundState) -> None:
-        # A run that goes on does it again: the launcher may be about to end the run for that.
-        if run is not None and state.server_round != recorder.failed_round:
-            run.first_start.finished_round(state)
-
+    push, send_and_receive = grid.push_messages, grid.send_and_receive
     recorded = RecordedGrid(
         SimpleNamespace(
             # Flower's goes through them more than once.
             push_messages=lambda messages: push(list(messages)),
             pull_messages=grid.pull_messages,
-            resumed=None if run is None else run.first_start.resumed,
-            finished_round=finished_round,
         ),
         recorder,
     )
@@ -121,16 +99,47 @@ def record(grid: Grid, recorder: Recorder, clock: GridTime, run: _OfRun | None =
         of_thread.ids = []
         replies = send_and_receive(messages, timeout=timeout)
         recorded.give_up(of_thread.ids, "no reply" if timeout is None else f"no reply within {timeout:g} s")
-        return replies if run is None else run.order.replies(replies, of_thread.ids)
+        return replies
 
     replaced = {
         "push_messages": push_messages,
         "pull_messages": pull_messages,
         "send_and_receive": send_and_wait,
     }
-    if run is not None:
-        replaced["get_nodes"] = lambda: run.order.nodes(get_nodes())
-        replaced |= {"resumed": recorded.resumed, "finished_round": recorded.finished_round}
+    for name, method in replaced.items():
+        setattr(grid, name, method)
+
+
+def keep_rounds(grid: Grid, recorder: Recorder, folder: RunFolder) -> None:
+    """Make a grid of Flower's a :class:`.ResumableGrid`, with the checkpoints in a run's folder.
+
+    Nodes and replies have the order of the clients: sums, and which clients a seed chooses, do not depend on
+    chance.
+    """
+    # Late: the process that this one is a fork of does without SQLite.
+    from flower_gpu.flower.resuming.checkpoint import Checkpoints
+    from flower_gpu.flower.resuming.earlier import FirstStart
+
+    get_nodes, send_and_receive, order = grid.get_nodes, grid.send_and_receive, ClientOrder(folder)
+    checkpoints = Checkpoints(folder.checkpoint, StateStore())
+    first_start = FirstStart(checkpoints, checkpoints.read())
+
+    def resumed() -> RoundState | None:
+        if (state := first_start.resumed()) is not None:
+            recorder.run_resumed(state.server_round)
+        return state
+
+    def finished_round(state: RoundState) -> None:
+        # Else a run that goes on does the round again: the launcher may be about to end it for that.
+        if state.server_round != recorder.failed_round:
+            first_start.finished_round(state)
+
+    replaced = {
+        "get_nodes": lambda: order.nodes(get_nodes()),
+        "send_and_receive": lambda *args, **kwargs: order.replies(send_and_receive(*args, **kwargs)),
+        "resumed": resumed,
+        "finished_round": finished_round,
+    }
     for name, method in replaced.items():
         setattr(grid, name, method)
 

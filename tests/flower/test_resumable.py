@@ -20,7 +20,7 @@ from flwr.supercore.heartbeat import HeartbeatSender
 from kill_at_line import kill_at_line
 from streaming_grid import PlainTestGrid, StreamingTestGrid
 
-from flower_gpu import ConfigError, FedAvg, resumable
+from flower_gpu import ConfigError, FedAvg, files, resumable
 from flower_gpu.flower import rounds
 from flower_gpu.flower.resuming import checkpoint, earlier
 from flower_gpu.flower.resuming import resumable as resuming
@@ -155,7 +155,9 @@ def test_what_cannot_go_on_is_refused_before_it_starts(tmp_path: Path) -> None:
         resumable(FedAvg(), tmp_path / "file")
 
 
-def test_a_folder_that_another_run_uses_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_another_run_uses_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LOCK_WAIT_S", 0.1)
+
     class Grid(PlainTestGrid):
         def get_node_ids(self) -> list[int]:
             with pytest.raises(ConfigError, match="is in use by another run: end it"):

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.flower import serverapp
+from flower_gpu.flower import node_logs, serverapp
 from flower_gpu.flower.recording.recorder import write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.states import StateStore
+from flower_gpu.flower.rounds import ResumableGrid, RoundState, capture_random_state
 from flower_gpu.launch.federation import Federation
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
@@ -142,6 +146,39 @@ def test_messages_from_several_threads(tmp_path: Path) -> None:
     lines = told(tmp_path, "round", "task", "node", "error")
     replies = sorted(line[3] for line in lines if line[0] == "reply")
     assert replies == [1, 2, 3]
+
+
+def test_nodes_and_replies_are_in_the_order_of_the_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_logs, "_PATIENCE_S", 0.0)
+    for client, node in enumerate((3, 1)):
+        text = f"INFO : SuperNode ID: {node + 10}\n$ started again\nINFO : SuperNode ID: {node}\n"
+        (tmp_path / f"client-{client}.log").write_text(text)
+    grid = FlowerGrid()
+    grid.get_nodes = lambda: [NodeInfo(node_id=node) for node in (1, 2, 3)]  # type: ignore[method-assign]
+    with recorded_rounds(write_event) as recorder:
+        serverapp.record(grid, recorder, serverapp.GridTime())
+        serverapp.keep_rounds(grid, recorder, RunFolder(tmp_path))
+        assert grid.get_node_ids() == [3, 1, 2]
+        replies = list(grid.send_and_receive(messages(1, 2, 3)))
+    assert [reply.metadata.src_node_id for reply in replies] == [3, 1, 2]
+    assert isinstance(grid, ResumableGrid) and grid.resumed() is None
+
+
+def test_a_round_in_which_every_client_failed_has_no_checkpoint(tmp_path: Path) -> None:
+    grid, folder = FlowerGrid(), RunFolder(tmp_path)
+    with recorded_rounds(write_event) as recorder:
+        serverapp.record(grid, recorder, serverapp.GridTime())
+        serverapp.keep_rounds(grid, recorder, folder)
+        assert isinstance(grid, ResumableGrid)
+        grid.resumed()
+        for server_round, nodes in ((0, ()), (1, (1, 9)), (2, (9, 10))):
+            list(grid.send_and_receive(messages(*nodes, server_round=server_round)))
+            state = RoundState(server_round, ArrayRecord(), {}, {}, capture_random_state())
+            grid.finished_round(state)
+    found = Checkpoints(folder.checkpoint, StateStore()).read()
+    assert found is not None and found.server_round == 1
 
 
 def test_a_grid_of_flowers_has_what_is_replaced() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import MethodType
 from typing import Any, Final, TypeVar
@@ -33,10 +32,8 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
     """Have a strategy write a checkpoint after each round, and go on with the one that is there.
 
     ``start`` of a strategy whose folder is empty begins with its initial arrays. Else it goes on after the
-    last finished round: the model, the metrics, the strategy's state and the random numbers of Python, numpy
-    and PyTorch are those of then, and the initial arrays are not used. So a ServerApp that was ended at any
-    moment is just started again. A run that has done all its rounds gives its result again; with more rounds
-    it does those.
+    last finished round, with the model, the metrics, the strategy's state and the random numbers of then. So
+    a ServerApp that was ended at any moment is just started again. A run that is over gives its result again.
 
     Parameters
     ----------
@@ -94,34 +91,24 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
         nonlocal first
         given = inspect.signature(own_start).bind(*args, **kwargs)
         given.apply_defaults()
-        with _alone(path):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(files.locked(path / _LOCK))
+            except TimeoutError:
+                raise ConfigError(
+                    f"{path_text(path)} is in use by another run: end it, or give resumable() another folder"
+                ) from None
+            stack.callback(checkpoints.close)
             first = first or FirstStart(checkpoints, checkpoints.read())
             given.arguments["grid"] = _CheckpointedGrid(given.arguments["grid"], first)
-            try:
-                if kind == OURS:
-                    result: Result = own_start(*given.args, **given.kwargs)
-                    return result
+            if kind != OURS:
                 return rounds.run(strategy, **given.arguments, strategy_state=StrategyState(strategy, kind))
-            finally:
-                checkpoints.close()
+            result: Result = own_start(*given.args, **given.kwargs)
+            return result
 
     vars(start)["kind"] = kind  # for who records the run
     vars(strategy)["start"] = start
     return strategy
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder; raises ConfigError if one is there."""
-    descriptor = files.opened(folder / _LOCK, os.O_RDWR | os.O_CREAT)
-    try:
-        if not files.try_lock(descriptor):
-            raise ConfigError(
-                f"{path_text(folder)} is in use by another run: end it, or give resumable() another folder"
-            )
-        yield
-    finally:
-        descriptor.close()
 
 
 @Grid.register
