@@ -101,13 +101,13 @@ def lock(
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file; TimeoutError, an OSError, if somebody else does not give it back."""
+def locked(path: Path, wait_s: float | None = _LOCK_WAIT_S) -> Iterator[None]:
+    """Hold the lock of a file; TimeoutError, an OSError, if somebody else does not give it back in time."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = opened(path, flags)
     try:
-        late = f"another process has locked {path.name} for {_LOCK_WAIT_S:g} s"
-        lock(descriptor, time.monotonic() + _LOCK_WAIT_S, late=late)
+        late = f"another process has locked {path.name} for {wait_s or 0:g} s"
+        lock(descriptor, None if wait_s is None else time.monotonic() + wait_s, late=late)
         try:
             yield
         finally:

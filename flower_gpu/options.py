@@ -400,6 +400,10 @@ STATE_DIR: Final = Option(
 LEDGER_DIR: Final = Option(
     "folder that the ledger's users share", variable="FLOWER_GPU_LEDGER_DIR", default="/tmp"
 )
+ENVIRONMENTS_DIR: Final = Option(
+    "folder in which the packages are kept that apps declare; the default is runtime-envs in FLWR_HOME",
+    variable="FLOWER_GPU_ENVIRONMENTS_DIR",
+)
 SERVER_IDLE: Final = Option(
     "seconds after which an unused fork server ends", SECONDS_OR_0, "FLOWER_GPU_SERVER_IDLE_S", 300.0
 )
@@ -437,6 +441,7 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
             Option("folder of the run: events are appended to trace.jsonl in it", variable=RUN_DIR_VARIABLE),
             STATE_DIR,
             LEDGER_DIR,
+            ENVIRONMENTS_DIR,
             SERVER_IDLE,
             CONCURRENCY,
             CPU_LEASES,

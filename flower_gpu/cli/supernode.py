@@ -295,7 +295,6 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
     Raises ConfigError if an option or variable cannot be used.
     """
     from flower_gpu.flower import commands
-    from flower_gpu.flower.flwr_clientapp import OWN_ENVIRONMENT
 
     check(arguments.flower)
     env = checked_environment(given_calls(arguments), base)
@@ -305,12 +304,6 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
         env[CAP_VARIABLE] = arguments.gpu_cap
     guard.check(env)
     env.update(confine.environment(arguments, _key_files(arguments), env))
-    if arguments.confine is not None and OWN_ENVIRONMENT in arguments.flower:
-        raise ConfigError(
-            f"--confine cannot be used with {OWN_ENVIRONMENT}: an app's packages would be installed by code "
-            "of the app's choice. Remove one of the two, and install what apps need into the SuperNode's "
-            "environment"
-        )
     if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each
         env[CONCURRENCY_VARIABLE] = str(nodes)
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message

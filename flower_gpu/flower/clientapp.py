@@ -30,12 +30,14 @@ from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ClientCallError, ConfigError, text_of
-from flower_gpu.flower import message_call
+from flower_gpu.flower import environments, message_call
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import CLIENT_RUNTIME, INSTALLER, find
 from flower_gpu.flower.records import round_of
-from flower_gpu.workers import call_end
+from flower_gpu.workers import call_end, methods, threads
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers.call import Call
 from flower_gpu.workers.call_end import place_of
 from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
@@ -55,13 +57,15 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
     """
     sys.argv = argv
     ask_for_many()
-    if Allowed.from_environment(os.environ) is not None:
+    is_confined = Allowed.from_environment(os.environ) is not None
+    if is_confined:
         install_among_apps()
+    environments.replace_installation(CLIENT_RUNTIME, is_confined=is_confined)
     loader = find(_LOADS)
     if with_lease and loader is None:
         raise _unknown("loads apps", "this message would have no lease")
     if loader is not None:
-        get_load_fn = partial(_leased_loader, is_fork) if with_lease else loader
+        get_load_fn = partial(_leased_loader, is_fork) if with_lease else partial(_loader, loader)
         setattr(run_clientapp, _LOADER, partial(_telling, get_load_fn))
     try:
         flwr_clientapp()
@@ -154,6 +158,30 @@ def _leased_loader(is_fork: bool, **where: Any) -> Any:
     return lambda *app: LeasedClientApp(where, app, is_fork)
 
 
+def _loader(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
+    load = get_load_client_app_fn(**where)
+
+    def load_where_its_packages_are(*app: str) -> Any:
+        # This process may have libraries already that its environment has in other versions.
+        return load(*app) if environments.used() is None else partial(_handle_elsewhere, where, app)
+
+    return load_where_its_packages_are
+
+
+def _handle_elsewhere(
+    where: dict[str, Any], app: tuple[str, ...], *, message: Message, context: Context
+) -> Message:
+    """Have an app that takes no lease handle a message in a fork of its environment's fork server."""
+    _learn_imports(app)
+    env = threads.environment(threads.planned_threads(os.environ), {})
+    args = (where, app, message, context, message_call.identity())
+    call = Call(load_and_run, args, env=env, setup=threads.SETUP, label=app[0])
+    reply: Message
+    reply, state = worker.run(call, methods.FORKSERVER, otherwise=methods.SPAWN)
+    message_call.take_over(context.state, state)
+    return reply
+
+
 class LeasedClientApp:
     """Stands for an app that is not loaded: not in this process."""
 
@@ -184,7 +212,9 @@ class LeasedClientApp:
     def _confined(self) -> AbstractContextManager[Confinement | None]:
         """Return a context with the confinement of the worker of a message, or with None."""
         allowed = Allowed.from_environment(os.environ)
-        return nullcontext() if allowed is None else for_message(allowed, [str(_folder_of(*self._app))])
+        if allowed is None:
+            return nullcontext()
+        return for_message(allowed, [str(_folder_of(*self._app))], environments.used() or "")
 
 
 def _learn_imports(app: tuple[str, ...]) -> None:
@@ -195,7 +225,10 @@ def _learn_imports(app: tuple[str, ...]) -> None:
         reference = get_project_config(folder)["tool"]["flwr"]["app"]["components"]["clientapp"]
         is_limited = call_settings({}).worker.timeout_s is not None
         patience_s = client.LEARN_FOR_LIMITED_S if is_limited else client.LEARN_S
-        client.learn(libraries_of(folder, reference.partition(":")[0]), patience_s=patience_s)
+        names = libraries_of(folder, reference.partition(":")[0])
+        if environments.used() is not None:  # nobody has warmed up its fork server
+            names = [__name__, *names]
+        client.learn(names, patience_s=patience_s)
 
 
 def load_and_run(

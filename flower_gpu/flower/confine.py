@@ -18,7 +18,7 @@ from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.gpus import mps_pipes
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.options import CONFINE_VARIABLE
+from flower_gpu.options import CONFINE_VARIABLE, ENVIRONMENTS_DIR
 from flower_gpu.printable import path_text
 from flower_gpu.workers import confinement, state_folder, thread_names
 from flower_gpu.workers.confinement import Confinement
@@ -113,6 +113,8 @@ _OURS: Final = "flower-gpu's own files of this account"
 def _secrets(keys: Iterable[str], environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield str(state_folder.state_dir()), _OURS
     yield str(LedgerFolder.find().own()), "the ledger of leases"
+    if environ.get(str(ENVIRONMENTS_DIR.variable)):
+        yield environ[str(ENVIRONMENTS_DIR.variable)], "the packages of other apps"
     home = environ.get("HOME") or str(Path("~").expanduser())
     yield environ.get("FLWR_HOME") or f"{home}/.flwr", "Flower's files of this account"
     for name in (".ssh", ".gnupg", ".aws", ".kube", ".docker", ".config", ".netrc"):
@@ -134,11 +136,12 @@ def not_enforced(allowed: Allowed) -> list[str]:
 
 
 @contextmanager
-def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
+def for_message(allowed: Allowed, app: Sequence[str], environment: str = "") -> Iterator[Confinement]:
     """Make a folder for a message, and remove it after the block.
 
     ``allowed``: by the operator.
     ``app``: files and folders of the app.
+    ``environment``: the virtual environment with what it declares.
     Raises ConfigError if no folder can be made.
     """
     try:
@@ -152,7 +155,8 @@ def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
         raise ConfigError(f"no folder can be made for a message: {error}") from error
     try:
         with thread_names.given(path):
-            yield Confinement(str(path), (*app, *allowed.read), allowed.write, allowed.ports)
+            read = tuple(filter(None, (*app, environment, *allowed.read)))
+            yield Confinement(str(path), read, allowed.write, allowed.ports, environment)
     finally:
         with suppress(OSError, RecursionError):
             files.remove(path)

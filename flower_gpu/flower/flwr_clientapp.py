@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Final
 
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError
-from flower_gpu.options import CONFINE_VARIABLE
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import methods, threads
 from flower_gpu.workers.call import Call
@@ -33,8 +32,6 @@ _CLIENTAPP: Final = "flower_gpu.flower.clientapp"
 #: What handles a message.
 TASK: Final = f"{_CLIENTAPP}:main"
 _NAME = "flwr-clientapp"
-#: Flower's option by which an app's packages are installed for it.
-OWN_ENVIRONMENT: Final = "--allow-runtime-dependency-installation"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -42,11 +39,6 @@ def main() -> None:
     """Handle one message; exits with the status of Flower's own command."""
     arguments = sys.argv[1:]
     with_lease = takes_lease(os.environ)
-    if OWN_ENVIRONMENT in arguments and CONFINE_VARIABLE in os.environ:
-        print(f"flower-gpu: --confine cannot be used with {OWN_ENVIRONMENT}", file=sys.stderr)
-        sys.exit(1)
-    if OWN_ENVIRONMENT in arguments:
-        _run_here(arguments, with_lease, "the app's environment is built at run time")
     if not client.is_supported():
         _run_here(arguments, with_lease, "this platform has no fork server")
     if with_lease and _CLIENTAPP in sys.modules:

@@ -23,6 +23,7 @@ LINK_STATES: Final = (
     "flwr.server.superlink.linkstate.in_memory_linkstate:InMemoryLinkState",
     "flwr.server.superlink.linkstate.sql_linkstate:SqlLinkState",
 )
+SERVER_RUNTIME: Final = "flwr.superlink.runtime.run_serverapp"
 HTTP_GRID: Final = "flwr.superlink.grid.http_grid"
 SUPEREXEC: Final = "flwr.supercore.superexec.run_superexec"
 HEARTBEAT_INTERVALS: Final = (
@@ -66,6 +67,10 @@ NAMES: Final = {
     **dict.fromkeys(HEARTBEAT_INTERVALS, "a SuperNode's heartbeats come at Flower's interval"),
     **dict.fromkeys(GENERATORS, "a seed in the ServerApp does not decide alone which clients are asked"),
     f"{CLIENT_RUNTIME}:get_load_client_app_fn": _SILENT,
+    **{
+        f"{runtime}:install_app_dependencies": "each message installs what its app declares anew"
+        for runtime in (CLIENT_RUNTIME, SERVER_RUNTIME)
+    },
     INSTALLER: "a confined app could be installed anywhere, so none is",
     EMPTY_LIFESPAN: "a lifespan function runs in each worker of gpu_mod again",
 }

@@ -21,10 +21,10 @@ from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.flower import waits
+from flower_gpu.flower import environments, waits
 from flower_gpu.flower.node_logs import ClientOrder
 from flower_gpu.flower.objects import ask_for_many
-from flower_gpu.flower.private_names import HTTP_GRID, find
+from flower_gpu.flower.private_names import HTTP_GRID, SERVER_RUNTIME, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
@@ -48,6 +48,7 @@ def main() -> None:
         sys.modules[HTTP_GRID].time = clock  # type: ignore[attr-defined]
     ask_for_many()
     keep_generator()
+    environments.replace_installation(SERVER_RUNTIME)
     ServerApp.__call__ = _recorded(ServerApp.__call__, clock)  # type: ignore[method-assign]
     sys.argv[0] = _NAME
     command.load()()

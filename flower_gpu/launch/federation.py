@@ -23,6 +23,7 @@ from flower_gpu.flower.commands import (
     warm_up_command,
     with_flowers,
 )
+from flower_gpu.flower.environments import environments_folder
 from flower_gpu.flower.node_logs import clients_of_nodes
 from flower_gpu.flower.waits import with_group
 from flower_gpu.launch import ports
@@ -31,6 +32,7 @@ from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor,
 from flower_gpu.options import (
     CLIENT_VARIABLE,
     CONCURRENCY_VARIABLE,
+    ENVIRONMENTS_DIR,
     NUM_CPUS_VARIABLE,
     RUN_DIR_VARIABLE,
     CallOptions,
@@ -42,6 +44,7 @@ from flower_gpu.workers.threads import planned_threads
 CONNECTION: Final = "launch"
 #: How often a process is started again with another port when another process took the one it was given.
 PORT_ATTEMPTS: Final = 4
+_NOT_INSTALLED: Final = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
 # What flwr's FAB builder may take; anything else in the app's folder stays where it is.
@@ -68,11 +71,12 @@ def service_environment(
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's 1 s is felt in every message
         **frameworks.UNTOUCHED_CUDA,  # what an app asks of GPUs when it is imported does not start CUDA
         "PYTHONUNBUFFERED": "1",  # what an app prints is in its log when its process is killed
+        _NOT_INSTALLED: "1",  # what the app declares is here already
+        str(ENVIRONMENTS_DIR.variable): str(environments_folder(base)),
         **base,
         # What keeps runs apart from each other and from the user's Flower configuration.
         "FLWR_HOME": str(folder.flwr_home),
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         RUN_DIR_VARIABLE: str(folder.path),
         "PATH": with_flowers(base.get("PATH")),
     }
@@ -198,13 +202,16 @@ class Federation:
     def link_service(self, port: int) -> Service:
         """Return the SuperLink on a port, reachable from this machine only."""
         command = ["flower-superlink", "--insecure", "--host", ports.HOST, "--port", str(port)]
-        command += ["--disable-runtime-dependency-installation"]
+        if self._env[_NOT_INSTALLED] == "1":
+            command += ["--disable-runtime-dependency-installation"]
         return Service("SuperLink", command, self._link_env, self.folder.log("superlink"))
 
     def _node(self, client: int, port: int) -> Service:
         command = ["flower-supernode", "--insecure", "--superlink", f"{ports.HOST}:{self._port}"]
         command += ["--host", ports.HOST, "--port", str(port)]
         command += ["--node-config", format_pairs(self.plan.node_config_of(client))]
+        if self._env[_NOT_INSTALLED] != "1":
+            command.append("--allow-runtime-dependency-installation")
         env = self._client_environment(self._node_env, client)
         return Service(f"SuperNode of client {client}", command, env, self.folder.log(f"client-{client}"))
 

@@ -26,7 +26,7 @@ from flower_gpu.gpu import guard
 from flower_gpu.gpu.gpus import mps_pipes
 from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
-from flower_gpu.workers import events, state_folder, thread_names
+from flower_gpu.workers import events, interpreter, state_folder, thread_names
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.own_process import facts
 
@@ -83,6 +83,7 @@ class Confinement:
     read: tuple[str, ...] = ()  # files and folders: the app's own, and data that the operator names
     write: tuple[str, ...] = ()  # folders that the operator names
     ports: tuple[int, ...] = ()  # to which it can connect by TCP
+    venv: str = ""  # a virtual environment in `read`: its packages must not be imported before
 
     def environment(self) -> dict[str, str]:
         """Return what tells a worker."""
@@ -94,7 +95,12 @@ class Confinement:
         if not (text := environ.get(CONFINED_VARIABLE)):
             return None
         told = json.loads(text)
-        return cls(told["folder"], *(tuple(told[name]) for name in ("read", "write", "ports")))
+        read, write, ports = (tuple(told[name]) for name in ("read", "write", "ports"))
+        return cls(told["folder"], read, write, ports, told["venv"])
+
+    def packages(self) -> list[str]:
+        """Return what comes first on its ``sys.path`` once it is confined."""
+        return [interpreter.packages_of(self.venv)] if self.venv else []
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
@@ -104,7 +110,9 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 def own_variables() -> frozenset[str]:
     """Return the variables that are set and removed here for a worker that is confined."""
-    return frozenset() if facts.confinement is None else frozenset((*_OWN_FOLDERS, *_LEFT_OUT))
+    if facts.confinement is None:
+        return frozenset()
+    return frozenset((*_OWN_FOLDERS, *_LEFT_OUT, "PATH", "VIRTUAL_ENV"))
 
 
 def apply(environ: Mapping[str, str]) -> None:
@@ -136,6 +144,8 @@ def apply(environ: Mapping[str, str]) -> None:
         )
     _move_in(told)
     facts.confinement = told
+    if told.venv:
+        interpreter.use_environment(told.venv)
     if guard.granted(environ) and not thread_names.can_be_given():
         events.send("lacks", text=_NO_NAMES)
 

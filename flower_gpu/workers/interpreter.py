@@ -42,6 +42,18 @@ def begin(argv: Sequence[str], streams: Sequence[int], environ: Mapping[str, str
     threads.apply(environ)
 
 
+def packages_of(environment: str) -> str:
+    """Return the folder with the packages of a virtual environment of this Python."""
+    return f"{environment}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+
+
+def use_environment(environment: str) -> None:
+    """Have this process find packages and programs of a virtual environment before its own."""
+    sys.path.insert(0, packages_of(environment))
+    os.environ["PATH"] = os.pathsep.join([f"{environment}/bin", os.environ.get("PATH", os.defpath)])
+    os.environ["VIRTUAL_ENV"] = environment
+
+
 def run_to_end(main: Callable[[], Any], then: Callable[[], object] = lambda: None) -> NoReturn:
     """Run a program and its exit functions, and end without taking the interpreter down."""
     code = 1

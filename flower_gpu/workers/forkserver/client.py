@@ -176,7 +176,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
         # Values of variables are the worker's alone: all later forks have what the server has read.
         "digests": identity.digests(inherited.environ, inherited.environ),
         "threads": threads.variables(inherited.environ),
-        "path": inherited.path,
+        "path": [*(call.confinement.packages() if call.confinement else ()), *inherited.path],
         "is_confined": CONFINED_VARIABLE in call.env,
         "is_on_gpu": identity.are_gpus_named(call.env),
         "setup": call.setup,

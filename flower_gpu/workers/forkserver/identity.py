@@ -138,6 +138,11 @@ def installed_folders(path: Iterable[str]) -> list[str]:
     return [entry for entry in path if isinstance(entry, str) and entry and _holds_packages(entry)]
 
 
+def packages() -> list[tuple[str, str]]:
+    """Return the folders with installed packages on ``sys.path``, each with a text that tells their state."""
+    return [(entry, _packages(entry, os.stat(entry).st_mtime_ns)) for entry in installed_folders(sys.path)]
+
+
 def server_path() -> list[str]:
     """Return the part of ``sys.path`` that the server imports libraries from."""
     own = str(Path(flower_gpu.__file__).parents[1])
@@ -152,13 +157,12 @@ def _this_process(environ: Mapping[str, str]) -> list[Any]:
         for name, value in environ.items()
         if name.startswith(_READ_AT_START) and name not in _SET_LATER and not name.endswith(_THREADS)
     }
-    folders = [(entry, _packages(entry, os.stat(entry).st_mtime_ns)) for entry in installed_folders(sys.path)]
     return [
         [os.getuid(), os.getegid(), sorted(os.getgroups()), os.getpriority(os.PRIO_PROCESS, 0)],
         # A virtual environment's interpreter has several names: scripts are started by one or another.
         [os.path.dirname(sys.executable), os.path.realpath(sys.executable), sys.version, interpreter_flags()],
         # Our own files as well: they may be those of an editable install.
-        [folders, _own_files()],
+        [packages(), _own_files()],
         sorted(read_at_start.items()),
         [environ.get(name) for name in _JOBS],
         [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],

@@ -20,7 +20,6 @@ from flower_gpu.cli import supernode
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import clientapp
 from flower_gpu.flower.confine import NEVER, WITH_PORTS, Allowed, not_enforced
-from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE
 from flower_gpu.workers import confinement
 
 pytestmark = [
@@ -58,7 +57,6 @@ def test_what_is_named_reaches_the_messages(home: Path) -> None:
     [
         ("--data-dir {home}/data", "--data-dir needs --confine"),
         ("--confine --data-dir {home}/nothing", "there is no such folder"),
-        ("--confine -- --allow-runtime-dependency-installation", "--confine cannot be used with"),
         ("--confine --data-dir {home}", "Flower's files of this account"),
         ("--confine --data-dir /", "Name a folder that holds data alone"),
         ("--confine --data-dir {home}/keys -- --auth-supernode-private-key {home}/keys/node", "a key of"),
@@ -224,14 +222,3 @@ def test_an_app_is_installed_where_apps_are(home: Path, monkeypatch: pytest.Monk
         install.install_from_fab(elsewhere, skip_prompt=True)
     assert set(home.iterdir()) == before
     assert install.install_from_fab(bundle("1.0"), skip_prompt=True).parent == home / "flwr" / "apps"
-
-
-def test_packages_of_an_apps_choice_are_not_installed(tmp_path: Path) -> None:
-    program = "from flower_gpu.flower.flwr_clientapp import main; main()"
-    done = run_python(
-        program,
-        "--allow-runtime-dependency-installation",
-        env={**os.environ, **Allowed().environment(), RULE_VARIABLE: "lease"},
-    )
-    assert done.returncode == 1
-    assert "--confine cannot be used with --allow-runtime-dependency-installation" in done.stderr

@@ -1,0 +1,255 @@
+"""What an app declares is installed by uv, from wheels in a folder: real SuperNodes, and no network."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_processes import is_running
+from supernode_host import COMMAND, Federation, Process
+from waiting import until
+
+from flower_gpu import files
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower import environments
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path("/proc/self/fdinfo").exists(), reason="there is no fork server but on Linux"),
+]
+
+APP = Path(__file__).parent / "declaring_app"
+OPTION = "--allow-runtime-dependency-installation"
+METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
+
+
+def wheel(folder: Path, name: str, number: str, code: str = "") -> None:
+    """Make a wheel of a package with this code."""
+    info = f"{name}-{number}.dist-info"
+    tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    path = folder / f"{name}-{number}-py3-none-any.whl"
+    with files.replaced(path) as new, zipfile.ZipFile(new, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", code)
+        archive.writestr(f"{info}/METADATA", METADATA.format(name=name, number=number))
+        archive.writestr(f"{info}/WHEEL", tags)
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def source(folder: Path, name: str, number: str, code: str) -> None:
+    """Make a source distribution of a package, whose build runs this code."""
+    texts = {"PKG-INFO": METADATA.format(name=name, number=number), "setup.py": code}
+    with tarfile.open(folder / f"{name}-{number}.tar.gz", "w:gz") as archive:
+        for path, text in texts.items():
+            info = tarfile.TarInfo(f"{name}-{number}/{path}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+
+
+class Host(Federation):
+    """A host whose uv finds packages in a folder only."""
+
+    def with_packages(self, name: str) -> Path:
+        """Have uv find packages in a new folder, and keep environments beside it; returns the folder."""
+        own = self.folder / "host" / name
+        self.environments, self.replies = own / "envs", own / "replies"
+        wheels = own / "wheels"
+        wheels.mkdir(parents=True)
+        wheel(wheels, "flwr", version("flwr"))
+        self.env |= {
+            "UV_FIND_LINKS": str(wheels),
+            "UV_OFFLINE": "1",
+            "UV_CACHE_DIR": str(own / "uv"),
+            "FLOWER_GPU_ENVIRONMENTS_DIR": str(self.environments),
+        }
+        return wheels
+
+    def connected(self, count: int, *options: str) -> Process:
+        """Start SuperNodes that may install packages, and wait until they are there."""
+        nodes = self.supernodes(count, *options, flower=(OPTION,))
+        until(lambda: f"connected: {count} of {count}" in nodes.output, "the SuperNodes are there")
+        return nodes
+
+    def answers(self, messages: int, nodes: int) -> list[dict[str, Any]]:
+        """Run the app; returns the replies of its messages to so many SuperNodes."""
+        self.replies.unlink(missing_ok=True)
+        run = self.run(APP, num_messages=messages, replies_file=str(self.replies))
+
+        def lines() -> list[str]:
+            return self.replies.read_text().splitlines() if self.replies.exists() else []
+
+        until(lambda: len(lines()) == messages * nodes or not run.runs, "all replies are there", 120)
+        assert len(lines()) == messages * nodes, run.output
+        return [json.loads(line) for line in lines()]
+
+    def made(self) -> list[str]:
+        """Return the environments that are there, and what is left of others."""
+        return [path.name for path in self.environments.iterdir() if path.is_dir()]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    with Host(tmp_path_factory.mktemp("host")) as made:
+        yield made
+
+
+@pytest.mark.e2e
+def test_supernodes_and_launch_share_what_was_installed_once(host: Host) -> None:
+    """Before, the package is not to be had, which is said once."""
+    wheels = host.with_packages("open")
+    with host.one_test():
+        host.connected(2)
+        errors = [reply["error"] for reply in host.answers(2, 2)]
+        told = [error for error in errors if "uv's last lines" in error]
+        assert len(told) == 1 and "tinything was not found" in told[0], errors
+        assert sum("as an earlier message of this run said" in error for error in errors) == 3, errors
+        assert host.made() == []
+
+        wheel(wheels, "tinything", "1.0", "VALUE = 41\n")
+        found = host.answers(3, 2)
+        assert [each["value"] for each in found] == [41] * 6
+        assert sorted(each["messages"] for each in found) == [1, 1, 2, 2, 3, 3]
+        [name] = host.made()
+        assert {Path(each["file"]).is_relative_to(host.environments / name) for each in found} == {True}
+        # Forks of the environment's own fork server, which had them imported.
+        assert len({each["parent"] for each in found[2:]}) == 1
+        logs = "".join(log.read_text() for log in host.runs.glob("*/supernode-*.log"))
+        assert logs.count("installed in ") == 1
+
+    wheel(wheels, "tinything", "2.0", "VALUE = 42\n")
+    host.replies.unlink()
+    config = f"num-messages=1 on-server=true replies-file={json.dumps(str(host.replies))}"
+    command = (*COMMAND, "launch", str(APP), "--clients", "1", "--run-config", config)
+    launch = host.start("launch", *command, env={"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "0"})
+    assert launch.wait(120) == 0, launch.output
+    replies = [json.loads(line) for line in host.replies.read_text().splitlines()]
+    # The newer one is for a new environment: this is as it was.
+    assert [each["value"] for each in replies] == [41]
+    assert host.made() == [name]
+
+
+@pytest.mark.e2e
+def test_a_confined_app_gets_wheels_only_and_imports_them_confined(host: Host) -> None:
+    wheels = host.with_packages("confined")
+    mark = host.folder / "host" / "was-run"
+    run = f"open({str(mark)!r}, 'w')\n"
+    source(wheels, "tinything", "1.0", run)
+    with host.one_test():
+        host.connected(1, "--confine")
+        [reply] = host.answers(1, 1)
+        assert "uv's last lines" in reply["error"] and "tinything" in reply["error"]
+
+        code = f"try:\n    {run}except PermissionError as error:\n    VALUE = str(error)\n"
+        wheel(wheels, "tinything", "1.1", code)
+        [first, second] = host.answers(2, 1)
+        assert first["value"] == second["value"] == f"[Errno 13] Permission denied: {str(mark)!r}"
+        assert not mark.exists()
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from flower_gpu.flower import environments
+environments._prepare(Path(sys.argv[1]), 1, is_confined=False)
+print(environments.used())
+"""
+
+
+def test_what_was_killed_in_the_middle_is_made_by_the_next(tmp_path: Path) -> None:
+    """By two at the same time, of which one makes it."""
+    wheels, made, app = tmp_path / "wheels", tmp_path / "envs", tmp_path / "app"
+    wheels.mkdir()
+    app.mkdir()
+    wheel(wheels, "flwr", version("flwr"))
+    wheel(wheels, "tinything", "1.0")
+    is_asked, goes_on = threading.Event(), threading.Event()
+
+    class Slow(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_asked.set()
+            goes_on.wait()
+            super().do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    handler = functools.partial(Slow, directory=str(wheels))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uv = f'[tool.uv]\nno-index = true\nfind-links = ["http://127.0.0.1:{server.server_port}/"]\n'
+        (app / "pyproject.toml").write_text((APP / "pyproject.toml").read_text() + uv)
+        env = {
+            **os.environ,
+            "UV_CACHE_DIR": str(tmp_path / "uv"),
+            "FLOWER_GPU_ENVIRONMENTS_DIR": str(made),
+        }
+        command = [sys.executable, "-P", "-c", PREPARE, str(app)]
+
+        def start() -> subprocess.Popen[str]:
+            return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+        with start() as killed:
+            assert is_asked.wait(100)
+            [pid] = uvs_in(made)
+            killed.send_signal(signal.SIGKILL)
+        until(lambda: not is_running(pid), "uv has ended")
+        goes_on.set()
+        with start() as one, start() as other:
+            said = [process.communicate(timeout=100)[0].strip() for process in (one, other)]
+        server.shutdown()
+    [name] = [path.name for path in made.iterdir() if path.is_dir()]
+    assert said == [str(made / name)] * 2
+
+
+def uvs_in(folder: Path) -> list[int]:
+    """Return the processes of uv that work in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "exe").readlink().name == "uv" and (path / "cwd").readlink().is_relative_to(folder):
+                found.append(int(path.name))
+    return found
+
+
+def test_what_is_unused_for_a_week_is_removed_and_what_is_used_stays(tmp_path: Path) -> None:
+    old, used = tmp_path / ("0" * 20), tmp_path / ("1" * 20)
+    for path in (old, used, tmp_path / "another"):
+        (path / "lib").mkdir(parents=True)
+    lock = environments._locked_for_use(used)
+    assert lock is not None
+    week_ago_s = time.time() - environments._KEPT_S - 1
+    for path in tmp_path.iterdir():
+        os.utime(path, (week_ago_s, week_ago_s))
+    environments._remove_unused(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [used.name, "another"]
+    lock.close()
+
+
+@pytest.mark.parametrize(
+    "needed", ["tinything @ https://example.org/tinything-1.0.tar.gz", "tinything @ file:///x"]
+)
+def test_a_confined_app_cannot_name_where_a_package_comes_from(tmp_path: Path, needed: str) -> None:
+    text = f'[project]\ndependencies = ["{needed}"]\n[tool.uv]\ncache-dir = "/etc"\n'
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(ConfigError, match="is no package of an index"):
+        environments._declared(tmp_path, is_confined=True)
+    (tmp_path / "pyproject.toml").write_text(re.sub(' @ [^"]*', "", text))
+    confined, other = (environments._declared(tmp_path, is_confined=each) for each in (True, False))
+    assert confined["project"] == other["project"]
+    assert "cache-dir" in other["tool"]["uv"] and "cache-dir" not in confined["tool"]["uv"]
