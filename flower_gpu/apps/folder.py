@@ -14,6 +14,9 @@ from flower_gpu import files, trace
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
 
+#: In the folder of a checkpoint: without it there is none.
+CHECKPOINT_INDEX = "checkpoint.sqlite"
+
 
 class RunFolder:
     """Paths of one run's files; nothing else in the package knows their names."""
@@ -27,7 +30,7 @@ class RunFolder:
         self.report = path / "report.html"  # a page with pictures
         self.failures = path / "failures.log"  # why messages to clients failed; there if any did
         self.model = path / "model.safetensors"  # the final one
-        self.checkpoint = path / "checkpoint"  # folder of the last finished round of a simulation
+        self.checkpoint = path / "checkpoint"  # folder of the last finished round
         self.states = path / "states"  # folder of what virtual clients keep and the memory has no room for
         self.tensorboard = path / "tensorboard"  # folder of event files
         self.flwr_home = path / "flwr"  # Flower's configuration and state of this run only
@@ -54,6 +57,11 @@ class RunFolder:
     def log(self, process: str) -> Path:
         """Log file of a process."""
         return self.path / f"{process}.log"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run can go on."""
+        return (self.checkpoint / CHECKPOINT_INDEX).is_file()
 
     def settings(self) -> dict[str, Any] | None:
         """Return the settings of the run's first start, or None where the trace has none."""

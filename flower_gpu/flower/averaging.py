@@ -318,10 +318,6 @@ SumItem = Message | tuple[str, ReplySum]
 Sums = Callable[[str, bool, bool], Generator[SumItem, None, None]]
 
 
-class InOrder(list[Message]):
-    """Replies in the order of the nodes, from a grid that knows a better one than that of their ids."""
-
-
 def place(reply: Message) -> tuple[int, int, str]:
     """Return the sort key of replies: the node; then, for grids that count messages, the message's number."""
     return reply.metadata.src_node_id, *number_of(reply)

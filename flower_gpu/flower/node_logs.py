@@ -8,10 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-from flwr.app import Message
-
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.flower.averaging import InOrder
 
 # flwr.supernode: said once, when the SuperLink has given it its id.
 _NODE_ID: Final = re.compile(r"SuperNode ID: (\d+)")
@@ -32,6 +29,10 @@ def clients_of_nodes(folder: RunFolder) -> dict[int, int]:
     return found
 
 
+class InOrder(list[Any]):
+    """Replies in the order of the clients, which is a better one than that of their nodes' ids."""
+
+
 class ClientOrder:
     """Gives nodes the order of their clients. Their ids are others each time that the run is started."""
 
@@ -50,6 +51,6 @@ class ClientOrder:
             time.sleep(_PAUSE_S)
         return sorted(found, key=lambda node: self._clients[node.node_id])
 
-    def replies(self, replies: Iterable[Message]) -> InOrder:
+    def replies(self, replies: Iterable[Any]) -> InOrder:
         """Return replies in order."""
         return InOrder(sorted(replies, key=lambda reply: self._clients.get(reply.metadata.src_node_id, -1)))

@@ -32,6 +32,7 @@ HEARTBEAT_INTERVALS: Final = (
 )
 #: Who draws from Python's generator at times that are chance.
 GENERATORS: Final = (
+    f"{UTILS}:random",
     "flwr.supercore.heartbeat:random",
     "flwr.supercore.retry.retry_invoker:random",
 )

@@ -82,7 +82,7 @@ class SummingGrid(ResumableGrid, Protocol):
 
 
 def keep_generator() -> None:
-    """Leave Python's generator to the app: Flower's heartbeats and retries get one of their own.
+    """Leave Python's generator to the app: Flower's heartbeats, retries and waits get one of their own.
 
     They come at times that are chance. Else a seed of the app would not decide which clients are asked.
     """

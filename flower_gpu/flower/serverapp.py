@@ -28,6 +28,7 @@ from flower_gpu.flower.private_names import HTTP_GRID, SERVER_RUNTIME, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.flower.resuming.earlier import FirstStart
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.rounds import RoundState, keep_generator
 from flower_gpu.options import RUN_DIR_VARIABLE
@@ -119,7 +120,6 @@ def keep_rounds(grid: Grid, recorder: Recorder, folder: RunFolder) -> None:
     """
     # Late: the process that this one is a fork of does without SQLite.
     from flower_gpu.flower.resuming.checkpoint import Checkpoints
-    from flower_gpu.flower.resuming.earlier import FirstStart
 
     get_nodes, send_and_receive, order = grid.get_nodes, grid.send_and_receive, ClientOrder(folder)
     checkpoints = Checkpoints(folder.checkpoint, StateStore())

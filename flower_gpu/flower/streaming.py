@@ -22,7 +22,8 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from flower_gpu.flower.averaging import InOrder, ReplySum, Sums, in_order_of_sending, place, without_arrays
+from flower_gpu.flower.averaging import ReplySum, Sums, in_order_of_sending, place, without_arrays
+from flower_gpu.flower.node_logs import InOrder
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 

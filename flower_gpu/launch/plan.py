@@ -14,9 +14,7 @@ from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.folder import RunFolder, check_log_dir
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.flower.commands import with_flowers
-from flower_gpu.flower.resuming.checkpoint import Checkpoints
 from flower_gpu.flower.resuming.earlier import check_same_app, earlier_run
-from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.gpu import guard
 from flower_gpu.launch import gpu_check
 from flower_gpu.launch.options import (
@@ -106,6 +104,9 @@ def make_plan(options: LaunchOptions) -> Plan:
     if folder is None:
         check_log_dir(options.log_dir)
     else:
+        from flower_gpu.flower.resuming.checkpoint import Checkpoints  # late: it brings Flower
+        from flower_gpu.flower.resuming.states import StateStore
+
         Checkpoints(folder.checkpoint, StateStore()).read()  # now, and not when all processes have started
     return _checked_on_gpus(Plan(options, app, clients, overrides, fast_start, folder=folder))
 

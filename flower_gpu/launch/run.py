@@ -12,7 +12,6 @@ from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.resuming.checkpoint import has_checkpoint
 from flower_gpu.launch.display import Failures, LaunchDisplay
 from flower_gpu.launch.federation import Federation, client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
@@ -219,7 +218,7 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int
         if code == 1:
             _complain(f"report: flower-gpu report {folder.shown}")
         _complain(f"all logs are in {folder.shown}")
-        if has_checkpoint(folder):
+        if folder.has_checkpoint:
             _complain(
                 "to go on after the last finished round, add this to the same command: "
                 f"--resume {folder.shown}"

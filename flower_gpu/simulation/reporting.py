@@ -17,7 +17,6 @@ from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, finite, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.resuming.checkpoint import has_checkpoint
 from flower_gpu.flower.resuming.states import disk_error
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import verifying
@@ -235,12 +234,12 @@ def reported(
     except KeyboardInterrupt as error:
         report.end("interrupted", error)
         raise SimulationStoppedError(
-            None if folder is None else folder.path, folder is not None and has_checkpoint(folder)
+            None if folder is None else folder.path, folder is not None and folder.has_checkpoint
         ) from None
     except BaseException as error:
         if folder is not None:
             if isinstance(error, RunEndedError):
-                error.folder, error.can_resume = folder.path, has_checkpoint(folder)
+                error.folder, error.can_resume = folder.path, folder.has_checkpoint
             if not report.is_refused:
                 error.__dict__[FOLDER] = folder.path
         report.end("failed", error)

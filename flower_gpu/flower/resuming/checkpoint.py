@@ -31,7 +31,7 @@ from typing import Any, Final
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from flower_gpu import files
-from flower_gpu.apps.folder import RunFolder
+from flower_gpu.apps.folder import CHECKPOINT_INDEX as INDEX_NAME
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.record_bytes import Buffer
@@ -41,7 +41,6 @@ from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import ANEW
 from flower_gpu.printable import path_text
 
-INDEX_NAME: Final = "checkpoint.sqlite"
 FORMAT_VERSION: Final = 3
 
 _APPLICATION: Final = 0x46475043  # in the database's header: it is one of these
@@ -58,11 +57,6 @@ _ENTRY_BYTES: Final = 128  # of a state in the index and in its journal, at most
 _INDEX_BYTES: Final = 1 << 16  # of the rest of both, and of what files take beyond their sizes
 # In the file with the model.
 _MODEL, _TRAIN, _EVALUATE, _CLIENTS, _STRATEGY = "arrays", "train ", "evaluate ", "clients ", "strategy "
-
-
-def has_checkpoint(folder: RunFolder) -> bool:
-    """Tell whether a run can go on."""
-    return (folder.checkpoint / INDEX_NAME).is_file()
 
 
 class Checkpoints:

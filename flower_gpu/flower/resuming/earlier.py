@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.resuming.checkpoint import Checkpoints, has_checkpoint
-from flower_gpu.flower.rounds import RoundState
 from flower_gpu.printable import path_text
+
+if TYPE_CHECKING:  # launch does without Flower and SQLite
+    from flower_gpu.flower.resuming.checkpoint import Checkpoints
+    from flower_gpu.flower.rounds import RoundState
 
 #: A key that only the settings of this command's runs have.
 _KEYS: Final = {"simulate": "num_supernodes", "launch": "node_configs"}
@@ -30,7 +32,7 @@ def earlier_run(path: Path, command: str) -> tuple[RunFolder, dict[str, Any]]:
             f"--resume {path_text(path)}: it has no {folder.trace.name} of `flower-gpu {command}`; the "
             "folder of such a run is needed, such as runs/2026-01-31_12-00-00"
         )
-    if not has_checkpoint(folder):
+    if not folder.has_checkpoint:
         raise ConfigError(
             f"--resume {path_text(path)}: it has no checkpoint. One is written after each round of "
             "Flower's own strategies and of flower_gpu's FedAvg: start this run anew"
