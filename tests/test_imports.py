@@ -194,7 +194,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 #: What single modules bring in beyond what their room may.
 MORE = {
     "flower_gpu.frameworks.array_checks": {"numpy"},
-    **{f"flower_gpu.simulation.{part}": {"sqlite3"} for part in ("grid", "plan", "reporting", "run")},
+    **{f"flower_gpu.simulation.{part}": {"sqlite3"} for part in ("grid", "run")},
     **{f"flower_gpu.flower.resuming.{part}": {"sqlite3"} for part in ("checkpoint", "resumable")},
 }
 
