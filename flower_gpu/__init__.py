@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from flower_gpu.flower.client import GPUClient, gpu_client
     from flower_gpu.flower.evaluate import gpu_evaluate
+    from flower_gpu.flower.fedbuff import FedBuff
     from flower_gpu.flower.mod import gpu_mod
     from flower_gpu.flower.resuming.resumable import resumable
     from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
@@ -55,6 +56,7 @@ _HOMES = {
     ),
     "flower_gpu.options": "CallOptions",
     "flower_gpu.flower.strategy": "FedAvg LegacyFedAvg",
+    "flower_gpu.flower.fedbuff": "FedBuff",
     "flower_gpu.flower.client": "GPUClient gpu_client",
     "flower_gpu.pytorch.device": "device to_device to_numpy",
     "flower_gpu.ranks.function": "distributed",
@@ -75,6 +77,7 @@ __all__ = [
     "ConfigError",
     "DiskError",
     "FedAvg",
+    "FedBuff",
     "FlowerGPUError",
     "GPUClient",
     "GPUError",

@@ -23,6 +23,7 @@ REPOSITORY = PAGES.parents[1]
 INSTALL = {"cluster.md", "lora.md", "tensorflow-and-jax.md", "trackers.md"}
 #: Where the first command runs; these tests take it from the page.
 ELSEWHERE = {
+    "asynchronous.md": "tests/examples/test_fedbuff_example.py",
     "confine.md": "tests/flower/supernode/test_confined_apps.py",
     "from-start-client.md": "tests/test_first_pages.py",
     "resume.md": "tests/launch/test_launch_resumed.py",

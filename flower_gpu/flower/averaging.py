@@ -101,7 +101,7 @@ class RunningMean:
         """
         if self.total_weight == 0:
             raise ZeroDivisionError(
-                f"The weights of all {self._count} replies add up to 0: there is no mean. "
+                "The weights of all replies add up to 0: there is no mean. "
                 "Clients have to report how many examples they trained on."
             )
         mean = ArrayRecord()
@@ -229,6 +229,7 @@ class ReplySum:
     def __init__(self, weighted_by_key: str, *, keeps_integers: bool = True) -> None:
         self.mean = RunningMean(keeps_integers=keeps_integers)
         self.misfit = ""
+        self.keeps_integers = keeps_integers
         self._weighted_by_key = weighted_by_key
 
     def add(self, reply: Message) -> None:
@@ -245,7 +246,14 @@ class ReplySum:
         elif not self.mean.fits(records[0]):
             self._has_misfit(f"The reply of {source} has other arrays than those before.")
         else:
-            self.mean.add(records[0], weight, source)
+            self._add(reply, records[0], weight, source)
+
+    def _add(self, reply: Message, record: ArrayRecord, weight: float, source: str) -> None:
+        self.mean.add(record, weight, source)
+
+    def finish(self) -> ArrayRecord:
+        """Return what comes of the replies, and give up the sums."""
+        return self.mean.finish()
 
     def merge(self, other: ReplySum, source: str) -> None:
         """Add the sum of other replies, which is used up."""

@@ -9,6 +9,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 #: Where Flower's strategies say, in a ConfigRecord, which round it is.
 ROUND_KEY: Final = "server-round"
 
+#: How the group of a message begins that says which message of a run it is. A run that goes on sends the
+#: same ones again.
+NUMBERED: Final = "message "
+
 Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from logging import WARNING
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.common import (
@@ -31,7 +31,9 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
 from flower_gpu.flower import rounds, streaming
+from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
+from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.workers.call import Task
 
 _NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this strategy, so nobody will."
@@ -64,6 +66,9 @@ class FedAvg(_MessageFedAvg):
         ``flower-gpu launch``, in the order of their partitions, else of their ids. ``flower-gpu simulate
         --deterministic`` does so in any case.
     """
+
+    #: Of which runs it can go on with a checkpoint.
+    checkpoint_kind: ClassVar[str] = OURS
 
     def __init__(
         self,
@@ -126,10 +131,12 @@ class FedAvg(_MessageFedAvg):
         evaluate = isolated(evaluate_fn, num_rounds)
         if evaluate is None:
             log(WARNING, _NOT_EVALUATED)
-        rest = (num_rounds, timeout, train_config, evaluate_config, evaluate)
+        return self._run(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate)
+
+    def _run(self, grid: Grid, *rest: Any) -> Result:
         if not isinstance(grid, rounds.ResumableGrid):
-            return super().start(grid, initial_arrays, *rest)
-        return rounds.run(self, grid, initial_arrays, *rest, sums_replies=streaming.sums_only(self))
+            return super().start(grid, *rest)
+        return rounds.run(self, grid, *rest, sums_replies=streaming.sums_only(self))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -162,7 +169,8 @@ class FedAvg(_MessageFedAvg):
         InvalidResultError
             If arrays of the same name do not go together.
         """
-        return streaming.aggregate(self, replies, keeps_integers=True, in_order=self.exact_order)
+        total = ReplySum(self.weighted_by_key)
+        return streaming.aggregate(self, replies, total, in_order=self.exact_order)
 
 
 class LegacyFedAvg(_NumPyClientFedAvg):

@@ -34,6 +34,10 @@ class Configured(list[Message]):
     """Messages of a strategy whose replies go to ``aggregate_train``, and to nobody before."""
 
 
+class Buffered(list[Message]):
+    """Messages whose replies are of the round in which they are taken, and count from then on."""
+
+
 class ComingReplies(Sequence[Message]):
     """Replies that are fetched when somebody looks at them: then all of them, to keep.
 
@@ -78,25 +82,24 @@ class ComingReplies(Sequence[Message]):
 
 
 def aggregate(
-    strategy: FedAvg, replies: Iterable[Message], *, keeps_integers: bool, in_order: bool = False
+    strategy: FedAvg, replies: Iterable[Message], total: ReplySum, *, in_order: bool = False
 ) -> Aggregated:
     """Average replies one by one, by a strategy's functions.
 
     ``strategy``: checks and logs the replies, and aggregates their metrics.
     ``replies``: where they are no sequence, each is freed before the next comes. :class:`ComingReplies` come
     as sums.
-    ``keeps_integers``: whether the mean of integers is rounded; else it is a float64, as in Flower.
+    ``total``: what they are added to.
     ``in_order``: whether sums are formed in the order of the nodes.
     Returns what ``aggregate_train`` returns.
     Raises InconsistentMessageReplies if the replies do not go together.
     Raises InvalidResultError if arrays of the same name do not go together; it is a ValueError.
     """
-    total = ReplySum(strategy.weighted_by_key, keeps_integers=keeps_integers)
     rest: list[Message] = []
     sums = replies.take() if isinstance(replies, ComingReplies) else None
     if sums is not None:
         # Closed at the end: after an error nobody waits for the others.
-        with closing(sums(strategy.weighted_by_key, keeps_integers, in_order)) as coming:
+        with closing(sums(strategy.weighted_by_key, total.keeps_integers, in_order)) as coming:
             for item in coming:
                 if isinstance(item, Message):
                     rest.append(item)
@@ -120,7 +123,7 @@ def aggregate(
     if total.misfit:
         raise InconsistentMessageReplies(total.misfit)
     contents = [reply.content for reply in valid]
-    return total.mean.finish(), strategy.train_metrics_aggr_fn(contents, strategy.weighted_by_key)
+    return total.finish(), strategy.train_metrics_aggr_fn(contents, strategy.weighted_by_key)
 
 
 def configured(strategy: Any, messages: Any) -> Any:
@@ -137,7 +140,8 @@ def streamed_strategies() -> Iterator[None]:
     @wraps(original)
     def aggregate_train(self: FedAvg, server_round: int, replies: Iterable[Message]) -> Aggregated:
         if isinstance(replies, ComingReplies) and replies.is_new and sums_only(self):
-            return aggregate(self, replies, keeps_integers=False)
+            # The mean of integers is a float64, as in Flower.
+            return aggregate(self, replies, ReplySum(self.weighted_by_key, keeps_integers=False))
         return original(self, server_round, replies)
 
     replaced: Any = FedAvg

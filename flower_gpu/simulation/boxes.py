@@ -236,6 +236,27 @@ class Box:
         return [job for message_id, job in self.running.items() if message_id not in self.expired]
 
 
+class PulledBox(Box):
+    """Messages whose answers count when they are pulled: a checkpoint before that has the client as it was.
+
+    ``held``: answers that are here.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        super().__init__(changed)
+        self.held: dict[str, tuple[Job, Answer]] = {}
+
+    def answered(self, job: Job, answer: Answer) -> list[Answer]:
+        """Keep an answer with a reply."""
+        for each in super().answered(job, answer):
+            self.held[job.message_id] = job, each
+        return []
+
+    def has_reply(self, message_id: str) -> bool:
+        """Tell whether there is something to pull for a message."""
+        return message_id in self.held or message_id in self.replies
+
+
 class SumBox(Box):
     """Messages whose replies are summed by the hosts that handle them, as they come.
 

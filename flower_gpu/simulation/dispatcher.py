@@ -16,7 +16,7 @@ from typing import Final
 from flwr.app import Message
 
 from flower_gpu.errors import RunEndedError, WorkerDiedError
-from flower_gpu.flower.records import round_of
+from flower_gpu.flower.records import NUMBERED, round_of
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation.boxes import Box, Job, SumBox
 from flower_gpu.simulation.host import Answer, Answers, Host, NoSuchNodeError, Visit, failed
@@ -91,6 +91,9 @@ class Seeds:
     def __call__(self, message: Message) -> int:
         """Return a message's seed; another one where its client was sent the same kind in the same round."""
         number = round_of(message)
+        group = message.metadata.group_id
+        if group.startswith(NUMBERED):
+            return seed_of(f"{self._seed} {message.metadata.dst_node_id} {group}")
         with self._lock:
             if number is not None and number > self._round:
                 self._round = number
@@ -347,7 +350,7 @@ class Dispatcher:
             for part in told.sums:
                 for box in self._summing:
                     for job, answer in box.summed(part):
-                        self._count(job, answer)
+                        self.count(job, answer)
             jobs = self._next_jobs([host]).get(host, [])
             self.changed.notify_all()
         for job, answer in done:
@@ -364,11 +367,11 @@ class Dispatcher:
         if not answer.reply.has_error():
             job.host.learn(job.box.kind, answer.seconds)
         for one in job.box.answered(job, answer):
-            self._count(job, one)
+            self.count(job, one)
         if not job.box.wants(job.message_id):
             self._forget(job.message_id)
 
-    def _count(self, job: Job, answer: Answer) -> None:
+    def count(self, job: Job, answer: Answer) -> None:
         """Accept an answer: keep the client's state, and put the reply into its box."""
         reply = answer.reply
         assert reply is not None

@@ -36,8 +36,10 @@ from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sendin
 from flower_gpu.flower.resuming.checkpoint import Checkpoints
 from flower_gpu.flower.resuming.earlier import FirstStart
 from flower_gpu.flower.rounds import RoundState
+from flower_gpu.flower.streaming import Buffered
 from flower_gpu.simulation.availability import Availability
-from flower_gpu.simulation.boxes import BlockBox, Box, Job, SumBox
+from flower_gpu.simulation.boxes import BlockBox, Box, Job, PulledBox, SumBox
+from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
 from flower_gpu.trace import NO_REPLY
@@ -69,6 +71,7 @@ class SimulationGrid(Grid):
     longest to the shortest. Without it in the order of sending.
     ``checkpoints``: where finished rounds are kept.
     ``resumed``: where the run goes on.
+    ``clients``: what clients have of their own.
     ``sums_in_order``: whether replies are always summed in the order of the nodes.
     ``is_strict``: whether messages that are not done in time end the run.
     ``availability``: which nodes are there in a round; None: all of them.
@@ -82,6 +85,7 @@ class SimulationGrid(Grid):
         durations: Durations | None = None,
         checkpoints: Checkpoints | None = None,
         resumed: RoundState | None = None,
+        clients: Clients = Clients(),  # noqa: B008 - it does not change
         sums_in_order: bool = False,
         is_strict: bool = False,
         availability: Availability | None = None,
@@ -92,7 +96,9 @@ class SimulationGrid(Grid):
         self._nodes: VirtualNodes = dispatcher.nodes
         self._durations = durations
         self._first_start = FirstStart(checkpoints, resumed)
-        self._sums_in_order = sums_in_order
+        self._clients = clients
+        #: Whether replies are always summed in an order that does not depend on who is done first.
+        self.sums_in_order = sums_in_order
         self._is_strict = is_strict
         self._availability = availability
         self._there: Sequence[int] = self._nodes.ids  # as it was told last
@@ -162,7 +168,7 @@ class SimulationGrid(Grid):
         if wanted is not None and wanted > count:
             raise ConfigError(
                 f"the ServerApp waits for {wanted} nodes, and there are {count}: raise the number of "
-                "SuperNodes, or lower the strategy's min_available_nodes or min_train_nodes"
+                "SuperNodes, or lower the strategy's min_available_nodes, min_train_nodes or concurrency"
             )
         is_app = threading.get_ident() == self._app_thread
         if self._availability is not None and self._availability.has_effect and is_app:
@@ -188,8 +194,30 @@ class SimulationGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
-        box = Box(self._changed)
+        box = PulledBox(self._changed) if isinstance(messages, Buffered) else Box(self._changed)
         return list(self._send(messages, box))
+
+    def wait_for_replies(self, message_ids: Sequence[str], timeout_s: float) -> Sequence[str]:
+        """Wait for a reply to messages of FedBuff; returns the id of the first one that has it."""
+        boxes = {message_id: cast(PulledBox, self._boxes[message_id]) for message_id in message_ids}
+        for box in set(boxes.values()):
+            self._expire(box)
+
+        def first() -> list[str]:
+            return [one for one, box in boxes.items() if box.has_reply(one)][:1]
+
+        with self._changed:
+            return self._changed.wait_for(first, timeout_s)
+
+    def cancel_messages(self, message_ids: Iterable[str]) -> None:
+        """Want no replies to messages that were pushed, and end their handling."""
+        for box in {self._boxes.pop(message_id) for message_id in message_ids}:
+            self._give_up(box)
+
+    def slow_down_of(self, node_id: int) -> float:
+        """Return by what factor a node is slower than this machine."""
+        slow_down: float = self._clients.of_client(self._nodes.partition_of(node_id)).get("slow_down", 1.0)
+        return slow_down
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there, once; for a message that nobody knows (any more), an error."""
@@ -200,6 +228,8 @@ class SimulationGrid(Grid):
         found = []
         with self._changed:
             for message_id, box in boxes.items():
+                if isinstance(box, PulledBox) and message_id in box.held:
+                    self._dispatcher.count(*box.held.pop(message_id))
                 reply = None if box is None else box.replies.pop(message_id, None)
                 if box is None or message_id in box.expired:
                     reply = self._unavailable(message_id, ErrorCode.MESSAGE_UNAVAILABLE)
@@ -256,7 +286,7 @@ class SimulationGrid(Grid):
         nodes at a time.
         """
         options: Any = {"keeps_integers": keeps_integers}
-        if not (in_order or self._sums_in_order):
+        if not (in_order or self.sums_in_order):
             box = SumBox(self._changed, self._group_numbers, weighted_by_key, **options)
             return self._handled(messages, timeout, box)
 

@@ -31,7 +31,8 @@ from flower_gpu.watch.spans import RoundPart
 
 _CANNOT_RESUME: Final = (
     "this run cannot go on with {}: only Flower's own strategies (flwr.serverapp.strategy), as they are, and "
-    "flower_gpu.FedAvg have a checkpoint. The state of other strategies is not known: start a new run"
+    "flower_gpu.FedAvg and FedBuff have a checkpoint. The state of other strategies is not known: start a "
+    "new run"
 )
 _OTHER_STRATEGY: Final = (
     "this run cannot go on with {}: its checkpoint is one of {}. Give the app the strategy of then, or start "

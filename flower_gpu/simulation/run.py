@@ -303,6 +303,7 @@ def _grid(
         durations=durations if has_longest_first else None,
         checkpoints=record.checkpoints,
         resumed=record.state,
+        clients=work.clients,
         sums_in_order=work.is_deterministic,
         is_strict=work.is_strict,
         availability=Availability(nodes, work.clients, work.seed),

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from flower_gpu.flower.averaging import SumItem, in_order_of_sending
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Phase, Recorder
-from flower_gpu.flower.streaming import ComingReplies, Configured
+from flower_gpu.flower.streaming import Buffered, ComingReplies, Configured
 
 
 @Grid.register
@@ -26,6 +26,7 @@ class RecordedGrid:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._awaited: dict[str, tuple[Phase, int, _Batch]] = {}
+        self._buffered: dict[str, int] = {}  # nodes, by message
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also where this object is not made yet, as in copy.copy()
@@ -35,6 +36,11 @@ class RecordedGrid:
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
         self._recorder.check()
+        if isinstance(messages, Buffered):
+            nodes = [message.metadata.dst_node_id for message in messages]
+            ids = list(self._grid.push_messages(messages))
+            self._buffered.update(zip(ids, nodes, strict=bool(ids)))
+            return ids
         batch = _Batch(self._recorder)
         phases: list[tuple[Phase, int]] = []
         ids = list(self._grid.push_messages(batch.sent(messages, phases)))
@@ -60,6 +66,10 @@ class RecordedGrid:
                 batch.may_be_settled(phase)
         self._recorder.check()
         return replies
+
+    def taken(self, reply: Message) -> None:
+        """Note that a reply to one of :class:`Buffered` messages is of the round that is open now."""
+        self._recorder.taken(reply, self._buffered.pop(reply.metadata.reply_to_message_id))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

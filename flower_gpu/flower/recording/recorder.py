@@ -21,7 +21,7 @@ from flower_gpu.apps.failures import AllFailed
 from flower_gpu.errors import ClientsFailedError, shortened
 from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.trace import NO_REPLY, SERVER_EVALUATE, Event
+from flower_gpu.trace import NO_REPLY, SERVER_EVALUATE, TRAIN, Event
 
 #: What a metric is: as in Flower's MetricRecord, and the texts that the NumPyClient API allows.
 Metric = bool | int | float | str | None | list[int] | list[float]
@@ -163,12 +163,16 @@ class Recorder:
                 self._close(left, {})
             self._announced[kind] = Phase(server_round, kind, announced=True)
 
-    def phase_announced(self, kind: str, total: int | None) -> None:
-        """Note how many messages that will be; None where this shows when they are sent."""
+    def phase_announced(self, kind: str, total: int | None, updates: int | None = None) -> None:
+        """Note how many messages that will be; None where this shows when they are sent.
+
+        ``updates``: so many replies without an error end it, whatever was sent.
+        """
         with self._lock:
             phase = self._announced.get(kind)
-            if phase is not None and total:
-                phase.total = phase.announced_total = total
+            if phase is not None and (updates or total):
+                phase.total = updates or total
+                phase.announced_total = None if updates else total
                 self._show(phase)
 
     def phase_closed(self, kind: str, server_round: int | None, metrics: Metrics) -> None:
@@ -207,14 +211,25 @@ class Recorder:
             phase = self._announced.get(kind)
             if phase is None:
                 phase = self._other(message, kind, batch)
-            phase.sent += 1
-            if phase.is_shown and phase.total is not None and phase.sent > phase.total:
-                phase.total = phase.sent
-                self._on_event(phase.event("round_grew", messages=phase.total))
-            elif not phase.is_shown:
-                phase.total = phase.sent
-                self._show(phase)
+            self._count(phase)
         return phase
+
+    def taken(self, reply: Message, node_id: int) -> None:
+        """Note a reply to a message to train that may have been sent in an earlier round, and the message."""
+        with self._lock:
+            phase = self._announced.get(TRAIN)
+            if phase is not None:
+                self._count(phase)
+                self.replied(phase, reply, node_id)
+
+    def _count(self, phase: Phase) -> None:
+        phase.sent += 1
+        if phase.is_shown and phase.total is not None and phase.sent > phase.total:
+            phase.total = phase.sent
+            self._on_event(phase.event("round_grew", messages=phase.total))
+        elif not phase.is_shown:
+            phase.total = phase.sent
+            self._show(phase)
 
     def replied(self, phase: Phase, reply: Message, node_id: int | None = None) -> None:
         """Note a reply to a message to a node. Errors of the SuperLink's own name the SuperLink."""

@@ -26,10 +26,11 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_gpu.flower import rounds
 from flower_gpu.flower.evaluate import GPUEvaluate
+from flower_gpu.flower.fedbuff import FedBuff
 from flower_gpu.flower.recording.recorder import OnEvent, Recorder, clean
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
-from flower_gpu.flower.strategy_state import OURS, StrategyState, state_of
+from flower_gpu.flower.strategy_state import StrategyState, state_of
 from flower_gpu.flower.streaming import ComingReplies, configured, streamed_strategies
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE, TRAIN
 
@@ -170,7 +171,7 @@ class _Hooks:
                 self._recorder.run_started(
                     type(strategy).__name__,
                     named.get("num_rounds"),
-                    OURS if isinstance(strategy, FedAvg) else getattr(state or method, "kind", None),
+                    getattr(strategy, "checkpoint_kind", getattr(state or method, "kind", None)),
                 )
                 self._recorder.model = named.get("initial_arrays")
                 evaluate = named.get("evaluate_fn")
@@ -224,9 +225,9 @@ class _Hooks:
                     messages = method(*args, **kwargs)
                     if is_legacy:
                         messages = self._longest_first(kind, messages)
-                    self._recorder.phase_announced(
-                        kind, len(messages) if hasattr(messages, "__len__") else None
-                    )
+                    total = len(messages) if hasattr(messages, "__len__") else None
+                    updates = strategy.buffer_size if isinstance(strategy, FedBuff) else None
+                    self._recorder.phase_announced(kind, total, updates if kind == TRAIN else None)
                     is_streamed = self._streams and kind == TRAIN
                     return configured(strategy, messages) if is_streamed else messages
 

@@ -35,7 +35,7 @@ def earlier_run(path: Path, command: str) -> tuple[RunFolder, dict[str, Any]]:
     if not folder.has_checkpoint:
         raise ConfigError(
             f"--resume {path_text(path)}: it has no checkpoint. One is written after each round of "
-            "Flower's own strategies and of flower_gpu's FedAvg: start this run anew"
+            "Flower's own strategies and of flower_gpu's FedAvg and FedBuff: start this run anew"
         )
     return folder, settings
 

@@ -21,7 +21,7 @@ from flower_gpu.flower.resuming.earlier import FirstStart
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy import FedAvg
-from flower_gpu.flower.strategy_state import OURS, StrategyState, kind_of
+from flower_gpu.flower.strategy_state import StrategyState, kind_of
 from flower_gpu.printable import path_text
 
 _S = TypeVar("_S", bound=Strategy)
@@ -38,8 +38,9 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
     Parameters
     ----------
     strategy : Strategy
-        One of ``flwr.serverapp.strategy``, as it is, or :class:`flower_gpu.FedAvg`, or a class derived from
-        that. It is changed: its ``start`` is another one.
+        One of ``flwr.serverapp.strategy``, as it is, or :class:`flower_gpu.FedAvg` or
+        :class:`flower_gpu.FedBuff`, or a class derived from these. It is changed: its ``start`` is
+        another one.
     folder : str or path
         Of this run only, on the host of the ServerApp; made if it is missing. A new run needs another one.
 
@@ -65,12 +66,12 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
             f"resumable() takes a strategy of flwr.serverapp.strategy or flower_gpu.FedAvg, and this is a "
             f"{type(strategy).__module__}.{type(strategy).__qualname__}: the older API has no checkpoints"
         )
-    kind = OURS if isinstance(strategy, FedAvg) else kind_of(strategy)
+    kind = strategy.checkpoint_kind if isinstance(strategy, FedAvg) else kind_of(strategy)
     if kind is None:
         raise ConfigError(
             f"resumable() cannot be used with {type(strategy).__name__}: only Flower's own strategies "
-            "(flwr.serverapp.strategy), as they are, and flower_gpu.FedAvg have a checkpoint. The state of "
-            "other strategies is not known"
+            "(flwr.serverapp.strategy), as they are, and flower_gpu.FedAvg and FedBuff have a checkpoint. "
+            "The state of other strategies is not known"
         )
     rounds.keep_generator()
     path = Path(folder).expanduser().absolute()
@@ -101,7 +102,7 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
             stack.callback(checkpoints.close)
             first = first or FirstStart(checkpoints, checkpoints.read())
             given.arguments["grid"] = _CheckpointedGrid(given.arguments["grid"], first)
-            if kind != OURS:
+            if not isinstance(strategy, FedAvg):
                 return rounds.run(strategy, **given.arguments, strategy_state=StrategyState(strategy, kind))
             result: Result = own_start(*given.args, **given.kwargs)
             return result

@@ -5,7 +5,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp import strategy as strategies
 
-from flower_gpu import FedAvg
+from flower_gpu import FedAvg, FedBuff
 
 app = ServerApp()
 
@@ -14,6 +14,11 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds."""
     config = context.run_config
+    initial = np.random.default_rng(5).normal(size=(8, 32))  # in 64 bits, of which sums lose some
+    if config["strategy"] == "fedbuff":
+        strategy = FedBuff(buffer_size=3, concurrency=4)
+        strategy.start(grid, ArrayRecord([initial]), num_rounds=config["num-server-rounds"])
+        return
     kind = {
         "ours": FedAvg,
         "median": strategies.FedMedian,
@@ -21,6 +26,5 @@ def main(grid: Grid, context: Context) -> None:
         "fedadam": strategies.FedAdam,
     }[config["strategy"]]
     options = {} if config["strategy"] == "ours" else {"fraction_evaluate": 0.0}
-    initial = np.random.default_rng(5).normal(size=(8, 32))  # in 64 bits, of which sums lose some
     strategy = kind(fraction_train=config["fraction-train"], **options)
     strategy.start(grid, ArrayRecord([initial]), num_rounds=config["num-server-rounds"])

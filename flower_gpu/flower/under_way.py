@@ -1,0 +1,253 @@
+"""FedBuff's messages: they stay under way from one round to the next, and are in checkpoints."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from logging import INFO
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.logger import log
+
+from flower_gpu.flower.averaging import weight_of
+from flower_gpu.flower.records import NUMBERED
+from flower_gpu.flower.rounds import ResumableGrid, RoundState, SummingGrid
+from flower_gpu.flower.streaming import Buffered
+
+if TYPE_CHECKING:
+    from flower_gpu.flower.fedbuff import FedBuff
+
+_WAIT_S: Final = 0.25  # then the grid is asked for replies in any case
+_TEXT: Final = "under way"  # the record of a checkpoint that says what the others are
+_NEWEST: Final = "newest"  # stands there for the model that a checkpoint has already
+
+
+@dataclass(frozen=True, eq=False)
+class SentModel:
+    """A message under way; its model is kept as long.
+
+    ``server_round``, ``number``: when it was sent, and how many were sent before it.
+    ``back_at``: when its reply is taken, on the virtual clock.
+    """
+
+    node_id: int
+    content: RecordDict
+    server_round: int
+    number: int
+    back_at: float
+
+
+class UnderWay:
+    """The messages of a run: the grid of its rounds, and the state of the strategy in checkpoints.
+
+    ``strategy``: makes the messages, and says how many updates end a round.
+    ``grid``, ``arrays``, ``num_rounds``, ``timeout``, ``config``: as ``start`` has them.
+    """
+
+    def __init__(
+        self,
+        strategy: FedBuff,
+        grid: Any,
+        arrays: ArrayRecord,
+        num_rounds: int,
+        timeout: float | None,
+        config: ConfigRecord | None,
+    ) -> None:
+        self._strategy = strategy
+        self._grid = grid
+        self._num_rounds = num_rounds
+        self._config = config or ConfigRecord()
+        self._is_ours = isinstance(grid, SummingGrid)
+        self._in_order = strategy.exact_order or (self._is_ours and grid.sums_in_order)
+        self._ttl = None if self._in_order else timeout
+        self._wait = getattr(grid, "wait_for_replies", _wait)
+        self._taken = getattr(grid, "taken", lambda reply: None)  # recorded grids tell of it
+        self.kind = strategy.checkpoint_kind
+        #: The newest version of the model, and the round in which it is trained.
+        self.arrays, self._round = arrays, 1
+        self._is_trained = False  # whether this round has its updates
+        self._failed: set[int] = set()  # nodes, in this round
+        self._sent: dict[str, SentModel] = {}  # by message id
+        #: Of replies that are here.
+        self.to_sum: dict[str, SentModel] = {}
+        self._here: deque[Message] = deque()  # replies that nobody has taken
+        self._number = 0  # of the next message
+        self._now = 0.0  # on the virtual clock
+        self._examples: dict[int, float] = {}  # of each node's last reply, for that clock
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._grid, name)
+
+    # The grid of the rounds
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Any:
+        """Have clients train, the first time in a round; return what there is to sum."""
+        if self._is_trained:
+            return self._grid.send_and_receive(messages, timeout=timeout)
+        self._is_trained = True
+        return self._replies(messages)
+
+    def _replies(self, messages: Iterable[Message]) -> Iterator[Message]:
+        """Yield replies until there are enough updates, or only failures; each makes a place free."""
+        self._send(messages)
+        enough, most_failed = self._strategy.buffer_size, self._strategy.concurrency
+        updates = failed = 0
+        while self._sent and updates < enough and (updates or failed < max(enough, most_failed)):
+            reply = self._next_reply()
+            sent = self._sent.pop(reply.metadata.reply_to_message_id)
+            self._now = max(self._now, sent.back_at)
+            if reply.has_error():
+                failed += 1
+                self._failed.add(sent.node_id)
+            else:
+                updates += 1
+                self.to_sum[reply.metadata.reply_to_message_id] = sent
+                self._learn(sent.node_id, reply)
+            if updates < enough:
+                self._fill()  # before the reply is summed: workers have work in that time
+            yield reply
+            del reply, sent  # they must not stay in memory while the next one is waited for
+
+    def resumed(self) -> RoundState | None:
+        """Return where the run goes on; None: at the start."""
+        state = self._grid.resumed() if isinstance(self._grid, ResumableGrid) else None
+        if state is not None:
+            self.arrays, self._round = state.arrays, state.server_round + 1
+        return state
+
+    def finished_round(self, state: RoundState) -> None:
+        """Pass on a finished round."""
+        self._is_trained = False
+        if isinstance(self._grid, ResumableGrid):
+            self._grid.finished_round(state)
+
+    # For the strategy
+
+    def next_nodes(self) -> list[int]:
+        """Return nodes for the free places, drawn from those without a message."""
+        from flwr.serverapp.strategy.strategy_utils import sample_nodes
+
+        if self._sent:
+            nodes = self._grid.get_node_ids()
+        else:
+            _, nodes = sample_nodes(self._grid, self._strategy.min_available_nodes, 0)  # waits for them
+        busy = {sent.node_id for sent in self._sent.values()} | self._failed
+        idle = sorted(set(nodes) - busy)
+        return random.sample(idle, max(0, min(self._strategy.concurrency - len(self._sent), len(idle))))
+
+    def go_on_with(self, arrays: ArrayRecord, server_round: int) -> None:
+        """Have a new version of the model trained, by all places that are free."""
+        self.arrays, self._round = arrays, server_round
+        self._failed.clear()
+        if server_round <= self._num_rounds:
+            self._fill()
+
+    def give_up(self) -> None:
+        """Want no more replies."""
+        if self._sent:
+            log(INFO, "%d clients still train; nobody waits for their updates", len(self._sent))
+            if self._is_ours:
+                self._grid.cancel_messages(list(self._sent))
+
+    # The state in a checkpoint
+
+    def changed(self) -> RecordDict:
+        """Return the messages under way, with each of their records once."""
+        records: list[Any] = []
+        names = {id(self.arrays): _NEWEST}
+
+        def name_of(record: Any) -> str:
+            if id(record) not in names:
+                names[id(record)] = str(len(records))
+                records.append(record)
+            return names[id(record)]
+
+        sent = [
+            {**vars(one), "content": {key: name_of(record) for key, record in one.content.items()}}
+            for one in self._sent.values()
+        ]
+        told = json.dumps([self._number, self._now, list(self._examples.items()), sent])
+        numbered = {str(number): record for number, record in enumerate(records)}
+        return RecordDict({_TEXT: ConfigRecord({_TEXT: told}), **numbered})
+
+    def restore(self, state: RecordDict) -> None:
+        """Send again what was under way."""
+        kept: dict[str, Any] = dict(state)
+        self._number, self._now, examples, sent = json.loads(kept.pop(_TEXT)[_TEXT])
+        self._examples = dict(examples)
+        # As Flower's own: their bytes are written once for all workers.
+        records = {name: type(record)(dict(record)) for name, record in kept.items()}
+        records[_NEWEST] = self.arrays
+        for one in sent:
+            one["content"] = RecordDict({key: records[name] for key, name in one["content"].items()})
+        # SuperNodes that were started again are other nodes.
+        there = {one["node_id"] for one in sent} if self._is_ours else set(self._grid.get_node_ids())
+        self._push([SentModel(**one) for one in sent if one["node_id"] in there])
+
+    # Messages
+
+    def _fill(self) -> None:
+        # Not as a method of the object: that is recorded as the begin of a round.
+        configure: Any = type(self._strategy).configure_train
+        self._send(configure(self._strategy, self._round, self.arrays, self._config, self))
+
+    def _send(self, messages: Iterable[Message]) -> None:
+        sent = []
+        for message in messages:
+            node_id = message.metadata.dst_node_id
+            back_at = self._now + self._duration(node_id)
+            sent.append(SentModel(node_id, message.content, self._round, self._number, back_at))
+            self._number += 1
+        self._push(sent)
+
+    def _push(self, sent: Sequence[SentModel]) -> None:
+        messages = Buffered()
+        for one in sent:
+            group = f"{NUMBERED}{one.number}"
+            messages.append(
+                Message(one.content, one.node_id, MessageType.TRAIN, ttl=self._ttl, group_id=group)
+            )
+        ids = list(self._grid.push_messages(messages)) or [None] * len(sent)
+        for message_id, one in zip(ids, sent, strict=True):
+            if message_id is None:  # Flower's grid could not push it
+                self._failed.add(one.node_id)
+            else:
+                self._sent[message_id] = one
+
+    def _next_reply(self) -> Message:
+        timeout_s = 0.0
+        while not self._here:
+            ids: Sequence[str] = list(self._sent)
+            if self._in_order:
+                ids = [min(ids, key=lambda one: (self._sent[one].back_at, self._sent[one].node_id))]
+            self._here.extend(self._grid.pull_messages(self._wait(ids, timeout_s)))
+            timeout_s = _WAIT_S  # only now: what has come since the last time is here at once
+        reply = self._here.popleft()
+        self._taken(reply)
+        return reply
+
+    # The virtual clock
+
+    def _learn(self, node_id: int, reply: Message) -> None:
+        examples = weight_of(reply.content, self._strategy.weighted_by_key)
+        if self._in_order and examples and examples > 0:
+            self._examples[node_id] = examples
+
+    def _duration(self, node_id: int) -> float:
+        """Return how long a client takes; 1 is the mean of all clients without their slow-downs."""
+        mean = fmean(self._examples.values()) if self._examples else 1.0
+        slow_down: float = self._grid.slow_down_of(node_id) if self._is_ours else 1.0
+        return slow_down * self._examples.get(node_id, mean) / mean
+
+
+def _wait(message_ids: Sequence[str], timeout_s: float) -> Sequence[str]:
+    time.sleep(timeout_s)
+    return message_ids

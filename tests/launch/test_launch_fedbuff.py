@@ -1,0 +1,80 @@
+"""FedBuff on SuperNodes: rounds go on without a client that never replies, and the run ends without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launched import Launch, launcher
+
+PYPROJECT = """
+[project]
+name = "patient"
+version = "1.0.0"
+
+[tool.flwr.app]
+publisher = "flower-gpu"
+
+[tool.flwr.app.components]
+serverapp = "patient:server"
+clientapp = "patient:client"
+
+[tool.flwr.app.config]
+num-server-rounds = 3
+"""
+
+APP = """
+import time
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_gpu import FedBuff
+
+client = ClientApp()
+server = ServerApp()
+
+
+@client.train()
+def train(message, context):
+    if context.node_config["partition-id"] == 0:
+        time.sleep(3600)
+    if context.node_config["partition-id"] == 1 and message.content["config"]["server-round"] == 2:
+        raise ValueError("out of luck")
+    arrays = [array + 1 for array in message.content["arrays"].to_numpy_ndarrays()]
+    content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+@server.main()
+def main(grid, context):
+    rounds = context.run_config["num-server-rounds"]
+    strategy = FedBuff(buffer_size=2, concurrency=4, server_learning_rate=0.5, staleness=lambda behind: 1)
+    result = strategy.start(grid, ArrayRecord([np.zeros(2, np.float32)]), num_rounds=rounds)
+    print("the model is", result.arrays.to_numpy_ndarrays()[0].tolist())
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    return launcher(tmp_path)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_nobody_waits_for_a_client_that_never_replies(launch: Launch, tmp_path: Path) -> None:
+    app = tmp_path / "patient"
+    app.mkdir()
+    (app / "pyproject.toml").write_text(PYPROJECT)
+    (app / "patient.py").write_text(APP)
+    done = launch(app, "--clients", "4", "--gpu", "never")
+    assert done.code == 0, done.output + done.logs()
+    # Three times half of 1: each update of a client is 1, whatever version it had.
+    assert "the model is [1.5, 1.5]" in done.log("run")
+    parts = [part for part in done.history.rounds if part.task == "train"]
+    assert [part.messages - part.failed for part in parts] == [2, 2, 2]
+    assert done.result["failed"] == sum(part.failed for part in parts) <= 1
+    failed = {event["node"] for event in done.events("reply") if event["error"]}
+    assert len(failed) <= 1

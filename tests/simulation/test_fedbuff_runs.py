@@ -1,0 +1,72 @@
+"""FedBuff in `flower-gpu simulate`: the same bits with any workers and after a kill, and what a run tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from simulations import Simulation, run, running, wait_for_line
+
+pytestmark = pytest.mark.timeout(300)
+pytest.importorskip("torch")
+
+NODES, ROUNDS, UPDATES, CONCURRENCY = 6, 4, 3, 4
+CONFIG = f"strategy='fedbuff' num-server-rounds={ROUNDS}"
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A table in which half of the clients are slow."""
+    path = tmp_path_factory.mktemp("devices") / "devices.toml"
+    path.write_text('["*/2"]\nslow-down = 3\n')
+    return str(path)
+
+
+def test_the_model_is_the_same_with_other_workers_and_after_a_kill(devices: str, tmp_path: Path) -> None:
+    """What is under way at a checkpoint is sent again, with the models, seeds and clients' states of then."""
+    options = ("--seed", "3", "--deterministic", "--clients-table", devices)
+    alone = run("exact", NODES, tmp_path / "alone", *options, "--max-workers", "1", "--run-config", CONFIG)
+    assert alone.status == 0, alone.output
+    (train,) = {(part.messages, part.failed) for part in alone.parts("train")}
+    assert train == (UPDATES, 0) and len(alone.parts("train")) == ROUNDS
+    assert alone.summary["messages"] == ROUNDS * UPDATES and alone.summary["failed"] == 0
+    assert f"{CONCURRENCY - 1} clients still train; nobody waits for their updates" in alone.output
+
+    runs, rounds = tmp_path / "runs", tmp_path / "rounds"
+    rounds.mkdir()
+    for number in ("1", "2"):  # later ones wait for their files
+        (rounds / number).touch()
+    config = f"{CONFIG} waits-for='{rounds}'"
+    with running("exact", NODES, runs, *options, "--max-workers", "4", "--run-config", config) as process:
+        wait_for_line(process, "round 2/4")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(30)
+    for number in ("3", "4"):
+        (rounds / number).touch()
+    (folder,) = runs.iterdir()
+    other = run("exact", NODES, runs, "--resume", str(folder), "--run-config", "strategy='ours'")
+    assert other.status == 2 and "its checkpoint is one of flower_gpu.FedBuff" in other.output
+    done = run("exact", NODES, runs, "--max-workers", "3", "--calls-per-worker", "9", "--resume", str(folder))
+    assert done.status == 0 and "Going on after round" in done.output
+    assert model_of(done) == model_of(alone)
+
+
+def model_of(done: Simulation) -> str:
+    found: str = done.summary["model_sha256"]
+    return found
+
+
+def test_a_run_without_order_counts_clients_that_fail(tmp_path: Path) -> None:
+    """A client whose worker was killed is a failed one; the round goes on without it."""
+    killed = tmp_path / "killed"
+    done = run("exact", NODES, tmp_path / "runs", "--run-config", f"{CONFIG} dies='{killed}'", "--seed", "3")
+    assert done.status == 0, done.output
+    assert done.summary["failed"] == 1 and done.summary["messages"] == ROUNDS * UPDATES + 1
+
+
+def test_more_clients_at_a_time_than_there_are_is_an_error(tmp_path: Path) -> None:
+    done = run("exact", CONCURRENCY - 1, tmp_path, "--run-config", CONFIG)
+    assert done.status == 2, done.output
+    assert "waits for 4 nodes, and there are 3" in done.output and "concurrency" in done.output
