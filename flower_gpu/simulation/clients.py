@@ -13,26 +13,17 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.kinds import FACTOR, PART
-from flower_gpu.options import CALL, Option, joined
+from flower_gpu.kinds import FACTOR, PART, Kind
+from flower_gpu.options import CALL, GivenValue, joined
 
 #: The options of calls that a client can have of its own.
 RESOURCES: Final = ("gpu", "num_gpus", "gpu_memory", "gpu_compute", "num_cpus", "timeout_s")
-#: The keys of an entry, by their names in Python.
-KEYS: Final[Mapping[str, Option]] = MappingProxyType(
-    {
-        name: replace(option, name=name)
-        for name, option in {
-            **{name: CALL[name] for name in RESOURCES},
-            "slow_down": Option("how many times as long each of its calls takes", FACTOR, default=1.0),
-            "availability": Option("in which part of the rounds it can be asked", PART, default=1.0),
-        }.items()
-    }
+#: The keys of an entry, by their names in Python. ``slow_down``: how many times as long each of its calls
+#: takes. ``availability``: in which part of the rounds it can be asked.
+KEYS: Final[Mapping[str, Kind | None]] = MappingProxyType(
+    {**{name: CALL[name].kind for name in RESOURCES}, "slow_down": FACTOR, "availability": PART}
 )
-_PART: Final = re.compile(
-    r"(?:\*|(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?)(?:/(?P<step>\d{1,9}))?", re.ASCII
-)
-
+_PART: Final = re.compile(r"(?:\*|(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?)(?:/(?P<step>\d{1,9}))?")
 _TABLE: Final = "table of clients"
 
 #: What one client has of its own: values of :data:`KEYS`.
@@ -138,16 +129,13 @@ def _values(pattern: Any, entry: Any) -> dict[str, Any]:
         if name not in KEYS:
             known = ", ".join(each.replace("_", "-") for each in KEYS)
             raise ConfigError(f"{source}: there is no such key; there are {known}")
-        kind = KEYS[name].kind
-        assert kind is not None
-        try:
-            kind.check(value, source)
-        except TypeError as error:
-            raise ConfigError(str(error)) from None
-        other = name if name in values else KEYS[name].excludes
-        if other in values:
-            raise ConfigError(f"{source}: {other.replace('_', '-')} is given as well; give one of the two")
-        values[name] = value
+        others = {name, CALL[name].excludes if name in CALL else ""} & values.keys()
+        if others:
+            written = others.pop().replace("_", "-")
+            raise ConfigError(f"{source}: {written} is given as well; give one of the two")
+        # As a config, whose values of a wrong type are no errors in code.
+        read = GivenValue(value, KEYS[name], 0, source, is_config=True).read()
+        values[name] = value if isinstance(value, int | float | str) else read
     return values
 
 

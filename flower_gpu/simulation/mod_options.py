@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -33,14 +32,14 @@ def ask(app: AppReference | ClientApp, nodes: VirtualNodes, options: Mapping[str
     messages fail, and tell why.
     """
     try:
-        if isinstance(app, ClientApp):
+        if isinstance(app, ClientApp):  # its functions are here already
             return _told(app, nodes)
         if not is_more_than_listed(app.folder, app.name.partition(":")[0], _MOD):
             return {}
         # It imports the app's modules, which this process must not have, and waits for nobody.
         env = {**(options.get("env") or {}), CPU_LEASES_VARIABLE: "off", CALL["gpu"].variable: "never"}
         settings = call_settings({"start_method": options.get("start_method"), "env": env})
-        told: ByType = run_call(_told_by, (app, nodes), settings=settings, kind="asking gpu_mod")
+        told: ByType = run_call(_told, (app, nodes), settings=settings, kind="asking gpu_mod")
     except (ConfigError, TypeError) as error:
         raise ConfigError(
             f"{_MOD} of the app: {text_of(error)}. A simulation asks it once for each client, before the "
@@ -51,20 +50,20 @@ def ask(app: AppReference | ClientApp, nodes: VirtualNodes, options: Mapping[str
     return told
 
 
-def _told_by(app: AppReference, nodes: VirtualNodes) -> ByType:
-    """Ask an app; runs in a worker."""
-    return _told(app.load(), nodes)
+def _told(app: AppReference | ClientApp, nodes: VirtualNodes) -> ByType:
+    """Ask an app; one that is imported for this in a worker."""
+    loaded = app.load() if isinstance(app, AppReference) else app
+    checked: set[str] = set()
 
+    def options_of(ask_mod: Callable[[Context], Mapping[str, Any]], node_id: int) -> dict[str, Any]:
+        options = ask_mod(nodes.context_of(node_id, b""))
+        if repr(options) not in checked:
+            call_settings(options)
+            checked.add(repr(options))
+        found = {name: options[name] for name in RESOURCES if options.get(name) is not None}
+        if found.get("gpu") != "never":  # what it asks of its nodes is not for a machine that plays them
+            found.pop("gpu", None)
+        return found
 
-def _told(app: ClientApp, nodes: VirtualNodes) -> ByType:
-    contexts = [nodes.context_of(node_id, b"") for node_id in nodes.ids]
-    return {kind: [_checked(of, each) for each in contexts] for kind, of in mod_options(app).items()}
-
-
-def _checked(options_of: Callable[[Context], Mapping[str, Any]], context: Context) -> dict[str, Any]:
-    options = options_of(context)
-    call_settings(options, base=os.environ)
-    found = {name: options[name] for name in RESOURCES if options.get(name) is not None}
-    if found.get("gpu") != "never":  # what the app asks of its nodes is not for a machine that plays them
-        found.pop("gpu", None)
-    return found
+    asked = mod_options(loaded).items()
+    return {kind: [options_of(ask_mod, node_id) for node_id in nodes.ids] for kind, ask_mod in asked}
