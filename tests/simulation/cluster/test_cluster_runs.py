@@ -126,8 +126,10 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
     assert first.summary["model_sha256"] == alone.summary["model_sha256"]
 
 
-def test_leases_of_each_host_are_its_own(cluster: Cluster) -> None:
-    options = ("--num-gpus", "0.5", "--gpu", "require", "--run-config", "waits=true")
+def test_leases_of_each_host_are_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    table = tmp_path / "devices.toml"
+    table.write_text("['*']\nnum-gpus = 0.5\n[1]\nnum-gpus = 1\n")
+    options = ("--clients-table", str(table), "--gpu", "require", "--run-config", "waits=true")
     with cluster.running("leased", 6, *options, name="leased") as done:
         both_have(done, "lease_granted")
         (cluster.folder / "go-on").touch()
@@ -135,6 +137,9 @@ def test_leases_of_each_host_are_its_own(cluster: Cluster) -> None:
     assert done.status == 0, done.output
     granted = done.events("lease_granted")
     assert len({(event["host"], gpu["uuid"]) for event in granted for gpu in event["gpus"]}) == 2
+    sizes = {(event["client"] == "1", event["gpus"][0]["memory_bytes"]) for event in granted}
+    [(_, half), (_, whole)] = sorted(sizes)
+    assert whole == 2 * half
     for host in cluster.hosts:
         assert not Ledger(LedgerFolder(host.folder / "ledger")).status().holders
 
