@@ -401,7 +401,7 @@ LEDGER_DIR: Final = Option(
     "folder that the ledger's users share", variable="FLOWER_GPU_LEDGER_DIR", default="/tmp"
 )
 ENVIRONMENTS_DIR: Final = Option(
-    "folder in which the packages are kept that apps declare; the default is runtime-envs in FLWR_HOME",
+    "folder in which the packages are kept that apps declare; the default is flower-gpu-envs in FLWR_HOME",
     variable="FLOWER_GPU_ENVIRONMENTS_DIR",
 )
 SERVER_IDLE: Final = Option(

@@ -49,6 +49,9 @@ from flower_gpu.workers import interpreter, methods
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client, identity
 
+#: Flower's option of a SuperNode and of what it starts.
+OPTION: Final = "--allow-runtime-dependency-installation"
+
 _OURS: Final = ("flwr", "flower-gpu")  # in no environment: what is here is what is used
 _INSTALLER: Final = "install_app_dependencies"  # Flower's
 _FAILURE: Final = "RuntimeDependencyInstallationError"
@@ -74,10 +77,10 @@ def replace_installation(module: str, *, is_confined: bool = False) -> None:
     """Have Flower's code in a module use these environments where it would install what an app declares.
 
     ``is_confined``: then nothing of the environment is imported by this process, whose worker has to use it.
-    Raises ConfigError if this version of Flower installs in another way, and the app is confined.
+    Raises ConfigError if this version of Flower would install in another way, and the app is confined.
     """
     if find(f"{module}:{_INSTALLER}") is None:
-        if is_confined:
+        if is_confined and OPTION in sys.argv:
             raise ConfigError("--confine: this version of Flower installs packages in an unknown way")
         return
     runtime = sys.modules[module]
@@ -98,7 +101,7 @@ def environments_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder of this account's environments."""
     if given := ENVIRONMENTS_DIR.resolve(None, environ):
         return Path(given).absolute()
-    return Path(environ.get("FLWR_HOME") or Path("~/.flwr").expanduser()).absolute() / "runtime-envs"
+    return Path(environ.get("FLWR_HOME") or Path("~/.flwr").expanduser()).absolute() / "flower-gpu-envs"
 
 
 def _prepare(app: Path, run: int | None, *, is_confined: bool) -> None:

@@ -23,7 +23,7 @@ from flower_gpu.flower.commands import (
     warm_up_command,
     with_flowers,
 )
-from flower_gpu.flower.environments import environments_folder
+from flower_gpu.flower.environments import OPTION, environments_folder
 from flower_gpu.flower.node_logs import clients_of_nodes
 from flower_gpu.flower.waits import with_group
 from flower_gpu.launch import ports
@@ -211,7 +211,7 @@ class Federation:
         command += ["--host", ports.HOST, "--port", str(port)]
         command += ["--node-config", format_pairs(self.plan.node_config_of(client))]
         if self._env[_NOT_INSTALLED] != "1":
-            command.append("--allow-runtime-dependency-installation")
+            command.append(OPTION)
         env = self._client_environment(self._node_env, client)
         return Service(f"SuperNode of client {client}", command, env, self.folder.log(f"client-{client}"))
 

@@ -31,12 +31,11 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.flower import environments
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not Path("/proc/self/fdinfo").exists(), reason="there is no fork server but on Linux"),
 ]
 
 APP = Path(__file__).parent / "declaring_app"
-OPTION = "--allow-runtime-dependency-installation"
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
 
 
@@ -82,7 +81,7 @@ class Host(Federation):
 
     def connected(self, count: int, *options: str) -> Process:
         """Start SuperNodes that may install packages, and wait until they are there."""
-        nodes = self.supernodes(count, *options, flower=(OPTION,))
+        nodes = self.supernodes(count, *options, flower=(environments.OPTION,))
         until(lambda: f"connected: {count} of {count}" in nodes.output, "the SuperNodes are there")
         return nodes
 
@@ -94,7 +93,7 @@ class Host(Federation):
         def lines() -> list[str]:
             return self.replies.read_text().splitlines() if self.replies.exists() else []
 
-        until(lambda: len(lines()) == messages * nodes or not run.runs, "all replies are there", 120)
+        until(lambda: len(lines()) == messages * nodes or not run.runs, "all replies are there", 250)
         assert len(lines()) == messages * nodes, run.output
         return [json.loads(line) for line in lines()]
 
@@ -137,7 +136,7 @@ def test_supernodes_and_launch_share_what_was_installed_once(host: Host) -> None
     config = f"num-messages=1 on-server=true replies-file={json.dumps(str(host.replies))}"
     command = (*COMMAND, "launch", str(APP), "--clients", "1", "--run-config", config)
     launch = host.start("launch", *command, env={"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "0"})
-    assert launch.wait(120) == 0, launch.output
+    assert launch.wait(250) == 0, launch.output
     replies = [json.loads(line) for line in host.replies.read_text().splitlines()]
     # The newer one is for a new environment: this is as it was.
     assert [each["value"] for each in replies] == [41]
@@ -205,13 +204,13 @@ def test_what_was_killed_in_the_middle_is_made_by_the_next(tmp_path: Path) -> No
             return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
         with start() as killed:
-            assert is_asked.wait(100)
+            assert is_asked.wait(200)
             [pid] = uvs_in(made)
             killed.send_signal(signal.SIGKILL)
         until(lambda: not is_running(pid), "uv has ended")
         goes_on.set()
         with start() as one, start() as other:
-            said = [process.communicate(timeout=100)[0].strip() for process in (one, other)]
+            said = [process.communicate(timeout=200)[0].strip() for process in (one, other)]
         server.shutdown()
     [name] = [path.name for path in made.iterdir() if path.is_dir()]
     assert said == [str(made / name)] * 2
