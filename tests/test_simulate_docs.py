@@ -99,6 +99,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("simulate")
     (write_app(here, APP) / "task.py").write_text(TASK)
     (here / "values.toml").write_text("learning-rate = 0.25\n")
+    (devices,) = blocks("simulate.md", "toml")
+    (here / "devices.toml").write_text(devices)
     return here
 
 

@@ -12,7 +12,7 @@ from simulations import run
 from stub_host import StubHost, events
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.simulation.clients import Clients
+from flower_gpu.simulation.clients import KEYS, Clients
 from flower_gpu.watch.report.page import write_report
 
 COUNT = 24
@@ -69,6 +69,12 @@ def test_the_last_entry_that_names_a_client_counts_key_by_key(seed: int) -> None
 def test_what_cannot_be_used_is_said(entries: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Clients.of(entries, COUNT)
+
+
+def test_the_reference_has_all_keys() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "simulate.md").read_text()
+    rows = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert all(f"`{key.replace('_', '-')}`" in rows for key in KEYS)
 
 
 @pytest.mark.timeout(200)
