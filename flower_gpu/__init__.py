@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
     from flower_gpu.options import CallOptions
     from flower_gpu.pytorch.device import device, to_device, to_numpy
+    from flower_gpu.pytorch.vectorized import vectorized
     from flower_gpu.ranks.function import distributed
     from flower_gpu.simulation.run import simulate
     from flower_gpu.simulation.simulation_result import SimulationResult, SimulationStoppedError
@@ -59,6 +60,7 @@ _HOMES = {
     "flower_gpu.flower.fedbuff": "FedBuff",
     "flower_gpu.flower.client": "GPUClient gpu_client",
     "flower_gpu.pytorch.device": "device to_device to_numpy",
+    "flower_gpu.pytorch.vectorized": "vectorized",
     "flower_gpu.ranks.function": "distributed",
     "flower_gpu.flower.evaluate": "gpu_evaluate",
     "flower_gpu.flower.mod": "gpu_mod",
@@ -108,6 +110,7 @@ __all__ = [
     "simulate",
     "to_device",
     "to_numpy",
+    "vectorized",
 ]
 
 

@@ -2,8 +2,8 @@
 
 Parts: no-op (what a message costs, and memory), many (10,000 clients), digits (small clients, beside a plain
 loop), ordinary (an app as most are written), accuracy (the models of both), failures (clients that fail),
-order (clients of different sizes, the longest first), deterministic (what that option costs), resnet (on a
-GPU). README.md says what is measured.
+order (clients of different sizes, the longest first), deterministic (what that option costs), vectorized
+(small clients, many in one step), resnet (on a GPU). README.md says what is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.shared import machine
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, positives, run, write
-from benchmarks.simulation import deterministic, digits, failures, no_op, order, ordinary, resnet
+from benchmarks.simulation import deterministic, digits, failures, no_op, order, ordinary, resnet, vectorized
 from benchmarks.simulation.engines import ENGINES, available
 
 
@@ -78,6 +78,11 @@ def _deterministic(options: Options, figures: Figures) -> None:
     figures["deterministic"] = deterministic.measure(sizes, options.runs)
 
 
+def _vectorized(options: Options, figures: Figures) -> None:
+    sizes = vectorized.QUICK_SIZES if options.quick else vectorized.SIZES
+    figures["vectorized"] = vectorized.measure(sizes, options.runs)
+
+
 def _resnet(options: Options, figures: Figures) -> None:
     figures["resnet"] = []
     if options.device == "cuda" and not machine.gpu_models():
@@ -101,6 +106,7 @@ _PARTS = {
     "failures": _failures,
     "order": _order,
     "deterministic": _deterministic,
+    "vectorized": _vectorized,
     "resnet": _resnet,
 }
 

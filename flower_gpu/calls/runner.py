@@ -31,9 +31,12 @@ def run_call(
     server_round: int | None = None,
     workers: Workers | None = None,
     by_name: bool = False,
+    clients: Sequence[str] = (),
 ) -> Any:
     """Run one call of one client in its own worker, on a GPU as far as node and server want that.
 
+    ``clients``: the names of several clients, whose calls are this one. Then its task returns an outcome of
+    each.
     ``by_name``: whether of the user's function only the name is given, so that its worker needs nothing of
     this process.
 
@@ -52,7 +55,7 @@ def run_call(
         server_round = _round_in(config or {})
     workers = workers or Workers()
     fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
-    call = Tries(task, args, kwargs or {}, settings, label, fields, workers, by_name)
+    call = Tries(task, args, kwargs or {}, settings, label, fields, workers, by_name, clients)
     # No copy: to read all of the environment takes longer than much else of a short call.
     environ = ChainMap(dict(settings.worker.env), environment.without_ray(os.environ))
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none

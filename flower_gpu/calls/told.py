@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.workers import call_end
+from flower_gpu.workers.call_end import Outcome
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -109,6 +111,8 @@ class Told:
     ``display``: draws the progress.
     ``ticket``: that of its lease, if it has one.
     ``lease``: the same.
+    ``clients``: of a batch: each has lines of its own, with its part of the time. Then ``outcomes`` are what
+    came of each.
     """
 
     def __init__(
@@ -117,8 +121,11 @@ class Told:
         display: ProgressDisplay,
         ticket: Ticket | None,
         lease: Lease | None,
+        clients: Sequence[str] = (),
     ) -> None:
         self.record = record
+        self.outcomes: Sequence[Outcome] = ()
+        self._clients = clients
         self.events: dict[str, dict[str, Any]] = {}  # the last one of each kind that decides something
         self._display = display
         self._ticket = ticket
@@ -140,7 +147,8 @@ class Told:
         if self._ticket is not None and is_process:
             self._base_bytes = host.anonymous_bytes(pid)
             self._ticket.report_worker(pid, self._base_bytes)
-        trace.write("worker_started", **self.record)
+        for record in self._records():
+            trace.write("worker_started", **record)
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Take one event of the worker."""
@@ -156,6 +164,8 @@ class Told:
         elif kind in _TIMES:
             self._times[_TIMES[kind]] = time.time()
             self._times.update({name: event[name] for name in self._times if name in event})
+            if self._clients and "cpu_s" in event:
+                self._times["cpu_s"] = event["cpu_s"] / len(self._clients)
             if not event.get("stays"):  # else the call is over: the line of its end has all of it
                 about = {name: self.record.get(name) for name in ("call", "pid", "client")}
                 trace.write(kind, **about)
@@ -168,16 +178,25 @@ class Told:
             return
         if "gpu_memory" in self.events:
             self.record["gpus"] = self.events["gpu_memory"]["gpus"]
+        seconds = round(time.monotonic() - self._began, 4)
+        ends = map(_end_in_batch, self.outcomes) if self.outcomes else repeat(self._end(error, is_cancelled))
+        for record, end in zip(self._records(), ends, strict=False):
+            trace.write("worker_finished", **record, **self._times, seconds=seconds, **end)
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        """Return the fields of the call in the trace; of a batch those of each client's."""
+        yield {**self.record, "client": self._clients[0]} if self._clients else self.record
+        for number, client in enumerate(self._clients[1:], 2):  # in a worker that the first one has begun
+            call = f"{self.record['call']}-{number}"
+            yield {**self.record, "call": call, "client": client, "used_again": True}
+
+    def _end(self, error: BaseException | None, is_cancelled: bool) -> dict[str, Any]:
         traceback = "" if error is None else call_end.traceback_of(error)
-        trace.write(
-            "worker_finished",
-            **self.record,
-            **self._times,
-            seconds=round(time.monotonic() - self._began, 4),
-            outcome="cancelled" if error and is_cancelled else self._outcome(error),
-            error=None if error is None else text_of(error),
+        return {
+            "outcome": "cancelled" if error and is_cancelled else self._outcome(error),
+            "error": None if error is None else text_of(error),
             **({"traceback": traceback} if traceback else {}),
-        )
+        }
 
     def _outcome(self, error: BaseException | None) -> str:
         if error is None:
@@ -189,6 +208,13 @@ class Told:
         if "out_of_memory" in self.events:
             return "out of memory"
         return "error" if isinstance(error, Exception) else "cancelled"
+
+
+def _end_in_batch(outcome: Outcome) -> dict[str, Any]:
+    if outcome.error_type is None:
+        return {"outcome": "ok", "error": None}
+    text = f"{outcome.error_type.removeprefix('builtins.')}: {outcome.error_text}"
+    return {"outcome": "error", "error": text, "traceback": outcome.error_traceback}
 
 
 def used_of_lease(used_bytes: Mapping[str, int], held: Lease | None) -> dict[str, int]:

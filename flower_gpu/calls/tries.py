@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -88,6 +88,7 @@ class Tries:
     fields: Mapping[str, Any]
     workers: Workers
     by_name: bool  # and a fork server can have it, as far as is known
+    clients: Sequence[str] = ()  # of a batch
     told: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what the last worker told
     method: StartMethod = start.SPAWN  # by which it was tried last
     memory_bytes: int = 0  # that the last worker took, as far as it has told
@@ -217,7 +218,7 @@ class Tries:
                 if mps.is_of_run(os.environ):
                     record["mps_percentage"] = mps.percentage(held.processors)
         display = ProgressDisplay(self.label, record, self.workers.shows_progress)
-        told = Told(record, display, ticket, held)
+        told = Told(record, display, ticket, held, self.clients)
         self.told = told.events
         workers = self.workers
 
@@ -241,7 +242,7 @@ class Tries:
         error: BaseException | None = None
         try:
             with display, _around(method, env):
-                return workers.run(
+                value = workers.run(
                     call,
                     method,
                     timeout_s=settings.timeout_s,
@@ -249,6 +250,8 @@ class Tries:
                     on_start=on_start,
                     otherwise=self._otherwise(method),
                 )
+                told.outcomes = value if self.clients else ()
+                return value
         except start.ForkInsteadError:
             self.by_name = False
         except BaseException as caught:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
@@ -23,6 +25,9 @@ from flower_gpu.errors import (
 )
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.workers import call_end
+from flower_gpu.workers.call import Call
+from flower_gpu.workers.call_end import Outcome
 from flower_gpu.workers.confined_replies import PlainBytes
 from flower_gpu.workers.own_process import facts
 
@@ -60,28 +65,85 @@ def call(
     client.
     """
     kind = message.metadata.message_type
-    # Flower tells the server nothing but an error's text: not which of the clients it was.
-    label = f"{kind} of client {client_of(context)}"
-    try:
+    with _named(f"{kind} of client {client_of(context)}", passed_on):
         found = settings()
-        label = f"{kind} of client {found.worker.name}"
-        records = records_in(message, ArrayRecord).values()
-        reply: Message
+    reply: Message
+    with _named(f"{kind} of client {found.worker.name}", passed_on):
         value = run_call(
             task,
             (*args, message, context, identity()),
             settings=found,
-            kind=kind,
             name=name,
-            arrays=[array for record in records for array in record.values()],
-            config=_config(message),
-            server_round=round_of(message),
             workers=workers,
+            **_described(message),
         )
         if found.worker.confinement is not None:
             reply, state = record_bytes.decode_reply(value, message)
         else:
             reply, state = value
+    take_over(context.state, state)
+    return reply
+
+
+def call_batch(
+    task: Callable[..., list[Outcome]],
+    args: tuple[Any, ...],
+    visits: Sequence[tuple[int, Message, Context]],
+    settings: CallSettings,
+    *,
+    name: str,
+    passed_on: tuple[type[Exception], ...] = (),
+    workers: Workers,
+) -> list[Message | BaseException]:
+    """Have a worker handle messages of one kind together, and take over its changes of the contexts' states.
+
+    ``task``: ``task(*args, visits, identity)`` runs in the worker and returns the outcome of each message.
+    ``visits``: the seed, the message and the context of each.
+    ``settings``: of one call. A batch has the time that its messages have together, and a footprint for each
+    power of two of them.
+    Returns each reply, or why there is none; what has failed for all of them is the error of each.
+    """
+    kind, count = visits[0][1].metadata.message_type, len(visits)
+    clients = [client_of(context) for *_, context in visits]
+    client = f"{clients[0]} and {count - 1} others"
+    timeout_s = settings.worker.timeout_s
+    worker = replace(settings.worker, name=client, timeout_s=timeout_s and timeout_s * count)
+    found: list[Message | BaseException] = []
+    try:
+        outcomes = run_call(
+            task,
+            (*args, visits, identity()),
+            settings=replace(settings, worker=worker),
+            name=f"{name} x{1 << (count - 1).bit_length()}",
+            workers=workers,
+            clients=clients,
+            **_described(visits[0][1]),
+        )
+    except FlowerGPUError as error:
+        text = str(error).removeprefix(f"{kind} of client {client}: ")
+        for client in clients:
+            again = copy(error)
+            again.args = (shortened(f"{kind} of client {client}: in a batch of {count}: {text}"),)
+            again.__cause__ = error.__cause__
+            found.append(again)
+        return found
+    for client, (_, _, context), outcome in zip(clients, visits, outcomes, strict=True):
+        label = f"{kind} of client {client}"
+        try:
+            with _named(label, passed_on):
+                reply, state = call_end.unwrap(Call(task, label=label), outcome)
+            take_over(context.state, state)
+            found.append(reply)
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+@contextmanager
+def _named(label: str, passed_on: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Have errors name the client: Flower tells the server nothing but their text."""
+    try:
+        yield
     except FlowerGPUError as error:
         for kind_passed in passed_on:  # from a confined worker only its name and text come
             if getattr(error, "error_type", "") == f"{kind_passed.__module__}.{kind_passed.__qualname__}":
@@ -93,8 +155,17 @@ def call(
         raise
     except Exception as error:
         raise ClientCallError(f"{label}: {text_of(error)}") from error
-    take_over(context.state, state)
-    return reply
+
+
+def _described(message: Message) -> dict[str, Any]:
+    """Return what a call is told of its message."""
+    records = records_in(message, ArrayRecord).values()
+    return {
+        "kind": message.metadata.message_type,
+        "arrays": [array for record in records for array in record.values()],
+        "config": _config(message),
+        "server_round": round_of(message),
+    }
 
 
 def run(

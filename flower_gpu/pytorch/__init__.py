@@ -1,10 +1,11 @@
-"""For users of PyTorch: weights, devices, evaluation, and functions that run on several GPUs.
+"""For users of PyTorch: weights, devices, evaluation, functions on several GPUs or for several clients.
 
 Numbers and arrays travel between client and worker; modules and tensors stay in the worker::
 
     list of numpy arrays ── set_weights ──> model ── to_device ──> GPU
                          <─ get_weights ──        <── training, classification_metrics
     several ranks: rank, world_size, mean, total
+    several clients as one batch: vectorized
 
 Importing this package does not import torch; the first use of a name does. The function ``device`` is
 ``flower_gpu.device``; ``flower_gpu.pytorch.device`` is a module.

@@ -15,6 +15,7 @@
                                       │                │ workers: how many, and what they are forked with
                                       │                ▼
                                       │             in_worker: loads the app, handles the message, resets
+                                      │             batch: several messages, up to a vectorized function
                                       └─── answer: reply or what is not summed of it, new state ───┘
 
 What single clients have of their own (clients) comes from a table and from the app (mod_options), before the

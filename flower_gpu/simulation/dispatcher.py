@@ -282,7 +282,8 @@ class Dispatcher:
         for box in self._waiting:
             most = host.about.concurrency
             if is_ahead:  # and leaves the others their part
-                most = min(host.most(box.kind), most + box.count_waiting * most // (2 * max(concurrency, 1)))
+                part = most + box.count_waiting * most // (2 * max(concurrency, 1))
+                most = host.most(box.kind) if len(self.hosts) == 1 else min(host.most(box.kind), part)
             if host.is_for_one or host.under_way >= most:
                 continue
             job = box.begin(host)

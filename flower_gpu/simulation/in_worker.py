@@ -27,7 +27,12 @@ from flwr.supercore.object_ref import load_app
 from flower_gpu import frameworks
 from flower_gpu.flower import message_call
 from flower_gpu.frameworks.framework import Framework, Setting
+from flower_gpu.pytorch.vectorized import FunctionCall, meeting, run_together
+from flower_gpu.workers import events
 from flower_gpu.workers.own_process import facts
+
+#: The event by which a worker tells that a message's handler calls a vectorized function.
+VECTORIZED: Final = "vectorized"
 
 _SEED_WORDS: Final = 8  # of 32 bits
 
@@ -64,13 +69,24 @@ def handle(
 
     ``slow_down``: how many times as long as it takes here it is to take.
     """
-    loaded = _load(app, seed) if isinstance(app, AppReference) else app
+    loaded = load(app, seed)
     with as_first(seed):
         began = time.monotonic()
         handled = message_call.run(loaded, message, context, identity)
         # With its lease: a slow device would be busy all that time.
         time.sleep((slow_down - 1) * (time.monotonic() - began))
         return handled
+
+
+def handle_alone(*args: Any) -> message_call.Handled:
+    """Handle a message as :func:`handle` does, with vectorized functions as in a batch, and tell of these."""
+
+    def meet(call: FunctionCall) -> Any:
+        events.send(VECTORIZED, most=call.most)
+        return run_together([call])[0]
+
+    with meeting(meet):
+        return handle(*args)
 
 
 def handle_deterministically(
@@ -96,7 +112,10 @@ _loaded: dict[AppReference, ClientApp] = {}
 _found: ProcessState | None = None
 
 
-def _load(app: AppReference, seed: int) -> ClientApp:
+def load(app: AppReference | ClientApp, seed: int) -> ClientApp:
+    """Return an app, imported once in this process."""
+    if isinstance(app, ClientApp):
+        return app
     if app not in _loaded:
         seed_all(seed)  # what the app's modules draw when they are imported is the client's, too
         _loaded[app] = app.load()
@@ -134,14 +153,20 @@ class ProcessState:
             with suppress(RuntimeError, AttributeError, TypeError):
                 self._found.append((setting, setting.get()))
 
-    def restore(self) -> None:
-        """Give this process the state again that it had."""
+    def restore(self) -> list[tuple[Setting, Any]]:
+        """Give this process the state again that it had; returns what was different, with what it was."""
         signal.setitimer(signal.ITIMER_REAL, 0)
+        changes = []
         for setting, value in self._found:
-            with suppress(RuntimeError, AttributeError):
-                if setting.get() == value:
+            try:  # not suppress(), which would take as long as all else here
+                now = setting.get()
+                if now == value:
                     continue
+                changes.append((setting, now))
+            except (RuntimeError, AttributeError):
+                pass
             setting.set(value)
+        return changes
 
 
 def seed_of(place: str) -> int:
@@ -158,8 +183,10 @@ def seed_all(seed: int) -> None:
 
 
 def _of_process() -> Iterator[Setting]:
-    yield Setting(lambda: dict(os.environ), _set_environ)
-    yield Setting(lambda: str(Path.cwd()), os.chdir)
+    # What os.environ keeps: to decode all of it takes longer than all else here.
+    variables = getattr(os.environb, "_data", os.environb)
+    yield Setting(lambda: dict(variables), _set_environ)
+    yield Setting(os.getcwd, os.chdir)
     yield Setting(lambda: dict(np.geterr()), lambda value: np.seterr(**value))
     yield Setting(lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value))
     yield Setting(lambda: (sys.stdout, sys.stderr), _set_streams)
@@ -178,10 +205,10 @@ def _of_process() -> Iterator[Setting]:
     )
 
 
-def _set_environ(value: dict[str, str]) -> None:
-    for name in os.environ.keys() - value.keys():
-        del os.environ[name]
-    os.environ.update(value)
+def _set_environ(value: dict[bytes, bytes]) -> None:
+    for name in os.environb.keys() - value.keys():
+        del os.environb[name]
+    os.environb.update(value)
 
 
 def _set_streams(value: tuple[Any, Any]) -> None:

@@ -56,6 +56,7 @@ class QueueHost(Host):
         self._finished: deque[tuple[Visit, Answer, int]] = deque()  # with sizes of replies and states
         self._asked: list[int] = []  # groups whose sums are wanted
         self._bytes = 0  # of what is finished
+        self._taken = 0  # messages that threads have
         self._first_at = 0.0  # when the first of it was
         self._is_closed = False
         self._to_sum: deque[tuple[Visit, Message]] = deque()  # that :meth:`exchange` has told of
@@ -75,8 +76,9 @@ class QueueHost(Host):
             thread.start()
 
     def most(self, kind: str) -> int:
-        """Return how many messages it has at most: few wait, as the next ones are here at once."""
-        return min(super().most(kind), 2 * self.about.concurrency)
+        """Return how many messages it has at most: few, as the next ones are here at once; and batches."""
+        few = min(super().most(kind), 2 * self.about.concurrency)
+        return max(few, len(self._threads) * self._handler.most_together(kind))
 
     def take(self, visits: Sequence[Visit]) -> None:
         """Have messages handled, in this order."""
@@ -181,7 +183,11 @@ class QueueHost(Host):
                 self._handler.idle()
                 visit = self.next(waits=True)
             if visit is not None:
-                self.finish(visit, self._handler(visit))
+                visits = [visit, *self._beside(visit)]
+                answers = [self._handler(visit)] if len(visits) == 1 else self._handler.together(visits)
+                for visit, answer in zip(visits, answers, strict=True):
+                    self.finish(visit, answer)
+                del visits, answers, answer
             del visit
         self._handler.leave()
 
@@ -193,9 +199,23 @@ class QueueHost(Host):
             if self._is_closed or not self._may_begin():
                 return None
             visit = self._waiting.popleft()
+            self._taken += 1
             if self._finished and not self._waiting:
                 self._has_finished.notify()  # whoever fetches brings messages
             return visit
+
+    def _beside(self, visit: Visit) -> list[Visit]:
+        """Take messages that a worker may handle together with one, and leave other threads their part."""
+        most = self._handler.most_together(visit.message.metadata.message_type)
+        found: list[Visit] = []
+        with self._lock:
+            most = min(most, -(-(self._taken + len(self._waiting)) // self.about.concurrency))
+            while (
+                self._waiting and len(found) + 1 < most and self._handler.are_alike(visit, self._waiting[0])
+            ):
+                found.append(self._waiting.popleft())
+            self._taken += len(found)
+        return found
 
     def _may_begin(self) -> bool:
         return self._is_closed or (bool(self._waiting) and self._bytes <= _MOST_KEPT_BYTES)
@@ -204,6 +224,7 @@ class QueueHost(Host):
         """Take the answer to a message."""
         size = answer.size_bytes
         with self._lock:
+            self._taken -= 1
             self._finish(visit, answer, size)
 
     def _finish(self, visit: Visit, answer: Answer, size: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from logging import WARNING
@@ -28,9 +28,10 @@ from flower_gpu.errors import (
 from flower_gpu.flower import message_call, record_bytes
 from flower_gpu.leases.host import RESERVED_PART
 from flower_gpu.options import CALL, joined
+from flower_gpu.simulation.batch import handle_batch
 from flower_gpu.simulation.clients import Own, as_written, resources
 from flower_gpu.simulation.host import Answer, Visit, Work, failed
-from flower_gpu.simulation.in_worker import handle, handle_deterministically
+from flower_gpu.simulation.in_worker import handle_alone, handle_deterministically
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
@@ -123,7 +124,7 @@ class MessageHandler:
         tries: int = 1,
     ) -> None:
         self._work = work
-        self._task = handle_deterministically if work.is_deterministic else handle
+        self._task = handle_deterministically if work.is_deterministic else handle_alone
         self._tries = _TRIES if work.is_deterministic else tries
         self._nodes = nodes
         self._options = dict(options)
@@ -132,6 +133,7 @@ class MessageHandler:
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
         self._others_started = 0  # workers that were in none of these slots
+        self._most_together: dict[str, int] = {}  # messages in a batch, by their kind
         self._has_used = False  # whether a worker has handled a second message
         self._running: dict[str, Slot] = {}
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
@@ -150,6 +152,50 @@ class MessageHandler:
         except BaseException as error:  # a SystemExit is the client's, not this thread's
             reply, state, call_s = failed(visit.message, error), None, None
         return Answer(visit.message_id, reply, state, time.monotonic() - began, call_s)
+
+    def most_together(self, kind: str) -> int:
+        """Return how many messages of a kind are one batch, at most; 1, as far as is known: they are none."""
+        return 1 if self._verifier else min(self._most_together.get(kind, 1), self._work.calls_per_worker)
+
+    def are_alike(self, visit: Visit, other: Visit) -> bool:
+        """Tell whether messages can be of one batch: of a kind, to clients with the same of their own."""
+        kinds = {each.message.metadata.message_type for each in (visit, other)}
+        own = self._own(visit)
+        return len(kinds) == 1 and self._own(other) is own and "slow_down" not in own
+
+    def together(self, visits: Sequence[Visit]) -> list[Answer]:
+        """Have one worker handle messages as a batch, each with the answer that it would have alone."""
+        began = time.monotonic()
+        slot = self._slot()
+        with self._lock:
+            begun = [each for each in visits if not (self._is_over or each.message_id in self._given_up)]
+            slot.begin()
+            self._running.update((each.message_id, slot) for each in begun)
+        contexts = [self._context_of(visit) for visit in begun]
+        found: Sequence[Message | BaseException]
+        try:
+            found = self._run_batch(begun, contexts, slot) if begun else []
+        except BaseException as error:
+            found = [error] * len(begun)
+        with self._lock:
+            wanted = {each.message_id for each in begun if self._running.pop(each.message_id, None)}
+            self._worked_at = time.monotonic()
+        seconds = (time.monotonic() - began) / len(visits)
+        call_s = None if slot.had_imports else slot.call_s / len(visits)
+        answers: dict[str, Answer] = {}
+        for visit, context, reply in zip(begun, contexts, found, strict=True):
+            if visit.message_id not in wanted:
+                reply = self._no_reply(visit)
+            elif self._tries > 1 and isinstance(reply, _TRIED_AGAIN):
+                continue  # whoever it was that ended the worker
+            if isinstance(reply, BaseException):
+                answer = Answer(visit.message_id, failed(visit.message, reply), seconds=seconds)
+            else:
+                state = record_bytes.encode(context.state) if context.state else b""
+                answer = Answer(visit.message_id, reply, state, seconds, call_s)
+            answers[visit.message_id] = answer
+        # Those of an app that is over, or given up, are not handled now either, which is said there.
+        return [answers.get(visit.message_id) or self(visit) for visit in visits]
 
     def _handled(self, visit: Visit) -> tuple[Message, Context, float | None]:
         slot = self._slot()
@@ -232,10 +278,26 @@ class MessageHandler:
                 log(WARNING, "%s. A new worker handles the message again", first)
         raise AssertionError
 
+    def _run_batch(
+        self, visits: Sequence[Visit], contexts: Sequence[Context], slot: Slot
+    ) -> list[Message | BaseException]:
+        slot.go_on(self._work.calls_per_worker // len(visits))
+        own = self._own(visits[0])
+        with self._memory.room(at_once=slot.has_lease):
+            found = message_call.call_batch(
+                handle_batch,
+                (self._work.app,),
+                [(each.seed, each.message, context) for each, context in zip(visits, contexts, strict=True)],
+                self._settings(own, contexts[0]),
+                name=_measured(self._work.name, own),
+                passed_on=(LoadClientAppError,),
+                workers=slot,
+            )
+        self._learn(visits[0], slot)
+        return found
+
     def _run_once(self, visit: Visit, slot: Slot) -> Handled:
-        context = self._context_of(visit)
-        partition, kind = self._nodes.partition_of(context.node_id), visit.message.metadata.message_type
-        own = self._work.clients.of_client(partition, kind)
+        context, own = self._context_of(visit), self._own(visit)
         with self._memory.room(at_once=slot.has_lease):
             reply = message_call.call(
                 self._task,
@@ -247,11 +309,21 @@ class MessageHandler:
                 passed_on=(LoadClientAppError,),
                 workers=slot,
             )
-        self._memory.learn(slot.peak_bytes)
-        self._has_used = self._has_used or slot.is_used_again
+        self._learn(visit, slot)
         # A call with imports was longer than later ones: their workers are forked with these imports.
         is_usual = not reply.has_error() and not slot.had_imports
         return Handled(context, reply, call_s=slot.call_s if is_usual else None)
+
+    def _learn(self, visit: Visit, slot: Slot) -> None:
+        self._memory.learn(slot.peak_bytes)
+        self._has_used = self._has_used or slot.is_used_again
+        self._most_together[visit.message.metadata.message_type] = slot.most_together
+
+    def _own(self, visit: Visit) -> Own:
+        metadata = visit.message.metadata
+        return self._work.clients.of_client(
+            self._nodes.partition_of(metadata.dst_node_id), metadata.message_type
+        )
 
     def _context_of(self, visit: Visit) -> Context:
         return self._nodes.context_of(visit.message.metadata.dst_node_id, visit.state)
@@ -284,7 +356,8 @@ class MessageHandler:
         with self._lock:
             self._given_up.append(message_id)
             slot = self._running.pop(message_id, None)
-            if slot is not None:  # with the lock: the slot cannot have another message meanwhile
+            # With the lock: the slot cannot have another message meanwhile. The others of a batch go on.
+            if slot is not None and slot not in self._running.values():
                 slot.cancel()
 
     def cancel_all(self) -> None:

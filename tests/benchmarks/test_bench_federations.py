@@ -29,7 +29,7 @@ def test_a_message_to_supernodes(figures: Figures) -> None:
 
 def test_simulations(figures: Figures) -> None:
     """That all clients answered, and that the model is right, the apps themselves check."""
-    result = figures("simulation", "--quick", "--only", "no-op,order", "--engines", "ours")
+    result = figures("simulation", "--quick", "--only", "no-op,order,vectorized", "--engines", "ours")
 
     [ours] = result["no-op"]
     assert [ours[name] for name in SIZE] == ["ours", 6, 2, 0.1]
@@ -41,6 +41,10 @@ def test_simulations(figures: Figures) -> None:
     assert medians == {**row, "seed": None}
     assert min(row["longest_s"], row["sent_s"]) > row["sleep_s"] > 0 and row["over_bound"] > 0
     assert row["shorter"] == pytest.approx(1 - row["longest_s"] / row["sent_s"], abs=0.01)
+
+    ways = result["vectorized"]
+    assert [row["way"] for row in ways] == ["autograd", "functional", "vectorized"]
+    assert all(row["weights_differ_by"] <= 1e-5 and row["task_cpu_s"] > 0 for row in ways)
 
 
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")

@@ -133,6 +133,16 @@ class Handler:
             self.learned.append(node)
         return answer
 
+    def together(self, *visits: Visit) -> list[Any]:
+        """Have messages handled as a batch; return what the app says of each, or why it has failed."""
+        answers = self.handler.together(visits)
+        assert [answer.message_id for answer in answers] == [visit.message_id for visit in visits]
+        replies = [answer.reply for answer in answers]
+        assert all(reply is not None for reply in replies)
+        return [
+            each.error.reason if each.has_error() else dict(each.content["facts"]) for each in replies if each
+        ]
+
     def error(self, node: int, task: str) -> str:
         """Return why a message has failed."""
         answer = self.handled(self.visit(node, task))
@@ -246,6 +256,48 @@ def test_what_was_given_up_before_it_came_is_not_handled(new_handler: Callable[.
     visit = handler.visit(1)
     handler.handler.cancel(visit.message_id)
     assert has_failed(handler.handled(visit)) and handler.handler.facts()["workers_started"] == 0
+
+
+def test_a_batch_is_handled_as_each_message_alone(new_handler: Callable[..., Handler]) -> None:
+    handler, alone = new_handler(), new_handler()
+    found = handler.together(*(handler.visit(node, "fail" if node == 1 else "") for node in range(4)))
+    expected = [alone(node, "") for node in (0, 2, 3)]
+    assert found.pop(1) == "train of client 1: ValueError: of the app"
+    assert [facts["drawn"] for facts in found] == [facts["drawn"] for facts in expected]
+    assert len({facts["pid"] for facts in found}) == 1
+    assert handler(0)["pid"] != found[0]["pid"], "a worker that has seen an error is used again"
+
+
+def test_what_ends_a_worker_ends_its_batch(new_handler: Callable[..., Handler]) -> None:
+    handler = new_handler()
+    found = handler.together(*(handler.visit(node, "die" if node == 1 else "") for node in range(3)))
+    for node, error in enumerate(found):
+        assert error.startswith(f"train of client {node}: in a batch of 3: the worker")
+        assert "exited with code 3" in error
+    assert handler(0)["times"] == 1
+
+
+def test_one_of_a_batch_is_given_up(new_handler: Callable[..., Handler], tmp_path: Path) -> None:
+    """The others go on; only when nobody wants any of them their worker is ended."""
+    handler = new_handler()
+    handler(0)
+    before, first = handler.visit(0), handler.visit(1)
+    second = handler.visit(2, "hang", file=str(tmp_path / "begun"))
+    handler.handler.cancel(before.message_id)
+    left: list[set[str]] = []
+
+    def cancel() -> None:
+        until((tmp_path / "begun").exists)
+        for visit in (first, second):
+            handler.handler.cancel(visit.message_id)
+            left.append(set(handler.handler._running))
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    answers = handler.handler.together([before, first, second])
+    thread.join()
+    assert left == [{second.message_id}, set()]
+    assert all(map(has_failed, answers))
 
 
 def test_no_error_ends_a_thread(new_handler: Callable[..., Handler], monkeypatch: pytest.MonkeyPatch) -> None:
