@@ -47,9 +47,9 @@ def test_tables_of_files_are_true(complete: Simulation) -> None:
     guide = files_in_table("how-to/simulate.md", "## The results")
     assert there <= reference
     # What this run has no reason for: nobody fails, few clients have little state,
-    # it is not in a notebook, has no tracker, and nobody asks for its report.
+    # it is not in a notebook, has no tracker and no MPS, and nobody asks for its report.
     without_reason = {"failures.log", "states/", "report.html"}
-    assert reference - there <= without_reason | {"run.log", "tensorboard/", "wandb/"}
+    assert reference - there <= without_reason | {"run.log", "tensorboard/", "wandb/", "mps/"}
     assert guide - there <= {"failures.log", "report.html"}
 
 
