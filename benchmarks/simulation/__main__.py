@@ -2,8 +2,9 @@
 
 Parts: no-op (what a message costs, and memory), many (10,000 clients), digits (small clients, beside a plain
 loop), ordinary (an app as most are written), accuracy (the models of both), failures (clients that fail),
-order (clients of different sizes, the longest first), deterministic (what that option costs), vectorized
-(small clients, many in one step), resnet (on a GPU). README.md says what is measured.
+order (clients of different sizes, the longest first), fedbuff (slow clients that nobody waits for),
+deterministic (what that option costs), vectorized (small clients, many in one step), resnet (on a GPU).
+README.md says what is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from pathlib import Path
 
 from benchmarks.shared import machine
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, positives, run, write
-from benchmarks.simulation import deterministic, digits, failures, no_op, order, ordinary, resnet, vectorized
+from benchmarks.simulation import (
+    deterministic,
+    digits,
+    failures,
+    fedbuff,
+    no_op,
+    order,
+    ordinary,
+    resnet,
+    vectorized,
+)
 from benchmarks.simulation.engines import ENGINES, available
 
 
@@ -29,7 +40,9 @@ def main() -> int:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of resnet; cpu is to rehearse it")
     add("--model", choices=("resnet18", "elementwise"), default="resnet18",
         help="of resnet; elementwise is for a stand-in for CUDA, as of benchmarks.gpu")  # fmt: skip
-    add("--data", type=Path, metavar="FILE", help="images of resnet, as benchmarks.gpu takes them")
+    add(
+        "--data", type=Path, metavar="FILE", help="images of resnet and fedbuff, as benchmarks.gpu takes them"
+    )
     options = parser.parse()
     options.engines = available(options.engines)
     return run(parser, options, _PARTS, {"quick": options.quick})
@@ -73,6 +86,13 @@ def _order(options: Options, figures: Figures) -> None:
     figures["order"] = order.measure(*size, seeds)
 
 
+def _fedbuff(options: Options, figures: Figures) -> None:
+    size, seeds = fedbuff.SIZE, fedbuff.SEEDS
+    if options.quick:
+        size, seeds = fedbuff.QUICK_SIZE, fedbuff.QUICK_SEEDS
+    figures["fedbuff"] = fedbuff.measure(size, seeds, options.data, is_quick=options.quick)
+
+
 def _deterministic(options: Options, figures: Figures) -> None:
     sizes = deterministic.QUICK_SIZES if options.quick else deterministic.SIZES
     figures["deterministic"] = deterministic.measure(sizes, options.runs)
@@ -105,6 +125,7 @@ _PARTS = {
     "accuracy": _accuracy,
     "failures": _failures,
     "order": _order,
+    "fedbuff": _fedbuff,
     "deterministic": _deterministic,
     "vectorized": _vectorized,
     "resnet": _resnet,

@@ -100,6 +100,8 @@ class Done:
         Ours: what the CPUs took for the app's own tasks, for each round.
     calls_s : dict of int to list of float
         Ours: what each call of a round took, with the start of its worker.
+    calls : list of dict
+        Ours: what the trace tells of each call at its end.
     """
 
     total_s: float
@@ -111,6 +113,7 @@ class Done:
     replied: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     calls_s: dict[int, list[float]] = field(default_factory=dict)
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def peak_mb(self) -> float | None:
@@ -271,7 +274,7 @@ def _model(path: Path) -> list[NDArray[Any]]:
 
 def _results(
     folder: Path,
-) -> tuple[dict[str, Any], list[float], list[float], dict[int, list[float]]]:
+) -> tuple[dict[str, Any], list[float], list[float], dict[int, list[float]], list[dict[str, Any]]]:
     (results,) = (folder / "runs").iterdir()
     events = [event for event in trace.read(results / trace.FILE_NAME) if event["event"] == "worker_finished"]
     # Of a message that was compared one copy counts: the others are not the app's own work.
@@ -282,4 +285,4 @@ def _results(
     for event in events:
         calls_s.setdefault(event["round"], []).append(event["seconds"])
     replied = [event["time"] for event in events]
-    return json.loads((results / "result.json").read_text()), replied, of_rounds, calls_s
+    return json.loads((results / "result.json").read_text()), replied, of_rounds, calls_s, events

@@ -211,7 +211,8 @@ class SimulationGrid(Grid):
 
     def cancel_messages(self, message_ids: Iterable[str]) -> None:
         """Want no replies to messages that were pushed, and end their handling."""
-        for box in {self._boxes.pop(message_id) for message_id in message_ids}:
+        boxes = {self._boxes.pop(message_id, None) for message_id in message_ids}
+        for box in filter(None, boxes):
             self._give_up(box)
 
     def slow_down_of(self, node_id: int) -> float:
