@@ -294,7 +294,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
 
     Raises ConfigError if an option or variable cannot be used.
     """
-    from flower_gpu.flower import commands
+    from flower_gpu.flower import commands, environments
 
     check(arguments.flower)
     env = checked_environment(given_calls(arguments), base)
@@ -304,6 +304,8 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
         env[CAP_VARIABLE] = arguments.gpu_cap
     guard.check(env)
     env.update(confine.environment(arguments, _key_files(arguments), env))
+    if environments.OPTION in arguments.flower:
+        environments.made_folder(env)
     if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each
         env[CONCURRENCY_VARIABLE] = str(nodes)
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message

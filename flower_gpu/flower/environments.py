@@ -104,20 +104,30 @@ def environments_folder(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("FLWR_HOME") or Path("~/.flwr").expanduser()).absolute() / "flower-gpu-envs"
 
 
+def made_folder(environ: Mapping[str, str]) -> Path:
+    """Return that folder, made where it is missing; raises ConfigError if it cannot be used."""
+    path, what = environments_folder(environ), "belongs to others, or they can write to it"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if files.is_own_folder(path):
+            return path
+    except OSError as error:
+        what = f"cannot be made: {error.strerror}"
+    raise ConfigError(
+        f"what apps declare cannot be kept in {path_text(path)}, which {what}. Set "
+        f"{ENVIRONMENTS_DIR.variable} to another folder"
+    )
+
+
 def _prepare(app: Path, run: int | None, *, is_confined: bool) -> None:
     """Find or make the environment of an app, and use it unless all that the app declares is here."""
     declared = _declared(app, is_confined=is_confined)
     if not declared["project"]["dependencies"]:
         return
-    parent = environments_folder(os.environ)
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not files.is_own_folder(parent):
-        what = f"{path_text(parent)} must be a folder of this user that nobody else can write to"
-        raise ConfigError(f"{what}. Set {ENVIRONMENTS_DIR.variable} to another folder")
     settings = sorted(each for each in os.environ.items() if each[0].startswith("UV_"))
     content = [declared, is_confined, sys.version, sys.prefix, identity.packages(), settings]
     text = json.dumps(content, sort_keys=True, default=str)
-    place = parent / hashlib.sha256(text.encode()).hexdigest()[:20]
+    place = made_folder(os.environ) / hashlib.sha256(text.encode()).hexdigest()[:20]
     lock = _locked_for_use(place)
     if lock is None:
         with files.locked(place.with_suffix(".lock"), wait_s=None):
@@ -152,7 +162,7 @@ def _declared(app: Path, *, is_confined: bool) -> dict[str, Any]:
     for source in settings.get("sources", {}).values():
         for each in source if isinstance(source, list) else [source]:
             if "path" in each:
-                each["path"] = str(app / each["path"])
+                each["path"] = str(app.absolute() / each["path"])
     return {
         "project": {
             "name": "app",
@@ -228,7 +238,8 @@ def install(declared: Mapping[str, Any], folder: str, only_wheels: bool) -> None
         _lock(project, declared, options)
     versions: dict[str, set[str]] = {}
     for package in tomllib.loads((project / "uv.lock").read_text())["package"]:
-        versions.setdefault(package["name"], set()).add(_public(package.get("version", "")))
+        is_same = "registry" in package["source"]  # as one of that version here; others may be anything
+        versions.setdefault(package["name"], set()).add(_public(package["version"]) if is_same else "")
     left_out = {name for name, found in versions.items() if name in _OURS or found == {here.get(name)}}
     _uv(project, ["venv", "--relocatable", "--no-project", "--python", sys.executable, str(made)])
     without = [part for name in sorted(left_out) for part in ("--no-install-package", name)]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_programs
 from live_processes import is_running
 from supernode_host import COMMAND, Federation, Process
 from waiting import until
@@ -238,6 +239,14 @@ def test_what_is_unused_for_a_week_is_removed_and_what_is_used_stays(tmp_path: P
     environments._remove_unused(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [used.name, "another"]
     lock.close()
+
+
+def test_a_folder_that_others_can_write_to_is_refused_at_the_start(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    env = {**os.environ, "FLOWER_GPU_ENVIRONMENTS_DIR": str(tmp_path)}
+    done = run_programs.run([*COMMAND, "supernode", "--", "--insecure", environments.OPTION], env=env)
+    assert done.returncode != 0
+    assert "Set FLOWER_GPU_ENVIRONMENTS_DIR to another folder" in done.stderr
 
 
 @pytest.mark.parametrize(
