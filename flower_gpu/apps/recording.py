@@ -63,6 +63,13 @@ class RecordedRun:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @contextmanager
+    def only_here(self) -> Iterator[None]:
+        """Go into the block if no other process of this host goes on with this run; raises ConfigError."""
+        if self.is_elsewhere:
+            raise ConfigError(f"--resume {self._folder}: another process goes on with this run already")
+        yield
+
     def begin(self) -> None:
         """Write down that it has begun, and look at the GPUs from now on."""
         if self.is_elsewhere or self._began is not None:

@@ -11,7 +11,6 @@ from typing import Final
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import recorded_run
-from flower_gpu.errors import ConfigError
 from flower_gpu.launch.display import Failures, LaunchDisplay
 from flower_gpu.launch.federation import Federation, client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
@@ -78,10 +77,9 @@ def launch(options: LaunchOptions) -> int:
             num_rounds=plan.num_rounds,
             settings=settings,
         ) as run,
+        run.only_here(),  # before the supervisor ends what is of the run
         Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
-        if run.is_elsewhere:
-            raise ConfigError(f"--resume {folder.path}: another process goes on with this run already")
         display = LaunchDisplay(plan.num_rounds, is_quiet=options.verbosity < 0)
         display.history.feed(events_before)
         try:

@@ -248,8 +248,7 @@ class _Record:
                 begins=not plan.resumes,
             )
         )
-        if self._run.is_elsewhere:
-            raise ConfigError(f"--resume {folder.path}: another process goes on with this run already")
+        stack.enter_context(self._run.only_here())
 
     def report(
         self,

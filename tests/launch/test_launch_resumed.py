@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,11 @@ from run_programs import run
 from waiting import until
 
 from flower_gpu import trace
+from flower_gpu.apps.recording import registered
 from flower_gpu.cli import main as cli
 from flower_gpu.cli.launch import from_arguments
 from flower_gpu.errors import ConfigError
+from flower_gpu.launch import run as launch_run
 from flower_gpu.launch.plan import Plan, make_plan
 
 pytestmark = pytest.mark.timeout(300)
@@ -124,6 +127,18 @@ def test_an_earlier_run_gives_what_is_not_given(resumed: tuple[Path, Path, str],
     next((damaged / "checkpoint").glob("*.model")).write_bytes(b"short")
     with pytest.raises(ConfigError, match="model is damaged"):
         plan(["--resume", str(damaged)])
+
+
+def test_a_run_that_another_process_goes_on_with_is_left_alone(resumed: tuple[Path, Path, str]) -> None:
+    environment = {**os.environ, "FLOWER_GPU_RUN_DIR": str(resumed[0])}
+    with (
+        registered(resumed[0], "launch", "app"),
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as other,
+    ):
+        with pytest.raises(ConfigError, match="another process goes on with this run already"):
+            launch_run.launch(plan(["--resume", str(resumed[0])]).options)
+        assert other.poll() is None
+        other.communicate(b"\n")
 
 
 def plan(options: list[str]) -> Plan:
