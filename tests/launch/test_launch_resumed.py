@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from how_to_pages import commands
-from launch_helpers import LaunchRun, processes_of
+from launch_helpers import TIMEOUT_S, LaunchRun, processes_of
 from live_processes import processes_with
 from run_programs import run
 from waiting import until
@@ -26,7 +26,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.launch import run as launch_run
 from flower_gpu.launch.plan import Plan, make_plan
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)  # three launches, one after the other
 
 APP = Path(__file__).parent / "resumed_app"
 
@@ -48,7 +48,7 @@ def wait_for_round(started: LaunchRun, server_round: int) -> None:
             return bool(rounds) and rounds[-1] == server_round
         return False
 
-    until(has_begun, f"round {server_round} begins")
+    until(has_begun, f"round {server_round} begins", TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
