@@ -288,7 +288,7 @@ class CoreLeases:
                 keeps = has_turn and self._is_wanted and self._asking == self._amounts[ticket.entry.id]
             if keeps and not self._end.is_set():
                 self._idle.append(ticket)
-                self._changed.notify()
+                self._changed.notify_all()  # who waits may ask for another number
                 return
             self._held -= 1
         self._release([ticket])

@@ -36,6 +36,9 @@ class NoWorkers:
 
     def cancel_all(self) -> None: ...
 
+    def most_together(self, kind: str) -> int:
+        return 1  # no batches
+
 
 class Handling:
     """Answers, waits, fails, or is given up, as a message's group says; notes what was done."""
@@ -100,6 +103,9 @@ class Handling:
             self.cancelled.append(message_id)
             if message_id in self._given_up:
                 self._given_up[message_id].set()
+
+    def most_together(self, kind: str) -> int:
+        return 1  # no batches
 
     def cancel_all(self) -> None:
         for given_up in self._given_up.values():
