@@ -78,7 +78,8 @@ class QueueHost(Host):
     def most(self, kind: str) -> int:
         """Return how many messages it has at most: few, as the next ones are here at once; and batches."""
         few = min(super().most(kind), 2 * self.about.concurrency)
-        return max(few, len(self._threads) * self._handler.most_together(kind))
+        together = self._handler.most_together(kind)
+        return few if together == 1 else max(few, len(self._threads) * together)
 
     def take(self, visits: Sequence[Visit]) -> None:
         """Have messages handled, in this order."""
