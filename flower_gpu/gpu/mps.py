@@ -20,13 +20,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from flower_gpu import files
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu.gpus import mps_pipes
 from flower_gpu.options import MPS_VARIABLE
@@ -69,27 +69,31 @@ def daemon(uuids: Sequence[str], parent: Path, logs: Path | None) -> Iterator[di
             f"--mps: there is no {_PROGRAM}. It comes with NVIDIA's driver (Ubuntu: nvidia-compute-utils-*); "
             "a container needs the capability utility (NVIDIA_DRIVER_CAPABILITIES). Or leave --mps out"
         )
-    pipes = Path(tempfile.mkdtemp(prefix="mps-", dir=parent))
-    logs = logs or pipes
-    logs.mkdir(exist_ok=True)
-    client = {_PIPES: str(pipes), _LOGS: str(logs)}
-    env = {**os.environ, **client, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
-    for name in (_PERCENTAGE, _MEMORY):
-        env.pop(name, None)
-    try:
+    with files.temporary_folder("mps", parent) as pipes:
+        logs = logs or pipes
+        logs.mkdir(exist_ok=True)
+        client = {_PIPES: str(pipes), _LOGS: str(logs)}
+        own = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
+        env = {**os.environ, **client, **own}
+        for name in (_PERCENTAGE, _MEMORY):
+            env.pop(name, None)
         whole = _sms_of_process(env)  # there is no daemon yet
-        with (logs / "daemon.log").open("wb") as log:
-            keeper = subprocess.Popen(
-                ["sh", "-c", _KEEPER], env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0
-            )
-    except BaseException:
-        pipes.rmdir()
-        raise
+        with _kept(env, logs):
+            _wait_for_daemon(client, logs)
+            _check_limits(whole, _sms_of_process({**env, _PERCENTAGE: str(_TRIED_PERCENTAGE)}), logs)
+            yield {**client, MPS_VARIABLE: json.dumps(dict(zip(uuids, whole, strict=True)))}
+
+
+@contextmanager
+def _kept(env: Mapping[str, str], logs: Path) -> Iterator[None]:
+    """Run the daemon, and what ends it."""
+    with (logs / "daemon.log").open("wb") as log:
+        keeper = subprocess.Popen(
+            ["sh", "-c", _KEEPER], env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0
+        )
     assert keeper.stdin is not None
     try:
-        _wait_for_daemon(client, logs)
-        _check_limits(whole, _sms_of_process({**env, _PERCENTAGE: str(_TRIED_PERCENTAGE)}), logs)
-        yield {**client, MPS_VARIABLE: json.dumps(dict(zip(uuids, whole, strict=True)))}
+        yield
     finally:
         with suppress(OSError):  # a fork of this process may have that end, too
             keeper.stdin.write(b"\n")

@@ -30,6 +30,9 @@ class NoWorkers:
 
     def leave(self) -> None: ...
 
+    def most_together(self, kind: str) -> int:
+        return 1
+
     def stuck_since(self) -> float | None: ...
 
     def cancel(self, message_id: str) -> None: ...
@@ -40,7 +43,7 @@ class NoWorkers:
         return 1  # no batches
 
 
-class Handling:
+class Handling(NoWorkers):
     """Answers, waits, fails, or is given up, as a message's group says; notes what was done."""
 
     def __init__(self) -> None:

@@ -98,7 +98,7 @@ def test_workers_have_their_share_of_a_card_and_a_fault_costs_the_calls_under_wa
 def test_a_killed_run_leaves_no_daemon(host: Host) -> None:
     with host.start({**SHARES, **host.config("run", "waits")}) as process:
         assert process.stdout is not None
-        pipes = Path(next(line for line in process.stdout if "/mps-" in line).strip().rpartition(" ")[2])
+        pipes = Path(next(line for line in process.stdout if "-mps-" in line).strip().rpartition(" ")[2])
         daemon = int((pipes / "nvidia-cuda-mps-control.pid").read_text())
         process.kill()
     until(lambda: not pipes.exists() and not Path(f"/proc/{daemon}").exists(), pipes)
