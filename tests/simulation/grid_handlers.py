@@ -30,9 +30,6 @@ class NoWorkers:
 
     def leave(self) -> None: ...
 
-    def most_together(self, kind: str) -> int:
-        return 1
-
     def stuck_since(self) -> float | None: ...
 
     def cancel(self, message_id: str) -> None: ...
