@@ -9,41 +9,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flower_gpu.calls.runner import run_in_worker
-    from flower_gpu.errors import (
-        ClientCallError,
-        ClientsFailedError,
-        ConfigError,
-        DiskError,
-        FlowerGPUError,
-        GPUError,
-        GPUOutOfMemoryError,
-        GPUUnavailableError,
-        InvalidResultError,
-        LeaseError,
-        LeaseTimeoutError,
-        NotDeterministicError,
-        RankError,
-        WeightsError,
-        WorkerDiedError,
-        WorkerError,
-        WorkerStartError,
-        WorkerTaskError,
-        WorkerTimeoutError,
-    )
-    from flower_gpu.flower.client import GPUClient, gpu_client
-    from flower_gpu.flower.evaluate import gpu_evaluate
-    from flower_gpu.flower.fedbuff import FedBuff
-    from flower_gpu.flower.mod import gpu_mod
-    from flower_gpu.flower.resuming.resumable import resumable
-    from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
-    from flower_gpu.options import CallOptions
-    from flower_gpu.pytorch.device import device, to_device, to_numpy
-    from flower_gpu.pytorch.vectorized import vectorized
-    from flower_gpu.ranks.function import distributed
-    from flower_gpu.simulation.run import simulate
-    from flower_gpu.simulation.simulation_result import SimulationResult, SimulationStoppedError
-    from flower_gpu.workers.events import progress
+    from flower_gpu.calls.runner import run_in_worker as run_in_worker
+    from flower_gpu.errors import ClientCallError as ClientCallError
+    from flower_gpu.errors import ClientsFailedError as ClientsFailedError
+    from flower_gpu.errors import ConfigError as ConfigError
+    from flower_gpu.errors import DiskError as DiskError
+    from flower_gpu.errors import FlowerGPUError as FlowerGPUError
+    from flower_gpu.errors import GPUError as GPUError
+    from flower_gpu.errors import GPUOutOfMemoryError as GPUOutOfMemoryError
+    from flower_gpu.errors import GPUUnavailableError as GPUUnavailableError
+    from flower_gpu.errors import InvalidResultError as InvalidResultError
+    from flower_gpu.errors import LeaseError as LeaseError
+    from flower_gpu.errors import LeaseTimeoutError as LeaseTimeoutError
+    from flower_gpu.errors import NotDeterministicError as NotDeterministicError
+    from flower_gpu.errors import RankError as RankError
+    from flower_gpu.errors import WeightsError as WeightsError
+    from flower_gpu.errors import WorkerDiedError as WorkerDiedError
+    from flower_gpu.errors import WorkerError as WorkerError
+    from flower_gpu.errors import WorkerStartError as WorkerStartError
+    from flower_gpu.errors import WorkerTaskError as WorkerTaskError
+    from flower_gpu.errors import WorkerTimeoutError as WorkerTimeoutError
+    from flower_gpu.flower.client import GPUClient as GPUClient
+    from flower_gpu.flower.client import gpu_client as gpu_client
+    from flower_gpu.flower.evaluate import gpu_evaluate as gpu_evaluate
+    from flower_gpu.flower.fedbuff import FedBuff as FedBuff
+    from flower_gpu.flower.mod import gpu_mod as gpu_mod
+    from flower_gpu.flower.resuming.resumable import resumable as resumable
+    from flower_gpu.flower.strategy import FedAvg as FedAvg
+    from flower_gpu.flower.strategy import LegacyFedAvg as LegacyFedAvg
+    from flower_gpu.options import CallOptions as CallOptions
+    from flower_gpu.pytorch.device import device as device
+    from flower_gpu.pytorch.device import to_device as to_device
+    from flower_gpu.pytorch.device import to_numpy as to_numpy
+    from flower_gpu.pytorch.vectorized import vectorized as vectorized
+    from flower_gpu.ranks.function import distributed as distributed
+    from flower_gpu.simulation.run import simulate as simulate
+    from flower_gpu.simulation.simulation_result import SimulationResult as SimulationResult
+    from flower_gpu.simulation.simulation_result import SimulationStoppedError as SimulationStoppedError
+    from flower_gpu.workers.events import progress as progress
 
 __version__ = "0.1.0"
 
@@ -72,46 +75,7 @@ _HOMES = {
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-__all__ = [
-    "CallOptions",
-    "ClientCallError",
-    "ClientsFailedError",
-    "ConfigError",
-    "DiskError",
-    "FedAvg",
-    "FedBuff",
-    "FlowerGPUError",
-    "GPUClient",
-    "GPUError",
-    "GPUOutOfMemoryError",
-    "GPUUnavailableError",
-    "InvalidResultError",
-    "LeaseError",
-    "LeaseTimeoutError",
-    "LegacyFedAvg",
-    "NotDeterministicError",
-    "RankError",
-    "SimulationResult",
-    "SimulationStoppedError",
-    "WeightsError",
-    "WorkerDiedError",
-    "WorkerError",
-    "WorkerStartError",
-    "WorkerTaskError",
-    "WorkerTimeoutError",
-    "device",
-    "distributed",
-    "gpu_client",
-    "gpu_evaluate",
-    "gpu_mod",
-    "progress",
-    "resumable",
-    "run_in_worker",
-    "simulate",
-    "to_device",
-    "to_numpy",
-    "vectorized",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

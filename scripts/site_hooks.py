@@ -162,9 +162,9 @@ def with_docstrings(text: str, public: set[str]) -> str:
 def public_names() -> set[str]:
     """Return `flower_gpu.__all__` without an import: torch and Flower are not installed here."""
     for statement in ast.parse((ROOT / "flower_gpu" / "__init__.py").read_text()).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-            return set(ast.literal_eval(statement.value))
-    raise ValueError("flower_gpu/__init__.py has no __all__")
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_HOMES":
+            return {name for names in ast.literal_eval(statement.value).values() for name in names.split()}
+    raise ValueError("flower_gpu/__init__.py has no _HOMES")
 
 
 def blobs() -> str:
