@@ -18,8 +18,8 @@
                                       │             batch: several messages, up to a vectorized function
                                       └─── answer: reply or what is not summed of it, new state ───┘
 
-What single clients have of their own (clients) comes from a table and from the app (mod_options), before the
-run begins. The grid shows the ServerApp the nodes that are there in its round (availability).
+What single clients have of their own (clients) comes from a table and from the app, before the run begins.
+The grid shows the ServerApp the nodes that are there in its round.
 
 A message has one owner at a time. It waits in its box; a host has it (a job); its answer is here. A host that
 gives it back, or is lost, puts it into its box again. Replies of training are summed at the host; the sum

@@ -1,20 +1,32 @@
 """What single clients of a run have of their own: a share of a GPU, cores, a time limit; how slow they are.
 
-A table has entries by partition; of two that name the same client, the later one counts, key by key.
+A table has entries by partition; of two that name the same client, the later one counts, key by key. What an
+app's own ``gpu_mod`` says of each client is asked once, before the run begins.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu.errors import ConfigError
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+
+from flower_gpu.apps.app_imports import is_more_than_listed
+from flower_gpu.calls.runner import run_call
+from flower_gpu.calls.settings import call_settings
+from flower_gpu.errors import ConfigError, text_of
+from flower_gpu.flower.mod import mod_options
 from flower_gpu.kinds import FACTOR, PART, Kind
-from flower_gpu.options import CALL, GivenValue, joined
+from flower_gpu.options import CALL, CPU_LEASES_VARIABLE, GivenValue, joined
+from flower_gpu.simulation.in_worker import AppReference
+
+if TYPE_CHECKING:
+    from flower_gpu.simulation.nodes import VirtualNodes
 
 #: The options of calls that a client can have of its own.
 RESOURCES: Final = ("gpu", "num_gpus", "gpu_memory", "gpu_compute", "num_cpus", "timeout_s")
@@ -35,13 +47,10 @@ _NOTHING: Final[Own] = {}
 class Clients:
     """What the clients of a run have of their own.
 
-    ``table``: what whoever runs it says of each client, by partition; empty: nothing. Clients of which the
-    same is said share one mapping.
-    ``by_type``: the same with what the app says, by message type; a type that is not there has the one of "",
-    or the table.
+    ``by_type``: it by message type, and there by partition. A type that is not there has that of "", which is
+    what the table says. Clients that have the same share one mapping.
     """
 
-    table: tuple[Own, ...] = ()
     by_type: Mapping[str, tuple[Own, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -57,7 +66,7 @@ class Clients:
             values = _values(pattern, entry)
             for partition in _partitions(pattern, count):
                 own[partition] = joined(own[partition], values)
-        return cls(_shared(own) if entries else ())
+        return cls({"": _shared(own)} if entries else {})
 
     def with_app(self, told: Mapping[str, Sequence[Own]], options: Mapping[str, Any]) -> Clients:
         """Return the same with what the app says of each client, by message type.
@@ -72,22 +81,19 @@ class Clients:
             left = {name: value for name, value in own.items() if name not in given}
             return joined(left, self.of_client(partition))
 
-        return replace(
-            self,
-            by_type={kind: _shared(both(*each) for each in enumerate(of)) for kind, of in told.items()},
-        )
+        of_app = {kind: _shared(both(*each) for each in enumerate(of)) for kind, of in told.items()}
+        return Clients({**self.by_type, **of_app})
 
     def of_client(self, partition: int, message_type: str = "") -> Own:
         """Return what a client has of its own, in calls of a type."""
-        usual = self.by_type.get("", self.table)
+        usual = self.by_type.get("", ())
         own = self.by_type.get(message_type.removesuffix(".default"), usual)
         return own[partition] if own else _NOTHING
 
     def resources(self) -> list[dict[str, Any]]:
         """Return the options of calls that there are among what clients have of their own, each once."""
-        all_own = {id(own): own for of_type in (self.table, *self.by_type.values()) for own in of_type}
-        found = [resources(own) for own in all_own.values()]
-        return list({_key(each): each for each in found}.values()) or [{}]
+        all_own = {id(own): own for of_type in self.by_type.values() for own in of_type}
+        return list({_key(each): each for each in map(resources, all_own.values())}.values()) or [{}]
 
 
 def resources(own: Own) -> dict[str, Any]:
@@ -160,3 +166,52 @@ def _partitions(pattern: Any, count: int) -> Iterator[int]:
                 "more clients (--num-supernodes)"
             )
         yield from range(first, last + 1, step)
+
+
+def told_by_app(
+    app: AppReference | ClientApp, nodes: VirtualNodes, options: Mapping[str, Any]
+) -> Mapping[str, Sequence[Own]]:
+    """Return what an app's own ``gpu_mod`` says of each client, by message type; "" stands for all types.
+
+    ``options``: of the run's calls.
+
+    Raises ConfigError if it says what cannot be used. Of an app that cannot be imported nothing is known: its
+    messages fail, and tell why.
+    """
+    try:
+        if isinstance(app, ClientApp):  # its functions are here already
+            return _told(app, nodes)
+        if not is_more_than_listed(app.folder, app.name.partition(":")[0], "gpu_mod"):
+            return {}
+        # It imports the app's modules, which this process must not have, and waits for nobody.
+        env = {**(options.get("env") or {}), CPU_LEASES_VARIABLE: "off", CALL["gpu"].variable: "never"}
+        settings = call_settings({"start_method": options.get("start_method"), "env": env})
+        told: Mapping[str, Sequence[Own]] = run_call(
+            _told, (app, nodes), settings=settings, kind="asking gpu_mod"
+        )
+        return told
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(
+            f"gpu_mod of the app: {text_of(error)}. A simulation asks it once for each client, before the "
+            "first message, when context.state is empty"
+        ) from error
+    except Exception:
+        return {}
+
+
+def _told(app: AppReference | ClientApp, nodes: VirtualNodes) -> Mapping[str, Sequence[Own]]:
+    """Ask an app; one that is imported for this in a worker."""
+    checked: set[str] = set()
+
+    def options_of(ask_mod: Callable[[Context], Mapping[str, Any]], node_id: int) -> Own:
+        options = ask_mod(nodes.context_of(node_id, b""))
+        if repr(options) not in checked:
+            call_settings(options)
+            checked.add(repr(options))
+        found = {name: value for name, value in resources(options).items() if value is not None}
+        if found.get("gpu") != "never":  # what it asks of its nodes is not for a machine that plays them
+            found.pop("gpu", None)
+        return found
+
+    asked = mod_options(app.load() if isinstance(app, AppReference) else app).items()
+    return {kind: [options_of(ask_mod, node_id) for node_id in nodes.ids] for kind, ask_mod in asked}

@@ -60,20 +60,17 @@ class Durations:
             # The last calls count most: a client's data may grow.
             known[client] = (known.get(client, seconds) + seconds) / 2
 
-    def expected_s(self, calls: Sequence[tuple[str, int | None]]) -> list[float]:
+    def expected_s(self, calls: Sequence[tuple[str, int]]) -> list[float]:
         """Return the seconds that each call is expected to take, of which kind and client are given.
 
-        A client of which nothing is known, or None, is expected to take the mean of all clients. In sizes
-        with a long tail most are below it: so that client goes out early, after those known to be long.
+        A client of which nothing is known is expected to take the mean of all clients. In sizes with a long
+        tail most are below it: so that client goes out early, after those known to be long.
         Where nothing is known of a kind, its calls are expected to take 0 seconds.
         """
         with self._lock:
             known = {kind: self._seconds.get(kind, {}) for kind in {kind for kind, _ in calls}}
             means = {kind: fmean(seconds.values()) if seconds else 0.0 for kind, seconds in known.items()}
-            return [
-                means[kind] if client is None else known[kind].get(client, means[kind])
-                for kind, client in calls
-            ]
+            return [known[kind].get(client, means[kind]) for kind, client in calls]
 
 
 class Seeds:

@@ -37,9 +37,7 @@ from flower_gpu.flower.resuming.checkpoint import Checkpoints
 from flower_gpu.flower.resuming.earlier import FirstStart
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.streaming import Buffered
-from flower_gpu.simulation.availability import Availability
 from flower_gpu.simulation.boxes import BlockBox, Box, Job, PulledBox, SumBox
-from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
 from flower_gpu.trace import NO_REPLY
@@ -71,10 +69,8 @@ class SimulationGrid(Grid):
     longest to the shortest. Without it in the order of sending.
     ``checkpoints``: where finished rounds are kept.
     ``resumed``: where the run goes on.
-    ``clients``: what clients have of their own.
     ``sums_in_order``: whether replies are always summed in the order of the nodes.
     ``is_strict``: whether messages that are not done in time end the run.
-    ``availability``: which nodes are there in a round; None: all of them.
     """
 
     def __init__(
@@ -85,10 +81,8 @@ class SimulationGrid(Grid):
         durations: Durations | None = None,
         checkpoints: Checkpoints | None = None,
         resumed: RoundState | None = None,
-        clients: Clients = Clients(),  # noqa: B008 - it does not change
         sums_in_order: bool = False,
         is_strict: bool = False,
-        availability: Availability | None = None,
     ) -> None:
         self._run = run
         self._dispatcher = dispatcher
@@ -96,11 +90,9 @@ class SimulationGrid(Grid):
         self._nodes: VirtualNodes = dispatcher.nodes
         self._durations = durations
         self._first_start = FirstStart(checkpoints, resumed)
-        self._clients = clients
         #: Whether replies are always summed in an order that does not depend on who is done first.
         self.sums_in_order = sums_in_order
         self._is_strict = is_strict
-        self._availability = availability
         self._there: Sequence[int] = self._nodes.ids  # as it was told last
         self._sent = 0  # how often messages were sent
         #: The SuperLink's side, as Flower's grids have it.
@@ -171,10 +163,10 @@ class SimulationGrid(Grid):
                 "SuperNodes, or lower the strategy's min_available_nodes, min_train_nodes or concurrency"
             )
         is_app = threading.get_ident() == self._app_thread
-        if self._availability is not None and self._availability.has_effect and is_app:
+        if self._nodes.come_and_go and is_app:
             number = asked_round()
             place = f"message set {self._sent + 1}" if number is None else f"round {number}"
-            self._there = self._availability.ids(place, wanted)
+            self._there = self._nodes.there(place, wanted)
         if is_app and not self._boxes:
             self._asked += 1
             if self._asked == 1:
@@ -217,7 +209,7 @@ class SimulationGrid(Grid):
 
     def slow_down_of(self, node_id: int) -> float:
         """Return by what factor a node is slower than this machine."""
-        slow_down: float = self._clients.of_client(self._nodes.partition_of(node_id)).get("slow_down", 1.0)
+        slow_down: float = self._nodes.own(node_id).get("slow_down", 1.0)
         return slow_down
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -422,7 +414,7 @@ class SimulationGrid(Grid):
         """Put messages into a box, and empty the list."""
         expected_s = [0.0] * len(messages)
         if durations is not None:
-            partitions = (self._nodes.find(message.metadata.dst_node_id) for message in messages)
+            partitions = (self._nodes.place_of(message.metadata.dst_node_id) for message in messages)
             kinds = (message.metadata.message_type for message in messages)
             expected_s = durations.expected_s(list(zip(kinds, partitions, strict=True)))
         with self._changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Protocol
 
@@ -17,7 +17,6 @@ from flower_gpu.flower.arrays import size_bytes
 from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.records import records_in
 from flower_gpu.options import CallOptions
-from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.trace import NO_REPLY
@@ -205,29 +204,22 @@ class Work:
     ``name``: the app's.
     ``app``: what handles messages.
     ``options``: of each call.
-    ``num_supernodes``: how many virtual nodes there are.
-    ``seed``, ``max_workers``, ``calls_per_worker``, ``verify_recycling``: as :func:`flower_gpu.simulate` has
-    them.
-    ``run_id``, ``run_config``: what contexts have.
+    ``nodes``: who gets messages.
+    ``max_workers``, ``calls_per_worker``, ``verify_recycling``: as :func:`flower_gpu.simulate` has them.
     ``is_deterministic``: whether algorithms must give the same bits each time.
     ``is_strict``: whether what another run would not have ends this one.
-    ``clients``: what clients have of their own.
     ``mps``: whether its workers compute on a GPU at the same time, by an MPS daemon of the run.
     """
 
     name: str
     app: AppReference | ClientApp
     options: CallOptions
-    num_supernodes: int
-    seed: int
-    run_id: int
-    run_config: Mapping[str, Any]
+    nodes: VirtualNodes
     max_workers: int | None = None
     calls_per_worker: int = MANY
     verify_recycling: bool = False
     is_deterministic: bool = False
     is_strict: bool = False
-    clients: Clients = field(default_factory=Clients)
     mps: bool = False
 
 
@@ -337,8 +329,8 @@ class Hosts(Protocol):
     def where(self) -> str:
         """Say where messages are handled."""
 
-    def begin(self, nodes: VirtualNodes, joined: Callable[[Host], object]) -> None:
-        """Get ready for messages to these nodes; ``joined`` is told of each host that is there, or joins."""
+    def begin(self, joined: Callable[[Host], object]) -> None:
+        """Get ready for messages; ``joined`` is told of each host that is there, or joins."""
 
     def has_begun(self) -> None:
         """Take note that the trace says that the run has begun: hosts' own events come after that."""

@@ -67,14 +67,15 @@ def handle(
 ) -> message_call.Handled:
     """Handle a message; runs in a worker.
 
-    ``slow_down``: how many times as long as it takes here it is to take.
+    ``slow_down``: how many times as long as the app's function takes here it is to take, without imports:
+    they are made for the first message of a worker, whoever's that is.
     """
     loaded = load(app, seed)
     with as_first(seed):
-        began = time.monotonic()
+        began_s = time.monotonic() - facts.import_s
         handled = message_call.run(loaded, message, context, identity)
         # With its lease: a slow device would be busy all that time.
-        time.sleep((slow_down - 1) * (time.monotonic() - began))
+        time.sleep((slow_down - 1) * max(0.0, time.monotonic() - facts.import_s - began_s))
         return handled
 
 
@@ -89,14 +90,7 @@ def handle_alone(*args: Any) -> message_call.Handled:
         return handle(*args)
 
 
-def handle_deterministically(
-    app: AppReference | ClientApp,
-    seed: int,
-    slow_down: float,
-    message: Message,
-    context: Context,
-    identity: Mapping[str, Any],
-) -> message_call.Handled:
+def handle_deterministically(app: AppReference | ClientApp, seed: int, *args: Any) -> message_call.Handled:
     """Handle a message by algorithms that give the same bits each time; others raise an error."""
 
     def prepare(framework: Framework, is_new: bool) -> None:
@@ -105,7 +99,7 @@ def handle_deterministically(
             framework.seed(seed)
 
     with frameworks.each_loaded(prepare):
-        return handle(app, seed, slow_down, message, context, identity)
+        return handle(app, seed, *args)
 
 
 _loaded: dict[AppReference, ClientApp] = {}

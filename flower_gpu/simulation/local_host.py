@@ -29,7 +29,6 @@ from flower_gpu.simulation.host import About, Answer, Answers, GroupSum, Host, V
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
-from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.own_process import restored_environment
@@ -259,12 +258,12 @@ class LocalHost(QueueHost):
         if work.is_deterministic:
             determinism.check_gpus(settings.gpu.on_oom, self.gpus, self._decision.uuids)
         self._of_clients = [
-            call_settings(joined(work.options, own), named=flag) for own in work.clients.resources()
+            call_settings(joined(work.options, own), named=flag) for own in work.nodes.clients.resources()
         ]
 
         def at_once(settings: CallSettings) -> tuple[int, int]:
             leases = workers.most_leases(settings, self._decision.uuids)
-            return leases, workers.concurrency(settings, leases, work.max_workers, work.num_supernodes)
+            return leases, workers.concurrency(settings, leases, work.max_workers, len(work.nodes.ids))
 
         # Clients that ask for little are many at a time; what the others get is no less for that.
         self._leases, concurrency = map(max, zip(*map(at_once, self._of_clients), strict=True))
@@ -276,13 +275,13 @@ class LocalHost(QueueHost):
         )
         self._opened = ExitStack()
 
-    def begin(self, nodes: VirtualNodes, joined: Callable[[Host], object]) -> None:
-        """Get ready for messages to these nodes, and ask for some."""
-        self.open(nodes)
+    def begin(self, joined: Callable[[Host], object]) -> None:
+        """Get ready for messages, and ask for some."""
+        self.open()
         joined(self)
 
-    def open(self, nodes: VirtualNodes, *, tries: int = 1) -> None:
-        """Get ready for the messages to these nodes.
+    def open(self, *, tries: int = 1) -> None:
+        """Get ready for messages.
 
         ``tries``: how often a message is handled, at most, whose worker dies.
         """
@@ -300,7 +299,7 @@ class LocalHost(QueueHost):
         if not self.gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
         handler = self.handler = MessageHandler(
-            work, nodes, of_calls, lambda: Slot(turns, needs.without, cores_of_run), tries=tries
+            work, of_calls, lambda: Slot(turns, needs.without, cores_of_run), tries=tries
         )
         self._opened.callback(cores_of_run.close)
         self._opened.callback(turns.close)

@@ -32,7 +32,6 @@ from flower_gpu.simulation.batch import handle_batch
 from flower_gpu.simulation.clients import Own, as_written, resources
 from flower_gpu.simulation.host import Answer, Visit, Work, failed
 from flower_gpu.simulation.in_worker import handle_alone, handle_deterministically
-from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
 
@@ -108,7 +107,6 @@ class MessageHandler:
     """Handles messages of one run, one at a time in each thread, which may keep a worker for the next one.
 
     ``work``: the run's.
-    ``nodes``: whose messages these are.
     ``options``: of each call, as for :class:`flower_gpu.CallOptions`.
     ``new_slot``: makes what runs the calls of one thread.
     ``tries``: how often a message is handled, at most, whose worker dies; three times in a deterministic run.
@@ -117,7 +115,6 @@ class MessageHandler:
     def __init__(
         self,
         work: Work,
-        nodes: VirtualNodes,
         options: Mapping[str, Any],
         new_slot: Callable[[], Slot],
         *,
@@ -126,7 +123,7 @@ class MessageHandler:
         self._work = work
         self._task = handle_deterministically if work.is_deterministic else handle_alone
         self._tries = _TRIES if work.is_deterministic else tries
-        self._nodes = nodes
+        self._nodes = work.nodes
         self._options = dict(options)
         self._new_slot = new_slot
         self._here = threading.local()
@@ -321,9 +318,7 @@ class MessageHandler:
 
     def _own(self, visit: Visit) -> Own:
         metadata = visit.message.metadata
-        return self._work.clients.of_client(
-            self._nodes.partition_of(metadata.dst_node_id), metadata.message_type
-        )
+        return self._nodes.own(metadata.dst_node_id, metadata.message_type)
 
     def _context_of(self, visit: Visit) -> Context:
         return self._nodes.context_of(visit.message.metadata.dst_node_id, visit.state)

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +20,8 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.flower.resuming.earlier import check_same_app, earlier_run
 from flower_gpu.gpu import guard
 from flower_gpu.options import CallOptions, joined
-from flower_gpu.simulation import determinism, mod_options
-from flower_gpu.simulation.clients import Clients, plain
+from flower_gpu.simulation import determinism
+from flower_gpu.simulation.clients import Clients, plain, told_by_app
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
@@ -99,7 +100,6 @@ class RunPlan:
         table = given["clients"]
         table = before.get("clients_table", {}) if table is None else table
         clients = Clients.of(table, values["num_supernodes"])
-        settings = [call_settings(joined(options, own)) for own in clients.resources()]
         deterministic = values["deterministic"] or bool(before.get("deterministic"))
         server_env: dict[str, str] = {}
         env: dict[str, str] = dict(options.get("env") or {})
@@ -112,24 +112,25 @@ class RunPlan:
             _check_can_verify(calls_per_worker, values["ray_address"])
         if values["mps"]:
             _check_can_pack(deterministic, values["ray_address"])
-        elif any(each.gpu.compute is not None for each in settings):
-            raise ConfigError("gpu_compute (--gpu-compute) has an effect with mps (--mps) only. Add that")
         run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
-        nodes = VirtualNodes(values["num_supernodes"], seed, run_id, run_config)
+        nodes_with = partial(VirtualNodes, values["num_supernodes"], seed, run_id, run_config)
+        clients = clients.with_app(told_by_app(client, nodes_with(), options), options)
+        settings = [call_settings(joined(options, own)) for own in clients.resources()]
+        if not values["mps"] and any(each.gpu.compute is not None for each in settings):
+            raise ConfigError(
+                "gpu_compute (--gpu-compute, in the table of clients, or in a gpu_mod of the app) has "
+                "an effect with mps (--mps) only. Add that, or remove it"
+            )
         work = Work(
             name,
             client,
             {**options, "env": {**env, **server_env}},
-            values["num_supernodes"],
-            seed,
-            run_id,
-            run_config,
+            nodes_with(clients),
             values["max_workers"],
             calls_per_worker,
             values["verify_recycling"],
             deterministic,
             is_strict=deterministic and not values["keep_going"],
-            clients=clients.with_app(mod_options.ask(client, nodes, options), options),
             mps=values["mps"],
         )
         return cls(
@@ -152,7 +153,7 @@ class RunPlan:
     def identity(self, hosts: Hosts) -> dict[str, Any]:
         """Return the values that a resumed run must share with the earlier one."""
         work = self.work
-        found = {"app": work.name, "num_supernodes": work.num_supernodes, "seed": work.seed}
+        found = {"app": work.name, "num_supernodes": len(work.nodes.ids), "seed": work.nodes.seed}
         away = [
             [pattern, entry["availability"]]
             for pattern, entry in self.clients_table.items()
@@ -172,7 +173,7 @@ class RunPlan:
             "threads": hosts.about.threads,
             **self.identity(hosts),
             "app_folder": self.where,
-            "run_config": work.run_config,
+            "run_config": work.nodes.run_config,
             "max_workers": hosts.about.concurrency,
             "calls_per_worker": work.calls_per_worker,
             "verify_recycling": work.verify_recycling,

@@ -33,13 +33,11 @@ from flower_gpu.flower.rounds import RoundState
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism, verifying
-from flower_gpu.simulation.availability import Availability
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import Hosts
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.local_host import LocalHost
-from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.simulation.plan import RunPlan
 from flower_gpu.simulation.reporting import Report, reported
@@ -181,14 +179,13 @@ def simulate(
         if plan.work.is_deterministic:
             determinism.check_same(plan.before, hosts.about.described, is_strict=plan.work.is_strict)
         record = _Record(plan, hosts, stack)
+        nodes = plan.work.nodes
         if plan.work.is_deterministic:
-            stack.enter_context(determinism.here(seed_of(f"{plan.work.seed} server"), plan.server_env))
-        stack.enter_context(_identity(plan.work.run_id))
-        work = plan.work
-        nodes = VirtualNodes(work.num_supernodes, work.seed, work.run_id, work.run_config)
-        report = record.report(plan, hosts, nodes, stack, progress=progress, verbose=verbose)
-        grid = _grid(plan, record, hosts, nodes, report, stack)
-        context = Context(work.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(work.run_config))
+            stack.enter_context(determinism.here(seed_of(f"{nodes.seed} server"), plan.server_env))
+        stack.enter_context(_identity(nodes.run_id))
+        report = record.report(plan, hosts, stack, progress=progress, verbose=verbose)
+        grid = _grid(plan, record, hosts, report, stack)
+        context = Context(nodes.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(nodes.run_config))
         _run_server(plan, hosts, RecordedGrid(grid, report.recorder), context, report.say)
         model = report.recorder.model
     path = None if record.folder is None else record.folder.path
@@ -232,8 +229,8 @@ class _Record:
         """Begin the trace; the one of a run that goes on says so only when it is clear that it can."""
         stack.enter_context(restored_environment([RUN_DIR_VARIABLE]))
         os.environ[RUN_DIR_VARIABLE] = str(folder.path)
-        name, clients = plan.work.name, plan.work.num_supernodes
-        told = {"run_config": plan.work.run_config, "clients": clients, "engine": "simulate"}
+        name, clients = plan.work.name, len(plan.work.nodes.ids)
+        told = {"run_config": plan.work.nodes.run_config, "clients": clients, "engine": "simulate"}
         told = {**settings, **plan.identity(hosts), **told}
         # First in, last out: the last look at the GPUs is when all workers are gone, and trackers get it.
         stack.enter_context(self._followers.following(folder.path, name, told, resumes=plan.resumes))
@@ -254,7 +251,6 @@ class _Record:
         self,
         plan: RunPlan,
         hosts: Hosts,
-        nodes: VirtualNodes,
         stack: ExitStack,
         *,
         progress: bool,
@@ -276,9 +272,10 @@ class _Record:
             is_tracked=self._followers.is_on,
         )
         if self.folder is None:
-            name, clients = plan.work.name, plan.work.num_supernodes
+            name, clients = plan.work.name, len(plan.work.nodes.ids)
             report.history.feed([trace.make("run_started", kind="simulate", name=name, clients=clients)])
-        stack.enter_context(reported(report, nodes.partition_of, verbose=verbose, keep_going=plan.keep_going))
+        partition_of = plan.work.nodes.partition_of
+        stack.enter_context(reported(report, partition_of, verbose=verbose, keep_going=plan.keep_going))
         report.recorder.concurrency = hosts.about.concurrency
         return report
 
@@ -287,30 +284,25 @@ class _Record:
             self._report.conclude()
 
 
-def _grid(
-    plan: RunPlan, record: _Record, hosts: Hosts, nodes: VirtualNodes, report: Report, stack: ExitStack
-) -> SimulationGrid:
+def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: ExitStack) -> SimulationGrid:
     """Return the grid of a run whose messages the hosts handle."""
-    work, durations = plan.work, Durations()
-    has_longest_first = (
-        plan.order == "longest" and hosts.about.concurrency > 1
-    )  # with one worker no order is faster
-    dispatcher = Dispatcher(nodes, record.states, work.seed, durations)
+    work, nodes, durations = plan.work, plan.work.nodes, Durations()
+    # With one worker no order is faster.
+    has_longest_first = plan.order == "longest" and hosts.about.concurrency > 1
+    dispatcher = Dispatcher(nodes, record.states, nodes.seed, durations)
     grid = SimulationGrid(
-        Run.create_empty(work.run_id),
+        Run.create_empty(nodes.run_id),
         dispatcher,
         durations=durations if has_longest_first else None,
         checkpoints=record.checkpoints,
         resumed=record.state,
-        clients=work.clients,
         sums_in_order=work.is_deterministic,
         is_strict=work.is_strict,
-        availability=Availability(nodes, work.clients, work.seed),
     )
     stack.callback(dispatcher.wait)  # last: without its threads Ray can be left
     stack.callback(hosts.close)
     stack.callback(grid.close)
-    hosts.begin(nodes, dispatcher.joined)
+    hosts.begin(dispatcher.joined)
     grid.tell = report.recorder.tell
     if not plan.resumes:
         hosts.has_begun()
@@ -319,7 +311,7 @@ def _grid(
         report.say(verifying.NOTE)
     if has_longest_first:
         report.recorder.expected_s = lambda kind, ids: durations.expected_s(
-            [(kind, nodes.find(node_id)) for node_id in ids]
+            [(kind, nodes.place_of(node_id)) for node_id in ids]
         )
     stack.callback(lambda: report.facts.update(hosts.facts()))
     return grid
@@ -329,8 +321,8 @@ def _run_server(
     plan: RunPlan, hosts: Hosts, grid: RecordedGrid, context: Context, say: Callable[[str], None]
 ) -> None:
     """Import the ServerApp, load what workers find loaded, and run the one with the others."""
-    random.seed(plan.work.seed)  # what a strategy samples nodes by
-    np.random.seed(plan.work.seed % (1 << 32))
+    random.seed(plan.work.nodes.seed)  # what a strategy samples nodes by
+    np.random.seed(plan.work.nodes.seed % (1 << 32))
     server, name = plan.server, plan.work.name
     if isinstance(server, str):
         with told_if_slow(say, f"importing {server.partition(':')[0]} of {name}"):

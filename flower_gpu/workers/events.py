@@ -111,7 +111,7 @@ class SeenImports:
         self._names = names
         self._pid = os.getpid()
         self._outermost = ""  # the module whose import has led to the others
-        self._seconds = self._told_s = self._looked_at = self._told_at = 0.0
+        facts.import_s = self._told_s = self._looked_at = self._told_at = 0.0
         self._told_count = self._count()
 
     def __enter__(self) -> SeenImports:
@@ -134,7 +134,7 @@ class SeenImports:
         now = time.monotonic()
         spec = getattr(sys.modules.get(self._outermost), "__spec__", None)
         if getattr(spec, "_initializing", False):  # as importlib itself marks it
-            self._seconds += now - self._looked_at
+            facts.import_s += now - self._looked_at
         else:
             self._outermost = name
         self._looked_at = now
@@ -144,9 +144,9 @@ class SeenImports:
 
     def _tell(self) -> None:
         """Tell what is more than the last time."""
-        if self._seconds != self._told_s:
-            self._told_s = self._seconds
-            self._send({"event": "importing", "seconds": self._seconds})
+        if facts.import_s != self._told_s:
+            self._told_s = facts.import_s
+            self._send({"event": "importing", "seconds": facts.import_s})
         if self._names is not None and (count := self._count()) != self._told_count:
             self._told_count = count
             self._send({"event": "imported", "names": self._names()})

@@ -41,6 +41,8 @@ class OwnProcess:
     sink: Callable[[dict[str, Any]], None] | None = None
     #: What forks of this process had to import, in a process that reports it to its fork server; else None.
     imported_by_forks: dict[str, None] | None = None
+    #: Seconds that this worker's call has been importing, as far as :class:`events.SeenImports` sees that.
+    import_s: float = 0.0
     #: Descriptor of this worker's folder for sockets, locked as long as it or a fork of it is there.
     sockets_lock: int = -1
     #: What calls that run in this process have preloaded.

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from flwr.serverapp import strategy as flowers
-from recorded_apps import initial_arrays, new_nodes, run_app
+from recorded_apps import RUN_ID, initial_arrays, run_app
 from simulations import run
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.strategy import FedAvg
-from flower_gpu.simulation.availability import Availability
 from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.nodes import VirtualNodes
 
@@ -21,34 +20,34 @@ pytestmark = pytest.mark.timeout(200)
 COUNT = 40
 
 
-def available(table: dict[Any, Any], nodes: VirtualNodes, seed: int = 7) -> Availability:
-    return Availability(nodes, Clients.of(table, len(nodes.ids)), seed)
+def nodes_of(table: dict[Any, Any], count: int = COUNT, seed: int = 7) -> VirtualNodes:
+    return VirtualNodes(count, seed, RUN_ID, {}, Clients.of(table, count))
 
 
 def test_each_client_is_there_in_its_part_of_the_rounds() -> None:
-    nodes = new_nodes(COUNT)
     table = {"*": {"availability": 0.5}, "0-9": {"availability": 0.1}, 20: {"availability": 0}}
-    rounds = [available(table, nodes).ids(f"round {number}", None) for number in range(400)]
-    assert rounds == [available(table, nodes).ids(f"round {number}", None) for number in range(400)]
-    assert rounds != [available(table, nodes, 8).ids(f"round {number}", None) for number in range(400)]
+    nodes, same, other = nodes_of(table), nodes_of(table), nodes_of(table, seed=8)
+    rounds = [nodes.there(f"round {number}", None) for number in range(400)]
+    assert rounds == [same.there(f"round {number}", None) for number in range(400)]
+    others = [other.there(f"round {number}", None) for number in range(400)]
+    assert [len(found) for found in rounds] != [len(found) for found in others]
     counts = [sum(node in found for found in rounds) for node in nodes.ids]
     assert all(10 < count < 80 for count in counts[:10]) and counts[20] == 0
     assert all(140 < count < 260 for count in (*counts[10:20], *counts[21:]))
-    found = available(table, nodes).ids("round 1", 25)
+    found = nodes.there("round 1", 25)
     assert len(found) >= 25 and list(found) == sorted(found, key=nodes.partition_of)
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, flowers.FedAvg])
 def test_a_strategy_sees_who_is_there_in_its_round(strategy: Any) -> None:
-    nodes = new_nodes(COUNT)
-    there = available({"*": {"availability": 0.1}}, nodes)
+    nodes = nodes_of({"*": {"availability": 0.1}})
 
     def main(grid: Any, context: Any) -> None:
         strategy(min_train_nodes=4, min_available_nodes=4).start(grid, initial_arrays(), num_rounds=5)
 
-    replies = run_app(main, nodes=nodes, availability=there).of("reply")
+    replies = run_app(main, nodes=nodes).of("reply")
     for number in range(1, 6):
-        expected = {nodes.partition_of(node) for node in there.ids(f"round {number}", 4)}
+        expected = {nodes.partition_of(node) for node in nodes.there(f"round {number}", 4)}
         asked = [reply for reply in replies if reply.round == number]
         trained = {reply.node for reply in asked if reply.task == "train"}
         assert trained <= expected and len(trained) >= 4
@@ -56,14 +55,13 @@ def test_a_strategy_sees_who_is_there_in_its_round(strategy: Any) -> None:
 
 
 def test_who_waits_for_clients_that_never_come_is_told() -> None:
-    nodes = new_nodes(4)
-    there = available({"*": {"availability": 0.5}, "1-3": {"availability": 0}}, nodes)
+    nodes = nodes_of({"*": {"availability": 0.5}, "1-3": {"availability": 0}}, 4)
 
     def main(grid: Any, context: Any) -> None:
         FedAvg().start(grid, initial_arrays(), num_rounds=1)
 
     with pytest.raises(ConfigError, match=r"waits for 2 clients in round 1, .* at most 1 of 4 were"):
-        run_app(main, nodes=nodes, availability=there)
+        run_app(main, nodes=nodes)
 
 
 def test_a_run_that_goes_on_has_the_same_clients_in_each_round(tmp_path: Path) -> None:

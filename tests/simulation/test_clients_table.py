@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import random
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from nvml_stub import GIB
 from simulations import run
-from stub_host import StubHost, events
+from stub_host import StubHost
+from stub_host import events as events_of
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower import message_call
 from flower_gpu.simulation.clients import KEYS, Clients
+from flower_gpu.simulation.in_worker import handle
+from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.watch.report.page import write_report
+from flower_gpu.workers import events
 
 COUNT = 24
 PATTERNS = {
@@ -96,6 +105,26 @@ def test_a_slow_client_takes_longer_and_its_time_limit_counts_that(tmp_path: Pat
     assert "timeout-s 60, slow-down 20" in page and "timeout-s 2, slow-down 1000000.0" in page
 
 
+@pytest.mark.timeout(60)  # it would sleep for longer
+def test_imports_do_not_count_for_a_slow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(1)\nimport part_of_slow_library\n")
+    (tmp_path / "part_of_slow_library.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        import_module("slow_library")
+        return Message(RecordDict(), reply_to=message)
+
+    nodes = VirtualNodes(1, 0, 5, {})
+    message_call.assume({"_run_id": 5, "_node_id": 1, "_task_id": 1})
+    message = Message(RecordDict(), nodes.ids[0], "train")
+    with events.SeenImports(lambda _: None, None):
+        handle(app, 1, 200.0, message, nodes.context_of(nodes.ids[0], b""), message_call.identity())
+    assert "slow_library" in sys.modules
+
+
 @pytest.mark.timeout(200)
 def test_each_call_has_a_lease_of_the_size_of_its_client(tmp_path: Path) -> None:
     """Also where a worker is used again, which has the lease of the client before it."""
@@ -107,7 +136,7 @@ def test_each_call_has_a_lease_of_the_size_of_its_client(tmp_path: Path) -> None
     options = ("--gpu", "require", "--num-gpus", "0.5", "--clients-table", str(table), "--max-workers", "3")
     done = host.simulate(8, *options, "--run-config", "num-server-rounds=3 seconds=0.1", app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
-    granted = {event["lease"]: event for event in events(done, "lease_granted")}
+    granted = {event["lease"]: event for event in events_of(done, "lease_granted")}
     calls = [call for call in done.calls if call["task"] == "train"]
     assert len(calls) == 24 and len(granted) < 24, "workers are used again"
     [whole] = {lease_bytes(granted, call) for call in calls if call["client"] == "0"}

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from flwr.app import Context
 from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 from simulations import APPS
 from stub_host import StubHost, events
 
-from flower_gpu import distributed, gpu_mod
+from flower_gpu import distributed, gpu_mod, simulate
 from flower_gpu.apps.app_imports import is_more_than_listed
 from flower_gpu.errors import ConfigError
-from flower_gpu.simulation.clients import Clients
-from flower_gpu.simulation.mod_options import ask
+from flower_gpu.simulation.clients import Clients, told_by_app
 from flower_gpu.simulation.nodes import VirtualNodes
 
 pytestmark = pytest.mark.timeout(200)
@@ -36,15 +36,15 @@ def test_the_mods_of_each_function_are_asked_for_each_client() -> None:
     app.train("more", mods=[gpu_mod(num_cpus=2, num_gpus=0.1)])(lambda message, context: message)
     app.query()(distributed(num_gpus=2)(lambda message, context: message))
     own = {"gpu_memory": "4GiB", "timeout_s": 9}
-    assert ask(app, NODES, {}) == {
+    assert told_by_app(app, NODES, {}) == {
         "train": [own, own, {"num_gpus": 0.5}],
         "train.more": [{"num_cpus": 2, "num_gpus": 0.1}] * 3,
         "query": [{"num_gpus": 2, "timeout_s": 9}] * 2 + [{"num_gpus": 2}],
     }
     table: Any = {1: {"timeout_s": 3, "gpu": "require"}, 2: {"gpu": "never"}}
     older = ClientApp(lambda context: None, mods=[gpu_mod(resources=table)])
-    assert ask(older, NODES, {}) == {"": [{}, {"timeout_s": 3}, {"gpu": "never"}]}
-    assert ask(ClientApp(mods=[gpu_mod]), NODES, {}) == {}
+    assert told_by_app(older, NODES, {}) == {"": [{}, {"timeout_s": 3}, {"gpu": "never"}]}
+    assert told_by_app(ClientApp(mods=[gpu_mod]), NODES, {}) == {}
 
 
 def test_who_runs_an_app_comes_before_the_app() -> None:
@@ -75,7 +75,19 @@ def test_what_an_app_says_is_checked_before_the_run(given: Any, words: str) -> N
     app = ClientApp(mods=[gpu_mod(resources=given)])
     app.train()(lambda message, context: message)
     with pytest.raises(ConfigError, match=words):
-        ask(app, NODES, {})
+        told_by_app(app, NODES, {})
+
+
+@pytest.mark.parametrize("place", ["mod", "table", "option"])
+def test_a_share_of_processors_without_mps_is_refused_wherever_it_stands(place: str) -> None:
+    client = ClientApp(mods=[gpu_mod(gpu_compute=0.5)] if place == "mod" else [])
+    client.train()(lambda message, context: message)
+    options: dict[str, Any] = {
+        "table": {"clients": {1: {"gpu-compute": 0.5}}},
+        "option": {"gpu_compute": 0.5},
+    }.get(place, {})
+    with pytest.raises(ConfigError, match=r"gpu_compute .* mps \(--mps\) only"):
+        simulate((ServerApp(), client), 2, log_dir=None, **options)
 
 
 @pytest.mark.parametrize(

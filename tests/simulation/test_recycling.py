@@ -99,13 +99,11 @@ class Handler:
         is_strict: bool = False,
     ) -> None:
         app = AppReference(Path(__file__).parent, "recycled_app:app")
-        work = Work(
-            "recycled", app, {}, 4, 1, RUN_ID, {}, None, calls_per_worker, verifies, is_strict, is_strict
-        )
         self.nodes = VirtualNodes(4, 1, RUN_ID, {})
+        work = Work("recycled", app, {}, self.nodes, None, calls_per_worker, verifies, is_strict, is_strict)
         self.states = [b""] * 4
         self.learned: list[int] = []
-        self.handler = MessageHandler(work, self.nodes, {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})))
+        self.handler = MessageHandler(work, {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})))
         self._seeds = Seeds(seed)
         self._numbers = iter(range(1000))
 

@@ -35,7 +35,6 @@ from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation.host import About, Answers, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.local_host import LocalHost, libraries_in
-from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.workers.state_folder import made_state_dir
 
 _TRIES: Final = 2  # of a message whose worker dies: on another day, or with other neighbours, it may not
@@ -159,12 +158,12 @@ class Agent:
         logging.getLogger("flwr").addHandler(self._lines)
         if isinstance(work.app, AppReference):
             work = replace(work, app=replace(work.app, folder=self._own_copy(Path.cwd())))
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = work.run_id, SUPERLINK_NODE_ID, 1
+        TaskIdentity.run_id, TaskIdentity.node_id = work.nodes.run_id, SUPERLINK_NODE_ID
+        TaskIdentity.task_id = 1
         guard.check(os.environ)
         self._models = FetchedModels(ray.get)
         self._host = LocalHost(work)
-        nodes = VirtualNodes(work.num_supernodes, work.seed, work.run_id, work.run_config)
-        self._host.open(nodes, tries=_TRIES)
+        self._host.open(tries=_TRIES)
         self._exchanging = threading.Lock()
         self._ended = threading.Event()
         if self._host.gpus:

@@ -23,7 +23,6 @@ from flower_gpu.simulation import determinism
 from flower_gpu.simulation.cluster.agent import Agent, News, PackedVisit, SentModels, packages_of
 from flower_gpu.simulation.host import About, Answers, Host, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.trace import Event
 from flower_gpu.workers.own_process import restored_environment
 
@@ -236,7 +235,7 @@ class RayHosts:
     def load_data(self) -> None:
         """Do nothing: each agent has loaded its data when it began."""
 
-    def begin(self, nodes: VirtualNodes, joined: Callable[[Host], object]) -> None:
+    def begin(self, joined: Callable[[Host], object]) -> None:
         """Tell of the hosts that are there, and from now on of those that join."""
         for host in self.there:
             host.joined()
