@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Final
 
 from flower_gpu import frameworks
@@ -75,78 +74,65 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
     They cannot be deleted either: ``clear`` leaves them, and ends. It is not noticed when a library in C sets
     them.
     """
-    outer: _VariableRules | None = os.environ.__dict__.get(_RULES)
-    found = _VariableRules(rules if outer is None else {**outer.rules, **rules})
     kind: Any = type(os.environ)
     module: Any = os
-    putenv, unsetenv = os.putenv, os.unsetenv
-
-    def unset_unless_fixed(name: Any) -> None:
-        if not found.has(name):
-            unsetenv(name)
-
+    outer, putenv, unsetenv = dict(_rules), os.putenv, os.unsetenv
+    _rules.update(rules)
+    module.putenv = lambda name, value: putenv(name, _ruled(name, value))
+    module.unsetenv = lambda name: None if _is_fixed(name) else unsetenv(name)
     # Not other mappings in their place: other modules have imported those that are there.
-    mappings: list[Any] = [os.environ, *([os.environb] if os.supports_bytes_environ else [])]
+    mappings: tuple[Any, ...] = os.environ, os.environb
     for mapping in mappings:
-        mapping.__class__ = kind if outer is not None else _fixed_kind(kind)
-        mapping.__dict__[_RULES] = found
-    module.putenv = lambda name, value: putenv(name, found.ruled(name, value))
-    module.unsetenv = unset_unless_fixed
+        mapping.__class__ = _FixedVariables
     try:
         yield
     finally:
-        module.putenv, module.unsetenv = putenv, unsetenv
         for mapping in mappings:
             mapping.__class__ = kind
-            mapping.__dict__[_RULES] = outer
+        module.putenv, module.unsetenv = putenv, unsetenv
+        _rules.clear()
+        _rules.update(outer)
+        _said.clear()
 
 
-class _VariableRules:
-    """Decides the value of a variable that code sets, and logs each changed variable once."""
-
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
-        self.rules = rules
-        self._said: set[str] = set()
-
-    def has(self, name: Any) -> bool:
-        return isinstance(name, str | bytes) and os.fsdecode(name) in self.rules
-
-    def ruled(self, name: Any, value: Any) -> Any:
-        """Return the value that a variable gets, as ``str`` or ``bytes`` like ``value``."""
-        if not self.has(name) or not isinstance(value, str | bytes):
-            return value
-        name, asked = os.fsdecode(name), os.fsdecode(value)
-        used = self.rules[name](asked)
-        if asked not in used and name not in self._said:
-            self._said.add(name)
-            print(
-                f"flower-gpu: {name}={asked} is not used: this worker keeps to its lease, which has "
-                f"{os.environ.get(name, '')!r}",
-                file=sys.stderr,
-            )
-        return used if isinstance(value, str) else os.fsencode(used)
+_rules: Final[dict[str, Rule]] = {}  # of the variables that are fixed at this moment
+_said: Final[set[str]] = set()  # of them, those of which a change was refused
+_Variables: Any = type(os.environ)
 
 
-_RULES: Final = "_flower_gpu_rules"
+class _FixedVariables(_Variables):  # type: ignore[misc]
+    """What ``os.environ`` is while some variables are fixed."""
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        super().__setitem__(name, _ruled(name, value))
+
+    def __delitem__(self, name: Any) -> None:
+        if name not in self or not _is_fixed(name):
+            super().__delitem__(name)
+
+    def popitem(self) -> tuple[Any, Any]:
+        # clear() calls it until there is nothing left.
+        for name in self:
+            if not _is_fixed(name):
+                return name, self.pop(name)
+        raise KeyError("what is left holds this worker to its lease")
 
 
-@cache  # to make a class takes longer than all else here, and a worker may have a thousand calls
-def _fixed_kind(kind: Any) -> Any:
-    """Return the class of a mapping of variables some of which are fixed."""
+def _is_fixed(name: Any) -> bool:
+    return isinstance(name, str | bytes) and os.fsdecode(name) in _rules
 
-    class Fixed(kind):  # type: ignore[misc]
-        def __setitem__(self, name: Any, value: Any) -> None:
-            super().__setitem__(name, self.__dict__[_RULES].ruled(name, value))
 
-        def __delitem__(self, name: Any) -> None:
-            if name not in self or not self.__dict__[_RULES].has(name):
-                super().__delitem__(name)
-
-        def popitem(self) -> tuple[Any, Any]:
-            # clear() calls it until there is nothing left.
-            for name in self:
-                if not self.__dict__[_RULES].has(name):
-                    return name, self.pop(name)
-            raise KeyError("what is left holds this worker to its lease")
-
-    return Fixed
+def _ruled(name: Any, value: Any) -> Any:
+    """Return the value that a variable gets, as ``str`` or ``bytes`` like ``value``; said once."""
+    if not _is_fixed(name) or not isinstance(value, str | bytes):
+        return value
+    name, asked = os.fsdecode(name), os.fsdecode(value)
+    used = _rules[name](asked)
+    if asked not in used and name not in _said:
+        _said.add(name)
+        has = os.environ.get(name, "")
+        print(
+            f"flower-gpu: {name}={asked} is not used: this worker keeps to its lease, which has {has!r}",
+            file=sys.stderr,
+        )
+    return used if isinstance(value, str) else os.fsencode(used)

@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
+from types import TracebackType
 from typing import Any, Final, TypeVar, overload
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import COUNT
+from flower_gpu.workers import events
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+#: The event by which a worker tells that a message's handler calls a vectorized function.
+VECTORIZED: Final = "vectorized"
 
 _MOST: Final = 64  # clients in a batch, where the function does not say
 # By what torch says of a function that it cannot run for several clients: why, and what to do.
@@ -40,6 +45,15 @@ class FunctionCall:
     most: int
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     likeness: list[Any] = field(init=False)
+    value: Any = None
+    error: tuple[BaseException, TracebackType | None] | None = None
+
+    def result(self) -> Any:
+        """Return the result that :func:`answer` has found, or raise the error."""
+        if self.error is None:
+            return self.value
+        error, traceback = self.error
+        raise error.with_traceback(traceback)  # without the frames of calls that raised it before
 
     def __post_init__(self) -> None:
         """Raise ConfigError if an argument is neither a tensor nor a plain value."""
@@ -130,6 +144,25 @@ def vectorized(function: Any = None, *, batch: int = _MOST) -> Any:
 def _called(function: Callable[..., Any], batch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     meet = _meeting.get()  # not in the decorated function: that one may travel by value, which this cannot
     return function(*args, **kwargs) if meet is None else meet(FunctionCall(function, batch, (args, kwargs)))
+
+
+def answer(calls: Sequence[FunctionCall]) -> None:
+    """Find the results of calls, by one run of a function for all that are alike; tell how many may be."""
+    if calls:
+        events.send(VECTORIZED, most=min(call.most for call in calls))
+    groups: list[list[FunctionCall]] = []
+    for call in calls:
+        group = next((each for each in groups if each[0].likeness == call.likeness), [])
+        if not group:
+            groups.append(group)
+        group.append(call)
+    for group in groups:
+        try:
+            for call, value in zip(group, run_together(group), strict=True):
+                call.value = value
+        except Exception as error:
+            for call in group:
+                call.error = error, error.__traceback__
 
 
 def run_together(calls: Sequence[FunctionCall]) -> list[Any]:

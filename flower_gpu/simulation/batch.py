@@ -15,19 +15,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import partial
-from types import TracebackType
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from flower_gpu.flower import message_call
+from flower_gpu.flower.records import records_in
 from flower_gpu.flower.rounds import capture_random_state, restore_random_state
 from flower_gpu.frameworks.framework import Setting
 from flower_gpu.frameworks.out_of_memory import out_of_memory_in
-from flower_gpu.pytorch.vectorized import FunctionCall, meeting, run_together
+from flower_gpu.pytorch.vectorized import FunctionCall, answer, meeting
 from flower_gpu.simulation import in_worker
-from flower_gpu.workers import events
 from flower_gpu.workers.call_end import Outcome, failure
 from flower_gpu.workers.own_process import facts
 
@@ -42,21 +41,22 @@ def handle_batch(
     Returns a reply and a state, or an error, of each.
     Raises what says that a GPU has no memory left: with more of it the batch is handled again.
     """
-    seeds, messages, contexts = zip(*visits, strict=True)
-    loaded = in_worker.load(app, seeds[0])
-    threads = [
-        _MessageThread(seed, partial(message_call.run, loaded, own, context, identity))
-        for seed, own, context in zip(seeds, map(_own, messages), contexts, strict=True)
-    ]
-    with in_worker.as_first(seeds[0]):
+    seed, *_ = visits[0]
+    loaded = in_worker.load(app, seed)
+    with in_worker.as_first(seed):
         found = in_worker.ProcessState()
-        for thread in threads:
-            thread.go_on(found)
-        while waiting := [thread for thread in threads if thread.call is not None]:
-            events.send(in_worker.VECTORIZED, most=min(thread.call.most for thread in waiting if thread.call))
-            _answer(waiting)
+        threads = [
+            _MessageThread(
+                own_seed, partial(message_call.run, loaded, _own(message), context, identity), found
+            )
+            for own_seed, message, context in visits
+        ]
+        waiting = threads
+        while waiting:
             for thread in waiting:
-                thread.go_on(found)
+                thread.go_on()
+            waiting = [thread for thread in waiting if thread.call is not None]
+            answer([thread.call for thread in waiting if thread.call is not None])
     for thread in threads:
         if thread.error is not None:
             facts.has_to_leave = True  # as after any error
@@ -68,26 +68,26 @@ def handle_batch(
 class _MessageThread(threading.Thread):
     """Handles one message, while the main thread waits for it.
 
-    ``call``: what it waits for itself; ``answer``, ``error``: what came of that.
+    ``found``: the state of the process that each client finds.
+    ``call``: what the thread waits for itself.
     ``outcome``: of the message; if it has failed, ``error`` is why.
     """
 
-    def __init__(self, seed: int, handle: Callable[[], message_call.Handled]) -> None:
+    def __init__(
+        self, seed: int, handle: Callable[[], message_call.Handled], found: in_worker.ProcessState
+    ) -> None:
         super().__init__(name="flower-gpu-message", daemon=True)
         self._seed = seed
         self._handle = handle
-        self._may_go_on, self._has_stopped = threading.Lock(), threading.Lock()
-        self._may_go_on.acquire()
-        self._has_stopped.acquire()
+        self._found = found
+        self._may_go_on, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._changes: Sequence[tuple[Setting, Any]] = ()  # of the process's state, by this client
         self._drawn: dict[str, Any] = {}  # the state of random numbers
         self.call: FunctionCall | None = None
-        self.answer: Any = None
         self.error: BaseException | None = None
-        self.traceback: TracebackType | None = None
         self.outcome = Outcome()
 
-    def go_on(self, found: in_worker.ProcessState) -> None:
+    def go_on(self) -> None:
         """Let it run until it waits for a call, or is done; then leave the process as all find it."""
         if self.ident is None:
             in_worker.seed_all(self._seed)
@@ -98,7 +98,7 @@ class _MessageThread(threading.Thread):
                 setting.set(value)
             self._may_go_on.release()
         self._has_stopped.acquire()
-        self._changes = found.restore()
+        self._changes = self._found.restore()
         if self.call is not None:
             self._drawn = capture_random_state()
 
@@ -117,44 +117,14 @@ class _MessageThread(threading.Thread):
         self._has_stopped.release()
         self._may_go_on.acquire()
         self.call = None
-        error, self.error = self.error, None
-        if error is not None:
-            raise error.with_traceback(self.traceback)  # without the frames of those who raised it before
-        return self.answer
-
-
-def _answer(waiting: Sequence[_MessageThread]) -> None:
-    """Run the functions that threads wait for, once for all calls that are alike."""
-    groups: list[dict[_MessageThread, FunctionCall]] = []
-    for thread in waiting:
-        call = thread.call
-        assert call is not None
-        alike = (group for group in groups if next(iter(group.values())).likeness == call.likeness)
-        group = next(alike, None)
-        if group is None:
-            group = {}
-            groups.append(group)
-        group[thread] = call
-    for group in groups:
-        try:
-            for thread, answer in zip(group, run_together(list(group.values())), strict=True):
-                thread.answer = answer
-        except Exception as error:
-            for thread in group:
-                thread.error, thread.traceback = error, error.__traceback__
+        return call.result()
 
 
 def _own(message: Message) -> Message:
     """Return a message with records of its own: a round has the same, and handlers change them."""
     own = copy(message)
     if message.has_content():
-        own.content = RecordDict({name: _copied(record) for name, record in message.content.items()})
+        records = records_in(message, ArrayRecord).values()
+        kept = {id(array): array for record in records for array in record.values()}  # never changed
+        own.content = deepcopy(message.content, kept)
     return own
-
-
-def _copied(record: Any) -> Any:
-    if not isinstance(record, ArrayRecord):
-        return deepcopy(record)
-    copied = ArrayRecord()
-    copied.update(record)  # arrays themselves are never changed
-    return copied

@@ -27,12 +27,8 @@ from flwr.supercore.object_ref import load_app
 from flower_gpu import frameworks
 from flower_gpu.flower import message_call
 from flower_gpu.frameworks.framework import Framework, Setting
-from flower_gpu.pytorch.vectorized import FunctionCall, meeting, run_together
-from flower_gpu.workers import events
+from flower_gpu.pytorch.vectorized import FunctionCall, answer, meeting
 from flower_gpu.workers.own_process import facts
-
-#: The event by which a worker tells that a message's handler calls a vectorized function.
-VECTORIZED: Final = "vectorized"
 
 _SEED_WORDS: Final = 8  # of 32 bits
 
@@ -83,8 +79,8 @@ def handle_alone(*args: Any) -> message_call.Handled:
     """Handle a message as :func:`handle` does, with vectorized functions as in a batch, and tell of these."""
 
     def meet(call: FunctionCall) -> Any:
-        events.send(VECTORIZED, most=call.most)
-        return run_together([call])[0]
+        answer([call])
+        return call.result()
 
     with meeting(meet):
         return handle(*args)

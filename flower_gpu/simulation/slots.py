@@ -15,7 +15,7 @@ from flower_gpu.calls.tries import Workers
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.simulation.in_worker import VECTORIZED
+from flower_gpu.pytorch.vectorized import VECTORIZED
 from flower_gpu.simulation.lease_turns import LeasedLine, LeaseTurns
 from flower_gpu.simulation.workers import CoreLeases
 from flower_gpu.workers import methods as start
