@@ -2,7 +2,7 @@
 
     CallOptions, VARIABLES, launch.options.LaunchOptions       one line for each option
       |-> Option.resolve()            its value, from the first place that says something
-      |-> find_all()                  what is said of the options of a call, for calls/settings.py
+      |-> resolve_all()               the values of the options of a call, for calls/settings.py
       |-> environment()               what a command passes on to the processes that it starts
       |-> cli.arguments.add_options() argparse: names, types, choices and help of a command
       '-> docs/reference              tests hold the pages to the table
@@ -355,16 +355,7 @@ CallOptions.__doc__ = "\n".join(
 )
 
 RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
-START_METHOD_VARIABLE: Final = "FLOWER_GPU_START_METHOD"
 CLIENT_VARIABLE: Final = "FLOWER_GPU_CLIENT"
-CONCURRENCY_VARIABLE: Final = "FLOWER_GPU_CONCURRENCY"
-NUM_CPUS_VARIABLE: Final = "FLOWER_GPU_NUM_CPUS"
-CPU_LEASES_VARIABLE: Final = "FLOWER_GPU_CPU_LEASES"
-HOST_RESERVE_VARIABLE: Final = "FLOWER_GPU_HOST_RESERVE"
-POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
-IDLE_POLL_VARIABLE: Final = "FLOWER_GPU_IDLE_POLL_S"
-GUARD_VARIABLE: Final = "FLOWER_GPU_GUARD"
-CAP_VARIABLE: Final = "FLOWER_GPU_CAP"
 
 #: Whether the server wants a GPU: a key of the config of a call, and of the run config.
 USE_GPU: Final = Option(
@@ -375,7 +366,7 @@ USE_GPU: Final = Option(
 GPU_GUARD: Final = Option(
     "have the kernel keep workers from all GPUs but those of their lease (default: {default}, where it can)",
     words("on", "off", "require"),
-    GUARD_VARIABLE,
+    "FLOWER_GPU_GUARD",
     "on",
     "GPUs",
     name="gpu_guard",
@@ -386,7 +377,7 @@ GPU_CAP: Final = Option(
     "who holds workers to the GPU memory of a lease: the driver, where it can (auto) or else nothing is run "
     "(driver); or only the allocators of frameworks (default: {default})",
     words("auto", "allocator", "driver"),
-    CAP_VARIABLE,
+    "FLOWER_GPU_CAP",
     "auto",
     "GPUs",
     name="gpu_cap",
@@ -408,13 +399,18 @@ SERVER_IDLE: Final = Option(
     "seconds after which an unused fork server ends", SECONDS_OR_0, "FLOWER_GPU_SERVER_IDLE_S", 300.0
 )
 CONCURRENCY: Final = Option(
-    "how many workers may run at the same time; they share the cores", COUNT, CONCURRENCY_VARIABLE, 1
+    "how many workers may run at the same time; they share the cores", COUNT, "FLOWER_GPU_CONCURRENCY", 1
 )
 CPU_LEASES: Final = Option(
-    "whether calls get cores and main memory from the ledger", words("on", "off"), CPU_LEASES_VARIABLE, "on"
+    "whether calls get cores and main memory from the ledger",
+    words("on", "off"),
+    "FLOWER_GPU_CPU_LEASES",
+    "on",
 )
 HOST_RESERVE: Final = Option(
-    "main memory of the host that is never leased; the default is 5 % of it", SIZE_OR_0, HOST_RESERVE_VARIABLE
+    "main memory of the host that is never leased; the default is 5 % of it",
+    SIZE_OR_0,
+    "FLOWER_GPU_HOST_RESERVE",
 )
 #: ``spread``: on the GPU with the most room. ``pack``: on the one with the least that is enough, which leaves
 #: others free for large requests.
@@ -426,10 +422,10 @@ PLACEMENT: Final = Option(
 )
 RESERVE: Final = Option("memory of each GPU that is never leased", SIZE_OR_0, "FLOWER_GPU_RESERVE", "256MiB")
 POLL: Final = Option(
-    "least seconds between a SuperNode's questions to its SuperLink", SECONDS, POLL_VARIABLE, 0.5
+    "least seconds between a SuperNode's questions to its SuperLink", SECONDS, "FLOWER_GPU_POLL_S", 0.5
 )
 IDLE_POLL: Final = Option(
-    "seconds between these questions when nothing came for a minute", SECONDS, IDLE_POLL_VARIABLE, 30.0
+    "seconds between these questions when nothing came for a minute", SECONDS, "FLOWER_GPU_IDLE_POLL_S", 30.0
 )
 
 #: Every environment variable that users set.
@@ -493,43 +489,29 @@ SCRIPT_VARIABLES: Final = MappingProxyType(
 )
 
 
-def find_all(
-    arguments: Mapping[str, Any],
-    environment: Mapping[str, str],
-    node_config: Mapping[str, Any] = _NOTHING,
-    named: Callable[[str], str] = str,
-) -> dict[str, GivenValue]:
-    """Return the given values of the options of a call.
-
-    Of two options that exclude each other, the one counts that an earlier place has.
-    Raises ConfigError if one place has both.
-    """
-    found = {}
-    for name, option in CALL.items():
-        given = option.find(arguments.get(name), environment, node_config, named)
-        if given is not None:
-            found[name] = given
-    for name in tuple(found):
-        given, other = found.get(name), found.get(CALL[name].excludes)
-        if given is None or other is None:
-            continue
-        if given.place == other.place:
-            raise ConfigError(f"{given} and {other} are both given; give one: a share of the GPU, or a size")
-        found.pop(name if other.place < given.place else CALL[name].excludes)
-    return found
-
-
 def resolve_all(
     arguments: Mapping[str, Any],
     environment: Mapping[str, str],
     node_config: Mapping[str, Any] = _NOTHING,
     named: Callable[[str], str] = str,
 ) -> tuple[dict[str, Any], dict[str, GivenValue]]:
-    """Return the values of the options of a call, and the place of each.
+    """Return the values of the options of a call, and what is given of them.
 
-    Raises as :meth:`GivenValue.read` does.
+    Of two options that exclude each other, the one counts that an earlier place has.
+    Raises ConfigError if one place has both, and as :meth:`GivenValue.read` does.
     """
-    given = find_all(arguments, environment, node_config, named)
+    found = (
+        (name, option.find(arguments.get(name), environment, node_config, named))
+        for name, option in CALL.items()
+    )
+    given = {name: value for name, value in found if value is not None}
+    for name in tuple(given):
+        one, other = given.get(name), given.get(CALL[name].excludes)
+        if one is None or other is None:
+            continue
+        if one.place == other.place:
+            raise ConfigError(f"{one} and {other} are both given; give one: a share of the GPU, or a size")
+        given.pop(name if other.place < one.place else CALL[name].excludes)
     return {
         name: given[name].read() if name in given else option.default_value for name, option in CALL.items()
     }, given

@@ -12,7 +12,7 @@ from flower_gpu.calls.settings import WorkerSettings, call_settings, checked_env
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.gpu.policy import DevicePolicy
 from flower_gpu.leases.lease import LeaseRequest
-from flower_gpu.options import CALL, VARIABLES, find_all
+from flower_gpu.options import CALL, VARIABLES, resolve_all
 from flower_gpu.workers.threads import cores
 
 
@@ -64,9 +64,9 @@ def test_an_option_has_the_value_of_the_first_place(
 
 def test_an_amount_in_an_earlier_place_replaces_the_other_amount() -> None:
     environ = {"FLOWER_GPU_NUM_GPUS": "wrong"}
-    given = find_all({"gpu_memory": "2GiB"}, environ)
-    assert [*given] == ["gpu_memory"] and given["gpu_memory"].read() == 2 << 30
-    assert [*find_all({"gpu_memory": "wrong"}, environ, {"num-gpus": 0.5})] == ["num_gpus"]
+    values, given = resolve_all({"gpu_memory": "2GiB"}, environ)
+    assert [*given] == ["gpu_memory"] and values["gpu_memory"] == 2 << 30
+    assert [*resolve_all({"gpu_memory": "wrong"}, environ, {"num-gpus": 0.5})[1]] == ["num_gpus"]
 
 
 def test_a_default_of_the_table_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,11 @@ from flower_gpu.gpu import driver_cap, guard, mps
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import (
+    CALL,
     CONFINED_VARIABLE,
     DEADLINE_VARIABLE,
     GPU_CAP,
     RANKS_VARIABLE,
-    START_METHOD_VARIABLE,
 )
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import events, own_process, threads
@@ -299,7 +299,7 @@ def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
     """Return the settings for a worker that starts one rank for each GPU."""
     env = {RANKS_VARIABLE: str(num_gpus)}
     if settings.start_method != "auto":
-        env[START_METHOD_VARIABLE] = settings.start_method
+        env[CALL["start_method"].variable] = settings.start_method
     if settings.timeout_s is not None:
         env[DEADLINE_VARIABLE] = str(time.monotonic() + settings.timeout_s)
     return env

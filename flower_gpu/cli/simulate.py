@@ -23,10 +23,8 @@ from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEn
 from flower_gpu.kinds import FOLDER, PAIRS
 from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG
 from flower_gpu.options import (
-    CAP_VARIABLE,
     GPU_CAP,
     GPU_GUARD,
-    GUARD_VARIABLE,
     TRACKER,
     CallOptions,
     Option,
@@ -146,9 +144,9 @@ def _call_options(arguments: argparse.Namespace) -> CallOptions:
         {name: value for name, value in calls.items() if name != "timeout_s"}, os.environ
     )
     if arguments.gpu_guard is not None:
-        env[GUARD_VARIABLE] = arguments.gpu_guard
+        env[GPU_GUARD.variable] = arguments.gpu_guard
     if arguments.gpu_cap is not None:
-        env[CAP_VARIABLE] = arguments.gpu_cap
+        env[GPU_CAP.variable] = arguments.gpu_cap
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)

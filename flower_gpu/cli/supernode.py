@@ -30,12 +30,10 @@ from flower_gpu.launch import node_keys, ports
 from flower_gpu.launch.options import check_node_config, node_config_of
 from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor, new_lines
 from flower_gpu.options import (
-    CAP_VARIABLE,
     CLIENT_VARIABLE,
-    CONCURRENCY_VARIABLE,
+    CONCURRENCY,
     GPU_CAP,
     GPU_GUARD,
-    GUARD_VARIABLE,
     LOG_DIR,
     RUN_DIR_VARIABLE,
     CallOptions,
@@ -299,15 +297,15 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
     check(arguments.flower)
     env = checked_environment(given_calls(arguments), base)
     if arguments.gpu_guard is not None:
-        env[GUARD_VARIABLE] = arguments.gpu_guard
+        env[GPU_GUARD.variable] = arguments.gpu_guard
     if arguments.gpu_cap is not None:
-        env[CAP_VARIABLE] = arguments.gpu_cap
+        env[GPU_CAP.variable] = arguments.gpu_cap
     guard.check(env)
     env.update(confine.environment(arguments, _key_files(arguments), env))
     if environments.OPTION in arguments.flower:
         environments.made_folder(env)
-    if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each
-        env[CONCURRENCY_VARIABLE] = str(nodes)
+    if nodes > 1 and not env.get(CONCURRENCY.variable):  # so many workers share the cores: fewer threads each
+        env[CONCURRENCY.variable] = str(nodes)
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
     env = {**frameworks.UNTOUCHED_CUDA, **env}  # an app's import does not start CUDA
     path = commands.with_flowers(env.get("PATH"))

@@ -42,7 +42,7 @@ from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower import waits
 from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE, TASK, WITHOUT_LEASE
-from flower_gpu.options import POLL, POLL_VARIABLE
+from flower_gpu.options import POLL
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client, identity, sockets
 from flower_gpu.workers.forkserver.identity import script_folders
@@ -181,13 +181,13 @@ def fast_start(
     ConfigError if our commands would not be found, or ``FLOWER_GPU_POLL_S`` is no number.
     """
     seconds = POLL.resolve(None, env)
-    if POLL_VARIABLE not in env:
+    if POLL.variable not in env:
         wanted_s = waits.LONGEST_S if are_told else nodes / _MOST_QUESTIONS_PER_S
         seconds = max(seconds, min(waits.LONGEST_S, wanted_s))
     return {
         **(waits.with_group(env, nodes) if nodes > 1 else env),
         RULE_VARIABLE: "lease" if with_lease else WITHOUT_LEASE,
-        POLL_VARIABLE: f"{seconds:g}",
+        POLL.variable: f"{seconds:g}",
         "PATH": CommandFolder().first_on(env.get("PATH")),
     }
 

@@ -23,7 +23,7 @@ from flower_gpu import control_group
 from flower_gpu.errors import GPUUnavailableError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.nvml import QueryError
-from flower_gpu.options import CAP_VARIABLE, GPU_CAP
+from flower_gpu.options import GPU_CAP
 
 _NAME: Final = "flower-gpu-"  # how names of such groups begin
 _TRIAL_BYTES: Final = 64 << 20
@@ -52,8 +52,8 @@ def is_used(uuids: tuple[str, ...], environ: Mapping[str, str]) -> bool:
 def required(reason: str) -> GPUUnavailableError:
     """Return the error of a call that must not run without the driver's cap."""
     return GPUUnavailableError(
-        f"--gpu-cap driver ({CAP_VARIABLE}): the driver cannot cap this worker: {reason}. Use another host, "
-        "or --gpu-cap auto, which leaves the cap to the frameworks' allocators here"
+        f"--gpu-cap driver ({GPU_CAP.variable}): the driver cannot cap this worker: {reason}. Use another "
+        "host, or --gpu-cap auto, which leaves the cap to the frameworks' allocators here"
     )
 
 
@@ -129,7 +129,7 @@ def join(limits: Mapping[str, int]) -> Path:
     except (_UnavailableError, OSError, QueryError) as error:
         raise GPUUnavailableError(
             f"the driver's cap could not be set for this worker: {error}. Try again, or do without it: "
-            f"--gpu-cap allocator ({CAP_VARIABLE})"
+            f"--gpu-cap allocator ({GPU_CAP.variable})"
         ) from error
     return group
 

@@ -17,7 +17,7 @@ from typing import Final
 from flower_gpu import landlock
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import device_files
-from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD, GUARD_VARIABLE
+from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD
 
 # The value of the variable where nobody knows a GPU's files.
 _EVERYTHING: Final = "*"
@@ -180,6 +180,6 @@ def _make_missing() -> None:
 
 def _required(reason: str) -> ConfigError:
     return ConfigError(
-        f"--gpu-guard require ({GUARD_VARIABLE}): this host cannot keep workers to their own GPUs: {reason}. "
-        "Use another host, or --gpu-guard on, which runs without the guard here"
+        f"--gpu-guard require ({GPU_GUARD.variable}): this host cannot keep workers to their own GPUs: "
+        f"{reason}. Use another host, or --gpu-guard on, which runs without the guard here"
     )

@@ -30,10 +30,10 @@ from flower_gpu.launch import ports
 from flower_gpu.launch.plan import Plan
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor, last_traceback, new_lines
 from flower_gpu.options import (
+    CALL,
     CLIENT_VARIABLE,
-    CONCURRENCY_VARIABLE,
+    CONCURRENCY,
     ENVIRONMENTS_DIR,
-    NUM_CPUS_VARIABLE,
     RUN_DIR_VARIABLE,
     CallOptions,
 )
@@ -97,14 +97,14 @@ def client_environment(
     ``at_once`` clients may train at the same time; ``node_config`` is the config of the client's node.
     """
     result = {**options.node_environment(env, node_config), CLIENT_VARIABLE: str(client)}
-    if not env.get(CONCURRENCY_VARIABLE):
-        result[CONCURRENCY_VARIABLE] = str(at_once)
+    if not env.get(CONCURRENCY.variable):
+        result[CONCURRENCY.variable] = str(at_once)
     if not env.get("OMP_NUM_THREADS"):
         # Workers get their share by themselves. This is for apps that train in the client's own process:
         # OpenMP's threads wait for each other in busy loops, and three clients with two threads each on
         # two cores were seen to take six times as long as with one.
         asked = node_config.get("num-cpus")
-        told = {} if asked is None else {NUM_CPUS_VARIABLE: str(asked)}
+        told = {} if asked is None else {CALL["num_cpus"].variable: str(asked)}
         result["OMP_NUM_THREADS"] = str(planned_threads({**result, **told}))
     return result
 

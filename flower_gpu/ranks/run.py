@@ -17,7 +17,7 @@ from flower_gpu.calls import environment, leased_worker, leasing
 from flower_gpu.calls.gpu_use import THIS_WORKER, RankFigures
 from flower_gpu.errors import WorkerError
 from flower_gpu.leases.lease import Lease, Share
-from flower_gpu.options import DEADLINE_VARIABLE, DEVICES_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
+from flower_gpu.options import CALL, DEADLINE_VARIABLE, DEVICES_VARIABLE, RANKS_VARIABLE
 from flower_gpu.ranks import results
 from flower_gpu.ranks.rank import Rendezvous, meeting_place, remove_left_of_nccl
 from flower_gpu.ranks.results import End
@@ -196,7 +196,7 @@ def _run_one(
     value, error = None, None
     # Chosen by the user for libraries that no fork carries; else the server, which has them loaded. Not a
     # fork of this worker: its threads look at the GPUs meanwhile, and its arrays would be those of all ranks.
-    method = methods.choose_in_worker(os.environ.get(START_METHOD_VARIABLE))
+    method = methods.choose_in_worker(os.environ.get(CALL["start_method"].variable))
     try:
         value = worker.run(
             call,

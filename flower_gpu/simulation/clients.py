@@ -22,7 +22,7 @@ from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower.mod import mod_options
 from flower_gpu.kinds import FACTOR, PART, Kind
-from flower_gpu.options import CALL, CPU_LEASES_VARIABLE, GivenValue, joined
+from flower_gpu.options import CALL, CPU_LEASES, GivenValue, joined
 from flower_gpu.simulation.in_worker import AppReference
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def told_by_app(
         if not is_more_than_listed(app.folder, app.name.partition(":")[0], "gpu_mod"):
             return {}
         # It imports the app's modules, which this process must not have, and waits for nobody.
-        env = {**(options.get("env") or {}), CPU_LEASES_VARIABLE: "off", CALL["gpu"].variable: "never"}
+        env = {**(options.get("env") or {}), CPU_LEASES.variable: "off", CALL["gpu"].variable: "never"}
         settings = call_settings({"start_method": options.get("start_method"), "env": env})
         told: Mapping[str, Sequence[Own]] = run_call(
             _told, (app, nodes), settings=settings, kind="asking gpu_mod"

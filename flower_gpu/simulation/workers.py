@@ -21,7 +21,7 @@ from flower_gpu.leases.entries import Entry, Reader
 from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.options import NUM_CPUS_VARIABLE
+from flower_gpu.options import CALL
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
@@ -84,7 +84,7 @@ def _shares_of(settings: CallSettings, total_bytes: int | None) -> int:
 
 def variables(count: int, env: Mapping[str, str] | None, num_cpus: float | None = None) -> dict[str, str]:
     """Return the environment variables of workers of which so many run at a time: they share the cores."""
-    asked = {} if num_cpus is None else {NUM_CPUS_VARIABLE: f"{num_cpus:g}"}
+    asked = {} if num_cpus is None else {CALL["num_cpus"].variable: f"{num_cpus:g}"}
     return {_CONCURRENCY: str(min(count, cores())), **asked, **(env or {})}
 
 

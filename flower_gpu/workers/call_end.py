@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flower_gpu import control_group
 from flower_gpu.errors import (
@@ -28,6 +28,9 @@ from flower_gpu.errors import (
 )
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.output import Tail
+
+if TYPE_CHECKING:
+    from flower_gpu.workers.started_worker import CallWatch
 
 
 @dataclass(frozen=True)
@@ -209,34 +212,25 @@ def traceback_of(error: BaseException) -> str:
         return ""
 
 
-def timed_out(call: Call, pid: int, timeout_s: float, import_s: float, tail: Tail) -> WorkerTimeoutError:
-    """Return the error for a call that took too long, with its time for imports."""
-    import_s = min(import_s, timeout_s)  # it may have gone on while it wrote where it was
-    imports = f", of which at least {import_s:.1f} s went into imports" if import_s >= _TOLD_S else ""
-    return WorkerTimeoutError(
-        f"{call.label}: no result within timeout_s={timeout_s:g}{imports}; the worker (pid {pid}) and "
-        f"its children were ended. Raise timeout_s if it was only slow.{_quoted(tail)}"
-    )
-
-
-def stopped(call: Call, pid: int, tail: Tail) -> WorkerStoppedError:
-    """Return the error for a worker that was ended before it had a result."""
-    return WorkerStoppedError(f"{call.label}: the worker (pid {pid}) was ended.{_quoted(tail)}")
-
-
-def died(
-    call: Call, pid: int, exitcode: int | None, sys_exit: str, after_s: float, tail: Tail
-) -> WorkerDiedError:
-    """Return the error for a worker that ended without a result.
-
-    ``exitcode`` is ``-n`` for signal ``n``. ``sys_exit`` says where the task has called that, if it has.
-    """
-    by = f" (sys.exit in {sys_exit})" if sys_exit and (exitcode is None or exitcode >= 0) else ""
+def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> WorkerError:
+    """Return the error for a call whose worker was ended, or has ended by itself, before it had a result."""
+    label, worker, wrote = seen.call.label, f"the worker (pid {seen.pid})", _quoted(seen.tail)
+    if seen.is_stopped:
+        return WorkerStoppedError(f"{label}: {worker} was ended.{wrote}")
+    if seen.hangs:
+        assert timeout_s is not None
+        import_s = min(seen.import_s, timeout_s)  # it may have gone on while it wrote where it was
+        imports = f", of which at least {import_s:.1f} s went into imports" if import_s >= _TOLD_S else ""
+        return WorkerTimeoutError(
+            f"{label}: no result within timeout_s={timeout_s:g}{imports}; {worker} and its children were "
+            f"ended. Raise timeout_s if it was only slow.{wrote}"
+        )
+    by = f" (sys.exit in {seen.sys_exit})" if seen.sys_exit and (seen.exitcode or 0) >= 0 else ""
     return WorkerDiedError(
-        f"{call.label}: the worker (pid {pid}) {_describe(exitcode)}{by} after "
-        f"{after_s:.1f} s, before it returned a result.{_quoted(tail)}",
-        exitcode=exitcode or 0,
-        tail=str(tail),
+        f"{label}: {worker} {_describe(seen.exitcode)}{by} after {after_s:.1f} s, before it returned a "
+        f"result.{wrote}",
+        exitcode=seen.exitcode or 0,
+        tail=str(seen.tail),
     )
 
 

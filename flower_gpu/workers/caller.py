@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from flower_gpu.workers.events import Sink, send, sending_to
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.interrupts import deferred_interrupts
 from flower_gpu.workers.life import StopOrder
-from flower_gpu.workers.memory_files import sharing
 from flower_gpu.workers.started_worker import CallWatch, StartedWorker
 
 _TRIES = 3
@@ -107,7 +106,7 @@ class Line:
         Raises Exception: what the task raised, with the worker's traceback as its cause.
         """
         if isinstance(method, str):
-            method = start.named(method)
+            method = start.METHODS[method]
         how = _How(method, **options)
         if not method.is_own_process:
             if how.on_start is not None:
@@ -128,12 +127,7 @@ class Line:
                 start.remember_variables(call, seen.set_too_late, may_spawn=how.otherwise is not None)
         if outcome is not None:
             return call_end.unwrap(call, outcome)
-        if seen.is_stopped:
-            raise call_end.stopped(call, seen.pid, seen.tail)
-        if seen.hangs:
-            assert how.timeout_s is not None
-            raise call_end.timed_out(call, seen.pid, how.timeout_s, seen.import_s, seen.tail)
-        raise call_end.died(call, seen.pid, seen.exitcode, seen.sys_exit, self.call_s, seen.tail)
+        raise call_end.without_result(seen, how.timeout_s, self.call_s)
 
     def retire(self) -> None:
         """Let the worker that waits for another call end, and wait for that."""
@@ -188,6 +182,7 @@ class Line:
                     self._running = None
                 for descriptor in files.values():
                     os.close(descriptor)
+            memory_files.sharing.let_go()
 
     def _sent(self, call: Call, how: _How, files: dict[str, int]) -> tuple[StartedWorker, bool]:
         """Send a call to the worker that is there, or to a new one; tell which, and whether it is new.
@@ -204,42 +199,31 @@ class Line:
             self.retire()
         if self._worker is not None and not self._worker.has_exited():
             with deferred_interrupts():
-                files["request"] = start.write_request(call, preloaded=bool(call.preload))
-            try:
+                start.write_request(call, files, preloaded=bool(call.preload))
+            with suppress(start.Gone):  # it ends just now
                 self._worker.take(call, files, stays=self._calls + 1 < how.calls)
                 return self._worker, False
-            except start.Gone:  # it ends just now
-                os.close(files.pop("request"))
         self._end_worker()
         self._like = like
         return self._started(call, how, files), True
 
     def _started(self, call: Call, how: _How, files: dict[str, int]) -> StartedWorker:
-        for tries_left in reversed(range(_TRIES)):
+        for _ in range(_TRIES):
             with deferred_interrupts():
-                place, self._place = self._place, None
                 try:
-                    prepared = start.prepare(call, how.method, how.otherwise, how.deadline, place)
+                    self._method, self._place = start.prepare(
+                        call, how.method, how.otherwise, how.deadline, self._place, files
+                    )
                 except TimeoutError as error:
                     raise WorkerTimeoutError(
                         f"{call.label}: no worker within timeout_s={how.timeout_s:g}, {error}. Raise "
                         "timeout_s if this was only slow"
                     ) from error
-                try:
-                    self._worker = StartedWorker(call, prepared, files["reply"], stays=how.calls > 1)
-                except BaseException as error:
-                    prepared.close()
-                    if not isinstance(error, start.Gone):
-                        raise
-                    if not tries_left:  # each time between finding the fork server and using it
-                        text = f"{call.label}: the fork server ended again and again"
-                        raise WorkerStartError(text) from error
-                    continue
-                self._method, self._place = prepared.method, prepared.place
-                if prepared.request >= 0:
-                    files["request"] = prepared.request
-                return self._worker
-        raise AssertionError
+                with suppress(start.Gone):  # between finding the fork server and using it
+                    stays = how.calls > 1
+                    self._worker = StartedWorker(call, self._method, self._place, files, stays=stays)
+                    return self._worker
+        raise WorkerStartError(f"{call.label}: the fork server ended again and again")
 
     def _leave_behind(self, seen: CallWatch) -> None:
         """Let a worker that has done its call take its time to exit, while the next one begins."""
@@ -316,8 +300,6 @@ def _read_outcome(call: Call, reply: int, request: int) -> Outcome:
     ``request`` is -1 if the worker had it by itself.
     """
     if call.confinement is not None:
-        if request >= 0:
-            sharing.finished(request)
         return confined_replies.read_reply(reply)
     try:
         outcome: Outcome = transport.read_reply(reply, request)

@@ -6,7 +6,7 @@ what has happened                            who ends what
 the caller is gone, whatever ended it        the kernel kills the worker's group: ``die_with_the_caller``
 the call is over, or its time is             its caller ends the worker's group: ``end_group``
 the worker is gone, not what it started      its parent ends what is in sessions of its own: the caller
-in a session of its own                      (``LeftProcesses``), or the fork server (``end_adopted``)
+in a session of its own                      (``ending_left``), or the fork server (``end_adopted``)
 the worker is gone, its resource tracker     it ends itself; after 30 s the caller does: ``end_later``
 is not
 a fork server ends while its successor       the kernel kills the successor: ``end_with_parent``
@@ -26,8 +26,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flower_gpu import control_group
@@ -305,25 +305,23 @@ def end_later(pids: Collection[int]) -> None:
     threading.Thread(target=end, name="flower-gpu-trackers", daemon=True).start()
 
 
-class LeftProcesses:
-    """What a worker that this process starts itself leaves in sessions of its own. Linux only.
+@contextmanager
+def ending_left(is_spared: Callable[[int], bool]) -> Iterator[None]:
+    """End, after the block, what a worker that is started in it leaves in sessions of its own. Linux only.
 
-    To be made before the worker is started. Until :meth:`end` this process is the parent of what is left.
+    In the block this process is the parent of what is left; at its end the worker is gone.
     """
-
-    def __init__(self) -> None:
-        was = ctypes.c_int(0)
-        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was), 0, 0, 0)
-        self._was_parent = bool(was.value)
-        self._own = children()
-        adopt_orphans()
-
-    def end(self, is_spared: Callable[[int], bool]) -> None:
-        """End it, once the worker is gone."""
+    was = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was), 0, 0, 0)
+    own = children()
+    adopt_orphans()
+    try:
+        yield
+    finally:
         deadline = time.monotonic() + _END_OF_LEFT_S
-        while end_adopted(self._own, is_spared=is_spared) and time.monotonic() < deadline:
+        while end_adopted(own, is_spared=is_spared) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
-        if not self._was_parent:
+        if not was.value:
             adopt_orphans(False)
 
 

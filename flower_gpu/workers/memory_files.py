@@ -155,7 +155,6 @@ class SharedFile:
             offset = write(self.descriptor, buffer, offset)
             offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
         seal(self.descriptor)
-        self.identity = identity(self.descriptor)
 
     def offset_of(self, buffer: bytes) -> int | None:
         """Return where ``buffer`` begins, or None if it is not here."""
@@ -183,19 +182,14 @@ class Sharing:
         self._lock = threading.Lock()
         self._current: SharedFile | None = None
         self._seen: dict[int, int] = {}
-        # By the descriptor of the request, with that file's identity: the number is used again.
-        self._calls: dict[int, tuple[tuple[int, int, int], SharedFile]] = {}
         self._expected = False  # the last model was sent more than once: the next one will be
 
     def place(self, buffers: Sequence[bytes]) -> SharedFile | None:
-        """Return a file with (some of) these large parts of a request, if others may want them too.
-
-        Follow with :meth:`hold` when the request is written.
-        """
+        """Return a file with (some of) these large parts of a request, if others may want them too."""
         if not SEALS:
             return None
         with self._lock:
-            self._let_go()
+            self._drop_unused()
             repeated = self._repeated(buffers)
             current = self._current
             if current is not None and any(current.offset_of(buffer) is not None for buffer in buffers):
@@ -212,22 +206,10 @@ class Sharing:
                 current.calls += 1
             return current
 
-    def hold(self, shared: SharedFile, request: int) -> None:
-        """Keep the file open until the call of this (complete) request is over."""
+    def let_go(self) -> None:
+        """Let go of a model that nobody has any more."""
         with self._lock:
-            self._calls[request] = identity(request), shared
-
-    def descriptor_of(self, request: int) -> int:
-        """Return the file that this request refers to; -1 for none."""
-        with self._lock:
-            found = self._calls.get(request)
-            return found[1].descriptor if found is not None and _is_open(request, found[0]) else -1
-
-    def finished(self, request: int) -> None:
-        """Take note that a worker is gone."""
-        with self._lock:
-            self._calls.pop(request, None)
-            self._let_go()
+            self._drop_unused()
 
     def _repeated(self, buffers: Sequence[bytes]) -> list[bytes]:
         # Ids of objects that are gone are used again, so that a sample has to match as well. If it does by
@@ -243,10 +225,7 @@ class Sharing:
             del self._seen[next(iter(self._seen))]
         return list(found.values())
 
-    def _let_go(self) -> None:
-        for request, (expected, _) in list(self._calls.items()):
-            if not _is_open(request, expected):  # its call failed
-                del self._calls[request]
+    def _drop_unused(self) -> None:
         if self._current is not None and not self._current.in_use():
             self._drop()
 
@@ -254,13 +233,6 @@ class Sharing:
         if self._current is not None:
             self._expected = self._current.calls > 1
         self._current = None
-
-
-def _is_open(descriptor: int, expected: tuple[int, int, int]) -> bool:
-    try:
-        return identity(descriptor) == expected
-    except OSError:
-        return False
 
 
 #: This process's own.

@@ -39,41 +39,6 @@ start_lock = OwnLock()
 Process = OwnChild | client.Forked
 
 
-@dataclass(frozen=True)
-class WorkerConnection:
-    """The caller's ends of the lines to one worker; see :class:`flower_gpu.workers.worker.Ends`."""
-
-    life: int  # write end of the life pipe; to be closed by :func:`close_life_end`
-    calls: socket.socket  # takes calls to the worker, and what it tells from it
-    stdout: int  # read ends of what it writes
-    stderr: int
-
-    def close(self) -> None:
-        """Close them; the kernel then kills the rest of the worker's process group."""
-        self.calls.close()
-        for descriptor in (self.stdout, self.stderr):
-            os.close(descriptor)
-        close_life_end(self.life)
-
-
-@dataclass
-class Prepared:
-    """What the start of a worker needs and may take long to get."""
-
-    method: StartMethod
-    request: int = -1  # memory file with the task and its arguments; -1 where the worker has them by itself
-    place: client.ServerPlace | None = None  # at the fork server that will fork the worker
-
-    def close(self) -> None:
-        """Let go of both."""
-        if self.request >= 0:
-            os.close(self.request)
-            self.request = -1
-        if self.place is not None:
-            self.place.close()
-            self.place = None
-
-
 class ForkInsteadError(Exception):
     """No fork server can have this call: there is none, or something of the call cannot be passed to it."""
 
@@ -81,34 +46,41 @@ class ForkInsteadError(Exception):
 def prepare(
     call: Call,
     method: StartMethod,
-    otherwise: StartMethod | None = None,
-    deadline: float | None = None,
-    place: client.ServerPlace | None = None,
-) -> Prepared:
+    otherwise: StartMethod | None,
+    deadline: float | None,
+    place: client.ServerPlace | None,
+    files: dict[str, int],
+) -> tuple[StartMethod, client.ServerPlace | None]:
     """Prepare the start of a worker; may take long, and may be interrupted.
 
     ``otherwise``: how to start it where there can be no fork server; with FORK it raises ForkInsteadError
     there, and where the call cannot be passed on. ``place``: one that an earlier call has had; it is closed
-    where it is of no use for this one. TimeoutError if there is no fork server until the deadline, on the
-    clock of ``time.monotonic``.
+    where it is of no use for this one. ``files``: takes the memory files of the request, where the worker
+    does not have that by itself, in the place of those of an earlier try.
+    Returns how it starts, and the place at the fork server that will fork it. TimeoutError if there is no
+    fork server until the deadline, on the clock of ``time.monotonic``.
     """
-    prepared = Prepared(method, place=place)
+    for name in files.keys() - {"reply"}:
+        os.close(files.pop(name))
     try:
         with _standard_descriptors_occupied():
             if place is not None and not (method.from_server and place.is_for(call)):
-                prepared.close()
-            if method.from_server and prepared.place is None:
-                _find_place(prepared, call, otherwise, deadline)
+                place.close()
+                place = None
+            if method.from_server and place is None:
+                place = _found_place(call, otherwise, deadline)
+                method = SPAWN if place is None else method
             elif not method.from_server:
                 state_folder.remove_left_socket_folders()  # of killed callers
             if not method.copies_caller:
-                prepared.request = write_request(call, preloaded=prepared.place is not None)
+                write_request(call, files, preloaded=place is not None)
     except BaseException as error:
-        prepared.close()
+        if place is not None:
+            place.close()
         if otherwise is FORK and isinstance(error, WorkerStartError):
             raise ForkInsteadError from error
         raise
-    return prepared
+    return method, place
 
 
 # Calls of these tasks, or with this to preload, are spawned, because there can be no fork server for them.
@@ -121,15 +93,15 @@ def _key(call: Call) -> str:
     return repr([*call.names, call.preload])
 
 
-def _find_place(
-    prepared: Prepared, call: Call, otherwise: StartMethod | None, deadline: float | None
-) -> None:
+def _found_place(
+    call: Call, otherwise: StartMethod | None, deadline: float | None
+) -> client.ServerPlace | None:
+    """Return a place at a fork server; None: there can be none, and the worker is spawned."""
     key = _key(call)
     if otherwise is SPAWN and key in _spawned_instead:
-        prepared.method = SPAWN
-        return
+        return None
     try:
-        prepared.place = client.find(call, deadline, _set_by_modules.get(key, {}))
+        return client.find(call, deadline, _set_by_modules.get(key, {}))
     except TimeoutError:
         raise
     except (OSError, ConfigError, WorkerStartError) as error:
@@ -137,7 +109,7 @@ def _find_place(
         if otherwise is not SPAWN:
             raise WorkerStartError(f"cannot start a worker: {reason}") from error
         _spawn_instead(key, reason)
-        prepared.method = SPAWN
+        return None
 
 
 def remember_variables(call: Call, variables: Mapping[str, str | None], *, may_spawn: bool) -> None:
@@ -162,50 +134,57 @@ def _spawn_instead(key: str, reason: str) -> None:
     _spawned_instead.add(key)
 
 
-def write_request(call: Call, *, preloaded: bool) -> int:
-    """Write a call's task and arguments into a memory file; WorkerStartError if they cannot be passed on."""
-    request = -1
+def write_request(call: Call, files: dict[str, int], *, preloaded: bool) -> None:
+    """Write a call's task and arguments into memory files, which ``files`` takes.
+
+    Raises WorkerStartError if they cannot be passed on.
+    """
     try:
-        request = transport.create("flower-gpu-request")
+        files["request"] = transport.create("flower-gpu-request")
         functions = () if preloaded else call.preload
         everything = (call.task, call.args, dict(call.kwargs), functions, call.log_prefix)
-        transport.write_request(everything, request)
-    except BaseException as error:
-        if request >= 0:
-            os.close(request)
-        if isinstance(error, OSError):  # no memory for it, or a limit
-            raise WorkerStartError(f"cannot start a worker: {error}") from error
-        if not isinstance(error, Exception):
-            raise
+        if (shared := transport.write_request(everything, files["request"])) >= 0:
+            files["shared"] = shared
+    except OSError as error:  # no memory for it, or a limit
+        raise WorkerStartError(f"cannot start a worker: {error}") from error
+    except Exception as error:
         raise WorkerStartError(
             f"{call.label}: {task_name(call.task)} or its arguments cannot be passed to a worker "
             f"({type(error).__name__}: {error}). Functions of modules that can be imported and plain values "
             "can"
         ) from error
-    return request
 
 
-def send_call(call: Call, to: socket.socket, request: int, reply: int, *, stays: bool) -> None:
+def send_call(call: Call, to: socket.socket, files: Mapping[str, int], *, stays: bool) -> None:
     """Send a call to its worker, with its memory files; Gone if the worker is.
 
-    ``request`` is -1 where the worker has it by itself. ``stays``: whether it may have another call
-    afterwards.
+    ``stays``: whether it may have another call afterwards.
     """
-    files = {"reply": reply, "request": request, "held": call.held, "shared": transport.shared_by(request)}
-    files = {name: descriptor for name, descriptor in files.items() if descriptor >= 0}
-    message = {"setup": call.setup, "stays": stays, "files": list(files)}
-    messages.send(to, message, list(files.values()))
+    sent = files if call.held < 0 else {**files, "held": call.held}
+    message = {"setup": call.setup, "stays": stays, "files": list(sent)}
+    messages.send(to, message, list(sent.values()))
 
 
 def launch(
-    call: Call, prepared: Prepared, reply: int, *, stays: bool = False
-) -> tuple[Process, WorkerConnection]:
-    """Make the lines to a worker, send it its first call, and start it. After an error no line is left.
+    call: Call,
+    method: StartMethod,
+    place: client.ServerPlace | None,
+    files: Mapping[str, int],
+    ours: ExitStack,
+    *,
+    stays: bool,
+) -> tuple[Process, socket.socket, int, int]:
+    """Make the lines to a worker, send it its first call, and start it.
 
+    ``ours``: closes the caller's ends of the lines; the kernel then kills the rest of the worker's process
+    group.
+    Returns the worker, the socket that takes calls to it and what it tells from it, and the read ends of its
+    standard output and error.
     Raises WorkerStartError if it could not be started.
     Raises Gone if its fork server has ended meanwhile; then everything has to be prepared anew.
     """
-    with start_lock, _standard_descriptors_occupied(), ExitStack() as ours, ExitStack() as theirs:
+    # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
+    with start_lock, _standard_descriptors_occupied(), ExitStack() as theirs:
 
         def pipe() -> tuple[int, int]:
             read, write = os.pipe()
@@ -221,14 +200,11 @@ def launch(
             theirs.callback(os.close, life_read)
             ours.callback(close_life_end, life_write)
             (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe()
-            send_call(call, calls, prepared.request, reply, stays=stays)
+            send_call(call, calls, files, stays=stays)
             ends = child.Ends(life_read, workers_calls.fileno(), stdout_write, stderr_write)
-            process = prepared.method.start(call, prepared, ends)
+            return method.start(call, place, ends), calls, stdout, stderr
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {explained(error)}") from error
-        # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
-        ours.pop_all()
-    return process, WorkerConnection(life_write, calls, stdout, stderr)
 
 
 def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
@@ -252,7 +228,7 @@ def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
     needs nothing of this process but libraries, which the server has.
     ConfigError if the method that was asked for cannot be used here.
     """
-    asked = None if start_method == "auto" else named(start_method)
+    asked = None if start_method == "auto" else METHODS[start_method]
     gpus = initialized_cuda_devices()
     if asked is FORK and gpus is not None:
         raise ConfigError(
@@ -281,7 +257,7 @@ def choose_in_worker(start_method: str | None) -> StartMethod:
     return SPAWN if is_spawn else FORKSERVER
 
 
-def spawn(call: Call, _: Prepared, ends: child.Ends) -> Process:
+def spawn(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
     """Start a fresh interpreter. Works everywhere; pays for every import."""
     # Not multiprocessing's spawn: that imports the caller's __main__ again in every worker, which runs a
     # script without a main guard once more, and leaves a resource tracker process with every caller.
@@ -303,7 +279,7 @@ def spawn(call: Call, _: Prepared, ends: child.Ends) -> Process:
     return OwnChild(process.pid, reap=process.wait)
 
 
-def fork(call: Call, _: Prepared, ends: child.Ends) -> Process:
+def fork(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
     """Fork this process. Nothing is pickled or imported again; CUDA must be untouched here."""
     release_openmp_threads()
     for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
@@ -383,11 +359,11 @@ def _imported_by_fork() -> Callable[[], list[str]] | None:
     return partial(libraries.imported_since, len(sys.modules), folders)
 
 
-def forkserver(call: Call, prepared: Prepared, ends: child.Ends) -> Process:
+def forkserver(call: Call, place: client.ServerPlace | None, ends: child.Ends) -> Process:
     """Have the host's fork server fork itself: its libraries are there, and CUDA is untouched."""
-    assert prepared.place is not None
+    assert place is not None
     message = {"op": "fork", "label": call.label}
-    return prepared.place.fork(message, [ends.life, ends.calls, ends.stdout, ends.stderr])
+    return place.fork(message, [ends.life, ends.calls, ends.stdout, ends.stderr])
 
 
 def no_start(*_: object) -> Process:
@@ -401,7 +377,7 @@ class StartMethod:
 
     name: str
     #: Starts a worker for a call, with the worker's ends of the lines to the caller.
-    start: Callable[[Call, Prepared, child.Ends], Process] = no_start
+    start: Callable[[Call, client.ServerPlace | None, child.Ends], Process] = no_start
     #: Whether the call runs in a process of its own. Only such a call is supervised: it can be ended, its
     #: death is one error, and its memory is free afterwards.
     is_own_process: bool = True
@@ -421,11 +397,6 @@ IN_PROCESS = StartMethod("in-process", is_own_process=False, copies_caller=True)
 
 #: All of them, by name: what a user may ask for (``flower_gpu.options.START_METHODS``).
 METHODS = {method.name: method for method in (FORKSERVER, SPAWN, FORK, IN_PROCESS)}
-
-
-def named(name: str) -> StartMethod:
-    """Return the start method of this name, which the settings have checked."""
-    return METHODS[name]
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from itertools import dropwhile, takewhile
 from typing import TextIO
 
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.workers.call import Call
 
 _CHUNK = 65536
 _MAX_PIPE = 1 << 20  # bytes a pipe holds at most, /proc/sys/fs/pipe-max-size
@@ -99,11 +98,6 @@ class Tail:
 
 def _is_frame(line: str) -> bool:
     return line.startswith("  ")
-
-
-def output_of(call: Call, target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
-    """Return the receiver of one output stream of a call's worker."""
-    return echo(target, tail, call.log_prefix if call.names_output else None)
 
 
 def echo(target: TextIO | None, tail: Tail, name: str | None = None) -> Callable[[bytes], None]:

@@ -9,7 +9,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,9 @@ from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.events import Sink, note_imported
 from flower_gpu.workers.forkserver import sockets
-from flower_gpu.workers.life import LeftProcesses, StopOrder, end_group, end_later
-from flower_gpu.workers.output import Stream, Tail, output_of
+from flower_gpu.workers.forkserver.client import ServerPlace
+from flower_gpu.workers.life import StopOrder, end_group, end_later, ending_left
+from flower_gpu.workers.output import Stream, Tail, echo
 
 EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
 WAIT_FOR_EXIT_S = 1.0  # of that, before the next call may begin; all of it for a worker with a lease
@@ -109,24 +111,29 @@ class CallWatch:
 class StartedWorker:
     """One worker with the caller's ends of its lines: started, watched through its calls, ended."""
 
-    def __init__(self, call: Call, prepared: start.Prepared, reply: int, *, stays: bool) -> None:
+    def __init__(
+        self,
+        call: Call,
+        method: start.StartMethod,
+        place: ServerPlace | None,
+        files: Mapping[str, int],
+        *,
+        stays: bool,
+    ) -> None:
         self._is_confined = call.confinement is not None
-        self._is_from_server = prepared.method.from_server
-        self._left: LeftProcesses | None = None
-        if self._is_confined and not self._is_from_server:  # a fork server does that itself
-            self._left = LeftProcesses()
-        try:
-            self._process, self._lines = start.launch(call, prepared, reply, stays=stays)
-        except BaseException:
-            self._end_left()
-            raise
+        with ExitStack() as lines:
+            if self._is_confined and not method.from_server:  # a fork server does that itself
+                lines.enter_context(ending_left(sockets.is_server))
+            self._process, self._line, *streams = start.launch(call, method, place, files, lines, stays=stays)
+            self._lines = lines.pop_all()
         self._seen: CallWatch | None = None
         self._imported: list[str] = []  # before the last call
         self._streams: dict[int, Stream] = {}
-        self._calls = self._lines.calls.fileno()
+        self._calls = self._line.fileno()
+        self._stdout, self._stderr = streams
         self._pidfd = _open_pidfd(self.pid)
         #: What is still open at the other end.
-        self._open = {self._calls, self._lines.stdout, self._lines.stderr}
+        self._open = {self._calls, *streams}
         self._poll = select.poll()
         for descriptor in self._open | {self._pidfd} - {-1}:
             self._poll.register(descriptor, select.POLLIN)
@@ -150,9 +157,9 @@ class StartedWorker:
         """Whether it is gone; its pid is still its own."""
         return self._process.has_exited()
 
-    def take(self, call: Call, files: dict[str, int], *, stays: bool) -> None:
+    def take(self, call: Call, files: Mapping[str, int], *, stays: bool) -> None:
         """Send it another call; Gone if that is too late."""
-        start.send_call(call, self._lines.calls, files["request"], files["reply"], stays=stays)
+        start.send_call(call, self._line, files, stays=stays)
 
     def kill(self) -> None:
         """Kill it, also from another thread."""
@@ -165,8 +172,9 @@ class StartedWorker:
     def watch(self, seen: CallWatch, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
         """Wait for the end of the worker, or for the result where it stays; or for a limit or an order."""
         self._seen, self._imported = seen, self.imported
-        for descriptor, target in ((self._lines.stdout, sys.stdout), (self._lines.stderr, sys.stderr)):
-            self._streams[descriptor] = Stream(descriptor, output_of(seen.call, target, seen.tail))
+        name = seen.call.log_prefix if seen.call.names_output else None
+        for descriptor, target in ((self._stdout, sys.stdout), (self._stderr, sys.stderr)):
+            self._streams[descriptor] = Stream(descriptor, echo(target, seen.tail, name))
         order = -1 if stopped_by is None else stopped_by.descriptor
         if order >= 0:
             self._poll.register(order, select.POLLIN)
@@ -190,7 +198,7 @@ class StartedWorker:
     def leave(self, deadline: float) -> None:
         """Let it end, as there are no more calls; wait for that."""
         with suppress(OSError):  # it has ended
-            self._lines.calls.shutdown(socket.SHUT_WR)
+            self._line.shutdown(socket.SHUT_WR)
         self._wait(deadline)
 
     def ask_where_it_is(self) -> None:
@@ -218,15 +226,9 @@ class StartedWorker:
 
     def close(self) -> None:
         """Close every descriptor, and end its processes in sessions of their own."""
-        self._end_left()
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._lines.close()
-
-    def _end_left(self) -> None:
-        if self._left is not None:
-            self._left.end(sockets.is_server)
-            self._left = None
 
     def _end_group(self) -> None:
         # A confined app's processes may call themselves as they like.
@@ -269,7 +271,7 @@ class StartedWorker:
 
     def _receive(self) -> None:
         try:
-            told, files = messages.receive(self._lines.calls)
+            told, files = messages.receive(self._line)
         except messages.NotAMessage:
             return
         except messages.Gone:

@@ -26,10 +26,7 @@ def arrived_from(value: Any) -> Any:
     """Send a value to a fork that sends it back."""
     request, reply = transport.create("flower-gpu-request"), transport.create("flower-gpu-reply")
     try:
-        transport.write_request(value, request)
-        shared = transport.shared_by(request)
-        if shared >= 0:
-            shared = os.dup(shared)  # a fork lets go of its parent's
+        shared = transport.write_request(value, request)
         child = os.fork()
         if child == 0:
             code = 1

@@ -138,8 +138,9 @@ def test_a_call_that_fails_keeps_nothing_open() -> None:
         arrived_from(ArrayRecord(dict(model)))
     assert shared_files() == 1
     request = transport.create("test")
-    transport.write_request(ArrayRecord(dict(model)), request)
-    os.close(request)  # its worker died
+    shared = transport.write_request(ArrayRecord(dict(model)), request)
+    for descriptor in (request, shared):  # its worker died
+        os.close(descriptor)
     del model
     assert arrived_from(1) == 1
     assert shared_files() == 0
@@ -151,12 +152,12 @@ def test_a_worker_that_starts_after_the_next_model_was_written() -> None:
         arrived_from(ArrayRecord(dict(first)))
     request = transport.create("test")
     try:
-        transport.write_request(ArrayRecord(dict(first)), request)
+        shared = transport.write_request(ArrayRecord(dict(first)), request)
         second = record(value=1)
         for _ in range(3):
             assert arrived_from(ArrayRecord(dict(second))) == second
         assert shared_files() == 2
-        assert transport.read_request(request, os.dup(transport.shared_by(request))) == first
+        assert transport.read_request(request, shared) == first
     finally:
         os.close(request)
         transport._leave_request()

@@ -19,7 +19,7 @@ from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.workers import events
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.output import MOST_IN_A_FILE, Stream, Tail, echo, output_of
+from flower_gpu.workers.output import MOST_IN_A_FILE, Stream, Tail, echo
 
 
 def tail_of(text: str) -> str:
@@ -112,7 +112,7 @@ def test_lines_of_a_named_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A log line has the name already, a bar is drawn once, and a file gets so much and no more."""
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
     shown, tail = io.StringIO(), Tail()
-    on_data = output_of(Call("a:b", log_prefix="client 3: ", names_output=True), shown, tail)
+    on_data = echo(shown, tail, "client 3: ")
     chunks = [b"on", b"e\ntw", b"o\r\nINFO: client 3: logged\n", b"10 %\r", b"50 %\r100 %\n\n", b"x" * 70_000]
     lines = ["client 3: one", "client 3: two", "INFO: client 3: logged", "client 3: 100 %", "client 3: "]
     for chunk in [*chunks, "é".encode()[:1], "é".encode()[1:] + b"\nlast", b""]:

@@ -18,7 +18,7 @@ class Caller:
     """One who has calls run on lines of workers."""
 
     def __init__(self, start_method: str = "forkserver", **of_calls: Any) -> None:
-        self.method = methods.named(start_method)
+        self.method = methods.METHODS[start_method]
         self.of_calls = {"without": frozenset({"torch"}), **of_calls}  # importing it takes seconds
         self.lines: list[Line] = []
         #: Every worker that was seen, in order.

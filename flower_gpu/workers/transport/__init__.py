@@ -41,25 +41,28 @@ _FOREIGN = "a memory file between worker and caller holds something else"
 _SHORT = "a memory file between worker and caller ends too early"
 
 
-def write_request(value: Any, descriptor: int) -> None:
-    """Write ``value`` into an empty memory file, for one worker; TypeError for an array of objects."""
+def write_request(value: Any, descriptor: int) -> int:
+    """Write ``value`` into an empty memory file, for one worker; TypeError for an array of objects.
+
+    Returns another descriptor, which the request is read with: of the file with a model that several calls
+    have; -1 for none. The worker gets both with the call: under the GPU guard it can open nothing of this
+    process.
+    """
     named = isinstance(value, tuple)
     parts = Parts(list(zip(_NAMES, value, strict=False)) if named else [("argument", value)])
     head = regions.dumps_by_value(value, parts)
     shared = sharing.place([part.shareable for part in parts.all if part.shareable is not None])
-    if shared is None:
-        _write_file(descriptor, head, parts)
-    else:
+    if shared is not None:
         parts.refer_to(shared)
-        _write_file(descriptor, head, parts)
-        sharing.hold(shared, descriptor)
+    _write_file(descriptor, head, parts)
     memory_files.seal_size(descriptor)
+    return -1 if shared is None else os.dup(shared.descriptor)
 
 
 def read_request(descriptor: int, shared: int = -1) -> Any:
     """Read, in its worker and without a copy, what was written; WorkerError if it is not complete.
 
-    ``shared``: the file that :func:`shared_by` returned in the caller, which is closed here; -1 for none.
+    ``shared``: what :func:`write_request` returned in the caller; it is closed here.
     """
     index = _read_index(descriptor)
     files = {}
@@ -76,14 +79,6 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
     finally:
         if shared >= 0:
             os.close(shared)
-
-
-def shared_by(request: int) -> int:
-    """Return the descriptor of the file, with a model that several calls have, that a request is read with.
-
-    -1 for none. The worker gets it with the call: under the GPU guard it can open none of this process.
-    """
-    return sharing.descriptor_of(request)
 
 
 def write_reply(value: Any, descriptor: int) -> None:
@@ -113,8 +108,6 @@ def read_reply(descriptor: int, request: int = -1) -> Any:
     ``request``: the memory file with its arguments; -1 if it had them by itself.
     """
     index = _read_index(descriptor)
-    if request >= 0:
-        sharing.finished(request)
     files = {}
     for where, file in ((HERE, descriptor), (IN_REQUEST, request)):
         if index.has(where):
