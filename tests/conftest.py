@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -116,12 +117,21 @@ def limit_s(item: pytest.Item) -> float:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, files whose tests may take long come first: one at the end would leave others idle."""
+    """Side by side, files whose tests may take long come early: one at the end would leave others idle.
+
+    Between them come shorter ones: whole federations at the same time would all want the CPU, and what is
+    left for the end waits for most of its time.
+    """
     if hasattr(config, "workerinput"):  # of pytest-xdist
         longest_s: dict[Path, float] = {}
         for item in items:
             longest_s[item.path] = max(longest_s.get(item.path, 0), limit_s(item))
-        items.sort(key=lambda item: -longest_s[item.path])
+        usual_s = float(config.getini("timeout"))
+        long = sorted((path for path in longest_s if longest_s[path] > usual_s), key=lambda p: -longest_s[p])
+        short = [path for path in longest_s if longest_s[path] <= usual_s]
+        mixed = [*chain.from_iterable(zip(long, short, strict=False)), *long[len(short) :], *short[len(long) :]]
+        place = {path: number for number, path in enumerate(mixed)}
+        items.sort(key=lambda item: place[item.path])
 
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]

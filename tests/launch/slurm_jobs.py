@@ -21,7 +21,7 @@ TIMEOUT_S = 120
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 # The fork servers of a job have its variables: what looks for what it has left finds them.
-_ENDS_SOON = {"FLOWER_GPU_SERVER_IDLE_S": "20"}
+_ENDS_SOON = {"FLOWER_GPU_SERVER_IDLE_S": "5"}
 
 
 @dataclass(frozen=True)

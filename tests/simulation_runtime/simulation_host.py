@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 START_S = (
     300  # for Ray, which starts eight processes that take ten seconds of a core: others may need the cores
 )
-_NOT_INHERITED = ("FLOWER_GPU", "FLWR_", "RAY_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "OMP_")
+_NOT_INHERITED = ("FLOWER_GPU", "FLWR_", "RAY_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "OMP_NUM_")
 
 
 class SimulationHost:

@@ -31,7 +31,7 @@ from flower_gpu import trace
 
 BIN = Path(sys.executable).parent
 WAIT_S = 120
-_NOT_INHERITED = ("FLOWER_GPU", "FLWR_", "RAY_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "OMP_")
+_NOT_INHERITED = ("FLOWER_GPU", "FLWR_", "RAY_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "OMP_NUM_")
 _NAMESPACES = ("--mount", "--uts", "--pid")
 
 
