@@ -276,7 +276,13 @@ def _results(
     folder: Path,
 ) -> tuple[dict[str, Any], list[float], list[float], dict[int, list[float]], list[dict[str, Any]]]:
     (results,) = (folder / "runs").iterdir()
-    events = [event for event in trace.read(results / trace.FILE_NAME) if event["event"] == "worker_finished"]
+    told = list(trace.read(results / trace.FILE_NAME))
+    sleeps_at = {event["call"]: event["time"] for event in told if event.get("desc") == "slow-down"}
+    events = [
+        {**event, "sleeps_at": sleeps_at.get(event["call"])}
+        for event in told
+        if event["event"] == "worker_finished"
+    ]
     # Of a message that was compared one copy counts: the others are not the app's own work.
     cpu_s = {(event["round"], event["task"], event["client"]): event["cpu_s"] or 0.0 for event in events}
     rounds = sorted({server_round for server_round, _, _ in cpu_s if server_round is not None})

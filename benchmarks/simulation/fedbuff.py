@@ -19,16 +19,16 @@ from benchmarks.shared.processes import BenchmarkError
 from benchmarks.simulation.engines import Done, Run, perform
 
 #: Clients, those of a round, those that train at a time with FedBuff, and workers.
-SIZE, QUICK_SIZE = (24, 8, 20, 16), (4, 2, 3, 2)
+SIZE, QUICK_SIZE = (32, 8, 24, 20), (4, 2, 3, 2)
 #: By data: rounds of FedAvg and of FedBuff, local epochs, and the accuracy that is wanted.
-DATA: Mapping[str, tuple[int, int, int, float]] = {"digits": (8, 20, 5, 0.85), "cifar10": (6, 14, 3, 0.25)}
+DATA: Mapping[str, tuple[int, int, int, float]] = {"digits": (8, 20, 10, 0.85), "cifar10": (6, 14, 3, 0.25)}
 _QUICK: tuple[int, int, int, float] = (1, 2, 1, 0.0)
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
 
 _KINDS = ("fedavg", "fedbuff")
 _SLOWEST = 8  # times
 _DIGITS_OF_TEST, _OF_TEST, _OF_CLIENTS = 360, 500, 2400
-_FIGURES = ("busy", "cpu", "to_accuracy_s", "round_s", "accuracy")
+_FIGURES = ("busy", "busy_from_start", "cpu", "to_accuracy_s", "round_s", "accuracy")
 
 
 def measure(
@@ -85,7 +85,8 @@ def _measure(
             done = perform(Run("ours", "buffered", clients, config, options=options), is_watched=False)
             setting = {"data": data, "strategy": kind, "clients": clients, "clients_per_round": each}
             setting |= {"workers": workers, "rounds": count, "local_epochs": epochs, "wanted": wanted}
-            rows.append({**setting, "seed": seed, **_figures(done, wanted)})
+            at_once = min(workers, each if kind == "fedavg" else concurrency)
+            rows.append({**setting, "seed": seed, **_figures(done, wanted, at_once)})
     for kind in _KINDS:
         of_kind = [row for row in rows if row["strategy"] == kind]
         medians = {name: round(median(row[name] for row in of_kind), 3) for name in _FIGURES}
@@ -94,46 +95,42 @@ def _measure(
     return rows
 
 
-def _figures(done: Done, wanted: float) -> dict[str, float]:
+def _figures(done: Done, wanted: float, at_once: int) -> dict[str, float]:
     """Return how busy the cores were, and how long the model took to be as good as is wanted.
 
-    ``busy``: how many cores had a client to compute, by the trace, of all cores; ``cpu``: how much of their
-    time clients got. The difference is what other work on the machine took.
+    ``busy``: how many cores had a client to compute, by the trace, of all cores, from when so many clients
+    have begun as train at a time: before that, workers start. ``busy_from_start``: the same from the first
+    client on. ``cpu``: how much of that time clients got. The difference is what other work took.
     """
     made_s, accuracies = done.figures["rounds_s"], done.figures["accuracies"]
     good = [at for at, accuracy in zip(made_s, accuracies, strict=True) if accuracy >= wanted]
     if not good:
         raise BenchmarkError(f"fedbuff: no version is right for {wanted:.0%}: {accuracies}")
-    calls = [call for call in done.calls if call["task"] == "train" and call["result_at"] is not None]
-    # While it sleeps for its slow-down, a client takes no core.
-    spans = []
-    for call in calls:
-        computes_s = (call["result_at"] - call["task_at"]) / _slow_down(call["client"])
-        spans.append((call["task_at"], call["task_at"] + computes_s))
-    begin, end = min(spans)[0], done.figures["began"] + made_s[-1]
-    available_s = (end - begin) * len(os.sched_getaffinity(0))
+    calls = [call for call in done.calls if call["task"] == "train" and call["task_at"] is not None]
+    end = done.figures["began"] + made_s[-1]
+    # While it sleeps for its slow-down, a client takes no core. Some train when the last version is there.
+    spans = [(call["task_at"], call["sleeps_at"] or call["result_at"] or end) for call in calls]
+    begins = sorted(begin for begin, _ in spans)
+    cores = len(os.sched_getaffinity(0))
     return {
-        "busy": round(_computing_s(spans, end) / available_s, 3),
-        "cpu": round(sum(call["cpu_s"] for call in calls) / available_s, 3),
+        "busy": round(_busy(spans, begins[at_once - 1], end), 3),
+        "busy_from_start": round(_busy(spans, begins[0], end), 3),
+        "cpu": round(sum(call["cpu_s"] or 0.0 for call in calls) / (end - begins[0]) / cores, 3),
         "to_accuracy_s": round(good[0], 2),
         "round_s": round(median(after - before for before, after in pairwise([0.0, *made_s])), 2),
         "accuracy": round(accuracies[-1], 4),
     }
 
 
-def _slow_down(client: str) -> int:
-    return int(client) % _SLOWEST + 1
-
-
-def _computing_s(spans: Sequence[tuple[float, float]], end: float) -> float:
-    """Return the sum over the time until then of how many clients compute, but at most one for each core."""
+def _busy(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """Return how many clients compute in the mean of a time, at most one for each core, of all cores."""
     cores = len(os.sched_getaffinity(0))
-    changes = sorted([(min(at, end), 1) for at, _ in spans] + [(min(at, end), -1) for _, at in spans])
+    changes = [(begin, 0), *((at, 1) for at, _ in spans), *((at, -1) for _, at in spans), (end, 0)]
     total_s, computing = 0.0, 0
-    for (at, change), (after, _) in pairwise(changes):
+    for (at, change), (after, _) in pairwise(sorted((min(max(at, begin), end), by) for at, by in changes)):
         computing += change
         total_s += min(computing, cores) * (after - at)
-    return total_s
+    return total_s / (end - begin) / cores
 
 
 def _digits() -> dict[str, Any]:
@@ -173,12 +170,22 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
     first = rows[0]
     table.show(
         f"{first['data']}, {first['clients']} clients, 1x to {_SLOWEST}x slow, {first['workers']} workers",
-        ("strategy", "seed", "cores busy", "CPU", f"to {first['wanted']:.0%}", "a round", "at the end"),
+        (
+            "strategy",
+            "seed",
+            "cores busy",
+            "from start",
+            "CPU",
+            f"to {first['wanted']:.0%}",
+            "a round",
+            "at the end",
+        ),
         [
             (
                 row["strategy"],
                 "median" if row["seed"] is None else str(row["seed"]),
                 f"{row['busy']:.0%}",
+                f"{row['busy_from_start']:.0%}",
                 f"{row['cpu']:.0%}",
                 f"{row['to_accuracy_s']:.1f} s",
                 f"{row['round_s']:.2f} s",

@@ -118,11 +118,18 @@ class FedBuff(FedAvg):
         """Log the sizes."""
         log(INFO, "\t└──> %d updates make a round, %d clients train", self.buffer_size, self.concurrency)
 
-    def _run(self, grid: Grid, initial_arrays: ArrayRecord, *rest: Any) -> Result:
+    def _run(self, grid: Grid, initial_arrays: ArrayRecord, *given: Any) -> Result:
+        *rest, evaluate_fn = given
         under_way = self._under_way = UnderWay(self, grid, initial_arrays, *rest[:3])
+
+        def evaluate(server_round: int, arrays: ArrayRecord) -> Any:
+            with under_way.filled():
+                return evaluate_fn(server_round, arrays)
+
+        wrapped = evaluate if evaluate_fn else None
         try:
             run: Callable[..., Result] = rounds.run
-            return run(self, under_way, initial_arrays, *rest, strategy_state=under_way)
+            return run(self, under_way, initial_arrays, *rest, wrapped, strategy_state=under_way)
         finally:
             under_way.give_up()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import INFO
 from statistics import fmean
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from flower_gpu.flower.fedbuff import FedBuff
 
 _WAIT_S: Final = 0.25  # then the grid is asked for replies in any case
+_FILL_S: Final = 0.1  # between two looks for free places while the server evaluates
 _TEXT: Final = "under way"  # the record of a checkpoint that says what the others are
 _NEWEST: Final = "newest"  # stands there for the model that a checkpoint has already
 
@@ -76,7 +79,9 @@ class UnderWay:
         self._sent: dict[str, SentModel] = {}  # by message id
         #: Of replies that are here.
         self.to_sum: dict[str, SentModel] = {}
-        self._here: deque[Message] = deque()  # replies that nobody has taken
+        # Replies that have come, by message id. A grid of ours keeps them until they are taken: a checkpoint
+        # before that has their clients as they were.
+        self._here: dict[str, Message | None] = {}
         self._number = 0  # of the next message
         self._now = 0.0  # on the virtual clock
         self._examples: dict[int, float] = {}  # of each node's last reply, for that clock
@@ -141,14 +146,37 @@ class UnderWay:
             _, nodes = sample_nodes(self._grid, self._strategy.min_available_nodes, 0)  # waits for them
         busy = {sent.node_id for sent in self._sent.values()} | self._failed
         idle = sorted(set(nodes) - busy)
-        return random.sample(idle, max(0, min(self._strategy.concurrency - len(self._sent), len(idle))))
+        # A place is free when its reply is here, on the virtual clock when that is taken. While the server
+        # evaluates, enough for a version may come: more would fill the memory.
+        training = len(self._sent)
+        if not self._in_order:
+            training -= min(len(self._here), self._strategy.buffer_size)
+        return random.sample(idle, max(0, min(self._strategy.concurrency - training, len(idle))))
 
     def go_on_with(self, arrays: ArrayRecord, server_round: int) -> None:
         """Have a new version of the model trained, by all places that are free."""
         self.arrays, self._round = arrays, server_round
         self._failed.clear()
-        if server_round <= self._num_rounds:
-            self._fill()
+        self._fill()
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Fill places that become free while the caller does something else."""
+        is_over = threading.Event()
+
+        def fill() -> None:
+            while not is_over.wait(_FILL_S):
+                self._look(0.0)
+                self._fill()
+
+        with ThreadPoolExecutor(1, "flower-gpu-fedbuff") as thread:
+            filling = thread.submit(fill) if self._sent and not self._in_order else None
+            try:
+                yield
+            finally:
+                is_over.set()
+            if filling is not None:
+                filling.result()
 
     def give_up(self) -> None:
         """Want no more replies."""
@@ -195,9 +223,10 @@ class UnderWay:
     # Messages
 
     def _fill(self) -> None:
-        # Not as a method of the object: that is recorded as the begin of a round.
-        configure: Any = type(self._strategy).configure_train
-        self._send(configure(self._strategy, self._round, self.arrays, self._config, self))
+        if self._round <= self._num_rounds:
+            # Not as a method of the object: that is recorded as the begin of a round.
+            configure: Any = type(self._strategy).configure_train
+            self._send(configure(self._strategy, self._round, self.arrays, self._config, self))
 
     def _send(self, messages: Iterable[Message]) -> None:
         sent = []
@@ -224,15 +253,28 @@ class UnderWay:
 
     def _next_reply(self) -> Message:
         timeout_s = 0.0
-        while not self._here:
-            ids: Sequence[str] = list(self._sent)
-            if self._in_order:
-                ids = [min(ids, key=lambda one: (self._sent[one].back_at, self._sent[one].node_id))]
-            self._here.extend(self._grid.pull_messages(self._wait(ids, timeout_s)))
+        while (message_id := self._next_here()) is None:
+            self._look(timeout_s)
             timeout_s = _WAIT_S  # only now: what has come since the last time is here at once
-        reply = self._here.popleft()
+        reply = self._here.pop(message_id) or next(iter(self._grid.pull_messages([message_id])))
         self._taken(reply)
         return reply
+
+    def _next_here(self) -> str | None:
+        """Return the message whose reply is to be taken next, if that is here."""
+        if not self._in_order:
+            return next(iter(self._here), None)
+        first = min(self._sent, key=lambda one: (self._sent[one].back_at, self._sent[one].node_id))
+        return first if first in self._here else None
+
+    def _look(self, timeout_s: float) -> None:
+        """Note which replies have come, and wait for one if there is none."""
+        ids = self._wait([message_id for message_id in self._sent if message_id not in self._here], timeout_s)
+        if self._is_ours:
+            self._here |= dict.fromkeys(ids)
+        else:
+            replies = self._grid.pull_messages(ids)
+            self._here |= {reply.metadata.reply_to_message_id: reply for reply in replies}
 
     # The virtual clock
 

@@ -190,16 +190,16 @@ class SimulationGrid(Grid):
         return list(self._send(messages, box))
 
     def wait_for_replies(self, message_ids: Sequence[str], timeout_s: float) -> Sequence[str]:
-        """Wait for a reply to messages of FedBuff; returns the id of the first one that has it."""
+        """Wait for a reply to messages of FedBuff; returns the ids of those that have one."""
         boxes = {message_id: cast(PulledBox, self._boxes[message_id]) for message_id in message_ids}
         for box in set(boxes.values()):
             self._expire(box)
 
-        def first() -> list[str]:
-            return [one for one, box in boxes.items() if box.has_reply(one)][:1]
+        def here() -> list[str]:
+            return [one for one, box in boxes.items() if box.has_reply(one)]
 
         with self._changed:
-            return self._changed.wait_for(first, timeout_s)
+            return self._changed.wait_for(here, timeout_s)
 
     def cancel_messages(self, message_ids: Iterable[str]) -> None:
         """Want no replies to messages that were pushed, and end their handling."""

@@ -465,11 +465,12 @@ class History:
         self.tally.workers_finished[outcome if outcome in OUTCOMES else OTHER] += 1
         if worker is None:  # the line of its start was cut off
             worker = self._begin_worker(time - (number(event.get("seconds")) or 0.0), event)
-        if worker.round != self._calls_round:
-            self._calls_round = worker.round
-            self._calls_done.clear()
-        if outcome != OUT_OF_MEMORY:  # most are tried again
-            self._calls_done[worker.task] += 1
+        if worker.round == (current := self.current_round):  # with FedBuff, others are of earlier rounds
+            if current != self._calls_round:
+                self._calls_round = current
+                self._calls_done.clear()
+            if outcome != OUT_OF_MEMORY:  # most are tried again
+                self._calls_done[worker.task] += 1
         if (lease := self.lease_of(worker)) is not None:
             lease.is_used = True
         del self._running[worker.call, worker.pid]

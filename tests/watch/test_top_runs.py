@@ -225,9 +225,12 @@ def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None
 def test_calls_of_a_round_that_tells_no_messages(trace: Trace) -> None:
     for number in range(5):
         trace.write_text("".join(trace.call(number, round=1)))
+    late = list(trace.call(21, round=1))  # of a slow client that nobody waits for
+    trace.write_text("".join(late[:3]))
     for number in range(3):
         trace.write_text("".join(trace.call(10 + number, round=2)))
     trace.write_text("".join(trace.call(20, round=2, task="evaluate")))
+    trace.write_text("".join(late[3:]))
     row = row_of(read(trace.path.parent), trace.time)
     assert (row.round, row.calls_done) == (2, {"fit": 3, "evaluate": 1})
 
