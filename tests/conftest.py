@@ -12,7 +12,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         usual_s = float(config.getini("timeout"))
         long = sorted((path for path in longest_s if longest_s[path] > usual_s), key=lambda p: -longest_s[p])
         short = [path for path in longest_s if longest_s[path] <= usual_s]
-        mixed = [*chain.from_iterable(zip(long, short, strict=False)), *long[len(short) :], *short[len(long) :]]
+        mixed = filter(None, chain.from_iterable(zip_longest(long, short)))
         place = {path: number for number, path in enumerate(mixed)}
         items.sort(key=lambda item: place[item.path])
 
