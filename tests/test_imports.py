@@ -30,7 +30,7 @@ for group in groups:
         try:
             for name in group.split():
                 importlib.import_module(name)
-            looked_for = ("torch", "flwr", "numpy", "tqdm", "rich", "psutil", "sqlite3")
+            looked_for = ("torch", "flwr", "numpy", "tqdm", "rich", "psutil")
             looked_for += ("tensorflow", "keras", "jax", "tensorboard", "wandb", "mlflow")
             found = [name for name in looked_for if name in sys.modules]
             print(json.dumps([group, found]), flush=True)
@@ -194,8 +194,6 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 #: What single modules bring in beyond what their room may.
 MORE = {
     "flower_gpu.frameworks.array_checks": {"numpy"},
-    **{f"flower_gpu.simulation.{part}": {"sqlite3"} for part in ("grid", "run")},
-    **{f"flower_gpu.flower.resuming.{part}": {"sqlite3"} for part in ("checkpoint", "resumable")},
 }
 
 
@@ -208,7 +206,7 @@ USUAL = {"numpy", "tqdm", "rich", "psutil", "tensorboard", "wandb", "mlflow"}
 
 def too_much(name: str, found: set[str]) -> set[str]:
     """Return which of the libraries that came with a module it may not bring in."""
-    allowed = set(MORE.get(name, ()))  # no worker has sqlite3, nor what it is forked from
+    allowed = set(MORE.get(name, ()))
     if layer(name) not in LIGHT:
         allowed |= USUAL
     if layer(name) == "pytorch":

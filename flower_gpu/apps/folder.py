@@ -6,7 +6,8 @@ import itertools
 import json
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
 
 #: In the folder of a checkpoint: without it there is none.
-CHECKPOINT_INDEX = "checkpoint.sqlite"
+CHECKPOINT_INDEX = "checkpoint.json"
+#: Locked by the process that goes on with the run.
+LOCK = "in-use.lock"
+
+_LOCK_WAIT_S = 1.0  # a process that was killed takes a moment to end
 
 
 class RunFolder:
@@ -70,6 +75,19 @@ class RunFolder:
                 found = event.get("settings")
                 return found if isinstance(found, dict) else None
         return None
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Have no other process go on with the run in a folder, while in the context; raises ConfigError."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(files.locked(folder / LOCK, _LOCK_WAIT_S))
+        except TimeoutError:
+            raise ConfigError(
+                f"another process goes on with the run in {path_text(folder)}: end it, or give another folder"
+            ) from None
+        yield
 
 
 def short(path: Path) -> str:

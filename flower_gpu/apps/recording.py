@@ -19,6 +19,7 @@ from typing import Any, Final
 import flower_gpu
 from flower_gpu import files, trace
 from flower_gpu.apps.failures import COMPLETED
+from flower_gpu.apps.folder import in_use
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import inventory
 from flower_gpu.options import RESERVE
@@ -50,29 +51,20 @@ def look_at_gpus(folder: Path) -> bool:
 class RecordedRun:
     """A run that is being recorded in the trace of a folder; ``told`` is what its ``run_started`` tells."""
 
-    def __init__(self, folder: Path, told: Mapping[str, Any], is_elsewhere: bool) -> None:
+    def __init__(self, folder: Path, told: Mapping[str, Any]) -> None:
         #: How it has ended: ``"completed"``, ``"failed"`` or ``"interrupted"``.
         self.outcome = COMPLETED
         #: What else its ``run_finished`` tells.
         self.end_told: dict[str, Any] = {}
-        #: Whether another process of this host has this run, and records it.
-        self.is_elsewhere = is_elsewhere
         self._folder = folder
         self._told = told
         self._began: float | None = None
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def only_here(self) -> Iterator[None]:
-        """Go into the block if no other process of this host goes on with this run; raises ConfigError."""
-        if self.is_elsewhere:
-            raise ConfigError(f"--resume {self._folder}: another process goes on with this run already")
-        yield
-
     def begin(self) -> None:
         """Write down that it has begun, and look at the GPUs from now on."""
-        if self.is_elsewhere or self._began is not None:
+        if self._began is not None:
             return
         self._began = time.monotonic()
         trace.keep_open(self._folder)
@@ -123,11 +115,12 @@ def recorded_run(
     """Record a run of an app, while in the context; ``kind`` is as in :class:`RunningRun`.
 
     ``settings`` is what it was started with. An exception is a failure, a KeyboardInterrupt an interruption.
-    Without ``begins`` nothing is written before :meth:`RecordedRun.begin` is called.
+    Without ``begins`` nothing is written before :meth:`RecordedRun.begin` is called. Raises ConfigError if
+    another process goes on with this run.
     """
     told = {"kind": kind, "name": name, "clients": clients, "num_rounds": num_rounds, "settings": settings}
-    with registered(folder, kind, name) as is_first:
-        run = RecordedRun(folder, told, is_elsewhere=not is_first)
+    with in_use(folder), registered(folder, kind, name):
+        run = RecordedRun(folder, told)
         try:
             if begins:
                 run.begin()
@@ -176,34 +169,25 @@ class RunningRun:
 
 
 @contextmanager
-def registered(folder: Path, kind: str, name: str) -> Iterator[bool]:
-    """Let others of this user see a run, while in the context.
-
-    Yields False if another process of this host has registered this run already.
-    """
-    descriptor, path = (
-        -1,
-        (_folder() / f"{hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()}.json"),
-    )
+def registered(folder: Path, kind: str, name: str) -> Iterator[None]:
+    """Let others of this user see a run, while in the context."""
+    digest = hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()
+    descriptor, path = -1, _folder() / f"{digest}.json"
     run = RunningRun(str(folder), kind, name, os.getpid(), time.time())
-    is_first = True
     try:
         state_folder.made_state_dir()
         path.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor = _locked(path)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(run)).encode(), 0)
-    except TimeoutError:
-        is_first = False
     except (ConfigError, OSError):  # nobody sees it then, which is no reason not to run
         pass
     try:
-        yield is_first
+        yield
     finally:
-        if is_first:
+        if descriptor >= 0:
             with suppress(OSError):
                 path.unlink()
-        if descriptor >= 0:
             os.close(descriptor)
 
 

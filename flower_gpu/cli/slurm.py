@@ -79,7 +79,7 @@ where=(--log-dir "$logs")
 # After a preemption, or the failure of a node, Slurm starts the job again: its newest run goes on.
 if ((${SLURM_RESTART_COUNT:-0})); then
   runs=("$logs"/[0-9]*)
-  [[ -e ${runs[-1]}/checkpoint/checkpoint.sqlite ]] && where=(--resume "${runs[-1]}")
+  [[ -e ${runs[-1]}/checkpoint/checkpoint.json ]] && where=(--resume "${runs[-1]}")
 fi"""
 # Not `ray symmetric-run`: it refuses to start on a node where the account has another Ray. At its end it runs
 # `ray stop`, which ends all Ray processes of the account there.

@@ -28,9 +28,9 @@ from flower_gpu.flower.private_names import HTTP_GRID, SERVER_RUNTIME, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.resuming.earlier import FirstStart
+from flower_gpu.flower.resuming.checkpoint import Checkpoints, KeptRounds
 from flower_gpu.flower.resuming.states import StateStore
-from flower_gpu.flower.rounds import RoundState, keep_generator
+from flower_gpu.flower.rounds import keep_generator
 from flower_gpu.options import RUN_DIR_VARIABLE
 
 _NAME: Final = "flwr-serverapp"
@@ -125,31 +125,12 @@ def keep_rounds(grid: Grid, recorder: Recorder, folder: RunFolder) -> None:
     Nodes and replies have the order of the clients: sums, and which clients a seed chooses, do not depend on
     chance.
     """
-    # Late: the process that this one is a fork of does without SQLite.
-    from flower_gpu.flower.resuming.checkpoint import Checkpoints
-
+    in_order: Any = grid
     get_nodes, send_and_receive, order = grid.get_nodes, grid.send_and_receive, ClientOrder(folder)
+    in_order.get_nodes = lambda: order.nodes(get_nodes())
+    in_order.send_and_receive = lambda *args, **kwargs: order.replies(send_and_receive(*args, **kwargs))
     checkpoints = Checkpoints(folder.checkpoint, StateStore())
-    first_start = FirstStart(checkpoints, checkpoints.read())
-
-    def resumed() -> RoundState | None:
-        if (state := first_start.resumed()) is not None:
-            recorder.run_resumed(state.server_round)
-        return state
-
-    def finished_round(state: RoundState) -> None:
-        # Else a run that goes on does the round again: the launcher may be about to end it for that.
-        if state.server_round != recorder.failed_round:
-            first_start.finished_round(state)
-
-    replaced = {
-        "get_nodes": lambda: order.nodes(get_nodes()),
-        "send_and_receive": lambda *args, **kwargs: order.replies(send_and_receive(*args, **kwargs)),
-        "resumed": resumed,
-        "finished_round": finished_round,
-    }
-    for name, method in replaced.items():
-        setattr(grid, name, method)
+    KeptRounds(checkpoints, checkpoints.read(), recorder).on(grid)
 
 
 class GridTime:

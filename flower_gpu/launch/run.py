@@ -76,8 +76,7 @@ def launch(options: LaunchOptions) -> int:
             clients=plan.clients,
             num_rounds=plan.num_rounds,
             settings=settings,
-        ) as run,
-        run.only_here(),  # before the supervisor ends what is of the run
+        ) as run,  # first: nobody else goes on with it, and the supervisor ends what is of the run
         Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
         display = LaunchDisplay(plan.num_rounds, is_quiet=options.verbosity < 0)

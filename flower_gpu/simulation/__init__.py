@@ -28,6 +28,6 @@ comes when the grid asks for it, at the end of a round or of a block of nodes.
 A host is :class:`flower_gpu.simulation.host.Host`. This machine is one (local_host); another engine is a
 class of hosts, and a line in ``run._hosts``: those of a Ray cluster run a local host inside an actor each.
 
-After each round: checkpoint (index in SQLite, states and models as files). reporting: trace,
-History, display, result, the final model.
+After each round: checkpoint (an index, states and models as files). reporting: trace, History,
+display, result, the final model.
 """

@@ -33,9 +33,6 @@ from flwr.supercore.run import Run
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError, NotDeterministicError
 from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sending
-from flower_gpu.flower.resuming.checkpoint import Checkpoints
-from flower_gpu.flower.resuming.earlier import FirstStart
-from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.streaming import Buffered
 from flower_gpu.simulation.boxes import BlockBox, Box, Job, PulledBox, SumBox
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
@@ -67,8 +64,6 @@ class SimulationGrid(Grid):
     ``dispatcher``: hands messages to hosts.
     ``durations``: what messages are expected to take: those that are sent together are handled from the
     longest to the shortest. Without it in the order of sending.
-    ``checkpoints``: where finished rounds are kept.
-    ``resumed``: where the run goes on.
     ``sums_in_order``: whether replies are always summed in the order of the nodes.
     ``is_strict``: whether messages that are not done in time end the run.
     """
@@ -79,8 +74,6 @@ class SimulationGrid(Grid):
         dispatcher: Dispatcher,
         *,
         durations: Durations | None = None,
-        checkpoints: Checkpoints | None = None,
-        resumed: RoundState | None = None,
         sums_in_order: bool = False,
         is_strict: bool = False,
     ) -> None:
@@ -89,7 +82,6 @@ class SimulationGrid(Grid):
         self._changed = dispatcher.changed
         self._nodes: VirtualNodes = dispatcher.nodes
         self._durations = durations
-        self._first_start = FirstStart(checkpoints, resumed)
         #: Whether replies are always summed in an order that does not depend on who is done first.
         self.sums_in_order = sums_in_order
         self._is_strict = is_strict
@@ -297,14 +289,6 @@ class SimulationGrid(Grid):
         """Return how many blocks may be under way, whatever memory they take."""
         hosts = self._dispatcher
         return 2 * (len(hosts.hosts) + hosts.concurrency // BLOCK_NODES + 1)
-
-    def resumed(self) -> RoundState | None:
-        """Return where the run goes on; None: at its start."""
-        return self._first_start.resumed()
-
-    def finished_round(self, state: RoundState) -> None:
-        """Save the state of the run after a round."""
-        self._first_start.finished_round(state)
 
     def close(self) -> None:
         """Give up unfinished messages, and hand out no more."""

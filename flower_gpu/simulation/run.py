@@ -186,7 +186,8 @@ def simulate(
         report = record.report(plan, hosts, stack, progress=progress, verbose=verbose)
         grid = _grid(plan, record, hosts, report, stack)
         context = Context(nodes.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(nodes.run_config))
-        _run_server(plan, hosts, RecordedGrid(grid, report.recorder), context, report.say)
+        recorded = RecordedGrid(grid, report.recorder, record.checkpoints, record.state)
+        _run_server(plan, hosts, recorded, context, report.say)
         model = report.recorder.model
     path = None if record.folder is None else record.folder.path
     return SimulationResult(context, model, report.summary, path, plan.work.name, report.history.rounds)
@@ -215,7 +216,6 @@ class _Record:
         self.state: RoundState | None = None  # of the run that goes on
         if self.folder is not None:
             self.checkpoints = Checkpoints(self.folder.checkpoint, self.states, plan.identity(hosts))
-            stack.callback(self.checkpoints.close)
             self.state = self.checkpoints.read() if plan.resumes else None
 
     def _begin(
@@ -245,7 +245,6 @@ class _Record:
                 begins=not plan.resumes,
             )
         )
-        stack.enter_context(self._run.only_here())
 
     def report(
         self,
@@ -294,8 +293,6 @@ def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: E
         Run.create_empty(nodes.run_id),
         dispatcher,
         durations=durations if has_longest_first else None,
-        checkpoints=record.checkpoints,
-        resumed=record.state,
         sums_in_order=work.is_deterministic,
         is_strict=work.is_strict,
     )

@@ -12,7 +12,8 @@ import pytest
 from nvml_stub import GIB, Host
 
 from flower_gpu import trace
-from flower_gpu.apps.recording import registered, running_runs
+from flower_gpu.apps.recording import recorded_run, running_runs
+from flower_gpu.errors import ConfigError
 from flower_gpu.workers import state_folder
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,7 +23,7 @@ import sys
 from pathlib import Path
 from flower_gpu.apps.recording import recorded_run
 with recorded_run(Path(sys.argv[1]), "launch", "app", clients=3, num_rounds=2) as run:
-    print("runs", run.is_elsewhere, flush=True)
+    print("runs", flush=True)
     if "fail" in sys.argv:
         raise ValueError
     sys.stdin.read()
@@ -95,17 +96,16 @@ def test_a_run_is_seen_as_long_as_its_process_lives(folder: Path) -> None:
     assert running_runs() == []
 
 
-def test_one_process_of_a_host_records_a_run(folder: Path) -> None:
-    with (
-        registered(folder, "supernodes", "first") as is_first,
-        registered(folder, "supernodes", "2") as second,
-    ):
-        assert (is_first, second) == (True, False)
-        process = record(folder)
-        process.communicate("", timeout=30)
+def test_one_process_records_a_run(folder: Path) -> None:
+    with recorded_run(folder, "supernodes", "first"):
+        before = events(folder)
+        with (
+            pytest.raises(ConfigError, match="another process goes on with the run in"),
+            recorded_run(folder, "supernodes", "second"),
+        ):
+            raise AssertionError
         [run] = running_runs()
-        assert run.name == "first"
-    assert not (folder / trace.FILE_NAME).exists()
+        assert run.name == "first" and events(folder) == before
     assert running_runs() == []
 
 

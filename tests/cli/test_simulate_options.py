@@ -206,7 +206,7 @@ def test_a_folder_without_an_app_is_refused_and_that_of_the_app_may_be_the_curre
 
 
 def test_what_is_no_run_to_go_on_with_is_refused(refusal: Refusal, app: Path) -> None:
-    checkpoint = app.parent / "run" / "checkpoint" / "checkpoint.sqlite"
+    checkpoint = app.parent / "run" / "checkpoint" / "checkpoint.json"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
     config = {"app": "other", "app_folder": "/apps/other", "num_supernodes": 3, "seed": 1}

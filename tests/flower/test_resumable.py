@@ -20,9 +20,9 @@ from flwr.supercore.heartbeat import HeartbeatSender
 from kill_at_line import kill_at_line
 from streaming_grid import PlainTestGrid, StreamingTestGrid
 
-from flower_gpu import ConfigError, FedAvg, files, resumable
+from flower_gpu import ConfigError, FedAvg, resumable
 from flower_gpu.flower import rounds
-from flower_gpu.flower.resuming import checkpoint, earlier
+from flower_gpu.flower.resuming import checkpoint
 from flower_gpu.flower.resuming import resumable as resuming
 from flower_gpu.flower.resuming.states import StateStore
 
@@ -34,7 +34,7 @@ MAKE: dict[str, Callable[[], Strategy]] = {
     "ours": lambda: FedAvg(**SOME, exact_order=True),
     "with moments": lambda: flowers.FedAdam(**SOME, fraction_evaluate=0.0),
 }
-CODE = (resuming.__file__, earlier.__file__, checkpoint.__file__, rounds.__file__)
+CODE = (resuming.__file__, checkpoint.__file__, rounds.__file__)
 
 
 def run(
@@ -155,12 +155,10 @@ def test_what_cannot_go_on_is_refused_before_it_starts(tmp_path: Path) -> None:
         resumable(FedAvg(), tmp_path / "file")
 
 
-def test_a_folder_that_another_run_uses_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_LOCK_WAIT_S", 0.1)
-
+def test_a_folder_that_another_run_uses_is_refused(tmp_path: Path) -> None:
     class Grid(PlainTestGrid):
         def get_node_ids(self) -> list[int]:
-            with pytest.raises(ConfigError, match="is in use by another run: end it"):
+            with pytest.raises(ConfigError, match="another process goes on with the run in"):
                 run(MAKE["ours"](), tmp_path)
             return super().get_node_ids()
 

@@ -19,7 +19,7 @@ from run_programs import run
 from waiting import until
 
 from flower_gpu import trace
-from flower_gpu.apps.recording import registered
+from flower_gpu.apps.folder import in_use
 from flower_gpu.cli import main as cli
 from flower_gpu.cli.launch import from_arguments
 from flower_gpu.errors import ConfigError
@@ -132,10 +132,10 @@ def test_an_earlier_run_gives_what_is_not_given(resumed: tuple[Path, Path, str],
 def test_a_run_that_another_process_goes_on_with_is_left_alone(resumed: tuple[Path, Path, str]) -> None:
     environment = {**os.environ, "FLOWER_GPU_RUN_DIR": str(resumed[0])}
     with (
-        registered(resumed[0], "launch", "app"),
+        in_use(resumed[0]),
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as other,
     ):
-        with pytest.raises(ConfigError, match="another process goes on with this run already"):
+        with pytest.raises(ConfigError, match="another process goes on with the run in"):
             launch_run.launch(plan(["--resume", str(resumed[0])]).options)
         assert other.poll() is None
         other.communicate(b"\n")

@@ -197,8 +197,8 @@ def run_on_grid(
     context = Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), {})
     with ExitStack() as stack:
         stack.callback(host.close)
-        grid = SimulationGrid(Run.create_empty(RUN_ID), dispatcher, **resumable)
-        app(stack.enter_context(closing(RecordedGrid(grid, recorder))), context)
+        grid = SimulationGrid(Run.create_empty(RUN_ID), dispatcher)
+        app(stack.enter_context(closing(RecordedGrid(grid, recorder, **resumable))), context)
 
 
 def run_reported(

@@ -198,7 +198,6 @@ def run(
     nodes = new_nodes(NODES)
     handle = Trainers(nodes, name)
     recorded = run_app(main, handle, nodes, 1, checkpoints=checkpoints, resumed=resumed, **options)
-    checkpoints.close()
     return found[0], Checkpoints(folder, StateStore()).read(), recorded
 
 
@@ -392,7 +391,6 @@ def test_only_the_first_start_of_an_app_goes_on(tmp_path: Path) -> None:
         recorded = run_app(
             main, Trainers(nodes, ""), nodes, 1, checkpoints=checkpoints, resumed=checkpoints.read()
         )
-        checkpoints.close()
         last = Checkpoints(tmp_path, StateStore()).read()
         assert last is not None and last.server_round == 2
     assert [phase.round for phase in recorded.phases("train")] == [1], "of the second start"

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from simulations import APPS, Simulation, run, running, wait_for_line
 
 from flower_gpu import simulate
-from flower_gpu.apps.recording import registered
+from flower_gpu.apps.folder import in_use
 from flower_gpu.errors import ConfigError
 from flower_gpu.watch.report.page import write_report
 
@@ -118,8 +118,8 @@ def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
     folder: Path, tmp_path: Path
 ) -> None:
     with (
-        registered(folder, "simulate", "the other one"),
-        pytest.raises(ConfigError, match="another process goes on with this run"),
+        in_use(folder),
+        pytest.raises(ConfigError, match="another process goes on with the run"),
     ):
         simulate(APPS / "plain", 4, resume=folder, progress=False)
     with pytest.raises(ConfigError, match="num_supernodes was 4 and is 5"):

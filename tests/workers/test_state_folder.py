@@ -62,8 +62,8 @@ def test_what_a_user_has_in_the_named_folder_stays_as_it_is(home: Path) -> None:
         sockets.remove_old_files()
         Footprints().learn(KEY, 1 << 30)
         assert recording.running_runs() == []
-        with recording.registered(home / "data", "simulate", "app") as is_first:
-            assert is_first and len(recording.running_runs()) == 1
+        with recording.registered(home / "data", "simulate", "app"):
+            assert len(recording.running_runs()) == 1
     left = [path for path in home.rglob("*") if state_folder.state_dir() not in (path, *path.parents)]
     assert sorted(str(path.relative_to(home)) for path in left if path.is_file()) == sorted(THEIRS)
     for name in THEIRS:

@@ -14,19 +14,31 @@ from flwr.serverapp import Grid
 
 from flower_gpu.flower.averaging import SumItem, in_order_of_sending
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Phase, Recorder
+from flower_gpu.flower.resuming.checkpoint import Checkpoints, KeptRounds
+from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.streaming import Buffered, ComingReplies, Configured
 
 
 @Grid.register
 class RecordedGrid:
-    """Tells the recorder of messages and replies; in all else it is the grid that it passes them on to."""
+    """Tells the recorder of messages and replies; in all else it is the grid that it passes them on to.
 
-    def __init__(self, grid: Any, recorder: Recorder) -> None:
+    ``checkpoints``, ``resumed``: as :class:`.KeptRounds` has them.
+    """
+
+    def __init__(
+        self,
+        grid: Any,
+        recorder: Recorder,
+        checkpoints: Checkpoints | None = None,
+        resumed: RoundState | None = None,
+    ) -> None:
         self._grid = grid
         self._recorder = recorder
         self._lock = threading.Lock()
         self._awaited: dict[str, tuple[Phase, int, _Batch]] = {}
         self._buffered: dict[str, int] = {}  # nodes, by message
+        KeptRounds(checkpoints, resumed, recorder).on(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also where this object is not made yet, as in copy.copy()
@@ -105,22 +117,6 @@ class RecordedGrid:
                 del item  # or it stays until the next one is there
         batch.end("no reply" if timeout is None else f"no reply within {timeout:g} s")
         self._recorder.check()
-
-    def resumed(self) -> Any:
-        """Return where to go on; None: from the start."""
-        state = self._grid.resumed()
-        if state is not None:
-            self._recorder.run_resumed(state.server_round)
-        return state
-
-    def finished_round(self, state: Any) -> None:
-        """Note the model and the evaluation on the server, and pass on."""
-        metrics = state.evaluate_metrics.get(state.server_round)
-        if metrics:
-            self._recorder.evaluated(state.server_round, dict(metrics))
-        self._recorder.model = state.arrays
-        # Last: what is noted of a round with no checkpoint is cut off when the run is resumed.
-        self._grid.finished_round(state)
 
     def close(self) -> None:
         """Tell of the messages that nobody has pulled a reply of, and close the grid."""

@@ -1,62 +1,52 @@
 """The last finished round of a run: model, metrics, random state, and the states of all nodes.
 
-    checkpoint.sqlite   which round it is, and where in which file each state is
+    checkpoint.json     which round it is, and where in which file each state is
     7.model             the model, the metrics and the strategy's state after round 7
     4.states, 7.states  states that changed before the rounds were written
 
-Files never change. A round's go into new ones and are synced, then one transaction lets the index refer to
-them, then files without a reference are deleted. So the folder holds a whole round whatever ends the process.
-States go into one file for each round that changed any: a thousand small files would have to be synced one by
-one. When less than half of a file is still in use, the states in it move to the next one.
-
-SQLite keeps a rollback journal, since its write-ahead log fails on network folders. With ``synchronous``
-NORMAL it syncs the journal before the index, and the index before the journal is truncated. The truncated
-journal is synced here, before files of the round before are deleted: else a journal that comes back after a
-power failure would undo the round. FULL would sync the journal once more, and a deleted journal the folder.
+Files never change. A round's go into new ones and are synced, then an index that refers to them takes the
+place of the one before, then files without a reference are deleted. So the folder holds a whole round
+whatever ends the process. States go into one file for each round that changed any: a thousand small files
+would have to be synced one by one. When less than half of a file is still in use, the states in it move to
+the next one. Who writes has the run's lock (``in_use`` of :mod:`flower_gpu.apps.folder`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import re
-import sqlite3
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from flower_gpu import files
 from flower_gpu.apps.folder import CHECKPOINT_INDEX as INDEX_NAME
-from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.record_bytes import Buffer
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.resuming.states import FilePlace, StateStore, disk_error
-from flower_gpu.flower.rounds import RoundState
+from flower_gpu.flower.rounds import ResumableGrid, RoundState
 from flower_gpu.flower.strategy_state import ANEW
 from flower_gpu.printable import path_text
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 
-_APPLICATION: Final = 0x46475043  # in the database's header: it is one of these
-_TABLES: Final = (
-    "CREATE TABLE round (content TEXT, checksum INTEGER)",
-    "CREATE TABLE states (partition INTEGER PRIMARY KEY, serial INTEGER, offset INTEGER, size INTEGER, "
-    "checksum INTEGER)",
-)
-_SUMS: Final = (
-    "SELECT count(*), sum(partition), sum(serial), sum(offset), sum(size), sum(checksum) FROM states"
-)
+_HEAD: Final = re.compile(rb"flower-gpu checkpoint, format (\d+), checksum (\d+)")  # the index's first line
 _OURS: Final = re.compile(r"\d+\.(model|states)")
-_ENTRY_BYTES: Final = 128  # of a state in the index and in its journal, at most
-_INDEX_BYTES: Final = 1 << 16  # of the rest of both, and of what files take beyond their sizes
+_ENTRY_BYTES: Final = 64  # of a state in the index, at most
+_INDEX_BYTES: Final = 1 << 16  # of the rest of it, and of what files take beyond their sizes
 # In the file with the model.
 _MODEL, _TRAIN, _EVALUATE, _CLIENTS, _STRATEGY = "arrays", "train ", "evaluate ", "clients ", "strategy "
+
+_Entry = tuple[int, int, int, int]  # of a state: the number of its file, where it is there, and its checksum
 
 
 class Checkpoints:
@@ -69,211 +59,141 @@ class Checkpoints:
 
     def __init__(self, folder: Path, states: StateStore, identity: Mapping[str, Any] | None = None) -> None:
         self._folder = folder
+        self._index = folder / INDEX_NAME
         self._states = states
         self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity or {})))
-        self._serial = 0  # of the round that this object has written or read last
-        self._database: sqlite3.Connection | None = None  # open between writes: opening syncs the folder
-
-    @property
-    def _index(self) -> Path:
-        return self._folder / INDEX_NAME
+        self._serial = 0  # of the newest files; no number is used twice
+        self._entries: dict[int, _Entry] = {}  # of the states in the index, by partition
+        self._used: set[Path] = set()  # files to which the index refers
 
     def write(self, state: RoundState) -> None:
         """Write a finished round in the place of the one before.
 
-        Raises a FlowerGPUError if the disk is full or cannot be written to, or if another process has written
-        into the folder. The round before is still there.
+        Raises a FlowerGPUError if the disk is full or cannot be written to. The round before is still there.
         """
         model = _model_parts(state)
         size = sum(map(len, model)) + _INDEX_BYTES
-        is_first = not self._serial
+        next_step = (
+            "free space, and continue from the checkpoint, which is that of the round before"
+            if self._used
+            else "there is no checkpoint of an earlier one: free space, and start the run anew"
+        )
         try:
-            if is_first:
-                self._create()
             with self._states.held() as changed:
-                size += sum(_ENTRY_BYTES + self._states.size_bytes(partition) for partition in changed)
-                database = self._open()
-                database.execute("BEGIN IMMEDIATE")
-                self._check_is_ours(database)
+                size += sum(self._states.size_bytes(partition) for partition in changed)
+                size += _ENTRY_BYTES * (len(self._entries) + len(changed))
                 try:
-                    self._write(database, state, model, changed)
-                except BaseException:
-                    self._give_up(database)
-                    raise
-                self._delete_unused(database)
-        except (OSError, sqlite3.Error) as error:
-            next_step = (
-                "there is no checkpoint of an earlier one: free space, and start the run anew"
-                if is_first
-                else "free space, and continue from the checkpoint, which is that of the round before"
-            )
+                    self._write(state, model, changed)
+                finally:
+                    self._delete_unused()
+        except OSError as error:
             text = f"Round {state.server_round} is finished but may not be written; {next_step}"
-            raise disk_error(_os_error(error), self._folder, size, text) from error
+            raise disk_error(error, self._folder, size, text) from error
+
+    def _write(self, state: RoundState, model: Sequence[Buffer], changed: Set[int]) -> None:
+        """Write the files of a round, and let the index refer to them."""
+        self._serial += 1
+        self._folder.mkdir(parents=True, exist_ok=True)
+        entries = {number: entry for number, entry in self._entries.items() if number not in changed}
+        in_use = Counter[int]()
+        for serial, _, size, _ in entries.values():
+            in_use[serial] += size
+        sparse = {each for each, size in in_use.items() if 2 * size < self._states_file(each).stat().st_size}
+        moving = [number for number in changed if self._states.size_bytes(number)]
+        moving += [number for number, entry in entries.items() if entry[0] in sparse]
+        written = {}
+        if moving:
+            contents = ([self._states.read(number)] for number in moving)
+            found = _write_file(self._states_file(self._serial), contents)
+            written = dict(zip(moving, found, strict=True))
+        entries |= {number: (self._serial, *_numbers(place)) for number, place in written.items()}
+        (of_model,) = _write_file(self._model_file(self._serial), [model])
+        content = {
+            "identity": self._identity,
+            "serial": self._serial,
+            "server_round": state.server_round,
+            "random_state": state.random_state,
+            "strategy": state.strategy,
+            "first_model": state.first_model,
+            "model": _numbers(of_model),
+            "states": list(entries.items()),
+        }
+        text = json.dumps(content).encode()
+        used = self._files_of(self._serial, entries)
+        with files.replaced(self._index, has_one_writer=True) as new:
+            head = f"flower-gpu checkpoint, format {FORMAT_VERSION}, checksum {zlib.crc32(text)}\n"
+            new.write_bytes(head.encode() + text)
+            _sync(new)
+            _sync(self._folder)  # the names of the new files
+            self._used |= used  # of either index, whatever happens now
+        self._used, self._entries = used, entries
+        self._states.saved(written)
+        _sync(self._folder)
+
+    def _states_file(self, serial: int) -> Path:
+        return self._folder / f"{int(serial)}.states"
+
+    def _model_file(self, serial: int) -> Path:
+        return self._folder / f"{int(serial)}.model"
+
+    def _files_of(self, serial: int, entries: Mapping[int, _Entry]) -> set[Path]:
+        return {self._model_file(serial), *map(self._states_file, {entry[0] for entry in entries.values()})}
+
+    def _delete_unused(self) -> None:
+        """Delete the files to which no index refers."""
+        with suppress(OSError):
+            for path in list(self._folder.iterdir()):
+                if path not in self._used and _OURS.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def read(self) -> RoundState | None:
         """Read the last finished round, and give the nodes their states of that time; None: there is none.
 
         Raises a ConfigError if it is of another run, was written by another version, or is damaged.
         """
-        self.close()
-        if not self._index.exists():
+        path = self._index
+        if not path.exists():
             return None
         try:
-            with contextlib.closing(_connect(self._index)) as database:
-                self._check_format(database)
-                content = _round(database)
-                rows = database.execute("SELECT * FROM states").fetchall()
-                if content is None:
-                    return None
-                if content["sums"] != list(database.execute(_SUMS).fetchone()):
-                    raise ValueError("the states in it are not those of the round")
-                self._compare(content["identity"])
-                serial = int(content["serial"])
-                model = FilePlace(self._folder / f"{serial}.model", *map(int, content["model"]))
-                places = {
-                    int(partition): FilePlace(self._folder / f"{int(number)}.states", *map(int, numbers))
-                    for partition, number, *numbers in rows
-                }
-        except FlowerGPUError:
+            content = self._content()
+            serial = int(content["serial"])
+            model = FilePlace(self._model_file(serial), *map(int, content["model"]))
+            entries: dict[int, _Entry] = {int(number): tuple(entry) for number, entry in content["states"]}
+            places = {
+                partition: FilePlace(self._states_file(number), *map(int, numbers))
+                for partition, (number, *numbers) in entries.items()
+            }
+            for place in places.values():  # said now, and not by a client in the middle of a round
+                path = place.path
+                place.read()
+            path = model.path
+            found = _round_state(content, record_bytes.decode(model.read()))
+        except ConfigError:
             raise
-        except (OSError, sqlite3.Error, ValueError, TypeError, KeyError, OverflowError) as error:
-            raise _damaged(self._index, str(error)) from error
-        for place in (model, *places.values()):  # said now, and not by a client in the middle of a round
-            try:
-                data = place.read()
-            except (OSError, ValueError) as error:
-                raise _damaged(place.path, str(error)) from error
-            if place is model:
-                found = _round_state(content, record_bytes.decode(data))
-        self._serial = serial
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise _damaged(path, str(error)) from error
+        self._serial, self._entries = serial, entries
+        self._used = self._files_of(serial, entries)
         self._states.saved(places)
         return found
 
-    def _create(self) -> None:
-        """Make an index without a round, which the first round syncs."""
-        self.close()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (
-            files.replaced(self._index, has_one_writer=True) as new,
-            contextlib.closing(sqlite3.connect(new, isolation_level=None)) as database,
-        ):
-            database.execute("PRAGMA synchronous = OFF")
-            database.execute("PRAGMA journal_mode = OFF")
-            database.execute(f"PRAGMA application_id = {_APPLICATION}")
-            database.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-            for table in _TABLES:
-                database.execute(table)
-
-    def _open(self) -> sqlite3.Connection:
-        if self._database is None:
-            self._database = _connect(self._index)
-        return self._database
-
-    def close(self) -> None:
-        """Close the index."""
-        if self._database is not None:
-            self._database.close()
-            self._database = None
-
-    def _check_is_ours(self, database: sqlite3.Connection) -> None:
-        content = _round(database)
-        found = content["serial"] if content is not None else 0
-        if found != self._serial:
-            self.close()
-            raise FlowerGPUError(
-                f"{path_text(self._index)} was written by another process: it has {found} rounds, and this "
-                f"run has written {self._serial}. Two runs cannot share a folder: end one of them"
-            )
-
-    def _write(
-        self, database: sqlite3.Connection, state: RoundState, model: Sequence[Buffer], changed: Set[int]
-    ) -> None:
-        """Write the files of a round, and let the index refer to them."""
-        serial = self._serial + 1
-        database.executemany("DELETE FROM states WHERE partition = ?", ((number,) for number in changed))
-        partitions = [
-            number
-            for number in (*changed, *self._in_sparse_files(database))
-            if self._states.size_bytes(number)
-        ]
-        places = {}
-        if partitions:
-            found = _write_file(
-                self._folder / f"{serial}.states", ([self._states.read(number)] for number in partitions)
-            )
-            places = dict(zip(partitions, found, strict=True))
-        database.executemany(
-            "INSERT OR REPLACE INTO states VALUES (?, ?, ?, ?, ?)",
-            ((partition, serial, *_numbers(place)) for partition, place in places.items()),
-        )
-        (written,) = _write_file(self._folder / f"{serial}.model", [model])
-        content = {
-            "identity": self._identity,
-            "serial": serial,
-            "server_round": state.server_round,
-            "random_state": state.random_state,
-            "strategy": state.strategy,
-            "first_model": state.first_model,
-            "model": _numbers(written),
-            "sums": database.execute(_SUMS).fetchone(),
-        }
-        text = json.dumps(content)
-        database.execute("DELETE FROM round")
-        database.execute("INSERT INTO round VALUES (?, ?)", (text, zlib.crc32(text.encode())))
-        _sync(self._folder)  # the names of the new files
-        database.execute("COMMIT")
-        _sync(self._folder / f"{INDEX_NAME}-journal")
-        self._serial = serial
-        self._states.saved(places)
-
-    def _in_sparse_files(self, database: sqlite3.Connection) -> list[int]:
-        """Return the partitions whose states are in files that are mostly out of use."""
-        in_use = database.execute("SELECT serial, sum(size) FROM states GROUP BY serial").fetchall()
-        return [
-            partition
-            for serial, size in in_use
-            if 2 * size < (self._folder / f"{serial}.states").stat().st_size
-            for (partition,) in database.execute("SELECT partition FROM states WHERE serial = ?", (serial,))
-        ]
-
-    def _give_up(self, database: sqlite3.Connection) -> None:
-        """Delete the files of a round that could not be written."""
-        with contextlib.suppress(sqlite3.Error, OSError):
-            if database.in_transaction:
-                database.execute("ROLLBACK")
-            content = _round(database)
-            serial = 0 if content is None else content["serial"]
-            if serial == self._serial:  # else the error came after the commit, and maybe before the sync
-                self._delete_unused(database)
-            self._serial = serial
-            if content is None:
-                self._index.unlink()
-        self.close()
-
-    def _delete_unused(self, database: sqlite3.Connection) -> None:
-        """Delete the files that the index does not refer to."""
-        serials = database.execute("SELECT DISTINCT serial FROM states")
-        used = {f"{self._serial}.model", *(f"{number}.states" for (number,) in serials)}
-        with contextlib.suppress(OSError):
-            for path in list(self._folder.iterdir()):
-                if path.name not in used and _OURS.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
-
-    def _check_format(self, database: sqlite3.Connection) -> None:
-        if _pragma(database, "application_id") != _APPLICATION:
+    def _content(self) -> dict[str, Any]:
+        """Return what the index tells; raises ConfigError if it is of another run or version."""
+        head, _, text = self._index.read_bytes().partition(b"\n")
+        match = _HEAD.fullmatch(head)
+        if match is None:
             raise ValueError("it is no checkpoint of flower-gpu")
-        version = _pragma(database, "user_version")
-        if version != FORMAT_VERSION:
+        if (version := int(match[1])) != FORMAT_VERSION:
             raise ConfigError(
                 f"{path_text(self._index)} was written by another flower-gpu: its format is version "
                 f"{version}, and this one reads version {FORMAT_VERSION}. Continue the run with the version "
                 f"that began it, or start it anew {ANEW}"
             )
-        found = database.execute("SELECT sql FROM sqlite_master").fetchall()
-        if found != [(table,) for table in _TABLES]:
-            raise ValueError("it has other tables than a checkpoint has")
-        if (problem := _pragma(database, "quick_check(1)")) != "ok":
-            raise ValueError(str(problem))
+        if zlib.crc32(text) != int(match[2]):
+            raise ValueError("its checksum is another one")
+        content: dict[str, Any] = json.loads(text)
+        self._compare(content["identity"])
+        return content
 
     def _compare(self, other: Mapping[str, Any]) -> None:
         names = dict.fromkeys([*other, *self._identity])
@@ -290,45 +210,51 @@ class Checkpoints:
             )
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    uri = f"{path.absolute().as_uri()}?mode=rw"
-    # Rounds may end in different threads, one after the other.
-    database = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    try:
-        database.execute("PRAGMA trusted_schema = OFF")
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.execute("PRAGMA journal_mode = TRUNCATE")
-    except BaseException:
-        database.close()
-        raise
-    return database
+class KeptRounds:
+    """The finished rounds of the first start of a strategy in an app; a later one begins anew, and has none.
 
+    ``checkpoints``: None keeps none.
+    ``found``: where the first start goes on.
+    ``recorder``: of the run, a :class:`.Recorder`, if it has one.
+    """
 
-def _pragma(database: sqlite3.Connection, name: str) -> Any:
-    return database.execute(f"PRAGMA {name}").fetchone()[0]
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None = None,
+        found: RoundState | None = None,
+        recorder: Any = None,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._found = found
+        self._recorder = recorder
+        self._starts = 0
+        self._beside: list[ResumableGrid] = []
 
+    def on(self, grid: Any) -> None:
+        """Make a grid a :class:`.ResumableGrid`; one that keeps rounds already does that as well."""
+        if isinstance(grid, ResumableGrid):
+            self._beside = [SimpleNamespace(resumed=grid.resumed, finished_round=grid.finished_round)]
+        grid.resumed, grid.finished_round = self.resumed, self.finished_round
 
-def _round(database: sqlite3.Connection) -> dict[str, Any] | None:
-    """Return the index's facts of its round; None where no round was finished."""
-    found = database.execute("SELECT content, checksum FROM round").fetchone()
-    if found is None:
-        return None
-    text, checksum = found
-    if zlib.crc32(text.encode()) != checksum:
-        raise ValueError("its checksum is another one")
-    content: dict[str, Any] = json.loads(text)
-    return content
+    def resumed(self) -> RoundState | None:
+        """Note a start; return the last round that is known here, or to the grid."""
+        self._starts += 1
+        known = [self._found if self._starts == 1 else None, *(each.resumed() for each in self._beside)]
+        state = max(filter(None, known), key=lambda state: state.server_round, default=None)
+        if state is not None and self._recorder is not None:
+            self._recorder.run_resumed(state.server_round)
+            self._recorder.model = state.arrays
+        return state
 
-
-def _os_error(error: OSError | sqlite3.Error) -> OSError:
-    if isinstance(error, OSError):
-        return error
-    codes = {
-        sqlite3.SQLITE_FULL: (errno.ENOSPC, "No space left on device"),
-        sqlite3.SQLITE_BUSY: (errno.EBUSY, "another process has locked the checkpoint"),
-    }
-    # The lowest byte is the code itself, the others say more of it.
-    return OSError(*codes.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, (errno.EIO, str(error))))
+    def finished_round(self, state: RoundState) -> None:
+        """Write the checkpoint of a round, if the strategy's state can be written, and any client trained."""
+        for each in self._beside:
+            each.finished_round(state)
+        # Else a run that goes on does the round again: it may be about to be ended for that.
+        has_failed = self._recorder is not None and self._recorder.failed_round == state.server_round
+        is_kept = self._starts <= 1 and state.strategy_state is not None and not has_failed
+        if self._checkpoints is not None and is_kept:
+            self._checkpoints.write(state)
 
 
 def _model_parts(state: RoundState) -> list[Buffer]:
@@ -353,7 +279,7 @@ def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
 
     kept = {name[len(_STRATEGY) :]: record for name, record in records.items() if name.startswith(_STRATEGY)}
     return RoundState(
-        server_round=content["server_round"],
+        server_round=int(content["server_round"]),
         # As Flower's own arrays: their bytes are known again, and written once for all workers of a round.
         arrays=ArrayRecord(dict(records_of(records, ArrayRecord)[_MODEL])),
         train_metrics=metrics(_TRAIN),

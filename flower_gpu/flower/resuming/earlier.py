@@ -1,18 +1,14 @@
-"""Earlier runs that go on: their folders and settings, and which start of a strategy it is that goes on."""
+"""Earlier runs that go on: their folders and settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
-
-if TYPE_CHECKING:  # launch does without Flower and SQLite
-    from flower_gpu.flower.resuming.checkpoint import Checkpoints
-    from flower_gpu.flower.rounds import RoundState
 
 #: A key that only the settings of this command's runs have.
 _KEYS: Final = {"simulate": "num_supernodes", "launch": "node_configs"}
@@ -52,26 +48,3 @@ def check_same_app(before: Mapping[str, Any], name: str, where: Path | None, res
 
 def _shown(name: str, folder: object) -> str:
     return f"{name} ({path_text(str(folder))})" if folder else name
-
-
-class FirstStart:
-    """The checkpoints of the first start of a strategy in an app; a later one begins anew, and has none.
-
-    ``checkpoints``: None keeps none.
-    ``found``: where the first one goes on.
-    """
-
-    def __init__(self, checkpoints: Checkpoints | None, found: RoundState | None) -> None:
-        self._checkpoints = checkpoints
-        self._found = found
-        self._starts = 0
-
-    def resumed(self) -> RoundState | None:
-        """Note a start; return where it goes on."""
-        self._starts += 1
-        return self._found if self._starts == 1 else None
-
-    def finished_round(self, state: RoundState) -> None:
-        """Write the checkpoint of a round, if the strategy's state can be written."""
-        if self._checkpoints is not None and self._starts <= 1 and state.strategy_state is not None:
-            self._checkpoints.write(state)

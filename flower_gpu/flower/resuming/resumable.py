@@ -5,27 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from types import MethodType
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar, cast
 
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_gpu import files
+from flower_gpu.apps.folder import LOCK, in_use
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import rounds
-from flower_gpu.flower.resuming.checkpoint import Checkpoints
-from flower_gpu.flower.resuming.earlier import FirstStart
+from flower_gpu.flower.resuming.checkpoint import Checkpoints, KeptRounds
 from flower_gpu.flower.resuming.states import StateStore
-from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy import FedAvg
 from flower_gpu.flower.strategy_state import StrategyState, kind_of
 from flower_gpu.printable import path_text
 
 _S = TypeVar("_S", bound=Strategy)
-_LOCK: Final = "in-use.lock"
 
 
 def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
@@ -77,62 +72,30 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
     path = Path(folder).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / _LOCK).touch()
+        (path / LOCK).touch()
     except OSError as error:
         raise ConfigError(
             f"resumable(..., {path_text(path)}): {error.strerror}. Give a folder that this account can "
             "make and write to"
         ) from None
-    checkpoints = Checkpoints(path, StateStore())
-    first: FirstStart | None = None
+    kept: KeptRounds | None = None
     own_start = MethodType(type(strategy).start, strategy)
 
     @functools.wraps(own_start)
     def start(*args: Any, **kwargs: Any) -> Result:
-        nonlocal first
+        nonlocal kept
+        if kept is not None:  # only the first start has checkpoints
+            return cast(Result, own_start(*args, **kwargs))
         given = inspect.signature(own_start).bind(*args, **kwargs)
         given.apply_defaults()
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(files.locked(path / _LOCK))
-            except TimeoutError:
-                raise ConfigError(
-                    f"{path_text(path)} is in use by another run: end it, or give resumable() another folder"
-                ) from None
-            stack.callback(checkpoints.close)
-            first = first or FirstStart(checkpoints, checkpoints.read())
-            given.arguments["grid"] = _CheckpointedGrid(given.arguments["grid"], first)
-            if not isinstance(strategy, FedAvg):
-                return rounds.run(strategy, **given.arguments, strategy_state=StrategyState(strategy, kind))
-            result: Result = own_start(*given.args, **given.kwargs)
-            return result
+        with in_use(path):
+            checkpoints = Checkpoints(path, StateStore())
+            kept = KeptRounds(checkpoints, checkpoints.read())
+            kept.on(given.arguments["grid"])
+            if isinstance(strategy, FedAvg):
+                return cast(Result, own_start(*args, **kwargs))
+            return rounds.run(strategy, **given.arguments, strategy_state=StrategyState(strategy, kind))
 
     vars(start)["kind"] = kind  # for who records the run
     vars(strategy)["start"] = start
     return strategy
-
-
-@Grid.register
-class _CheckpointedGrid:
-    """A grid of Flower's or ours, with the checkpoints of a run on it; one that has some keeps them, too."""
-
-    def __init__(self, grid: Any, first: FirstStart) -> None:
-        self._grid, self._first = grid, first
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._grid, name)
-
-    def resumed(self) -> RoundState | None:
-        """Return the last round that is known here, or to the grid."""
-        known = [self._first.resumed()]
-        if isinstance(self._grid, rounds.ResumableGrid):
-            known.append(self._grid.resumed())
-        return max(filter(None, known), key=lambda state: state.server_round, default=None)
-
-    def finished_round(self, state: RoundState) -> None:
-        """Write the checkpoint of a round."""
-        if isinstance(self._grid, rounds.ResumableGrid):
-            self._grid.finished_round(state)
-        self._first.finished_round(state)
