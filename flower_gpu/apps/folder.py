@@ -17,9 +17,6 @@ from flower_gpu.printable import path_text
 
 #: In the folder of a checkpoint: without it there is none.
 CHECKPOINT_INDEX = "checkpoint.json"
-#: Locked by the process that goes on with the run.
-LOCK = "in-use.lock"
-
 _LOCK_WAIT_S = 1.0  # a process that was killed takes a moment to end
 
 
@@ -78,14 +75,19 @@ class RunFolder:
 
 
 @contextmanager
-def in_use(folder: Path) -> Iterator[None]:
-    """Have no other process go on with the run in a folder, while in the context; raises ConfigError."""
+def in_use(path: Path) -> Iterator[None]:
+    """Have no other process go on with the run that has this file, while in the context.
+
+    Raises ConfigError if there is one.
+    """
+    path.open("ab").close()  # others may read it, as any file
     with ExitStack() as stack:
         try:
-            stack.enter_context(files.locked(folder / LOCK, _LOCK_WAIT_S))
+            stack.enter_context(files.locked(path, _LOCK_WAIT_S))
         except TimeoutError:
             raise ConfigError(
-                f"another process goes on with the run in {path_text(folder)}: end it, or give another folder"
+                f"another process goes on with the run in {path_text(path.parent)}. End it, or give another "
+                "folder"
             ) from None
         yield
 

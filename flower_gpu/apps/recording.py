@@ -119,7 +119,7 @@ def recorded_run(
     another process goes on with this run.
     """
     told = {"kind": kind, "name": name, "clients": clients, "num_rounds": num_rounds, "settings": settings}
-    with in_use(folder), registered(folder, kind, name):
+    with in_use(folder / trace.FILE_NAME), registered(folder, kind, name):
         run = RecordedRun(folder, told)
         try:
             if begins:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import trace
 from flower_gpu.flower.programs import starter
@@ -79,7 +79,7 @@ class Service:
         self.command = tuple(command)
         self.log = log
         self._env = dict(env)
-        self._process: subprocess.Popen[bytes] | starter.AdoptedProgram | None = None
+        self._process: subprocess.Popen[bytes] | starter.ProgramHandle | None = None
         self._life: int | None = None
 
     def start(self, programs: starter.Programs | None = None) -> None:
@@ -109,15 +109,20 @@ class Service:
             if sys.platform == "linux":
                 kill_group_at_end_of(read, self._process.pid)
 
-    def _forked(
-        self, programs: starter.Programs | None, log: int, life: int
-    ) -> starter.AdoptedProgram | None:
+    def _forked(self, programs: starter.Programs | None, log: int, life: int) -> starter.ProgramHandle | None:
         if programs is None or not starter.is_flowers(self.command[0]):
             return None
         with open(os.devnull, "rb") as stdin:
-            return programs.start_adopted(
+            started = programs.start(
                 self.command, self._env, stdin=stdin.fileno(), stdout=log, stderr=log, kept=(life,)
             )
+        return None if started is None else starter.ProgramHandle(self.command, *started)
+
+    @property
+    def end(self) -> starter.ProgramHandle | None:
+        """What can be read when the process has ended, if no SIGCHLD tells of it."""
+        process = self._process
+        return process if isinstance(process, starter.ProgramHandle) and process.returncode is None else None
 
     @property
     def pid(self) -> int | None:
@@ -236,8 +241,7 @@ class Supervisor:
         Raises LaunchStoppedError if the launcher was asked to stop, now or before.
         """
         self._raise_if_stopped()
-        if select.select([self._wakeup], [], [], timeout_s)[0]:
-            self._drain()
+        if self._sleep(timeout_s):
             self._raise_if_stopped()
             self._below()
 
@@ -251,8 +255,7 @@ class Supervisor:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or len(self._received) > asked_before:
                 break
-            select.select([self._wakeup], [], [], remaining)
-            self._drain()
+            self._sleep(remaining)
         if self._programs is not None:
             self._programs.close()
         self.left = self._kill_all()
@@ -307,10 +310,17 @@ class Supervisor:
         if self._received:
             raise LaunchStoppedError(self._received[0])
 
-    def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wakeup, 4096):
-                pass
+    def _sleep(self, seconds: float) -> bool:
+        """Wait for a signal, or the end of a service; tell whether there was one."""
+        ends: list[Any] = [each.end for each in self._services if each.end is not None]
+        found, _, _ = select.select([self._wakeup, *ends], [], [], seconds)
+        if self._wakeup in found:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self._wakeup, 4096):
+                    pass
+        for service in self._services:
+            service.returncode  # noqa: B018 - what has ended is not waited for again
+        return bool(found)
 
 
 def _running(pids: Collection[int]) -> set[psutil.Process]:

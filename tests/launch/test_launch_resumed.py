@@ -132,7 +132,7 @@ def test_an_earlier_run_gives_what_is_not_given(resumed: tuple[Path, Path, str],
 def test_a_run_that_another_process_goes_on_with_is_left_alone(resumed: tuple[Path, Path, str]) -> None:
     environment = {**os.environ, "FLOWER_GPU_RUN_DIR": str(resumed[0])}
     with (
-        in_use(resumed[0]),
+        in_use(resumed[0] / trace.FILE_NAME),
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as other,
     ):
         with pytest.raises(ConfigError, match="another process goes on with the run in"):

@@ -197,8 +197,9 @@ def run_on_grid(
     context = Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), {})
     with ExitStack() as stack:
         stack.callback(host.close)
-        grid = SimulationGrid(Run.create_empty(RUN_ID), dispatcher)
-        app(stack.enter_context(closing(RecordedGrid(grid, recorder, **resumable))), context)
+        kept = {name: resumable.pop(name, None) for name in ("checkpoints", "resumed")}
+        grid = SimulationGrid(Run.create_empty(RUN_ID), dispatcher, **resumable)
+        app(stack.enter_context(closing(RecordedGrid(grid, recorder, **kept))), context)
 
 
 def run_reported(

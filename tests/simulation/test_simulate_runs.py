@@ -17,7 +17,7 @@ from file_tables import files_in, files_in_table
 from safetensors.numpy import load_file
 from simulations import APPS, Simulation, run, running, wait_for_line
 
-from flower_gpu import simulate
+from flower_gpu import simulate, trace
 from flower_gpu.apps.folder import in_use
 from flower_gpu.errors import ConfigError
 from flower_gpu.watch.report.page import write_report
@@ -118,7 +118,7 @@ def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
     folder: Path, tmp_path: Path
 ) -> None:
     with (
-        in_use(folder),
+        in_use(folder / trace.FILE_NAME),
         pytest.raises(ConfigError, match="another process goes on with the run"),
     ):
         simulate(APPS / "plain", 4, resume=folder, progress=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import importlib
 import os
@@ -12,11 +11,10 @@ import signal
 import socket
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -156,12 +154,10 @@ class _ProgramRequest:
     env: dict[str, str]
     #: Its process group; 0: one of its own, None: a session of its own.
     group: int | None
-    is_adopted: bool  # whether it becomes the child of another process, which is told no status
     streams: list[int]  # standard input, output, error
     folder: int
     answer: socket.socket  # where the process id goes, and the status when it has ended
     kept: list[int] = field(default_factory=list)  # open in the program, for as long as it is there
-    log: int = -1  # its standard error, for as long as this process waits for its end
 
     @classmethod
     def of(cls, message: Mapping[str, Any], descriptors: list[int]) -> _ProgramRequest:
@@ -170,17 +166,21 @@ class _ProgramRequest:
             message["argv"],
             message["env"],
             message["group"],
-            message["is_adopted"],
             [stdin, stdout, stderr],
             folder,
             socket.socket(fileno=answer),
             kept,
         )
 
-    def close(self) -> None:
-        """Let go of what the program has now."""
-        for descriptor in (*self.streams, self.folder, *self.kept):
+    def hand_over(self) -> None:
+        """Let go of what the program has now, but for the log, its standard error."""
+        for descriptor in (*self.streams[:2], self.folder, *self.kept):
             os.close(descriptor)
+
+    def close(self) -> None:
+        """Let go of the rest."""
+        os.close(self.streams[2])
+        self.answer.close()
 
     def note_end(self, status: int) -> None:
         """Tell who waits how the program has ended, and where it wrote to if it could not say it itself."""
@@ -188,9 +188,8 @@ class _ProgramRequest:
         if status in _KILLED:
             how = f"was killed by {signal.Signals(-status).name} ({-status})"
             with suppress(OSError):
-                os.write(self.log, f"flower-gpu: {self.argv[0]} {how}\n".encode())
-        self.answer.close()
-        os.close(self.log)
+                os.write(self.streams[2], f"flower-gpu: {self.argv[0]} {how}\n".encode())
+        self.close()
 
     def say(self, answer: Mapping[str, Any]) -> None:
         with suppress(messages.Gone):  # nobody asks any more
@@ -237,34 +236,25 @@ class _ProgramForker:
             request.say({"refused": str(error)})
         except OSError as error:
             request.say({"refused": explained(error)})
+        request.hand_over()
         request.close()
-        request.answer.close()
 
     def _fork(self, request: _ProgramRequest, found: ProgramEntry) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if not request.is_adopted:
-            request = replace(request, log=os.dup(request.streams[2]))
-        try:
-            pid = _fork_twice() if request.is_adopted else os.fork()
-        except OSError:
-            if request.log >= 0:
-                os.close(request.log)
-            raise
+        pid = os.fork()
         if pid == 0:
             ours.close()
-            if request.log >= 0:
-                os.close(request.log)
             self._leave()
             request.answer.detach()  # it stays open: who waits sees its end, also where this server has ended
             raise Become(partial(_become, found, request, theirs))
         theirs.close()
+        if request.group == 0:
+            with suppress(OSError):  # who asked may wait for the end of the group from now on
+                os.setpgid(pid, pid)
         self._watch(ours)
-        request.close()
+        self._running[pid] = request
+        request.hand_over()
         request.say({"pid": pid})
-        if request.is_adopted:
-            request.answer.close()
-        else:
-            self._running[pid] = request
 
     def _leave(self) -> None:
         """Let go of all this, in a fork."""
@@ -273,8 +263,7 @@ class _ProgramForker:
                 key.fileobj.close()
         self._children.leave()
         for request in self._running.values():
-            request.answer.close()
-            os.close(request.log)
+            request.close()
 
     def _on_child(self) -> None:
         self._children.clear()
@@ -282,36 +271,6 @@ class _ProgramForker:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 self._running.pop(pid).note_end(os.waitstatus_to_exitcode(status))
-
-
-def _fork_twice() -> int:
-    """Fork, and have the next subreaper above become the fork's parent; return as a fork does."""
-    read, write = os.pipe2(os.O_CLOEXEC)
-    try:
-        between = os.fork()
-        if between == 0:
-            own = os.getpid()
-            try:
-                pid = os.fork()
-            except OSError:
-                os._exit(1)
-            if pid:
-                with suppress(
-                    OSError
-                ):  # who asked may wait for the end of the group as soon as it knows of it
-                    os.setpgid(pid, pid)
-                os.write(write, str(pid).encode())
-                os._exit(0)
-            while os.getppid() == own:  # until it has ended: a program may ask whose child it is
-                time.sleep(_MOMENT_S)
-            return 0
-        _, status = os.waitpid(between, 0)
-        if status:
-            raise BlockingIOError(errno.EAGAIN, "no process could be forked")
-        return int(os.read(read, 32))
-    finally:
-        os.close(read)
-        os.close(write)
 
 
 # In the fork: it becomes a program, as of a fresh interpreter, but for what is imported already

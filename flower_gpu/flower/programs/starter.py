@@ -48,6 +48,10 @@ class ProgramHandle:
         self.returncode: int | None = None
         self._answer = answer
 
+    def fileno(self) -> int:
+        """Return a descriptor that can be read when it has ended; -1 once that was seen."""
+        return self._answer.fileno()
+
     def poll(self) -> int | None:
         """Return the exit status (``-n`` for signal ``n``), None while it runs."""
         return self._look(0)
@@ -77,35 +81,13 @@ class ProgramHandle:
         if self.returncode is None and select.select([self._answer], [], [], timeout_s)[0]:
             try:
                 self.returncode = int(messages.receive(self._answer)[0]["status"])
-            except messages.Gone:  # the server has ended
-                self.returncode = UNKNOWN
+            except messages.Gone:  # the server has ended, and perhaps this process has adopted its children
+                try:
+                    self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                except ChildProcessError:
+                    self.returncode = UNKNOWN
             self._answer.close()
         return self.returncode
-
-
-class AdoptedProgram:
-    """A program that a server has forked and that is this process's own child."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit status (``-n`` for signal ``n``), None while it runs."""
-        if self.returncode is None:
-            try:
-                ended, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has taken its status
-                self.returncode = UNKNOWN
-            else:
-                if ended:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, if it runs: its process id is its own until then."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
 
 class Programs:
@@ -126,15 +108,13 @@ class Programs:
         stdout: int = 1,
         stderr: int = 2,
         group: int | None = 0,
-        is_adopted: bool = False,
         kept: Sequence[int] = (),
     ) -> tuple[int, socket.socket] | None:
         """Have a program started; return its process id, and the socket that tells its exit status.
 
         None where it has to be started in another way. ``argv``: its name, which is looked for on the
         ``PATH`` of ``env``, and its arguments. ``group``: its process group; 0 for one of its own, None for a
-        session of its own. ``is_adopted``: whether it becomes a child of the next subreaper above the server.
-        ``kept``: descriptors that stay open in it.
+        session of its own. ``kept``: descriptors that stay open in it.
         """
         with self._lock, ExitStack() as stack:
             if self._connection is None:
@@ -142,7 +122,7 @@ class Programs:
             folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, folder)
             answer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            message = {"argv": list(argv), "env": dict(env), "group": group, "is_adopted": is_adopted}
+            message = {"argv": list(argv), "env": dict(env), "group": group}
             try:
                 with end:
                     given = [stdin, stdout, stderr, folder, end.fileno(), *kept]
@@ -162,16 +142,6 @@ class Programs:
             if is_first:
                 say_slow(self.reason)
             return None
-
-    def start_adopted(
-        self, argv: Sequence[str], env: Mapping[str, str], **options: Any
-    ) -> AdoptedProgram | None:
-        """Have a program started that becomes this process's child; as :meth:`start`."""
-        started = self.start(argv, env, is_adopted=True, **options)
-        if started is None:
-            return None
-        started[1].close()
-        return AdoptedProgram(started[0])
 
     def close(self) -> None:
         """Ask for no more. A server whose first connection this is ends; its programs go on."""

@@ -7,11 +7,11 @@ import inspect
 import os
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_gpu.apps.folder import LOCK, in_use
+from flower_gpu.apps.folder import in_use
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import rounds
 from flower_gpu.flower.resuming.checkpoint import Checkpoints, KeptRounds
@@ -21,6 +21,7 @@ from flower_gpu.flower.strategy_state import StrategyState, kind_of
 from flower_gpu.printable import path_text
 
 _S = TypeVar("_S", bound=Strategy)
+_LOCK: Final = "in-use.lock"
 
 
 def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
@@ -72,7 +73,7 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
     path = Path(folder).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / LOCK).touch()
+        (path / _LOCK).touch()
     except OSError as error:
         raise ConfigError(
             f"resumable(..., {path_text(path)}): {error.strerror}. Give a folder that this account can "
@@ -88,7 +89,7 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
             return cast(Result, own_start(*args, **kwargs))
         given = inspect.signature(own_start).bind(*args, **kwargs)
         given.apply_defaults()
-        with in_use(path):
+        with in_use(path / _LOCK):
             checkpoints = Checkpoints(path, StateStore())
             kept = KeptRounds(checkpoints, checkpoints.read())
             kept.on(given.arguments["grid"])

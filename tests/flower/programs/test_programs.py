@@ -159,22 +159,20 @@ def test_signals(probe: Probe) -> None:
     program.kill()  # nobody is hit
 
 
-def test_it_becomes_the_child_of_who_adopts(probe: Probe) -> None:
-    probe.told = probe.folder / "told"
-    probe.told.unlink(missing_ok=True)
+def test_who_adopts_what_an_ended_server_leaves_learns_how_that_ends(tmp_path: Path) -> None:
+    probe = Probe(tmp_path)
     assert adopt_orphans()
     try:
-        argv = ["tell", str(probe.told), "wait"]
-        program = probe.programs.start_adopted(argv, probe.env)
+        program = probe.start("wait")
         assert program is not None
         os.killpg(program.pid, 0)  # a group of its own, from the beginning
         until(lambda: probe.told.exists() and probe.told.read_text().endswith("}"))
-        told = json.loads(probe.told.read_text())
-        assert told["parent"] == os.getpid() and told["group"] == program.pid
+        assert json.loads(probe.told.read_text())["group"] == program.pid
+        probe.process.kill()
+        probe.process.wait(30)
         assert program.poll() is None
-        program.send_signal(signal.SIGKILL)
-        until(lambda: program.poll() is not None)
-        assert program.returncode == -signal.SIGKILL
+        program.kill()
+        assert program.wait(30) == -signal.SIGKILL
     finally:
         adopt_orphans(False)
 
@@ -232,7 +230,7 @@ def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         forks = server._ProgramForker(theirs, {})
-        request = server._ProgramRequest(["flwr"], {}, 0, False, [0, 1, 2], folder=-1, answer=ours)
+        request = server._ProgramRequest(["flwr"], {}, 0, [0, 1, 2], folder=-1, answer=ours)
         before = os.listdir("/proc/self/fd")  # noqa: PTH208
         with pytest.raises(BlockingIOError):
             forks._fork(request, ProgramEntry("flwr", "os", "getpid"))
