@@ -12,10 +12,10 @@ import os
 import stat
 import struct
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from types import MappingProxyType
-from typing import Final, Self
+from typing import Final
 
 # asm-generic/unistd.h: the same numbers on all architectures.
 _CREATE_RULESET: Final = 444
@@ -172,19 +172,12 @@ class Ruleset:
 
     def close(self) -> None:
         """Close the ruleset; restricted processes stay restricted."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._descriptor)
 
 
-def without(paths: Collection[str], but: Collection[str] = ()) -> Ruleset:
-    """Return rules for giving up these files and all below them, and making device files anywhere.
+@contextmanager
+def without(paths: Collection[str], but: Collection[str] = ()) -> Iterator[Ruleset]:
+    """Yield rules for giving up these files and all below them, and making device files anywhere.
 
     Other files are opened, made, moved and removed as before. So are new ones, but for those that come later
     into a folder that holds one of ``paths``, or into one above it.
@@ -198,17 +191,13 @@ def without(paths: Collection[str], but: Collection[str] = ()) -> Ruleset:
     for path in paths:
         while path != "/":
             above.add(path := os.path.dirname(path))  # noqa: PTH120 - each worker does it
-    rules = Ruleset(DEVICE | _MAKE_CHAR | _MAKE_BLOCK | _REFER)
-    try:
+    with closing(Ruleset(DEVICE | _MAKE_CHAR | _MAKE_BLOCK | _REFER)) as rules:
         with _explained():
             rules.allow_beside(frozenset(paths), above, DEVICE)
             for path in but:
                 rules.allow(path, DEVICE)
             rules.allow("/", _REFER)
-    except BaseException:
-        rules.close()
-        raise
-    return rules
+        yield rules
 
 
 def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
@@ -225,7 +214,7 @@ def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
     Raises LandlockUnavailableError if the kernel cannot do that.
     """
     files = WRITE | _MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV
-    with Ruleset(files, tcp=_BIND_TCP | _CONNECT_TCP, scopes=_SCOPES) as rules, _explained():
+    with closing(Ruleset(files, tcp=_BIND_TCP | _CONNECT_TCP, scopes=_SCOPES)) as rules, _explained():
         for path, wanted in rights.items():
             rules.allow(path, wanted, flags=0)
         for port in ports:

@@ -8,11 +8,11 @@ import signal
 import sys
 import tomllib
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs
 from flower_gpu.apps.app_imports import libraries_of
@@ -36,9 +36,6 @@ from flower_gpu.simulation.options import OPTIONS
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.interrupts import ended_by_signals
 from flower_gpu.workers.own_process import facts
-
-if TYPE_CHECKING:
-    from flower_gpu.workers.forkserver.proxy import Program
 
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _MODULES: Final = ("flower_gpu.simulation.run", "flower_gpu.simulation.reporting")
@@ -117,9 +114,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
     shown = _Shown(arguments.progress, is_quiet(arguments))
     if getattr(arguments, "may_fork", False):
         with told_if_slow(shown.say, f"importing what {app.name} needs"):
-            program = _forked(app)
-        if program is not None:
-            return program.wait()
+            wait = _forked(app)
+        if wait is not None:
+            return wait()
     return _run_here(
         app.path,
         num_supernodes,
@@ -287,22 +284,22 @@ def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> 
     return 0
 
 
-def _forked(app: FlowerApp) -> Program | None:
+def _forked(app: FlowerApp) -> Callable[[], int] | None:
     """Have this command done by a fork of the fork server, which imports for the run and for its workers.
 
-    None where there is no such server for workers either.
+    Returns what waits for it. None where there is no such server for workers either.
     """
     # Here: they import cloudpickle, and the command's help needs no package.
     from flower_gpu.simulation.workers import Needs
     from flower_gpu.workers import methods
-    from flower_gpu.workers.forkserver.proxy import Program
+    from flower_gpu.workers.forkserver import proxy
 
     if not methods.choose(call_settings({}).worker.start_method).from_server:
         return None
     needs = Needs.of(libraries_of(app.path, app.clientapp.partition(":")[0]))
     libraries = libraries_of(app.path, app.serverapp.partition(":")[0])
     modules = dict.fromkeys([*_MODULES, *libraries, *needs.modules])
-    return Program.fork("flower_gpu.cli.main:main", f"simulate {app.name}", list(modules), needs.without)
+    return proxy.fork("flower_gpu.cli.main:main", f"simulate {app.name}", list(modules), needs.without)
 
 
 def _how_to_go_on(path: Path | None, can_resume: bool) -> str:

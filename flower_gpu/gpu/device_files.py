@@ -7,7 +7,6 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -67,23 +66,17 @@ def of_host(environ: Mapping[str, str]) -> list[str]:
     """Return the files and folders of this host by which GPUs of NVIDIA can be opened."""
     found = [path for path in environ.get(GUARDED_VARIABLE, "").split(os.pathsep) if path]
     mounts = list(_second_mounts())  # a container may have the host's device files twice
-    for folder in (_DEV, *(mount.place for mount in mounts)):
+    for folder in (_DEV, *(place for _, place in mounts)):
         with suppress(OSError), os.scandir(folder) as entries:
             found += [entry.path for entry in entries if entry.name.startswith("nvidia")]
         with suppress(OSError), os.scandir(folder / "dri") as entries:
             found += [entry.path for entry in entries if _is_nvidias(entry.name)]
-    found += [str(mount.place) for mount in mounts if Path(mount.root).name.startswith("nvidia")]
+    found += [str(place) for root, place in mounts if Path(root).name.startswith("nvidia")]
     return list(dict.fromkeys(found))
 
 
-@dataclass(frozen=True)
-class _Mount:
-    root: str  # what of its file system is there
-    place: Path
-
-
-def _second_mounts() -> Iterator[_Mount]:
-    """Yield the mounts of the host's device files, or of a part of them, outside of ``/dev``."""
+def _second_mounts() -> Iterator[tuple[str, Path]]:
+    """Yield the mounts of the host's device files outside of ``/dev``: what of these is there, and where."""
     with suppress(OSError):
         own = _DEV.stat().st_dev
         number = f"{os.major(own)}:{os.minor(own)}"
@@ -93,7 +86,7 @@ def _second_mounts() -> Iterator[_Mount]:
             if device == number or more.startswith("devtmpfs "):
                 root, place = _unescaped(root), _unescaped(place)
                 if not Path(place).is_relative_to(_DEV):
-                    yield _Mount(root, Path(place))
+                    yield root, Path(place)
 
 
 def _unescaped(field: str) -> str:

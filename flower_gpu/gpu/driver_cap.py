@@ -67,7 +67,7 @@ def problem(uuids: tuple[str, ...]) -> str | None:
         if not inventory.limits(groups[0], uuids):
             return "a driver before 615 knows no limits of control groups"
         parent = _parent()
-        _CAPPED.places.add(parent)
+        _places.add(parent)
         remove_left()
         group, lock = _made(parent)
         try:
@@ -97,16 +97,11 @@ class _OwnGroup:
     limits: Mapping[str, int] | None = None  # the last ones
 
 
-class _CappedGroups:
-    """The groups of this process's workers: where they are, and which GPUs each has limits of."""
-
-    def __init__(self) -> None:
-        self.places: set[Path] = set()
-        self.uuids: dict[Path, tuple[str, ...]] = {}
-
-
 _OWN_GROUP: Final = _OwnGroup()
-_CAPPED: Final = _CappedGroups()
+
+# The groups of this process's workers: where they are, and which GPUs each has limits of.
+_places: set[Path] = set()
+_uuids_of: dict[Path, tuple[str, ...]] = {}
 
 
 def join(limits: Mapping[str, int]) -> Path:
@@ -138,8 +133,8 @@ def worker_is_in(group: Path, uuids: tuple[str, ...]) -> None:
     """Take note of the group of a worker of this process, which has a lease of these GPUs."""
     groups = control_group.unified()
     if groups and group.is_relative_to(groups[-1]) and ".." not in group.parts:  # an app may say anything
-        _CAPPED.places.add(group.parent)
-        _CAPPED.uuids[group] = uuids
+        _places.add(group.parent)
+        _uuids_of[group] = uuids
 
 
 def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
@@ -151,11 +146,11 @@ def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
 
 def remove_left() -> None:
     """Remove the groups of workers that are gone, also of other processes, with what they still reserve."""
-    for group in [group for place in _CAPPED.places for group in place.glob(f"{_NAME}*")]:
+    for group in [group for place in _places for group in place.glob(f"{_NAME}*")]:
         with suppress(OSError):  # it is gone, or its worker is there
             lock = _locked(group)
             try:
-                uuids = _CAPPED.uuids.pop(group, None)
+                uuids = _uuids_of.pop(group, None)
                 _remove(group, uuids or [gpu.uuid for gpu in inventory.take(processes=False).usable])
             finally:
                 os.close(lock)

@@ -55,9 +55,9 @@ def take_of(uuids: Sequence[str]) -> tuple[GPU, ...]:
 
     For a worker, which has a lease of some: others are not opened, and nothing is asked about them.
     """
-    host = _host()
-    with suppress(LateError):
-        return host.ask(lambda: host.take_of(uuids))
+    with suppress(nvml.QueryError):
+        found = _told(lambda session: [_read_by_uuid(session, uuid) for uuid in uuids])
+        return tuple(gpu for gpu in found if gpu is not None)
     return ()
 
 
@@ -67,7 +67,12 @@ def limits(group: Path, uuids: Iterable[str]) -> dict[str, Limits]:
     A limit is None where there is none. Cards whose driver knows no such limits are left out.
     Raises QueryError if the driver does not answer.
     """
-    return _answered(lambda host: host.limits(str(group), uuids))
+
+    def look(session: nvml.NVMLSession) -> dict[str, Limits]:
+        told = {uuid: session.memory_limits(session.with_uuid(uuid), str(group)) for uuid in uuids}
+        return {uuid: found for uuid, found in told.items() if found is not None}
+
+    return _told(look)
 
 
 def set_limits(group: Path, limits: Mapping[str, int | None]) -> None:
@@ -75,13 +80,18 @@ def set_limits(group: Path, limits: Mapping[str, int | None]) -> None:
 
     Raises QueryError if the driver cannot, or may not.
     """
-    _answered(lambda host: host.set_limits(str(group), limits))
+
+    def limit(session: nvml.NVMLSession) -> None:
+        for uuid, limit_bytes in limits.items():
+            session.set_memory_limits(session.with_uuid(uuid), str(group), limit_bytes)
+
+    _told(limit)
 
 
-def _answered(work: Callable[[_HeldNVML], T]) -> T:
+def _told(look: Callable[[nvml.NVMLSession], T]) -> T:
     host = _host()
     try:
-        return host.ask(lambda: work(host))
+        return host.ask(lambda: host.told(look))
     except LateError as late:
         raise nvml.QueryError(_hangs(host.asked, late.waited_s)) from None
 
@@ -150,45 +160,27 @@ class _HeldNVML:
     # In that thread, or in the only one ---------------------------------------------------------------------
 
     def take_here(self, processes: bool = False) -> Inventory:
+        def look(session: nvml.NVMLSession) -> list[GPU]:
+            return [
+                gpu for index in range(session.count()) for gpu in self._read_card(session, index, processes)
+            ]
+
         try:
-            return self._asked_of(lambda session: self._snapshot(session, processes))
+            gpus = self.told(look)
         except nvml.QueryError as problem:
             return Inventory((), self.driver_version, str(problem))
+        reason = None if gpus else _NO_GPU
+        return Inventory(tuple(gpus), self.driver_version, reason, cuda_version=self._cuda_version)
 
-    def take_of(self, uuids: Sequence[str]) -> tuple[GPU, ...]:
-        try:
-            found = self._asked_of(lambda session: [_read_by_uuid(session, uuid) for uuid in uuids])
-        except nvml.QueryError:
-            return ()
-        return tuple(gpu for gpu in found if gpu is not None)
-
-    def limits(self, group: str, uuids: Iterable[str]) -> dict[str, Limits]:
-        def look(session: nvml.NVMLSession) -> dict[str, Limits]:
-            told = {uuid: session.memory_limits(session.with_uuid(uuid), group) for uuid in uuids}
-            return {uuid: found for uuid, found in told.items() if found is not None}
-
-        return self._asked_of(look)
-
-    def set_limits(self, group: str, limits: Mapping[str, int | None]) -> None:
-        def limit(session: nvml.NVMLSession) -> None:
-            for uuid, limit_bytes in limits.items():
-                session.set_memory_limits(session.with_uuid(uuid), group, limit_bytes)
-
-        self._asked_of(limit)
-
-    def _asked_of(self, look: Callable[[nvml.NVMLSession], T]) -> T:
-        try:
+    def told(self, look: Callable[[nvml.NVMLSession], T]) -> T:
+        while True:
             was_open = self._session is not None
             try:
                 return look(self._started())
             except nvml.QueryError as problem:
                 self.forget()
-                if not (was_open and problem.ends_session):
+                if not (was_open and problem.ends_session):  # else somebody shut it down under us
                     raise
-                return look(self._started())  # somebody shut it down under us
-        except nvml.QueryError:
-            self.forget()
-            raise
 
     def temperatures(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -213,11 +205,6 @@ class _HeldNVML:
             self.driver_version = self._session.driver_version()
             self._cuda_version = self._session.cuda_version()
         return self._session
-
-    def _snapshot(self, session: nvml.NVMLSession, processes: bool) -> Inventory:
-        gpus = [gpu for index in range(session.count()) for gpu in self._read_card(session, index, processes)]
-        problem = None if gpus else _NO_GPU
-        return Inventory(tuple(gpus), self.driver_version, problem, cuda_version=self._cuda_version)
 
     def _read_card(self, session: nvml.NVMLSession, index: int, processes: bool) -> list[GPU]:
         """Read a card and its MIG devices; one that fails is asked for anew once, its handle may be stale."""

@@ -7,7 +7,7 @@ the first :class:`NVMLSession`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final, NewType, TypeVar
@@ -243,17 +243,17 @@ class NVMLSession:
         Raises QueryError: also with ``is_absence``: this card, or its driver, knows no MIG, and never will.
         """
         current, _ = self._call("nvmlDeviceGetMigMode", handle)
-        return list(self._mig_handles(handle)) if current else None
-
-    def _mig_handles(self, card: Handle) -> Iterator[Handle | QueryError]:
-        for number in range(int(self._call("nvmlDeviceGetMaxMigDeviceCount", card))):
+        if not current:
+            return None
+        found: list[Handle | QueryError] = []
+        for number in range(int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))):
             try:
-                yield Handle(self._call("nvmlDeviceGetMigDeviceHandleByIndex", card, number))
+                found.append(Handle(self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)))
             except QueryError as problem:
-                if problem.ends_session:
-                    raise
+                _unless_over(problem)
                 if problem.code not in (_NOT_FOUND, _INVALID_ARGUMENT):  # there need not be one
-                    yield problem
+                    found.append(problem)
+        return found
 
     def _running(self, kind: str, handle: Handle) -> list[Any] | None:
         # Asked for by version: those without one raise another kind of error where the driver is older.

@@ -165,13 +165,8 @@ class Entry(Claim):
                 return 0, {}, 0, False
             told = json.loads(text)
             used = {uuid: _whole(nbytes) for uuid, nbytes in told["used"].items()}
-            base_bytes = _whole(told["base_bytes"])
-            return (
-                _whole(told["pid"], _MOST_PID),
-                used,
-                base_bytes,
-                told["idle"] is True,
-            )
+            base_bytes, is_idle = _whole(told["base_bytes"]), told["idle"] is True
+            return _whole(told["pid"], _MOST_PID), used, base_bytes, is_idle
         except (OSError, *_NOT_OURS):
             return 0, {}, 0, False
 

@@ -76,9 +76,7 @@ class Peaks:
 
     def after_out_of_memory(self, needed_bytes: int, in_allocator: tuple[int, int] | None) -> Peaks:
         """Return it with one more call, which needed so much; see :meth:`Footprints.learn_need`."""
-        spare = self.spare
-        if in_allocator is not None:
-            spare = footprint_rule.spare_after_out_of_memory(spare, *in_allocator)
+        spare = footprint_rule.more_spare(self.spare, *(in_allocator or (0, 0)))
         return self.and_now(needed_bytes, spare=spare)
 
 

@@ -96,19 +96,14 @@ def footprint_bytes(call: Measured, spare: float = LEAST_SPARE) -> int:
 
 def spare_after(call: Measured, spare: float) -> float:
     """Return the allocator's bytes for a byte of tensors, after one more call. Never less than before."""
-    if not call.is_near_cap or not call.allocated_bytes:
+    return more_spare(spare, call.cap_bytes, call.allocated_bytes or 0) if call.is_near_cap else spare
+
+
+def more_spare(spare: float, needed_bytes: int, tensors_bytes: int) -> float:
+    """Return the same after a call whose allocator needed so much, at least, for so much in tensors."""
+    if tensors_bytes <= 0:
         return spare
-    return _more_spare(spare, call.cap_bytes, call.allocated_bytes)
-
-
-def spare_after_out_of_memory(spare: float, needed_bytes: int, tensors_bytes: int) -> float:
-    """Return the same after a call that ran out of memory.
-
-    ``spare``: as it was.
-    ``needed_bytes``: what the allocator would have needed to go on. It had given back all that it could.
-    ``tensors_bytes``: what tensors would have had of it.
-    """
-    return _more_spare(spare, needed_bytes, tensors_bytes) if tensors_bytes > 0 else spare
+    return max(spare, min(MOST_SPARE, needed_bytes / tensors_bytes))
 
 
 def needed_bytes(footprint: int) -> int:
@@ -122,10 +117,6 @@ def cautious_bytes(total_bytes: int) -> int:
     A third of all, so that no more than three of a task begin, and at most 4 GiB: on a large host more do.
     """
     return min(total_bytes // 3, _CAUTIOUS_BYTES)
-
-
-def _more_spare(spare: float, not_enough_bytes: int, tensors_bytes: int) -> float:
-    return max(spare, min(MOST_SPARE, not_enough_bytes / tensors_bytes))
 
 
 def is_context(number_bytes: int) -> bool:

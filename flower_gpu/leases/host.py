@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flower_gpu import control_group
-from flower_gpu.control_group import CoresLimit, MemoryLimit
 from flower_gpu.leases.admission import (
     CORES,
     MEMORY,
@@ -41,25 +40,21 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class HostMeasured:
-    """What there is at one moment."""
+    """What there is at one moment, by cards: of the host, and of this process's control groups with less."""
 
-    cores: int  # of the host, in thousandths
-    quota: CoresLimit | None  # what this process's control groups allow, if that is less
-    total_bytes: int  # main memory of the host
-    available_bytes: int  # of that, what can be used before the kernel kills, or slows down
-    group: MemoryLimit | None  # the control group with the least memory, if one has less than the host
+    cores: Mapping[str, int]  # in thousandths
+    # Main memory: the bytes that can be used before the kernel kills, or slows down, and all
+    memory: Mapping[str, tuple[int, int]]
 
     def needs(self, asked: Iterable[HostNeed]) -> tuple[HostNeed, ...]:
         """Return what is asked of the host, and the same of this process's control groups."""
+        there = {**self.cores, **{name: total for name, (_, total) in self.memory.items()}}
         found = []
         for need in asked:
             found.append(need)
-            if need.resource == CORES and self.quota is not None:
-                name, capacity = of_group(CORES, self.quota.group), int(1000 * self.quota.cores)
-                found.append(HostNeed(name, need.amount, need.least, capacity))
-            if need.resource == MEMORY and self.group is not None:
-                name, capacity = of_group(MEMORY, self.group.group), self.group.total_bytes
-                found.append(HostNeed(name, need.amount, need.least, capacity))
+            for name, capacity in there.items():
+                if kind_of(name) == need.resource != name:
+                    found.append(replace(need, resource=name, capacity=capacity))
         return tuple(found)
 
     def cards(
@@ -78,13 +73,8 @@ class HostMeasured:
             for name, capacity in limits:
                 if kind_of(name) is not None and capacity:
                     most[name] = min(capacity, most.get(name, capacity))
-        most[CORES] = self.cores
-        if self.quota is not None:
-            most[of_group(CORES, self.quota.group)] = int(1000 * self.quota.cores)
-        memory = {MEMORY: (self.available_bytes, self.total_bytes)}
-        if self.group is not None:
-            memory[of_group(MEMORY, self.group.group)] = (self.group.available_bytes, self.group.total_bytes)
-        for name, (available, total) in memory.items():
+        most |= self.cores
+        for name, (available, total) in self.memory.items():
             # What workers have taken of their leases already is not available, and is theirs.
             ours = sum(
                 min(entry.own_memory_bytes(anonymous_bytes), part.memory_bytes)
@@ -105,15 +95,16 @@ def reserve_of(total_bytes: int, reserve_bytes: int | None) -> int:
 
 def measure() -> HostMeasured:
     """Measure the host."""
-    cores = 1000 * control_group.all_cores()
+    cores = {CORES: 1000 * control_group.all_cores()}
     quota = control_group.cores_limit()
-    if quota is not None and int(1000 * quota.cores) >= cores:
-        quota = None
+    if quota is not None and (allowed := int(1000 * quota.cores)) < cores[CORES]:
+        cores[of_group(CORES, quota.group)] = allowed
     available, total = control_group.host_memory()
-    group = control_group.memory_limit()
-    if group is not None and group.total_bytes >= total:  # without a limit it is a huge number
-        group = None
-    return HostMeasured(cores, quota, total, available, group)
+    memory = {MEMORY: (available, total)}
+    limit = control_group.memory_limit()
+    if limit is not None and limit.total_bytes < total:  # without a limit it is a huge number
+        memory[of_group(MEMORY, limit.group)] = limit.available_bytes, limit.total_bytes
+    return HostMeasured(cores, memory)
 
 
 @dataclass(frozen=True)

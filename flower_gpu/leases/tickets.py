@@ -31,6 +31,7 @@ from flower_gpu.leases.entries import (
     Entry,
     is_locked,
     lock,
+    opened,
     pid_namespace,
 )
 from flower_gpu.leases.lease import Lease
@@ -113,10 +114,8 @@ class Ticket:
         ``base_bytes``: main memory that it has by then, in common with the process that it is a fork of.
         ``used_bytes``: what it uses of each GPU in its lease, by UUID.
         """
-        data = _report_of(pid, used_bytes or {}, base_bytes)
-        if len(data) <= REPORT_BYTES:
-            with suppress(OSError):  # the disk is full
-                os.pwrite(self.descriptor, data, REPORT_AT)
+        with suppress(OSError):  # the disk is full
+            os.pwrite(self.descriptor, _report_of(pid, used_bytes or {}, base_bytes), REPORT_AT)
 
     def let_go(self) -> None:
         """Give up the lock; wait a moment for forks of a worker that have it, too: they are being killed."""
@@ -176,7 +175,8 @@ def new_entry(folder: Path, order: int, count: int, pack: bool) -> Entry:
 def _report_of(pid: int, used_bytes: Mapping[str, int], base_bytes: int, *, is_idle: bool = False) -> bytes:
     told: dict[str, Any] = {"pid": pid, "used": dict(used_bytes), "base_bytes": base_bytes, "idle": is_idle}
     text = json.dumps(told).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
+    data = b"%08x %s\n" % (zlib.crc32(text), text)
+    return data if len(data) <= REPORT_BYTES else b""
 
 
 def report(used_bytes: Mapping[str, int], base_bytes: int = 0, *, is_idle: bool = False) -> None:
@@ -191,12 +191,5 @@ def report(used_bytes: Mapping[str, int], base_bytes: int = 0, *, is_idle: bool 
     lease = Lease.from_environment(os.environ)
     if lease is None:
         return
-    data = _report_of(os.getpid(), used_bytes, base_bytes, is_idle=is_idle)
-    if len(data) > REPORT_BYTES:
-        return
-    with suppress(OSError):  # the ticket is gone, or the disk is full
-        descriptor = os.open(lease.ticket, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            os.pwrite(descriptor, data, REPORT_AT)
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), opened(Path(lease.ticket), os.O_WRONLY) as descriptor:  # it is gone, or no room
+        os.pwrite(descriptor, _report_of(os.getpid(), used_bytes, base_bytes, is_idle=is_idle), REPORT_AT)

@@ -114,7 +114,7 @@ class Line:
             return _run_here(call, how.on_event)
         while True:
             seen, outcome = self._done(call, how)
-            if seen.is_unread:
+            if seen.has_ended and not seen.is_begun:  # before it has read the call: another one can do it
                 continue
             if seen.set_too_late is None:
                 break

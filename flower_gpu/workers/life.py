@@ -204,7 +204,7 @@ def children() -> set[int]:
             with open(f"/proc/self/task/{thread}/children") as file:
                 found.update(map(int, file.read().split()))
     except FileNotFoundError:  # a kernel that does not list them
-        return {pid for pid in _all_processes() if _parent(pid) == os.getpid()}
+        return {pid for pid in _all_processes() if _state_parent_group(pid)[1] == os.getpid()}
     return found
 
 
@@ -215,10 +215,6 @@ def is_running(pid: int) -> bool:
 
 def _all_processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-
-
-def _parent(pid: int) -> int:
-    return _state_parent_group(pid)[1]
 
 
 def _living_group(pid: int) -> int:
@@ -261,23 +257,22 @@ _TRACKER_S = 30.0  # on a busy host it waits for a core
 _TRACKER = b".resource_tracker import main"  # Python's, and joblib's
 
 
-def end_group(group: int) -> tuple[list[int], list[int]]:
-    """Kill a process group, but for the resource trackers in it; return these, and the others. Linux only.
+def end_group(group: int) -> list[int]:
+    """Kill a process group, but for the resource trackers in it; return these. Linux only.
 
     Python's resource tracker unlinks the shared memory that its worker has left, and ends, once all other
     processes of the worker are gone.
     """
     members = [pid for pid in _all_processes() if _living_group(pid) == group]
     trackers = [pid for pid in members if is_tracker(pid)]
-    others = [pid for pid in members if pid not in trackers]
     if trackers:
-        for pid in others:
+        for pid in set(members).difference(trackers):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     else:  # all at once: none of them can start another one meanwhile
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    return trackers, others
+    return trackers
 
 
 def is_tracker(pid: int) -> bool:

@@ -77,11 +77,6 @@ class CallWatch:
         """Whether the result is there, and the worker has not exited within ``exit_s``."""
         return self.has_result and not self.has_ended and self.exit_s < EXIT_GRACE_S
 
-    @property
-    def is_unread(self) -> bool:
-        """Whether the worker ended before it has read the call: then another one can do it."""
-        return self.has_ended and not self.is_begun
-
     def take(self, told: dict[str, Any]) -> None:
         """Take a report of the worker."""
         event = told if self.call.confinement is None else confined_replies.checked_event(told)
@@ -127,7 +122,7 @@ class StartedWorker:
             self._process, self._line, *streams = start.launch(call, method, place, files, lines, stays=stays)
             self._lines = lines.pop_all()
         self._seen: CallWatch | None = None
-        self._imported: list[str] = []  # before the last call
+        self._imported: list[str] = []  # modules that it had to import, by its reports
         self._streams: dict[int, Stream] = {}
         self._calls = self._line.fileno()
         self._stdout, self._stderr = streams
@@ -148,11 +143,6 @@ class StartedWorker:
         """What can be read once it is gone."""
         return self._pidfd if self._pidfd >= 0 else self._calls
 
-    @property
-    def imported(self) -> list[str]:
-        """The modules that it had to import, by its reports."""
-        return (self._seen.imported if self._seen is not None else []) or self._imported
-
     def has_exited(self) -> bool:
         """Whether it is gone; its pid is still its own."""
         return self._process.has_exited()
@@ -171,7 +161,7 @@ class StartedWorker:
 
     def watch(self, seen: CallWatch, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
         """Wait for the end of the worker, or for the result where it stays; or for a limit or an order."""
-        self._seen, self._imported = seen, self.imported
+        self._seen = seen
         name = seen.call.log_prefix if seen.call.names_output else None
         for descriptor, target in ((self._stdout, sys.stdout), (self._stderr, sys.stderr)):
             self._streams[descriptor] = Stream(descriptor, echo(target, seen.tail, name))
@@ -217,7 +207,7 @@ class StartedWorker:
         finally:
             self._end_group()  # before its pid is free for others
             state_folder.remove_socket_folder(self.pid)
-            exitcode = self._process.reap(self.imported)
+            exitcode = self._process.reap(self._imported)
         if self._seen is not None:
             self._seen.exitcode = exitcode
             self._seen.peak_bytes = max(self._seen.peak_bytes, self._process.peak_bytes)
@@ -233,8 +223,7 @@ class StartedWorker:
     def _end_group(self) -> None:
         # A confined app's processes may call themselves as they like.
         if self._open and not self._is_confined and sys.platform == "linux":
-            trackers, _ = end_group(self.pid)
-            if trackers:
+            if trackers := end_group(self.pid):
                 end_later(trackers)
             return
         with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
@@ -281,6 +270,7 @@ class StartedWorker:
             os.close(descriptor)
         if self._seen is not None:
             self._seen.take(told)
+            self._imported = self._seen.imported or self._imported
 
     def _forget(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)

@@ -303,8 +303,7 @@ def cores() -> int:
 
     Of a quota of 2.5 processors 2 are counted: a thread that gets half of a processor holds up the others.
     """
-    limit = control_group.cores_limit()
-    return processor_cores() if limit is None else max(1, min(processor_cores(), int(limit.cores)))
+    return max(1, int(available_cores()))
 
 
 def available_cores() -> float:

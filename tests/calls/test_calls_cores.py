@@ -72,7 +72,7 @@ def test_without_cpu_leases_nothing_is_counted(calls_host: CallsHost) -> None:
 
 def test_calls_wait_for_main_memory(calls_host: CallsHost) -> None:
     """The first is measured. With less than each of three needs, whatever others use, they run alone."""
-    reserve = 2 * host.measure().total_bytes
+    reserve = 2 * control_group.host_memory()[1]
     callers = [calls_host.start(FLOWER_GPU_HOST_RESERVE=str(reserve)) for _ in range(4)]
     steps: list[Any] = [["fill", 300, 0.5]]
     callers[0]("run", "calls_tasks:follow", steps, num_cpus=ALL / 16, **ON_CPU)

@@ -164,7 +164,8 @@ def test_root_is_not_needed(run_script: Any) -> None:
         import os
         from flower_gpu import landlock
         os.setgid(65534), os.setuid(65534)
-        landlock.without(["/dev/zero", "/dev/full"], ["/dev/full"]).restrict_self()
+        with landlock.without(["/dev/zero", "/dev/full"], ["/dev/full"]) as rules:
+            rules.restrict_self()
         open("/dev/full").close()
         try:
             open("/dev/zero")

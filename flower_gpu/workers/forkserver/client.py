@@ -130,8 +130,7 @@ class ServerPlace:
 
 def likeness(call: Call) -> tuple[Any, ...]:
     """Return the key of calls that can share a worker, or a place."""
-    preload = [(name, dict(kwargs)) for name, kwargs in call.preload]
-    return (dict(call.env), call.setup, call.without, preload, call.confinement)
+    return (dict(call.env), call.setup, call.without, list(call.preload), call.confinement)
 
 
 class Forked:
@@ -178,7 +177,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
         "threads": threads.variables(inherited.environ),
         "path": [*(call.confinement.packages() if call.confinement else ()), *inherited.path],
         "is_confined": CONFINED_VARIABLE in call.env,
-        "is_on_gpu": identity.are_gpus_named(call.env),
+        "is_on_gpu": bool(call.env.get(identity.VISIBLE_DEVICES)),
         "setup": call.setup,
         "kind": _kind(call.names, inherited.environ),
     }
@@ -321,7 +320,7 @@ def _connected(
             "preload= cannot be used with --confine: its functions run in the fork server, which is not "
             "confined. Remove one of the two"
         )
-    preload = [(function, dict(kwargs)) for function, kwargs in call.preload]
+    preload = list(call.preload)
     name = kind.name(environ, [preload, inherited.path, os.getcwd()])
     what = "preload " + ", ".join(function for function, _ in preload)
 

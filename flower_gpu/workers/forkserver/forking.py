@@ -128,7 +128,7 @@ class Loop(ChildWatch):
 
     def __init__(self, on_child: Callable[[], object]) -> None:
         self._small_pages: list[int] = []  # which could be in huge pages
-        self._forks = 0  # that were not followed by some of that
+        self.forks = 0  # that were not followed by some of that
         self._own = children()  # processes that a library or the user's data have started here
         adopt_orphans()
         super().__init__(on_child)
@@ -139,19 +139,15 @@ class Loop(ChildWatch):
         self._small_pages = huge_page_regions()
         gc.freeze()  # the collector of a fork would touch, and so copy, every object
 
-    def forked(self) -> None:
-        """Take note of a fork."""
-        self._forks += 1
-
     def wait(self, timeout_s: float | None) -> list[selectors.SelectorKey]:
         """Wait for something to read; after forks meanwhile use huge pages, which halves the time of a fork.
 
         For each of them only some: a process with torch has 1.3 s to do.
         """
-        has_time = bool(self._small_pages and self._forks)
+        has_time = bool(self._small_pages and self.forks)
         ready = self.selector.select(0 if has_time else timeout_s)
         if has_time and not ready:
-            self._forks -= 1
+            self.forks -= 1
             for address in self._small_pages[-_HUGE_PAGES:]:
                 collapse(address)
             del self._small_pages[-_HUGE_PAGES:]

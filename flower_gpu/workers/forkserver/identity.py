@@ -112,11 +112,6 @@ def server_name(
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
 
 
-def are_gpus_named(variables: Mapping[str, str]) -> bool:
-    """Tell whether the variables of a call name GPUs for it."""
-    return bool(variables.get(VISIBLE_DEVICES))
-
-
 def seen(environ: Mapping[str, str | None], name: str) -> str | None:
     """Return the value of an environment variable as a library sees it at its import."""
     value = environ.get(name)
@@ -126,11 +121,11 @@ def seen(environ: Mapping[str, str | None], name: str) -> str | None:
 def digests(environ: Mapping[str, str | None], names: Iterable[str]) -> dict[str, str]:
     """Return digests of variables' values: equal for equal values, and not readable."""
     found = ((name, seen(environ, name)) for name in names)
-    return {name: _digest(value) for name, value in found if value is not None}
-
-
-def _digest(value: str) -> str:
-    return hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
+    return {
+        name: hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
+        for name, value in found
+        if value is not None
+    }
 
 
 def installed_folders(path: Iterable[str]) -> list[str]:

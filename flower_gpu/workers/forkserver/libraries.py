@@ -54,14 +54,11 @@ class UnfitLibraryError(BaseException):
     So matplotlib wrote a list of fonts without one of them into the user's cache.
 
     ``libraries``: top-level names of all that were being imported when it happened.
-    ``is_cuda``: whether it initialised CUDA; else it started a thread.
     """
 
-    def __init__(self, libraries: list[str], is_cuda: bool) -> None:
-        what = "initialises CUDA" if is_cuda else "starts a thread"
+    def __init__(self, libraries: list[str], what: str) -> None:
         super().__init__(f"{', '.join(libraries)}: importing it {what}")
         self.libraries = libraries
-        self.is_cuda = is_cuda
 
 
 def cuda_is_touched() -> bool:
@@ -74,14 +71,6 @@ def cuda_is_touched() -> bool:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
                 return True
     return False
-
-
-def cuda_message(name: str) -> str:
-    """Return the error text for a function or module that started CUDA in the fork server."""
-    return (
-        f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and choose "
-        "the device in the task. Only torch.cuda.is_available() and device_count() may be asked there"
-    )
 
 
 def import_all(names: Iterable[str]) -> None:
@@ -135,7 +124,11 @@ def preload_on_cpu(functions: Preload) -> None:
     for name, kwargs in functions:
         run_preload([(name, kwargs)])
         if cuda_is_touched():
-            raise ConfigError(cuda_message(name))
+            raise ConfigError(
+                f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and "
+                "choose the device in the task. Only torch.cuda.is_available() and device_count() may be "
+                "asked there"
+            )
         if (library := frameworks.with_threads()) is not None:
             raise ConfigError(
                 f"{name} computes with {library} in the process that workers are forked from. A fork has no "
@@ -177,9 +170,9 @@ class _ImportWatch:
         grown, self._threads = threads > self._threads, threads
         innermost = self._running[-1] if self._running else ""
         if grown and innermost not in _THREADS_SURVIVE_FORKS:
-            self._unfit = UnfitLibraryError(self._names(), is_cuda=False)
+            self._unfit = UnfitLibraryError(self._names(), "starts a thread")
         elif cuda_is_touched():
-            self._unfit = UnfitLibraryError(self._names(), is_cuda=True)
+            self._unfit = UnfitLibraryError(self._names(), "initialises CUDA")
         if self._unfit is not None:
             raise self._unfit
 

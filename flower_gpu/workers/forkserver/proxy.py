@@ -11,8 +11,9 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final
 
 from flower_gpu.errors import WorkerStartError
@@ -27,58 +28,51 @@ _PASSED_ON: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUS
 _log = logging.getLogger("flwr.flower_gpu")
 
 
-class Program:
-    """A program that the fork server has forked; ended at once when this process ends.
+def fork(
+    function: str, label: str, modules: Sequence[str], without: frozenset[str]
+) -> Callable[[], int] | None:
+    """Have a function run as a program with the arguments of this one, ended at once when this process ends.
 
-    Made by :meth:`fork`.
+    ``function``: ``"package.module:function"``, called without arguments.
+    ``label``: what it does.
+    ``modules``: what it imports, and its workers; the server has them before.
+    ``without``: top-level names of libraries for which they have no use.
+    Returns what waits for its end (:func:`_wait`); None where no server can do that.
     """
+    if not client.is_supported() or _is_watched():
+        return None
+    life, end = os.pipe2(os.O_CLOEXEC)
+    try:
+        client.learn(modules, without, client.LEARN_FOR_LIMITED_S)
+        place = client.find(Call(function, label=label, without=without), None, {})
+        message = {"op": "program", "function": function, "argv": sys.argv, "label": label}
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        return partial(_wait, label, place.fork(message, [life, 0, 1, 2]), end)
+    except (WorkerStartError, Gone, OSError) as error:
+        _log.debug("%s runs in this process: %s", label, error)
+        os.close(end)  # should there be one, it ends
+        return None
+    finally:
+        os.close(life)
 
-    def __init__(self, label: str, forked: Forked, life: int) -> None:
-        self._label = label
-        self._forked = forked
-        self._life = life  # write end of a pipe
 
-    @classmethod
-    def fork(
-        cls, function: str, label: str, modules: Sequence[str] = (), without: frozenset[str] = frozenset()
-    ) -> Program | None:
-        """Have a function run as a program with the arguments of this one; None where no server can do that.
+def _wait(label: str, forked: Forked, life: int) -> int:
+    """Pass signals on to a program until it has ended; returns its exit status, as a shell tells it.
 
-        ``function``: ``"package.module:function"``, called without arguments.
-        ``label``: what it does.
-        ``modules``: what it imports, and its workers; the server has them before.
-        ``without``: top-level names of libraries for which they have no use.
-        """
-        if not client.is_supported() or _is_watched():
-            return None
-        life, end = os.pipe2(os.O_CLOEXEC)
-        try:
-            client.learn(modules, without, client.LEARN_FOR_LIMITED_S)
-            place = client.find(Call(function, label=label, without=without), None, {})
-            message = {"op": "program", "function": function, "argv": sys.argv, "label": label}
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            return cls(label, place.fork(message, [life, 0, 1, 2]), end)
-        except (WorkerStartError, Gone, OSError) as error:
-            _log.debug("%s runs in this process: %s", label, error)
-            os.close(end)  # should there be one, it ends
-            return None
-        finally:
-            os.close(life)
-
-    def wait(self) -> int:
-        """Pass signals on to it until it has ended; returns its exit status, as a shell tells it."""
-        with _passing_on_to(self._forked.pidfd):
-            select.select([self._forked.pidfd], [], [])
-        os.close(self._life)
-        status = self._forked.reap()
-        if status is None:
-            _say(f"how {self._label} has ended is not known: the fork server was ended")
-            return UNKNOWN
-        if status < 0:
-            _say(f"the process of {self._label} was killed by {signal.Signals(-status).name} ({-status})")
-            return 128 - status
-        return status
+    ``life``: the write end of the pipe by which it ends with this process.
+    """
+    with _passing_on_to(forked.pidfd):
+        select.select([forked.pidfd], [], [])
+    os.close(life)
+    status = forked.reap()
+    if status is None:
+        _say(f"how {label} has ended is not known: the fork server was ended")
+        return UNKNOWN
+    if status < 0:
+        _say(f"the process of {label} was killed by {signal.Signals(-status).name} ({-status})")
+        return 128 - status
+    return status
 
 
 def _say(text: str) -> None:

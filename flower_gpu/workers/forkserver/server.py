@@ -231,7 +231,7 @@ class Server:
             session.pid = fork()
         except OSError as error:
             return {"error": explained(error)}
-        self._loop.forked()
+        self._loop.forks += 1
         return {"pid": session.pid}
 
     def _on_reap(self, session: Session, message: _Message, _: list[int]) -> _Answer:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flower_gpu.errors import WorkerError
 from flower_gpu.workers import memory_files
@@ -64,18 +65,12 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
 
     ``shared``: what :func:`write_request` returned in the caller; it is closed here.
     """
-    index = _read_index(descriptor)
-    files = {}
-    if index.has(HERE):
-        files[HERE] = _File(descriptor, index, HERE, shared=True)
+    head, index = _read_index(descriptor)
     try:
-        if index.has(IN_SHARED):
-            if shared < 0:
-                raise WorkerError(_FOREIGN)
-            files[IN_SHARED] = _File(shared, index, IN_SHARED)
+        files = _files(index, {HERE: descriptor, IN_SHARED: shared}, shared=HERE)
         given = files[HERE].map if HERE in files else None
         facts.request = GivenRequest(descriptor, memory_files.identity(descriptor), given)
-        return _load(index, files)
+        return _load(head, index, files)
     finally:
         if shared >= 0:
             os.close(shared)
@@ -107,14 +102,8 @@ def read_reply(descriptor: int, request: int = -1) -> Any:
 
     ``request``: the memory file with its arguments; -1 if it had them by itself.
     """
-    index = _read_index(descriptor)
-    files = {}
-    for where, file in ((HERE, descriptor), (IN_REQUEST, request)):
-        if index.has(where):
-            if file < 0:
-                raise WorkerError(_FOREIGN)
-            files[where] = _File(file, index, where)
-    return _load(index, files)
+    head, index = _read_index(descriptor)
+    return _load(head, index, _files(index, {HERE: descriptor, IN_REQUEST: request}))
 
 
 def _write_file(
@@ -149,26 +138,15 @@ def _checksum(header: bytes, table: bytes, head: bytes) -> int:
     return zlib.crc32(memoryview(head)[:_CHECKED_BYTES], zlib.crc32(table, zlib.crc32(header)))
 
 
-@dataclass(frozen=True)
-class _IndexEntry:
+class _IndexEntry(NamedTuple):
     where: int
     kind: int
     offset: int
     size: int
 
 
-@dataclass(frozen=True)
-class _Index:
-    """What a memory file says about itself."""
-
-    head: bytes
-    entries: list[_IndexEntry]
-
-    def has(self, where: int) -> bool:
-        return any(entry.where == where for entry in self.entries)
-
-
-def _read_index(descriptor: int) -> _Index:
+def _read_index(descriptor: int) -> tuple[bytes, list[_IndexEntry]]:
+    """Return what a memory file says about itself: its pickle, and what is beside that."""
     start = os.pread(descriptor, _INDEX_BYTES, 0)  # mostly all of it
     try:
         header = start[: _HEADER.size]
@@ -187,18 +165,19 @@ def _read_index(descriptor: int) -> _Index:
     head = start[table_end : table_end + head_size]
     if checksum != _checksum(header, table, head):
         raise WorkerError(_FOREIGN)
-    entries = [_IndexEntry(*fields) for fields in _REGION.iter_unpack(table)]
-    return _Index(head, entries)
+    return head, list(map(_IndexEntry._make, _REGION.iter_unpack(table)))
 
 
 class _File:
     """A file with regions of one request or reply, mapped where possible."""
 
-    def __init__(self, descriptor: int, index: _Index, where: int, shared: bool = False) -> None:
+    def __init__(
+        self, descriptor: int, index: Sequence[_IndexEntry], where: int, shared: bool = False
+    ) -> None:
         self._descriptor = descriptor
         self.map: memory_files.Map | None = None
         self._writable: memory_files.Map | None = None
-        entries = [entry for entry in index.entries if entry.where == where]
+        entries = [entry for entry in index if entry.where == where]
         # A request belongs to the caller, which does not change it. What a worker wrote must be sealed, or a
         # process that it left behind could change it after it was checked.
         trusted = shared or where == IN_SHARED
@@ -235,14 +214,22 @@ class _File:
         return Region(self.map.view[place].toreadonly(), self._writable.view[place])
 
 
-def _load(index: _Index, files: dict[int, _File]) -> Any:
-    if any(entry.where not in files or entry.kind > IMMUTABLE for entry in index.entries):
+def _files(index: Sequence[_IndexEntry], descriptors: dict[int, int], shared: int = -1) -> dict[int, _File]:
+    """Return the files that something of a request or reply is in; writes go to the ``shared`` one."""
+    used = {entry.where for entry in index}
+    return {
+        where: _File(file, index, where, where == shared)
+        for where, file in descriptors.items()
+        if where in used and file >= 0
+    }
+
+
+def _load(head: bytes, index: Sequence[_IndexEntry], files: dict[int, _File]) -> Any:
+    if any(entry.where not in files or entry.kind > IMMUTABLE for entry in index):
         raise WorkerError(_FOREIGN)
-    found = [files[entry.where].region(entry) for entry in index.entries]
-    buffers = [
-        region.memory for region, entry in zip(found, index.entries, strict=True) if entry.kind == BUFFER
-    ]
-    return regions.loads(index.head, found, buffers)
+    found = [files[entry.where].region(entry) for entry in index]
+    buffers = [region.memory for region, entry in zip(found, index, strict=True) if entry.kind == BUFFER]
+    return regions.loads(head, found, buffers)
 
 
 @dataclass(frozen=True)
