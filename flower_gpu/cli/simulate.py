@@ -108,7 +108,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
     num_supernodes, run_config = _federation(arguments)
     app.overrides(run_config, num_supernodes)
     preload = given_preload(arguments.preload, app.path)
-    clients = None if arguments.clients_table is None else given_clients(arguments.clients_table)
+    table = arguments.clients_table
+    clients = None if table is None else _toml("--clients-table", table)
     if arguments.resume is None:
         check_log_dir(arguments.log_dir)
     shown = _Shown(arguments.progress, is_quiet(arguments))
@@ -179,28 +180,20 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
     values: dict[str, ConfigValue] = {}
     for text in texts:
         if text.endswith(".toml") and "=" not in text:
-            try:
-                values.update(flatten(tomllib.loads(Path(text).expanduser().read_text(encoding="utf-8"))))
-            except OSError as error:
-                raise ConfigError(f"--run-config {text}: {error.strerror}") from None
-            except ValueError as error:
-                raise ConfigError(f"--run-config {text}: {error}") from None
+            values.update(flatten(_toml("--run-config", Path(text).expanduser())))
         else:
             values.update(parse_pairs("--run-config", [text]))
     return values
 
 
-def given_clients(path: Path) -> dict[str, Any]:
-    """Read ``--clients-table``.
-
-    Raises ConfigError if it is no TOML file.
-    """
+def _toml(option: str, path: Path) -> dict[str, Any]:
+    """Read the TOML file that was given for an option; ConfigError if it is none."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--clients-table {path_text(path)}: {error.strerror}") from None
+        raise ConfigError(f"{option} {path_text(path)}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"--clients-table {path_text(path)}: {error}") from None
+        raise ConfigError(f"{option} {path_text(path)}: {error}") from None
 
 
 def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, ConfigValue]]]:

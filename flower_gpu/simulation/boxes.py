@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
@@ -122,17 +122,14 @@ class Box:
 
     def begin(self, host: Host) -> Job | None:
         """Return the message that a host handles next, if there is one for it."""
-        if not self._waiting or not self._has_room():
+        has_room = len(self.replies) + len(self.running) < self._most_unread()
+        if not (self._waiting and has_room):
             return None
         return self._begun(Job(host, heapq.heappop(self._waiting)[-1], self))
 
     def _begun(self, job: Job) -> Job:
         self.running[job.message_id] = job
         return job
-
-    def _has_room(self) -> bool:
-        """Tell whether there is room for the reply to one message more."""
-        return len(self.replies) + len(self.running) < self._most_unread()
 
     def again(self, job: Job, *, is_last: bool = False) -> None:
         """Have a message handled that no host has any more, if it is wanted: as the next one, or the last."""
@@ -260,26 +257,16 @@ class PulledBox(Box):
 class SumBox(Box):
     """Messages whose replies are summed by the hosts that handle them, as they come.
 
-    ``numbers``: of groups; all boxes of a run have the same.
-    ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.flower.averaging.ReplySum`.
+    ``new_group``: makes a group.
     ``sums``: that are here, with the names of their hosts.
     """
 
     # A host may just have added its reply to a sum. It says whether it could end the handling.
     _ends_running: ClassVar = False
 
-    def __init__(
-        self,
-        changed: threading.Condition,
-        numbers: Iterator[int],
-        weighted_by_key: str,
-        *,
-        keeps_integers: bool,
-    ) -> None:
+    def __init__(self, changed: threading.Condition, new_group: Callable[[], SumGroup]) -> None:
         super().__init__(changed)
-        self._group_numbers = numbers
-        self._weighted_by_key = weighted_by_key
-        self._keeps_integers = keeps_integers
+        self._make_group = new_group
         self.groups: dict[int, Held] = {}  # on hosts, by number
         self.sums: list[tuple[str, ReplySum]] = []
 
@@ -369,7 +356,7 @@ class SumBox(Box):
         return (self._is_late or self._is_handled) and not any(held.jobs for held in self.groups.values())
 
     def _new_group(self, host: Host) -> Held:
-        group = SumGroup(next(self._group_numbers), self._weighted_by_key, self._keeps_integers)
+        group = self._make_group()
         held = self.groups[group.number] = Held(host, group)
         return held
 
@@ -394,7 +381,7 @@ class BlockBox(SumBox):
     All messages are pushed before one is begun. Sums come in the order of the blocks. So that hosts do not
     keep too many of them, no block begins that is far ahead of the first one whose sum is not here.
 
-    ``changed``, ``numbers``, ``weighted_by_key``, ``keeps_integers``: as for :class:`SumBox`.
+    ``changed``, ``new_group``: as for :class:`SumBox`.
     ``block_of``: returns the number of a message's block.
     ``most_ahead``: returns how many blocks may be under way at least.
     """
@@ -402,14 +389,11 @@ class BlockBox(SumBox):
     def __init__(
         self,
         changed: threading.Condition,
-        numbers: Iterator[int],
-        weighted_by_key: str,
-        *,
-        keeps_integers: bool,
+        new_group: Callable[[], SumGroup],
         block_of: Callable[[Message], int],
         most_ahead: Callable[[], int],
     ) -> None:
-        super().__init__(changed, numbers, weighted_by_key, keeps_integers=keeps_integers)
+        super().__init__(changed, new_group)
         self._block_of = block_of
         self._least_ahead = most_ahead
         self._most_ahead = 0

@@ -36,13 +36,6 @@ HASH_SEED: Final = "PYTHONHASHSEED"
 FIXED: Final = "0"
 
 _RUN_ID_BITS: Final = 63
-# Of BLAS libraries, which put them before OMP_NUM_THREADS.
-_OTHER_THREADS: Final = (
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "GOTO_NUM_THREADS",
-    "BLIS_NUM_THREADS",
-)
 
 
 def has_fixed_hashes() -> bool:
@@ -87,10 +80,10 @@ def variables(environ: Mapping[str, str], count: int = 1) -> dict[str, str]:
     ``count``: their threads, where ``environ`` does not say another number.
     """
     count = threads.openmp_threads(environ) or count
+    names = {threads.VARIABLE, *threads.variables(environ)}
     return {
         HASH_SEED: FIXED,
-        threads.VARIABLE: str(count),
-        **{name: str(count) for name in _OTHER_THREADS if name in environ},  # one number, which is recorded
+        **{name: str(count) for name in sorted(names)},  # one number, which is recorded
         **frameworks.deterministic_variables(count, environ),
     }
 

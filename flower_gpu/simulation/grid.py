@@ -36,6 +36,7 @@ from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sendin
 from flower_gpu.flower.streaming import Buffered
 from flower_gpu.simulation.boxes import BlockBox, Box, Job, PulledBox, SumBox
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
+from flower_gpu.simulation.host import SumGroup
 from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.watch.waits import WorkerWaits
@@ -270,19 +271,20 @@ class SimulationGrid(Grid):
         ``in_order`` has them handled and summed in the order of the nodes' partitions, a block of consecutive
         nodes at a time.
         """
-        options: Any = {"keeps_integers": keeps_integers}
+
+        def new_group() -> SumGroup:
+            return SumGroup(next(self._group_numbers), weighted_by_key, keeps_integers)
+
         if not (in_order or self.sums_in_order):
-            box = SumBox(self._changed, self._group_numbers, weighted_by_key, **options)
-            return self._handled(messages, timeout, box)
+            return self._handled(messages, timeout, SumBox(self._changed, new_group))
 
         def place_of(message: Message) -> int:
             return self._nodes.place_of(message.metadata.dst_node_id)
 
-        options |= {
-            "block_of": lambda message: place_of(message) // BLOCK_NODES,
-            "most_ahead": self._most_blocks,
-        }
-        box = BlockBox(self._changed, self._group_numbers, weighted_by_key, **options)
+        def block_of(message: Message) -> int:
+            return place_of(message) // BLOCK_NODES
+
+        box = BlockBox(self._changed, new_group, block_of, self._most_blocks)
         return self._handled(sorted(messages, key=place_of), timeout, box)
 
     def _most_blocks(self) -> int:

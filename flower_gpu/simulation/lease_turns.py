@@ -39,23 +39,20 @@ class LeasedLine:
         self.line = line
         self.held: tuple[Lease, Ticket] | None = None
         self.is_for_one_call = False
-        #: Returns the ledger, counted as for the lease.
-        self.new_ledger: Callable[[], Ledger] = Ledger
-        self._size: object = None  # what was asked for
+        self.asking: Leasing  # how the lease was asked for
         self._turns = turns
         self._lease = ExitStack()
 
     def take(self, asking: Leasing, request: LeaseRequest) -> Lease:
         """Wait for a lease."""
         self.held = self._lease.enter_context(asking.held(request))
-        self.new_ledger = asking.ledger
-        self._size = _size(asking)
+        self.asking = asking
         self._turns.taken()
         return self.held[0]
 
     def suits(self, leasing: Leasing) -> bool:
         """Tell whether a call asks for as much as the worker has that is here, or idles."""
-        return self._size == _size(leasing) and leasing.may_have(self.lease_held()[0])
+        return _size(self.asking) == _size(leasing) and leasing.may_have(self.lease_held()[0])
 
     def lease_held(self) -> tuple[Lease, Ticket]:
         """Return the lease that a worker idles with."""
@@ -205,12 +202,12 @@ class LeaseTurns:
                 return
         place.retire()
 
-    def has_idle(self, fits: Callable[[LeasedLine], bool]) -> bool:
-        """Tell whether a worker idles that would do, and that nobody else waits for."""
+    def has_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
+        """Tell whether a worker idles that would do, and that nobody else waits for; ``fits``: None: any."""
         with self._changed:
             return self._found_idle(fits) is not None
 
-    def take_idle(self, fits: Callable[[LeasedLine], bool]) -> LeasedLine | None:
+    def take_idle(self, fits: Callable[[LeasedLine], bool] | None) -> LeasedLine | None:
         """Return such a worker, which does not idle any more; None: there is none."""
         with self._changed:
             place = self._found_idle(fits)
@@ -219,10 +216,10 @@ class LeaseTurns:
                 self._look_again()
             return place
 
-    def _found_idle(self, fits: Callable[[LeasedLine], bool]) -> LeasedLine | None:
+    def _found_idle(self, fits: Callable[[LeasedLine], bool] | None) -> LeasedLine | None:
         waiting = self._waiting() if self._idle else []
         for place in reversed(self._idle):
-            if fits(place) and not self._is_wanted(place.lease_held()[1], waiting):
+            if (fits is None or fits(place)) and not self._is_wanted(place.lease_held()[1], waiting):
                 return place
         return None
 
@@ -293,7 +290,7 @@ class LeaseTurns:
             ending = [place for place, _ in idle if place.line.has_lost_worker()]
             needs_room, self._needs_room = self._needs_room, False
         leases = {ticket.entry.id: (place, ticket) for place, ticket in idle}
-        wanted = self._in_the_way(leases, idle[0][0].new_ledger(), is_late=is_late) if idle else ()
+        wanted = self._in_the_way(leases, idle[0][0].asking.ledger(), is_late=is_late) if idle else ()
         ending += [place for place, ticket in idle if ticket.entry.id in wanted]
         if needs_room and not ending:
             ending = [place for place, _ in idle[:1]]

@@ -178,7 +178,7 @@ class MessageHandler:
             wanted = {each.message_id for each in begun if self._running.pop(each.message_id, None)}
             self._worked_at = time.monotonic()
         seconds = (time.monotonic() - began) / len(visits)
-        call_s = None if slot.had_imports else slot.call_s / len(visits)
+        call_s = None if slot.line.had_imports else slot.line.call_s / len(visits)
         answers: dict[str, Answer] = {}
         for visit, context, reply in zip(begun, contexts, found, strict=True):
             if visit.message_id not in wanted:
@@ -308,11 +308,11 @@ class MessageHandler:
             )
         self._learn(visit, slot)
         # A call with imports was longer than later ones: their workers are forked with these imports.
-        is_usual = not reply.has_error() and not slot.had_imports
-        return Handled(context, reply, call_s=slot.call_s if is_usual else None)
+        is_usual = not reply.has_error() and not slot.line.had_imports
+        return Handled(context, reply, call_s=slot.line.call_s if is_usual else None)
 
     def _learn(self, visit: Visit, slot: Slot) -> None:
-        self._memory.learn(slot.peak_bytes)
+        self._memory.learn(slot.line.peak_bytes)
         self._has_used = self._has_used or slot.is_used_again
         self._most_together[visit.message.metadata.message_type] = slot.most_together
 

@@ -364,13 +364,12 @@ def _alone() -> Iterator[None]:
 @contextmanager
 def _identity(run_id: int) -> Iterator[None]:
     """Be the SuperLink's side of a run: else Flower lets nobody make a message."""
-    before = {name: getattr(TaskIdentity, name) for name in message_call.IDENTITY}
+    before = message_call.identity()
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, SUPERLINK_NODE_ID, 1
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(TaskIdentity, name, value)
+        message_call.assume(before)
 
 
 def _state_folder(folder: RunFolder | None, stack: ExitStack) -> Path:

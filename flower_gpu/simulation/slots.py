@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from flower_gpu.calls.leasing import Leasing
@@ -62,19 +61,14 @@ class Slot(Workers):
         self.waits_since: float | None = None
 
     @property
-    def peak_bytes(self) -> int:
-        """The most memory that a worker of this slot was seen to take."""
-        return self._place.line.peak_bytes
-
-    @property
-    def has_worker(self) -> bool:
-        """Whether a worker waits here for another call."""
-        return self._place.line.has_worker
+    def line(self) -> Line:
+        """Where its calls run: what is known of the last one, and of a worker that waits for another."""
+        return self._place.line
 
     @property
     def is_cancelled(self) -> bool:
         """Whether the call that was begun is to be ended."""
-        return self._place.line.is_cancelled
+        return self.line.is_cancelled
 
     @property
     def has_lease(self) -> bool:
@@ -84,7 +78,7 @@ class Slot(Workers):
     @property
     def may_use_again(self) -> bool:
         """Whether there is a used worker for the next call: here, or one of the run that idles."""
-        return self.has_worker or self._turns.has_idle(_any)
+        return self.line.has_worker or self._turns.has_idle()
 
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
         """Choose how a worker is started, once for all calls: it is not this process that is forked."""
@@ -118,25 +112,21 @@ class Slot(Workers):
 
         return place.line.run(call, method, calls=most, on_start=on_worker, on_event=on_told, **options)
 
-    @property
-    def call_s(self) -> float:
-        """How long the last call took in its worker, with the worker's start if it was new."""
-        return self._place.line.call_s
-
-    @property
-    def had_imports(self) -> bool:
-        """Whether it had to import libraries that later workers may be forked with."""
-        return self._place.line.had_imports
-
     @contextmanager
     def held(self, leasing: Leasing, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
         """Hold a lease for a call: the one of a worker that is there, or a new one."""
-        while not self._may_go_on(leasing, request):
-            self._leave_place()
-            if request == leasing.settings.request and self._take_idle(partial(self._fits, leasing)):
+        is_usual = request == leasing.settings.request  # a second try asks for more than the others do
+
+        def fits(place: LeasedLine) -> bool:
+            return is_usual and self._calls > 1 and place.suits(leasing)
+
+        while not (is_usual and self._may_go_on(leasing)):
+            self.idle()
+            self.retire()
+            if self._take_idle(fits):
                 break
             try:
-                self._take(leasing, request)
+                self._take(leasing, request, fits, is_usual=is_usual)
                 break
             except WorkerIdlesError:
                 pass  # it is taken, unless somebody else was faster
@@ -163,54 +153,44 @@ class Slot(Workers):
         """End all workers of the run that idle with a lease."""
         self._turns.end_idle()
 
-    def _may_go_on(self, leasing: Leasing, request: LeaseRequest) -> bool:
+    def _may_go_on(self, leasing: Leasing) -> bool:
         """Tell whether a call can have the worker that is here, and its lease."""
-        if self._place.held is None or not self.has_worker or request != leasing.settings.request:
+        if self._place.held is None or not self.line.has_worker:
             return False
         return self._place.suits(leasing) and not self._turns.is_wanted(self._place.held[1])
 
-    def _fits(self, leasing: Leasing, place: LeasedLine) -> bool:
-        """Tell whether a call can have a worker that idles with a lease."""
-        return self._calls > 1 and place.suits(leasing)
-
-    def _take(self, leasing: Leasing, request: LeaseRequest) -> None:
+    def _take(
+        self, leasing: Leasing, request: LeaseRequest, fits: Callable[[LeasedLine], bool], *, is_usual: bool
+    ) -> None:
         """Get a new lease, as soon as it is this call's turn to ask."""
         began = time.monotonic()
-        fits = partial(self._fits, leasing)
 
         def deadline() -> float:
             if self.is_cancelled:
                 raise WorkerDiedError(f"{leasing.label} was cancelled before it had a lease")
-            if request == leasing.settings.request and self._turns.has_idle(fits):
+            if self._turns.has_idle(fits):
                 raise WorkerIdlesError
             return self._turns.deadline(began, leasing.settings.lease_timeout_s)
 
         asking = replace(leasing, deadline=deadline)
-        turn: AbstractContextManager[None] = nullcontext()  # a second try asks for more than the others do
-        if request == leasing.settings.request:
-            turn = self._turns.turn(leasing.key.task, leasing.label, deadline, fits)
-        with turn:
+        turn = self._turns.turn(leasing.key.task, leasing.label, deadline, fits)
+        with turn if is_usual else nullcontext():
             lease = self._place.take(asking, request)
         # A call that is measured has all of a GPU, and a second try more than others ask for.
-        self._place.is_for_one_call = request != leasing.settings.request or not leasing.may_have(lease)
+        self._place.is_for_one_call = not (is_usual and leasing.may_have(lease))
 
     def go_on(self, calls: int) -> None:
         """Have a used worker for the next call, where there is one; it handles so many calls at most."""
         self._calls = calls
-        if calls > 1 and not self.has_worker:
-            self._take_idle(_any)
+        if calls > 1 and not self.line.has_worker:
+            self._take_idle()
 
     def idle(self) -> None:
         """Let a worker with a lease idle: any message of the run may have it, and others its room."""
         if self.has_lease:
             self._turns.park(self._replaced(LeasedLine(Line(), self._turns)))
 
-    def _leave_place(self) -> None:
-        """Have no worker here: one with a lease idles."""
-        self.idle()
-        self.retire()
-
-    def _take_idle(self, fits: Callable[[LeasedLine], bool]) -> bool:
+    def _take_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
         """Take a worker that idles, if there is one; there is none here."""
         place = self._turns.take_idle(fits)
         if place is not None:
@@ -246,7 +226,3 @@ class Slot(Workers):
     def close(self) -> None:
         """End the remaining worker."""
         self._place.close()
-
-
-def _any(place: LeasedLine) -> bool:
-    return True

@@ -16,7 +16,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,7 +48,8 @@ class Model:
     """Arrays that many messages have: where they are to be had."""
 
     number: int
-    where: Any  # an ObjectRef in a list: as an argument of its own Ray would fetch it for each message
+    # An ObjectRef in a list: as an argument of its own Ray would fetch it for each message.
+    where: Any = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,8 @@ class FetchedModels:
     """
 
     def __init__(self, get: Callable[[Any], Any]) -> None:
-        self._get = get
         self._lock = threading.Lock()
-        self._there: OrderedDict[int, ArrayRecord] = OrderedDict()
+        self._get = lru_cache(_MODELS)(lambda model: get(model.where[0]))
 
     def visit(self, packed: PackedVisit) -> Visit:
         """Return a visit as it was. Messages with the same model share its arrays."""
@@ -118,12 +119,8 @@ class FetchedModels:
 
     def _fetched(self, model: Model) -> ArrayRecord:
         with self._lock:  # whoever comes second waits for the first
-            if model.number not in self._there:
-                self._there[model.number] = self._get(model.where[0])
-                if len(self._there) > _MODELS:
-                    self._there.popitem(last=False)
-            self._there.move_to_end(model.number)
-            return self._there[model.number]
+            record: ArrayRecord = self._get(model)
+            return record
 
 
 @dataclass(frozen=True)
