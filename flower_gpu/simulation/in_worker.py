@@ -28,7 +28,7 @@ from flower_gpu import frameworks
 from flower_gpu.flower import message_call
 from flower_gpu.frameworks.framework import Framework, Setting
 from flower_gpu.pytorch.vectorized import FunctionCall, answer, meeting
-from flower_gpu.workers import events
+from flower_gpu.workers import events, threads
 from flower_gpu.workers.own_process import facts
 
 _SEED_WORDS: Final = 8  # of 32 bits
@@ -121,7 +121,11 @@ def as_first(seed: int) -> Iterator[None]:
     """Give a client, in the block, the state of this process that its first client found, and a seed."""
     global _found
     if _found is not None:
+        count = os.environ.get(threads.VARIABLE, "")
         _found.restore()
+        if count != os.environ.get(threads.VARIABLE, ""):  # a client's own number of cores
+            os.environ[threads.VARIABLE] = count
+            threads.apply()
     elif facts.may_stay:
         _found = ProcessState()
     seed_all(seed)

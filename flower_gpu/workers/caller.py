@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flower_gpu.errors import (
@@ -23,6 +23,7 @@ from flower_gpu.workers import (
     memory_files,
     own_process,
     started_worker,
+    threads,
     transport,
 )
 from flower_gpu.workers import methods as start
@@ -194,7 +195,8 @@ class Line:
                 files["reply"] = memory_files.create("flower-gpu-reply")
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
-        like = (how.method, *client.likeness(call))
+        # What a worker has of threads it changes for each call.
+        like = (how.method, *client.likeness(replace(call, env={**call.env, threads.VARIABLE: ""})))
         if self._worker is not None and self._like != like:
             self.retire()
         if self._worker is not None and not self._worker.has_exited():

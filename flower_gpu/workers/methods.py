@@ -21,14 +21,13 @@ from pathlib import Path
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
-from flower_gpu.workers import messages, state_folder, transport
+from flower_gpu.workers import messages, state_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.forkserver import client, identity
 from flower_gpu.workers.life import OwnChild, close_life_end, explained, life_pipe
 from flower_gpu.workers.messages import Gone as Gone
 from flower_gpu.workers.own_process import OwnLock, environment, facts
-from flower_gpu.workers.threads import release_openmp_threads
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
 #: worker's ends of them before the caller has closed its copies.
@@ -161,7 +160,8 @@ def send_call(call: Call, to: socket.socket, files: Mapping[str, int], *, stays:
     ``stays``: whether it may have another call afterwards.
     """
     sent = files if call.held < 0 else {**files, "held": call.held}
-    message = {"setup": call.setup, "stays": stays, "files": list(sent)}
+    count = {name: call.env[name] for name in (threads.VARIABLE,) if name in call.env}
+    message = {"setup": call.setup, "env": count, "stays": stays, "files": list(sent)}
     messages.send(to, message, list(sent.values()))
 
 
@@ -281,7 +281,7 @@ def spawn(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process
 
 def fork(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
     """Fork this process. Nothing is pickled or imported again; CUDA must be untouched here."""
-    release_openmp_threads()
+    threads.release_openmp_threads()
     for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()

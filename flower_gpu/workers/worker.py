@@ -228,7 +228,7 @@ class _Calls:
         facts.may_stay = message["stays"]
         facts.keep(files.get("held", -1))
         if not self._is_first:  # what an earlier task has changed
-            os.environ.update(self._origin.env)
+            os.environ.update({**self._origin.env, **message["env"]})
         outcome = self._run(message, files)
         if outcome is None:
             return False

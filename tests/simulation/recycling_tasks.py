@@ -135,6 +135,13 @@ def look_at(names: list[str]) -> dict[str, str]:
         return {name: repr(ALL[name][0]()) for name in names}
 
 
+def thread_counts() -> tuple[int, str, int]:
+    """Begin as a client does; return this process, and the threads that it is to have, and torch has."""
+    with in_worker.as_first(7):
+        torch: Any = sys.modules["torch"]
+        return os.getpid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+
 def numbers(seed: int) -> tuple[int, list[float]]:
     """Begin as a client does; return this process and random numbers of all kinds."""
     with in_worker.as_first(seed):

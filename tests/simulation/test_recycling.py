@@ -27,6 +27,7 @@ from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.run import _identity
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import difference
+from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
 
@@ -42,8 +43,9 @@ def with_torch() -> Iterator[Line]:
     line.close()
 
 
-def run(line: Line, task: str, *args: Any, method: str = "forkserver") -> Any:
-    return line.run(Call(f"recycling_tasks:{task}", args), method, calls=100)
+def run(line: Line, task: str, *args: Any, method: str = "forkserver", count: int = 1) -> Any:
+    call = Call(f"recycling_tasks:{task}", args, env={"OMP_NUM_THREADS": str(count)}, setup=threads.SETUP)
+    return line.run(call, method, calls=100)
 
 
 def test_what_a_client_changes_is_as_before_for_the_next(with_torch: Line) -> None:
@@ -61,6 +63,12 @@ def test_what_a_client_changes_is_as_before_for_the_next(with_torch: Line) -> No
         # The same worker, or one that is new because nobody can set this anew.
         assert run(with_torch, "look_at", names) == first, name
     with_torch.retire()
+
+
+def test_each_client_has_its_own_number_of_threads(with_torch: Line) -> None:
+    found = [run(with_torch, "thread_counts", count=count) for count in (1, 2, 2, 1)]
+    assert [counts for _, *counts in found] == [["1", 1], ["2", 2], ["2", 2], ["1", 1]]
+    assert len({pid for pid, *_ in found}) == 1
 
 
 def test_random_numbers_are_those_of_the_seed(with_torch: Line) -> None:
