@@ -82,8 +82,8 @@ class History:
         self.hosts: dict[str, HostSpan] = {}  # of a Ray cluster, by name; empty for a run on one machine
         self.gpus: dict[str, GPUInfo] = {}  # by UUID, as the samples
         self.samples: dict[str, list[GPUSample]] = {}
-        # Leases: on GPUs, and on cores and main memory alone.
-        self._leases: list[LeaseSpan] = []  # and requests, in the order of their starts
+        #: Requests for GPUs, or for cores and main memory alone, and leases on them, as they have begun.
+        self.leases: list[LeaseSpan] = []
         self._waiting: dict[str, LeaseSpan] = {}  # requests without a lease, by call
         self._granted: dict[str, LeaseSpan] = {}  # by id
         self.workers: list[WorkerSpan] = []  # in the order of their starts
@@ -145,16 +145,6 @@ class History:
     # What there is now
 
     @property
-    def leases(self) -> list[LeaseSpan]:
-        """Requests for GPUs and leases on them, in the order of their starts."""
-        return [span for span in self._leases if not span.is_of_cores]
-
-    @property
-    def cores_leases(self) -> list[LeaseSpan]:
-        """Requests for cores and leases on them, of calls on the CPU, in the order of their starts."""
-        return [span for span in self._leases if span.is_of_cores]
-
-    @property
     def waiting(self) -> list[LeaseSpan]:
         """Requests that wait for a lease, the oldest first."""
         return list(self._waiting.values())
@@ -176,8 +166,8 @@ class History:
         return running + sum(one.host == host for one in self.waiting)
 
     def lease_of(self, worker: WorkerSpan) -> LeaseSpan | None:
-        """Return the lease that a worker has; on the CPU the one on cores; None where it has neither."""
-        return self._granted.get(worker.lease) or self._granted.get(worker.cores_lease)
+        """Return the lease that a worker has; None where it has none."""
+        return self._granted.get(worker.lease)
 
     @property
     def current_round(self) -> int | None:
@@ -196,7 +186,7 @@ class History:
     @property
     def gpus_of_run(self) -> list[GPUInfo]:
         """The GPUs that the run could use, by their numbers. Samples tell of all GPUs of the host."""
-        leased = {uuid for lease in self._leases for uuid in lease.memory_bytes}
+        leased = {uuid for lease in self.leases for uuid in lease.memory_bytes}
         told = [gpu for gpu in self.gpus.values() if gpu.index >= 0 or gpu.uuid in leased]
         return sorted(told or self.gpus.values(), key=lambda gpu: (gpu.host, gpu.index, gpu.uuid))
 
@@ -256,7 +246,7 @@ class History:
         drop_oldest(self._waiting, _MOST_OPEN)
         drop_oldest(self._granted, _MOST_OPEN)
         self._granted = {id_: span for id_, span in self._granted.items() if span.released_at is None}
-        self._leases = [*self._waiting.values(), *self._granted.values()]
+        self.leases = [*self._waiting.values(), *self._granted.values()]
         drop_oldest(self._running, _MOST_OPEN)
         drop_oldest(self._processes, _MOST_OPEN)
         if not self._keep_rounds:
@@ -379,10 +369,8 @@ class History:
 
     def _count_call(self, worker: WorkerSpan) -> None:
         """Count a call that has ended among those of its host."""
-        if (host := self.hosts.get(worker.host)) is not None:
-            outcome = worker.outcome if worker.outcome in OUTCOMES else OTHER
-            host.calls[outcome] += 1
-            self.tally.calls_of(host.name)[outcome] += 1
+        if worker.host in self.hosts:
+            self.tally.calls_of(worker.host)[worker.outcome if worker.outcome in OUTCOMES else OTHER] += 1
 
     # Leases
 
@@ -413,12 +401,12 @@ class History:
     _on_cores_not_granted, _on_cores_released = _on_lease_not_granted, _on_lease_released
 
     def _new_lease(self, event: Event) -> LeaseSpan:
-        span = LeaseSpan(**whose(event), is_of_cores=_is_of_cores(event))
-        self._leases.append(span)
+        span = LeaseSpan(**whose(event))
+        self.leases.append(span)
         return span
 
     def _counts_of(self, event: Event) -> LeaseCounts:
-        return self.tally.cores if _is_of_cores(event) else self.tally.leases
+        return self.tally.cores if text(event.get("event")).startswith("cores_") else self.tally.leases
 
     # Workers
 
@@ -430,9 +418,8 @@ class History:
             **whose(event),
             pid=whole(event.get("pid")) or 0,
             start_method=text(event.get("start_method")),
-            lease=text(event.get("lease")),
+            lease=text(event.get("lease")) or text(event.get("cores_lease")),
             started_at=time,
-            cores_lease=text(event.get("cores_lease")),
             own=mapping(event.get("own")),
         )
         place = (worker.host, worker.pid)
@@ -566,7 +553,3 @@ class History:
         if last > self._counted_round:
             self.tally.rounds_finished += 1
             self._counted_round = last
-
-
-def _is_of_cores(event: Event) -> bool:
-    return text(event.get("event")).startswith("cores_")

@@ -69,7 +69,6 @@ class HostSpan:
     is_lost: bool = False
     lost_at: float | None = None  # the last time, also where it has joined again
     lost_reason: str = ""
-    calls: Counter[str] = field(default_factory=Counter)  # that have ended, by outcome
 
     @property
     def concurrency(self) -> int:
@@ -95,10 +94,10 @@ class HostSpan:
 
 @dataclass
 class LeaseSpan:
-    """One request for GPUs, and the lease that came of it: of the first call, where a worker runs several.
+    """One request, and the lease that came of it: of the first call, where a worker runs several.
 
-    With ``is_of_cores`` it is for cores and main memory alone. Times are None where that did not happen, or
-    the trace is cut; ``memory_bytes`` is by UUID.
+    Times are None where that did not happen, or the trace is cut. ``memory_bytes`` is of GPUs, by UUID; empty
+    where the request is for cores and main memory alone.
     """
 
     call: str
@@ -107,7 +106,6 @@ class LeaseSpan:
     round: int | None
     requested_at: float | None = None
     caller_pid: int | None = None
-    is_of_cores: bool = False
     granted_at: float | None = None
     refused_at: float | None = None  # the wait ended without a lease
     is_given_up: bool = False  # before there was one, by who had asked
@@ -145,9 +143,8 @@ class WorkerSpan:
     round: int | None
     pid: int
     start_method: str
-    lease: str  # its id; empty on the CPU
+    lease: str  # its id; of a lease on cores where the call is on the CPU; empty where it has none
     started_at: float
-    cores_lease: str = ""  # on the CPU: the id of its lease on cores, where it has one
     process: int = 0  # the number of its process, from 1 on: a worker that is used again does several calls
     task_at: float | None = None
     result_at: float | None = None
@@ -224,7 +221,6 @@ class OpenRound:
     started_at: float
     replies: int = 0  # the trace of a simulated run does not tell them
     failed: int = 0
-    first_reply_at: float | None = None
     replied_at: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_REPLIES))  # the last ones
     client_metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers in replies, by node
     calls: list[WorkerSpan] = field(default_factory=list)  # that have finished
@@ -240,7 +236,6 @@ class OpenRound:
         self.replies += 1
         self.failed += event.get("error") is not None
         self.replied_at.append(time)
-        self.first_reply_at = time if self.first_reply_at is None else self.first_reply_at
         node, numbers = node_id(event.get("node")), figures(event.get("metrics"))
         if node is not None and numbers:
             self.client_metrics[node] = numbers

@@ -110,13 +110,9 @@ class CallTry:
 
 def tries_of(history: History, clock: RunClock) -> list[CallTry]:
     """Return all calls of a run and their tries, in the order in which they began."""
-    with_worker = {id_ for worker in history.workers for id_ in (worker.lease, worker.cores_lease) if id_}
+    with_worker = {worker.lease for worker in history.workers if worker.lease}
     found = [_of_worker(history, clock, one) for one in history.workers]
-    found += [
-        _without_worker(history, clock, one)
-        for one in (*history.leases, *history.cores_leases)
-        if one.id not in with_worker
-    ]
+    found += [_without_worker(history, clock, one) for one in history.leases if one.id not in with_worker]
     return sorted(found, key=lambda one: (one.begin_s, one.end_s))
 
 

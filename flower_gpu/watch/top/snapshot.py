@@ -242,11 +242,10 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
     for followed in runs:
         history, workers, is_over = followed.history, followed.workers(), followed.is_over
         rows += [_of_worker(seen, followed, one, holders) for one in workers]
-        with_worker = {worker.lease or worker.cores_lease for worker in workers}
-        leases = [span for span in (*history.leases, *history.cores_leases) if span.id]
+        with_worker = {"", *(worker.lease for worker in workers)}  # requests have no id yet
         rows += [
             _of_lease(seen, followed, span, holders.get(span.id))
-            for span in leases
+            for span in history.leases
             # Leases of other hosts are in no ledger here.
             if span.id not in with_worker and (span.id in holders or (span.host and not is_over))
         ]
@@ -261,11 +260,11 @@ def _of_worker(
     seen: Seen, followed: FollowedRun, worker: WorkerSpan, holders: Mapping[str, Entry]
 ) -> WorkerRow:
     """Return a worker."""
-    ticket, lease = worker.lease or worker.cores_lease, followed.history.lease_of(worker)
+    held = holders.get(worker.lease) or followed.history.lease_of(worker)
     desc, done, total = worker.progress
     has_progress = worker.phase == "running" and worker.progress != ("", 0, None)
     return WorkerRow(
-        **_held(seen, ticket, holders.get(ticket) or lease, followed.history),
+        **_held(seen, worker.lease, held, followed.history),
         host=worker.host,
         run=followed.label,
         client=worker.client,
