@@ -8,6 +8,7 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -84,6 +85,7 @@ def format_bytes(number: int) -> str:
     return f"{sign}{size / UNITS['TiB']:.1f} TiB"
 
 
+@cache  # the live view asks for each row of each look
 def account_name(user: int) -> str:
     """Return the name of an account; its number where the system knows no name."""
     try:

@@ -9,45 +9,57 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from flower_gpu.cli.arguments import Command, reader
+from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import FOLDER, INTERVAL, PORT_OR_0, SWITCH, TEXT
-from flower_gpu.options import Option
+from flower_gpu.options import RESERVE, Option
 from flower_gpu.printable import path_text
 
 if TYPE_CHECKING:
-    from flower_gpu.watch.top.watcher import Watcher
+    from flower_gpu.watch.followed_run import FollowedRuns
 
 # What these commands need is imported when they run: no other command needs it.
 
+#: A run that has ended is shown so long, with how it ended.
+_ENDED_SHOWN_S: Final = 10.0
+
 
 def _top(arguments: argparse.Namespace) -> int:
-    from flower_gpu.watch.top.watcher import Watcher
+    from flower_gpu.gpu import inventory
+    from flower_gpu.watch.followed_run import FollowedRuns
 
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # what the output does not have
-    watcher = Watcher(arguments.run_dir)
+    if arguments.run_dir is not None and not arguments.run_dir.is_dir():
+        raise ConfigError(
+            f"{path_text(arguments.run_dir)} is not the folder of a run, which has a trace.jsonl in it"
+        )
+    runs = FollowedRuns(_ENDED_SHOWN_S, only=arguments.run_dir)
     try:
         if arguments.json or arguments.once:
-            return _once(watcher, as_json=arguments.json)
+            return _once(runs, as_json=arguments.json)
         if not _has_screen():
             print(
                 "flower-gpu top: here is no terminal to draw on and with keys, so this is one look (--once); "
                 "over ssh, use ssh -t",
                 file=sys.stderr,
             )
-            return _once(watcher, as_json=False)
+            return _once(runs, as_json=False)
         from flower_gpu.watch.top import terminal
 
-        return terminal.run(watcher, arguments.interval)
+        return terminal.run(runs, arguments.interval)
     finally:
-        watcher.close()
+        inventory.close()
 
 
-def _once(watcher: Watcher, *, as_json: bool) -> int:
-    watcher.look_for_runs()
-    watcher.read_on(math.inf)
-    snapshot = watcher.take()
+def _once(runs: FollowedRuns, *, as_json: bool) -> int:
+    from flower_gpu.watch.top.snapshot import take
+
+    shown = runs.look()
+    runs.read_on(math.inf)
+    snapshot = take(shown, others=runs.are_all)
     if as_json:
         print(json.dumps(snapshot.as_json(), indent=2))
         return 0
@@ -71,10 +83,11 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _metrics(arguments: argparse.Namespace) -> int:
-    from flower_gpu.watch.host_look import HostLook
+    from flower_gpu.watch.host_look import look_at_host
     from flower_gpu.watch.metrics import MUTEX_WAIT_S, Collector, serve
 
-    return serve(Collector(HostLook(MUTEX_WAIT_S)), arguments.address, arguments.port)
+    look = partial(look_at_host, MUTEX_WAIT_S, RESERVE.resolve(None, os.environ))
+    return serve(Collector(look), arguments.address, arguments.port)
 
 
 TOP: Final = Command(

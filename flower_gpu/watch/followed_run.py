@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -98,7 +99,8 @@ class FollowedRuns:
 
     One that has ended is shown for ``ended_s`` seconds more, in one look at least. A run may be resumed in
     the same folder: it goes on with its history, and what its trace has told is not counted again.
-    ``running`` returns what is registered.
+    ``running`` returns what is registered. With ``only`` it is the run of that folder alone, as long as
+    somebody looks.
     """
 
     def __init__(
@@ -106,11 +108,15 @@ class FollowedRuns:
         ended_s: float,
         tally: Tally | None = None,
         running: Callable[[], list[RunningRun]] = running_runs,
+        only: Path | None = None,
     ) -> None:
         self.tally = tally
-        self._ended_s = ended_s
-        self._running = running
+        self.are_all = only is None
+        self._ended_s = ended_s if only is None else math.inf
+        self._running: Callable[[], list[RunningRun]] = running if only is None else list
         self._runs: dict[str, FollowedRun] = {}  # by folder
+        if only is not None:
+            self._runs[str(only)] = FollowedRun(only.absolute())
         self._ended_at: dict[str, float] = {}
         self._gone: dict[str, FollowedRun] = {}
 

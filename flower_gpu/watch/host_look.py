@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from flower_gpu.leases.entries import Entry
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.state import State
-from flower_gpu.options import RESERVE
 
 
 @dataclass(frozen=True)
@@ -54,30 +52,23 @@ class Seen:
         return max(0.0, self.now - since)
 
 
-class HostLook:
-    """Looks at driver and ledger; changes nothing.
+def look_at_host(mutex_wait_s: float, reserve_bytes: int) -> Seen:
+    """Look at driver and ledger now; change nothing.
 
     The ledger's mutex is held for milliseconds: that a process holds it longer than ``mutex_wait_s`` is a
     problem to be shown.
     """
-
-    def __init__(self, mutex_wait_s: float) -> None:
-        self._mutex_wait_s = mutex_wait_s
-        self._reserve_bytes = RESERVE.resolve(None, os.environ)
-
-    def look(self) -> Seen:
-        """Look now."""
-        state, problem = None, None
-        try:
-            folder = replace(LedgerFolder.find(), mutex_wait_s=self._mutex_wait_s)
-            state = Ledger(folder, self._reserve_bytes).status()
-        except (FlowerGPUError, OSError) as error:
-            problem = str(error)
-        return Seen(
-            time.time(),
-            inventory.take(processes=False),
-            inventory.temperatures(),
-            state,
-            problem,
-            {entry.id: entry.reported() for entry in (state.holders if state else ())},
-        )
+    state, problem = None, None
+    try:
+        folder = replace(LedgerFolder.find(), mutex_wait_s=mutex_wait_s)
+        state = Ledger(folder, reserve_bytes).status()
+    except (FlowerGPUError, OSError) as error:
+        problem = str(error)
+    return Seen(
+        time.time(),
+        inventory.take(processes=False),
+        inventory.temperatures(),
+        state,
+        problem,
+        {entry.id: entry.reported() for entry in (state.holders if state else ())},
+    )

@@ -27,7 +27,7 @@ from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.printable import printable
 from flower_gpu.watch import spans
 from flower_gpu.watch.followed_run import FollowedRun, FollowedRuns
-from flower_gpu.watch.host_look import HostLook, Seen
+from flower_gpu.watch.host_look import Seen
 from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, Tally
 
 if TYPE_CHECKING:
@@ -118,8 +118,10 @@ _BUSY_S: Final = 30.0  # longer than anybody waits for an answer
 class Collector:
     """The object that :mod:`prometheus_client` asks for metrics."""
 
-    def __init__(self, host: HostLook, running: Callable[[], list[RunningRun]] = running_runs) -> None:
-        self._host = host
+    def __init__(
+        self, look: Callable[[], Seen], running: Callable[[], list[RunningRun]] = running_runs
+    ) -> None:
+        self._look_at_host = look
         self._tally = Tally()  # of the runs that go on, and those that have ended meanwhile
         # A run that has just ended is there once more.
         self._runs = FollowedRuns(0.0, self._tally, running)
@@ -148,7 +150,7 @@ class Collector:
     def _look(self) -> Seen:
         """Look at the host; why the ledger cannot be read is logged once."""
         try:
-            seen = self._host.look()
+            seen = self._look_at_host()
         finally:
             inventory.close()  # an administrator may want to reset a GPU between two looks
         if seen.ledger_problem not in (None, self._problem):

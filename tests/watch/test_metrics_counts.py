@@ -30,11 +30,9 @@ from flower_gpu.watch.metrics import Collector
 from flower_gpu.watch.spans import OUTCOMES, Tally
 
 
-class NoHost:
-    """A host of which nothing is known."""
-
-    def look(self) -> Seen:
-        return Seen(0.0, Inventory((), None, "no driver"))
+def no_host() -> Seen:
+    """See a host of which nothing is known."""
+    return Seen(0.0, Inventory((), None, "no driver"))
 
 
 ANYTHING = st.recursive(
@@ -63,7 +61,7 @@ class Looks:
     def __init__(self) -> None:
         self.running: dict[str, RunningRun] = {}
         self.registry = CollectorRegistry()
-        collector: Any = Collector(NoHost(), lambda: list(self.running.values()))  # type: ignore[arg-type]
+        collector: Any = Collector(no_host, lambda: list(self.running.values()))
         self.registry.register(collector)
         self.before: Samples = {}
 

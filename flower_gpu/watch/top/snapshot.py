@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.entries import Entry, pid_namespace
+from flower_gpu.options import RESERVE
 from flower_gpu.printable import account_name
 from flower_gpu.watch.fields import call_label
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
-from flower_gpu.watch.host_look import Seen
+from flower_gpu.watch.host_look import Seen, look_at_host
 from flower_gpu.watch.spans import LeaseSpan, WorkerSpan
+
+_MUTEX_WAIT_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,30 @@ class Snapshot:
 
 # How it is put together
 
-_name_of = cache(account_name)  # asked for each row of each look
+
+def take(runs: Sequence[FollowedRun], *, others: bool) -> Snapshot:
+    """Look at the GPUs and the ledger, and return them with these runs as they were read last.
+
+    Each run gets a label that no other has. With ``others`` leases that belong to none of them are shown.
+    """
+    runs = sorted(runs, key=lambda one: one.run.since if one.run else 0.0)
+    names = Counter(run.name for run in runs)
+    for run in runs:
+        run.label = run.name if names[run.name] == 1 else f"{run.name}:{run.pid}"
+    seen = look_at_host(_MUTEX_WAIT_S, RESERVE.resolve(None, os.environ))
+    workers = worker_rows(seen, runs, others=others)
+    return Snapshot(
+        time=seen.now,
+        host=platform.node(),
+        account=account_name(os.getuid()),
+        gpu_problem=seen.inventory.problem,
+        ledger_problem=seen.ledger_problem,
+        gpus=gpu_rows(seen, {row.lease: row.pid for row in workers if row.run and row.lease and row.pid}),
+        runs=tuple(run_row(seen, run) for run in runs),
+        workers=workers,
+        waiting=waiting_rows(seen, runs),
+        resources=host_row(seen),
+    )
 
 
 def gpu_rows(seen: Seen, worker_pids: Mapping[str, int]) -> tuple[GPURow, ...]:
@@ -270,7 +296,7 @@ def _of_worker(
         client=worker.client,
         task=worker.task,
         round=worker.round,
-        user=_name_of(os.getuid()),
+        user=account_name(os.getuid()),
         pid=worker.pid,
         seconds=seen.age(worker.started_at),
         phase=worker.phase,
@@ -291,7 +317,7 @@ def _of_lease(seen: Seen, followed: FollowedRun, span: LeaseSpan, entry: Entry |
         **known,
         host=span.host,
         run=followed.label,
-        user=_name_of(os.getuid()),
+        user=account_name(os.getuid()),
         pid=seen.report(span.id)[0] or None,
         seconds=seen.age(since),
     )
@@ -305,7 +331,7 @@ def _of_entry(seen: Seen, entry: Entry, runs: Sequence[FollowedRun]) -> WorkerRo
         **_held(seen, entry.id, entry, None),
         run=of_run.get(entry.pid, ""),
         label=entry.label(),
-        user=_name_of(entry.user),
+        user=account_name(entry.user),
         pid=entry.pid,
         seconds=seen.age(entry.since),
     )
@@ -353,7 +379,7 @@ def _waiting_row(seen: Seen, entry: Entry, of_run: Mapping[tuple[int | None, str
         lease=entry.id,
         run=of_run.get((entry.pid, label), "") if is_here else "",
         label=label,
-        user=_name_of(entry.user),
+        user=account_name(entry.user),
         pid=entry.pid,
         asked_bytes=first.memory_bytes if first else None,
         asked_share=first.share if first else None,

@@ -14,11 +14,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final
 
+from flower_gpu.watch.followed_run import FollowedRuns
 from flower_gpu.watch.top.browsing import Browsing, keys_of
 from flower_gpu.watch.top.lines import coloured
-from flower_gpu.watch.top.snapshot import Snapshot
+from flower_gpu.watch.top.snapshot import Snapshot, take
 from flower_gpu.watch.top.view import Size, draw
-from flower_gpu.watch.top.watcher import Watcher
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_S: Final = 0.05  # so long at a time a trace is read before keys are looked at again
@@ -26,14 +26,14 @@ _RESIZED_S: Final = 0.5  # so often the size of the terminal is looked at
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen, without a cursor, and back
 
 
-def run(watcher: Watcher, interval_s: float) -> int:
+def run(runs: FollowedRuns, interval_s: float) -> int:
     """Show the view, and return the exit status: 0 after ``q``, else 128 and the signal's number."""
     with Terminal() as terminal:
         while terminal.status is None:
             next_at = time.monotonic() + interval_s
-            watcher.look_for_runs()
-            is_all_read = watcher.read_on(_READ_S)
-            snapshot = watcher.take()
+            shown = runs.look()
+            is_all_read = runs.read_on(time.monotonic() + _READ_S)
+            snapshot = take(shown, others=runs.are_all)
             terminal.show(snapshot)
             terminal.wait(0)
             # A long trace is read on while there is nothing else to do.
