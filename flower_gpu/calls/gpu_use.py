@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES, Measured
@@ -143,14 +143,12 @@ class RankFigures:
         return bool(self._with_cuda)
 
 
+@dataclass
 class ThisWorker:
     """What this process knows as a worker, from one call to the next."""
 
-    def __init__(self) -> None:
-        #: By UUID, what last looks of earlier calls have found.
-        self.uses: dict[str, Use] = {}
-        #: What ranks of its call have told; None where that has no ranks.
-        self.ranks: RankFigures | None = None
+    uses: dict[str, Use] = field(default_factory=dict)  # by UUID: what last looks of earlier calls have found
+    ranks: RankFigures | None = None  # what ranks of its call have told; None where that has no ranks
 
 
 THIS_WORKER: Final = ThisWorker()

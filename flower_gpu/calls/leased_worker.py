@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, Final
 
 from flower_gpu import frameworks
@@ -262,14 +263,10 @@ def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | Non
         in_force = next((found for hold in holds if (found := hold.in_force_bytes())), [])
     ranks = THIS_WORKER.ranks
     gpus = []
-    for number, use in enumerate(watch.uses):
+    of_uses = (chain(found or (), repeat(None)) for found in (figures, watch.before, in_force))
+    for use, *of_use in zip(watch.uses, *of_uses, strict=False):
         of_rank = ranks.gpu(use.share.uuid) if ranks is not None else None
-        if of_rank is not None:
-            gpus.append(of_rank)
-            continue
-        own = figures[number] if figures is not None and number < len(figures) else None
-        before = watch.before[number] if watch.before is not None and number < len(watch.before) else None
-        gpus.append(use.as_event(own, before, in_force[number] if number < len(in_force) else None))
+        gpus.append(use.as_event(*of_use) if of_rank is None else of_rank)
     is_on_cuda = figures is not None or (ranks is not None and ranks.is_on_cuda)
     events.send("gpu_memory", gpus=gpus, cuda=is_on_cuda)
     if error is not None and ranks is None:  # ranks have told it themselves

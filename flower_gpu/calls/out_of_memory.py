@@ -35,7 +35,9 @@ def next_request(
         return None if is_full else LeaseRequest(alone=True)
     if is_full:
         # Others took what the lease was for. Not before so much is there, or it would fail again at once.
-        return LeaseRequest(memory_bytes=_needed_bytes(told, lease), alone=True)
+        share = share_of(told, lease)
+        needed = min(needed_bytes(least_bytes(told, share)), share.memory_bytes)
+        return LeaseRequest(memory_bytes=needed, alone=True)
     if lease.alone or len(lease.shares) > 1:
         return None  # it had all that there is
     if told.get("kind") == "over_cap" and len(requests) <= _GROWTHS:
@@ -43,11 +45,6 @@ def next_request(
         asked = told.get("asked_bytes") or 0
         return LeaseRequest(memory_bytes=int(max(_MORE * had, had + 1.5 * asked)))
     return LeaseRequest(alone=True)
-
-
-def _needed_bytes(told: Mapping[str, Any], lease: Lease) -> int:
-    share = share_of(told, lease)
-    return min(needed_bytes(least_bytes(told, share)), share.memory_bytes)
 
 
 def share_of(told: Mapping[str, Any], lease: Lease) -> Share:

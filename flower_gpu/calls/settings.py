@@ -106,13 +106,9 @@ class CallSettings:
     host: HostSettings
     own: Mapping[str, Any] = field(default_factory=dict)  # what this client alone has, for the trace
 
-    def confined(self, confinement: Confinement | None) -> CallSettings:
-        """Return settings whose workers are confined to this part of the host."""
-        return replace(self, worker=replace(self.worker, confinement=confinement))
-
-    def named(self, name: str) -> CallSettings:
-        """Return the same for another client."""
-        return replace(self, worker=replace(self.worker, name=name))
+    def with_worker(self, **changes: Any) -> CallSettings:
+        """Return the same with other values of some fields of ``worker``."""
+        return replace(self, worker=replace(self.worker, **changes))
 
 
 def call_settings(

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
@@ -55,19 +56,11 @@ class ProgressDisplay:
         if event.get("event") != "progress":
             return
         desc, done, total = event.get("desc", ""), event.get("n", 0), event.get("total")
-        at_an_end = done == 0 or done == total
+        at_an_end = done in (0, total)
         now = time.monotonic()
         if at_an_end or now - self._trace_at >= _TRACE_INTERVAL_S:
             self._trace_at = now
-            trace.write(
-                "progress",
-                call=self._record.get("call"),
-                pid=self._record.get("pid"),
-                client=self._record.get("client"),
-                desc=desc,
-                n=done,
-                total=total,
-            )
+            trace.write("progress", **_about(self._record), desc=desc, n=done, total=total)
         if not self._is_shown:
             return
         with suppress(OSError, ValueError):  # stderr is closed or nobody reads it: no reason to end the call
@@ -104,6 +97,7 @@ _TIMES: Final = MappingProxyType({"task_started": "task_at", "worker_result": "r
 _KEPT: Final = ("gpu_memory", "lacks", "out_of_memory", "no_cuda")
 
 
+@dataclass
 class Told:
     """What one worker tells of one call. It has not the call's arguments: those go as early as they can.
 
@@ -115,24 +109,18 @@ class Told:
     came of each.
     """
 
-    def __init__(
-        self,
-        record: dict[str, Any],
-        display: ProgressDisplay,
-        ticket: Ticket | None,
-        lease: Lease | None,
-        clients: Sequence[str] = (),
-    ) -> None:
-        self.record = record
-        self.outcomes: Sequence[Outcome] = ()
-        self._clients = clients
-        self.events: dict[str, dict[str, Any]] = {}  # the last one of each kind that decides something
-        self._display = display
-        self._ticket = ticket
-        self._lease = lease
-        self._times: dict[str, Any] = dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
-        self._base_bytes = 0  # main memory that the worker had when it started
-        self._began = time.monotonic()
+    record: dict[str, Any]
+    display: ProgressDisplay
+    ticket: Ticket | None
+    lease: Lease | None
+    clients: Sequence[str] = ()
+    outcomes: Sequence[Outcome] = ()
+    events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last of each kind
+    _times: dict[str, Any] = field(
+        default_factory=lambda: dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
+    )
+    _base_bytes: int = 0  # main memory that the worker had when it started
+    _began: float = field(default_factory=time.monotonic)
 
     @property
     def memory_bytes(self) -> int:
@@ -144,9 +132,9 @@ class Told:
         self.record.update(pid=pid, start_method=method)
         if is_used_again:
             self.record["used_again"] = True
-        if self._ticket is not None and is_process:
+        if self.ticket is not None and is_process:
             self._base_bytes = host.anonymous_bytes(pid)
-            self._ticket.report_worker(pid, self._base_bytes)
+            self.ticket.report_worker(pid, self._base_bytes)
         for record in self._records():
             trace.write("worker_started", **record)
 
@@ -155,22 +143,21 @@ class Told:
         kind = str(event.get("event"))
         if kind in _KEPT:
             self.events[kind] = {key: event[key] for key in event if key != "event"}
-        elif kind == "gpu_used" and self._ticket is not None:  # of a confined worker
-            used = used_of_lease(event["used"], self._lease)
-            self._ticket.report_worker(self.record["pid"], self._base_bytes, used)
+        elif kind == "gpu_used" and self.ticket is not None:  # of a confined worker
+            used = used_of_lease(event["used"], self.lease)
+            self.ticket.report_worker(self.record["pid"], self._base_bytes, used)
         elif kind == "driver_cap":
-            shares = self._lease.shares if self._lease is not None else ()
+            shares = self.lease.shares if self.lease is not None else ()
             driver_cap.worker_is_in(Path(event["group"]), tuple(share.uuid for share in shares))
         elif kind in _TIMES:
             self._times[_TIMES[kind]] = time.time()
             self._times.update({name: event[name] for name in self._times if name in event})
-            if self._clients and "cpu_s" in event:
-                self._times["cpu_s"] = event["cpu_s"] / len(self._clients)
+            if self.clients and "cpu_s" in event:
+                self._times["cpu_s"] = event["cpu_s"] / len(self.clients)
             if not event.get("stays"):  # else the call is over: the line of its end has all of it
-                about = {name: self.record.get(name) for name in ("call", "pid", "client")}
-                trace.write(kind, **about)
+                trace.write(kind, **_about(self.record))
         else:
-            self._display.on_event(event)
+            self.display.on_event(event)
 
     def write_end(self, error: BaseException | None, *, is_cancelled: bool) -> None:
         """Write the line of the worker's end, if one had the call."""
@@ -185,8 +172,8 @@ class Told:
 
     def _records(self) -> Iterator[dict[str, Any]]:
         """Return the fields of the call in the trace; of a batch those of each client's."""
-        yield {**self.record, "client": self._clients[0]} if self._clients else self.record
-        for number, client in enumerate(self._clients[1:], 2):  # in a worker that the first one has begun
+        yield {**self.record, "client": self.clients[0]} if self.clients else self.record
+        for number, client in enumerate(self.clients[1:], 2):  # in a worker that the first one has begun
             call = f"{self.record['call']}-{number}"
             yield {**self.record, "call": call, "client": client, "used_again": True}
 
@@ -208,6 +195,11 @@ class Told:
         if "out_of_memory" in self.events:
             return "out of memory"
         return "error" if isinstance(error, Exception) else "cancelled"
+
+
+def _about(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whose event it is."""
+    return {name: record.get(name) for name in ("call", "pid", "client")}
 
 
 def _end_in_batch(outcome: Outcome) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.cli import install
 from flwr.cli.config_utils import load_and_validate
-from flwr.clientapp.client_app import LoadClientAppError
 from flwr.clientapp.utils import get_load_client_app_fn
 from flwr.common.config import get_metadata_from_config, get_project_config, get_project_dir
 from flwr.supernode.cli import flwr_clientapp
@@ -125,7 +124,7 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
 
     def load_telling(*app: str) -> Any:
         def handle(message: Message, context: Context) -> Message:
-            expected = message_call.Expected.of(message)  # before the app can change it
+            checked = message_call.checker(message)  # before the app can change it
             try:
                 try:
                     # Loaded here, since that may fail, too.
@@ -136,7 +135,7 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                         raise
                     place = place_of(error)
                     raise ClientCallError(f"the app exited: sys.exit({error.code!r}) in {place}") from error
-                return expected.checked(reply, message)
+                return checked(reply)
             except Exception as error:
                 trace.write(
                     "client_failed",
@@ -202,11 +201,10 @@ class LeasedClientApp:
                 (self._where, self._app),
                 message,
                 context,
-                lambda: call_settings({"context": context}, name=message_call.client_of(context)).confined(
-                    confinement
+                lambda: call_settings({"context": context}, name=message_call.client_of(context)).with_worker(
+                    confinement=confinement
                 ),
                 name=self._app[0],
-                passed_on=(LoadClientAppError,),
             )
 
     def _confined(self) -> AbstractContextManager[Confinement | None]:

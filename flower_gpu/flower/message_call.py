@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp.client_app import LoadClientAppError
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -48,7 +48,6 @@ def call(
     settings: Callable[[], CallSettings],
     *,
     name: str,
-    passed_on: tuple[type[Exception], ...] = (),
     workers: Workers | None = None,
 ) -> Message:
     """Have a worker handle a message, and take over its changes of the context's state.
@@ -58,17 +57,16 @@ def call(
     ``message``, ``context``: as Flower hands them to an app.
     ``settings``: returns how the call is to run; its errors are those of the call.
     ``name``: of the user's function, by which the footprint is known.
-    ``passed_on``: what is raised as it is.
     ``workers``: as for :func:`flower_gpu.calls.runner.run_call`.
     Returns the reply.
     Raises FlowerGPUError if there was no GPU or worker for it, or the function failed; the text names the
-    client.
+    client. Raises LoadClientAppError as it is.
     """
     kind = message.metadata.message_type
-    with _named(f"{kind} of client {client_of(context)}", passed_on):
+    with _named(f"{kind} of client {client_of(context)}"):
         found = settings()
     reply: Message
-    with _named(f"{kind} of client {found.worker.name}", passed_on):
+    with _named(f"{kind} of client {found.worker.name}"):
         value = run_call(
             task,
             (*args, message, context, identity()),
@@ -92,7 +90,6 @@ def call_batch(
     settings: CallSettings,
     *,
     name: str,
-    passed_on: tuple[type[Exception], ...] = (),
     workers: Workers,
 ) -> list[Message | BaseException]:
     """Have a worker handle messages of one kind together, and take over its changes of the contexts' states.
@@ -107,13 +104,12 @@ def call_batch(
     clients = [client_of(context) for *_, context in visits]
     client = f"{clients[0]} and {count - 1} others"
     timeout_s = settings.worker.timeout_s
-    worker = replace(settings.worker, name=client, timeout_s=timeout_s and timeout_s * count)
     found: list[Message | BaseException] = []
     try:
         outcomes = run_call(
             task,
             (*args, visits, identity()),
-            settings=replace(settings, worker=worker),
+            settings=settings.with_worker(name=client, timeout_s=timeout_s and timeout_s * count),
             name=f"{name} x{1 << (count - 1).bit_length()}",
             workers=workers,
             clients=clients,
@@ -130,7 +126,7 @@ def call_batch(
     for client, (_, _, context), outcome in zip(clients, visits, outcomes, strict=True):
         label = f"{kind} of client {client}"
         try:
-            with _named(label, passed_on):
+            with _named(label):
                 reply, state = call_end.unwrap(Call(task, label=label), outcome)
             take_over(context.state, state)
             found.append(reply)
@@ -140,18 +136,18 @@ def call_batch(
 
 
 @contextmanager
-def _named(label: str, passed_on: tuple[type[Exception], ...]) -> Iterator[None]:
+def _named(label: str) -> Iterator[None]:
     """Have errors name the client: Flower tells the server nothing but their text."""
     try:
         yield
     except FlowerGPUError as error:
-        for kind_passed in passed_on:  # from a confined worker only its name and text come
-            if getattr(error, "error_type", "") == f"{kind_passed.__module__}.{kind_passed.__qualname__}":
-                raise kind_passed(str(error)) from error
+        name = f"{LoadClientAppError.__module__}.{LoadClientAppError.__name__}"
+        if getattr(error, "error_type", "") == name:  # from a confined worker only its name and text come
+            raise LoadClientAppError(str(error)) from error
         if label not in str(error):
             error.args = (shortened(f"{label}: {error}"),)
         raise
-    except passed_on:
+    except LoadClientAppError:
         raise
     except Exception as error:
         raise ClientCallError(f"{label}: {text_of(error)}") from error
@@ -160,10 +156,11 @@ def _named(label: str, passed_on: tuple[type[Exception], ...]) -> Iterator[None]
 def _described(message: Message) -> dict[str, Any]:
     """Return what a call is told of its message."""
     records = records_in(message, ArrayRecord).values()
+    configs = records_in(message, ConfigRecord).values()
     return {
         "kind": message.metadata.message_type,
         "arrays": [array for record in records for array in record.values()],
-        "config": _config(message),
+        "config": {key: value for record in configs for key, value in record.items()},
         "server_round": round_of(message),
     }
 
@@ -177,8 +174,8 @@ def run(
     confined worker as :func:`flower_gpu.flower.record_bytes.encode_reply` writes them.
     """
     assume(identity)
-    expected = Expected.of(message)  # before the function can change it
-    reply = expected.checked(function(message, context), message)
+    checked = checker(message)  # before the function can change it
+    reply = checked(function(message, context))
     if facts.confinement is None:
         return reply, context.state
     return record_bytes.encode_reply(reply, context.state)
@@ -195,22 +192,15 @@ def assume(identity: Mapping[str, Any]) -> None:
         setattr(TaskIdentity, key, value)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What makes a message the reply to another one: else nobody takes it, and the server waits for ever."""
+def checker(message: Message) -> Callable[[Any], Message]:
+    """Return what checks and returns the reply to a message, which its function may change meanwhile.
 
-    message_id: str
-    src_node_id: int
-    dst_node_id: int
+    It raises InvalidResultError if it gets no reply to it: nobody takes that, and the server waits for ever.
+    """
+    asked = message.metadata
+    expected = asked.message_id, asked.dst_node_id, asked.src_node_id
 
-    @classmethod
-    def of(cls, message: Message) -> Expected:
-        """Return it for a message; its function may change the message."""
-        metadata = message.metadata
-        return cls(metadata.message_id, metadata.dst_node_id, metadata.src_node_id)
-
-    def checked(self, reply: Any, message: Message) -> Message:
-        """Return the reply to a message, given what its function returned; raises InvalidResultError."""
+    def checked(reply: Any) -> Message:
         if not isinstance(reply, Message):
             what = "nothing" if reply is None else f"a {type(reply).__name__}"
             raise InvalidResultError(
@@ -218,7 +208,7 @@ class Expected:
                 "return Message(content, reply_to=message)"
             )
         metadata = reply.metadata
-        if self != Expected(metadata.reply_to_message_id, metadata.src_node_id, metadata.dst_node_id):
+        if expected != (metadata.reply_to_message_id, metadata.src_node_id, metadata.dst_node_id):
             what = "the message that it was given" if reply is message else "a Message that is no reply to it"
             raise InvalidResultError(
                 f"the function returned {what}: return Message(content, reply_to=message), with the message "
@@ -229,6 +219,8 @@ class Expected:
         if reply.has_error() and len(reply.error.reason or "") > MOST_CHARACTERS:
             return Message(Error(reply.error.code, shortened(reply.error.reason or "")), reply_to=message)
         return reply
+
+    return checked
 
 
 def take_over(state: RecordDict, new: RecordDict) -> None:
@@ -256,9 +248,3 @@ def client_of(context: Context) -> str:
     """Return the name of the client whose context this is: its partition, else its node."""
     partition = context.node_config.get(PARTITION_KEY)
     return str(context.node_id if partition is None else partition)
-
-
-def _config(message: Message) -> dict[str, Any]:
-    return {
-        key: value for record in records_in(message, ConfigRecord).values() for key, value in record.items()
-    }

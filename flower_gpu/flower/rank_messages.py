@@ -51,7 +51,7 @@ def _part_of(value: Any) -> RankNumbers:
                 counts.append(number)
             else:
                 metrics[name, key] = number
-    return RankNumbers(None, counts[0] if counts else None, metrics)
+    return RankNumbers(counts[0] if counts else None, metrics)
 
 
 def _merged(values: Sequence[Any]) -> tuple[Any, RecordDict]:

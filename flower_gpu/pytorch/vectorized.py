@@ -39,6 +39,7 @@ class FunctionCall:
 
     ``most``: how many of them are a batch, at most.
     ``likeness``: what calls of one batch have in common: all but the values of tensors.
+    ``value``, ``error``: what :func:`answer` has found.
     """
 
     function: Callable[..., Any]
@@ -47,13 +48,6 @@ class FunctionCall:
     likeness: list[Any] = field(init=False)
     value: Any = None
     error: tuple[BaseException, TracebackType | None] | None = None
-
-    def result(self) -> Any:
-        """Return the result that :func:`answer` has found, or raise the error."""
-        if self.error is None:
-            return self.value
-        error, traceback = self.error
-        raise error.with_traceback(traceback)  # without the frames of calls that raised it before
 
     def __post_init__(self) -> None:
         """Raise ConfigError if an argument is neither a tensor nor a plain value."""
@@ -74,6 +68,12 @@ class FunctionCall:
                     "dict(model.named_parameters()), and have the module itself in a global, for "
                     "torch.func.functional_call"
                 )
+
+    def result(self) -> Any:
+        """Return the value, or raise the error: without the frames of calls that raised it before."""
+        if self.error is not None:
+            raise self.error[0].with_traceback(self.error[1])
+        return self.value
 
 
 # Takes the calls of a thread that handles a message of a simulation, and returns their results.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,17 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
         )
     array_checks.check_count(weights, list(entries), hint)
     labels = [f"{name}, array {i} of {len(entries)}" for i, name in enumerate(entries, start=1)]
-    _load(model, state, labels, weights)
+    dtypes = array_checks.each(state, _dtype, state.values())
+    found = array_checks.each(labels, _to_tensor, weights, state.values(), dtypes)
+    tensors = dict(zip(state, found, strict=True))
+    if is_sharded(model):
+        _load_full_state(model, tensors)
+        return
+    # Not a copy_ of our own: some modules give out tensors in their state_dict that are not the
+    # ones they compute with, and load_state_dict knows how to load those too. It needs the versions
+    # of modules that came with this very dict, or it may take the arrays for an old release's.
+    state.update(tensors)
+    model.load_state_dict(state, strict=True)
 
 
 def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
@@ -214,27 +224,6 @@ def _to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     copied = tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
     array: NDArray[Any] = copied.numpy()
     return array
-
-
-def _load(
-    model: nn.Module,
-    state: dict[str, Any],
-    labels: Iterable[str],
-    arrays: Iterable[NDArray[Any]],
-) -> None:
-    """Check all arrays, then copy them into the model whose ``state_dict`` is ``state``."""
-    dtypes = array_checks.each(state, _dtype, state.values())
-    tensors = dict(
-        zip(state, array_checks.each(labels, _to_tensor, arrays, state.values(), dtypes), strict=True)
-    )
-    # Not a copy_ of our own: some modules give out tensors in their state_dict that are not the
-    # ones they compute with, and load_state_dict knows how to load those too. It needs the versions
-    # of modules that came with this very dict, or it may take the arrays for an old release's.
-    if is_sharded(model):
-        _load_full_state(model, tensors)
-        return
-    state.update(tensors)
-    model.load_state_dict(state, strict=True)
 
 
 def _to_tensor(value: object, tensor: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:

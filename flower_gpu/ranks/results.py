@@ -27,9 +27,8 @@ from flower_gpu.workers.call_end import WorkerStoppedError
 class RankNumbers:
     """The numbers in a rank's result: all that ranks but the first give back."""
 
-    loss: float | None = None
     num_examples: int | None = None
-    metrics: Mapping[Any, float] | None = None
+    metrics: Mapping[Any, float] | None = None  # the loss is that without a name
 
 
 def part_of(value: Any) -> RankNumbers:
@@ -37,14 +36,11 @@ def part_of(value: Any) -> RankNumbers:
     if not (isinstance(value, tuple | list) and len(value) == 3 and isinstance(value[2], Mapping)):
         return RankNumbers()
     loss, num_examples, metrics = value
-    return RankNumbers(
-        float(loss) if _is_number(loss) else None,
-        int(num_examples) if isinstance(num_examples, Integral) else None,
-        numbers_in(metrics),
-    )
+    count = int(num_examples) if isinstance(num_examples, Integral) else None
+    return RankNumbers(count, numbers_in({**metrics, None: loss}))
 
 
-def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers_in(metrics: Mapping[Any, Any]) -> dict[Any, float]:
     """Return the metrics that can be averaged."""
     return {name: _plain(value) for name, value in metrics.items() if _is_number(value)}
 
@@ -61,27 +57,19 @@ def merged(values: Sequence[Any]) -> Any:
     parts = [own, *others]
     check_num_examples([part.num_examples for part in parts])
     loss, num_examples, metrics = first
-    if own.loss is not None:
-        loss = mean([part.loss for part in parts], loss)
-    return loss, num_examples, {**metrics, **averaged([part.metrics or {} for part in parts])}
+    means = averaged([part.metrics or {} for part in parts])
+    return means.pop(None, loss), num_examples, {**metrics, **means}
 
 
 def averaged(metrics: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     """Return the mean of each metric that all ranks have; equal numbers do not change."""
     first = metrics[0]
-    return {
-        name: mean([each[name] for each in metrics], value)
-        for name, value in first.items()
-        if all(name in each for each in metrics)
-    }
-
-
-def mean(numbers: Sequence[float | None], own: Any) -> Any:
-    """Return the mean of numbers, or ``own`` where they are all the same."""
-    known = [number for number in numbers if number is not None]
-    if all(number == known[0] for number in known):
-        return own
-    return sum(known) / len(known)
+    means = {}
+    for name, own in first.items():
+        if all(name in each for each in metrics):
+            numbers = [each[name] for each in metrics]
+            means[name] = own if all(number == own for number in numbers) else sum(numbers) / len(numbers)
+    return means
 
 
 def check_num_examples(counts: Sequence[int | None]) -> None:
@@ -156,13 +144,9 @@ def of_all(ends: Sequence[End]) -> BaseException:
     hung = [end for end in failed if isinstance(end.error, WorkerStoppedError)]
     if waited and hung:
         names = " and ".join(f"{end.label} ({where(end)})" for end in hung)
-        error = RankError(
-            f"{names} did not answer: {waited[0].label} waited for it in vain ({text_of(waited[0].error)}). "
-            f"{_SAME_STEPS}",
-            hung[0].rank,
-        )
-        error.__cause__ = waited[0].error
-        return error
+        text = f"{names} did not answer: {waited[0].label} waited for it in vain"
+        cause = waited[0].error
+        return _caused(f"{text} ({text_of(cause)}). {_SAME_STEPS}", hung[0].rank, cause)
     if waited:
         return _in_vain(waited[0])
     return _error(hung[0])
@@ -181,7 +165,7 @@ def _error(end: End) -> BaseException:
         return error
     names_it = isinstance(error, WorkerDiedError | WorkerTaskError)
     text = str(error) if names_it else f"{end.label}: {text_of(error)}"
-    return _caused(text, end)
+    return _caused(text, end.rank, error)
 
 
 def _in_vain(end: End) -> BaseException:
@@ -189,7 +173,7 @@ def _in_vain(end: End) -> BaseException:
     if isinstance(end.error, WorkerDiedError):
         return _error(end)
     text = f"{end.label}: {text_of(end.error)}. No other rank failed before. {_SAME_STEPS}"
-    return _caused(text, end)
+    return _caused(text, end.rank, end.error)
 
 
 def _late(ends: Sequence[End]) -> WorkerTimeoutError:
@@ -199,7 +183,7 @@ def _late(ends: Sequence[End]) -> WorkerTimeoutError:
     )
 
 
-def _caused(text: str, end: End) -> RankError:
-    error = RankError(text, end.rank)
-    error.__cause__ = end.error
+def _caused(text: str, rank: int, cause: BaseException | None) -> RankError:
+    error = RankError(text, rank)
+    error.__cause__ = cause
     return error

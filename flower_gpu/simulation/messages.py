@@ -12,7 +12,6 @@ from logging import WARNING
 from typing import Any, Final
 
 from flwr.app import Context, Message
-from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.logger import log
 
 from flower_gpu import control_group, frameworks, trace
@@ -287,7 +286,6 @@ class MessageHandler:
                 [(each.seed, each.message, context) for each, context in zip(visits, contexts, strict=True)],
                 self._settings(own, contexts[0]),
                 name=_measured(self._work.name, own),
-                passed_on=(LoadClientAppError,),
                 workers=slot,
             )
         self._learn(visits[0], slot)
@@ -301,9 +299,8 @@ class MessageHandler:
                 (self._work.app, visit.seed, own.get("slow_down", 1.0)),
                 visit.message,
                 context,
-                lambda: self._settings(own, context).named(message_call.client_of(context)),
+                lambda: self._settings(own, context).with_worker(name=message_call.client_of(context)),
                 name=_measured(self._work.name, own),
-                passed_on=(LoadClientAppError,),
                 workers=slot,
             )
         self._learn(visit, slot)

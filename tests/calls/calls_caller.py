@@ -55,7 +55,9 @@ def run_confined(task: str, *args: Any, write: list[str], **options: Any) -> Any
 
     settings = call_settings(options)
     with for_message(Allowed(write=tuple(write)), [str(Path(__file__).parents[1])]) as confinement:
-        return run_call(task, args, settings=settings.confined(confinement), kind="train", by_name=True)
+        return run_call(
+            task, args, settings=settings.with_worker(confinement=confinement), kind="train", by_name=True
+        )
 
 
 def run_in_threads(*calls: tuple[str, list[Any], dict[str, Any]]) -> list[Any]:

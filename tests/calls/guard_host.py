@@ -69,7 +69,11 @@ def confined(**options: Any) -> Any:
     settings = call_settings(options)
     with for_message(Allowed(), []) as found:
         return run_call(
-            "guard_tasks:opened", (CONFINED,), settings=settings.confined(found), kind="train", by_name=True
+            "guard_tasks:opened",
+            (CONFINED,),
+            settings=settings.with_worker(confinement=found),
+            kind="train",
+            by_name=True,
         )
 
 

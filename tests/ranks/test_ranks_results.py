@@ -67,7 +67,7 @@ def test_scalars_of_numpy_and_loss() -> None:
 def test_what_numpy_and_pytorch_have_besides_numbers() -> None:
     metrics = {"text": np.str_("a"), "complex": np.complex64(1j), "day": np.datetime64("2020-01-01")}
     others = results.part_of((0.5, 8, metrics | {"yes": np.True_}))
-    assert others.metrics == {}
+    assert others.metrics == {None: 0.5}
     assert results.merged([(0.5, 8, metrics), others]) == (0.5, 8, metrics)
 
 

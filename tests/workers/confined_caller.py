@@ -52,7 +52,7 @@ def main() -> None:
                 found["value"] = run_call(
                     f"confined_tasks:{task}",
                     arguments,
-                    settings=settings.confined(confinement if kind == "confined" else None),
+                    settings=settings.with_worker(confinement=confinement if kind == "confined" else None),
                     kind="train",
                     by_name=True,
                 )

@@ -55,7 +55,11 @@ def call(task: str, *args: Any, start_method: str = "forkserver", gpus: int = 1,
     settings = call_settings({"start_method": start_method, "num_gpus": gpus, "gpu": "never"})
     with for_message(Allowed(**allowed), [TASKS]) as found:
         return run_call(
-            f"confinement_tasks:{task}", args, settings=settings.confined(found), kind="train", by_name=True
+            f"confinement_tasks:{task}",
+            args,
+            settings=settings.with_worker(confinement=found),
+            kind="train",
+            by_name=True,
         )
 
 

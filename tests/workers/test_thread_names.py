@@ -52,7 +52,9 @@ def confined(method: str, monkeypatch: pytest.MonkeyPatch) -> Confined:
         settings = call_settings({"start_method": method, "gpu": "never"})
         with for_message(Allowed(), [TASKS]) as found:
             name = f"thread_name_tasks:{task}"
-            return run_call(name, args, settings=settings.confined(found), kind="train", by_name=True)
+            return run_call(
+                name, args, settings=settings.with_worker(confinement=found), kind="train", by_name=True
+            )
 
     return call
 
@@ -152,7 +154,8 @@ from flower_gpu.flower.confine import Allowed, for_message
 settings = call_settings({"start_method": "spawn", "gpu_memory": "2GiB"})
 with for_message(Allowed(write=(os.environ["NVML_STUB_DIR"],)), sys.argv[1:]) as told:
     name = "thread_name_tasks:starts_cuda"
-    print(json.dumps(run_call(name, settings=settings.confined(told), kind="train", by_name=True)))
+    settings = settings.with_worker(confinement=told)
+    print(json.dumps(run_call(name, settings=settings, kind="train", by_name=True)))
 """
 
 
