@@ -6,10 +6,10 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flower_gpu import files, trace
 from flower_gpu.errors import ConfigError
@@ -17,6 +17,8 @@ from flower_gpu.printable import path_text
 
 #: In the folder of a checkpoint: without it there is none.
 CHECKPOINT_INDEX = "checkpoint.json"
+#: A key that only the settings of this command's runs have.
+_KEYS: Final = {"simulate": "num_supernodes", "launch": "node_configs"}
 _LOCK_WAIT_S = 1.0  # a process that was killed takes a moment to end
 
 
@@ -90,6 +92,42 @@ def in_use(path: Path) -> Iterator[None]:
                 "folder"
             ) from None
         yield
+
+
+def earlier_run(path: Path, command: str) -> tuple[RunFolder, dict[str, Any]]:
+    """Return the folder of a run of a command that is to be resumed, and its settings.
+
+    Raises ConfigError if it is no folder of such a run, or has no checkpoint.
+    """
+    folder = RunFolder(path.expanduser().resolve())
+    if not folder.path.is_dir():
+        raise ConfigError(f"--resume {path_text(path)}: there is no such folder")
+    settings = folder.settings()
+    if settings is None or _KEYS[command] not in settings:
+        raise ConfigError(
+            f"--resume {path_text(path)}: it has no {folder.trace.name} of `flower-gpu {command}`; the "
+            "folder of such a run is needed, such as runs/2026-01-31_12-00-00"
+        )
+    if not folder.has_checkpoint:
+        raise ConfigError(
+            f"--resume {path_text(path)}: it has no checkpoint. One is written after each round of "
+            "Flower's own strategies and of flower_gpu's FedAvg and FedBuff: start this run anew"
+        )
+    return folder, settings
+
+
+def check_same_app(before: Mapping[str, Any], name: str, where: Path | None, resume: object) -> None:
+    """Check that an earlier run, with these settings, is one of this app; raises ConfigError."""
+    if before.get("app", name) != name:
+        theirs = _shown(before["app"], before.get("app_folder"))
+        raise ConfigError(
+            f"--resume {path_text(str(resume))}: that is a run of {theirs}, not of {_shown(name, where)}. "
+            "Give that app, or start a new run without --resume"
+        )
+
+
+def _shown(name: str, folder: object) -> str:
+    return f"{name} ({path_text(str(folder))})" if folder else name
 
 
 def short(path: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs
 from flower_gpu.apps.app_imports import libraries_of
-from flower_gpu.apps.folder import RunFolder, check_log_dir, short
+from flower_gpu.apps.folder import RunFolder, check_log_dir, earlier_run, short
 from flower_gpu.calls.settings import call_settings, checked_environment
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
@@ -166,8 +166,6 @@ def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigVal
                 "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"
             )
         return arguments.num_supernodes, given
-    from flower_gpu.flower.resuming.earlier import earlier_run
-
     _, before = earlier_run(arguments.resume, "simulate")
     return arguments.num_supernodes or before["num_supernodes"], given
 

@@ -11,10 +11,9 @@ from typing import Any, Final, TypeGuard
 
 from flower_gpu import options as call_options
 from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
-from flower_gpu.apps.folder import RunFolder, check_log_dir
+from flower_gpu.apps.folder import RunFolder, check_log_dir, check_same_app, earlier_run
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.flower.commands import with_flowers
-from flower_gpu.flower.resuming.earlier import check_same_app, earlier_run
 from flower_gpu.gpu import guard
 from flower_gpu.launch import gpu_check
 from flower_gpu.launch.options import (

@@ -14,10 +14,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_gpu.apps.app import FlowerApp
-from flower_gpu.apps.folder import RunFolder
+from flower_gpu.apps.folder import RunFolder, check_same_app, earlier_run
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.resuming.earlier import check_same_app, earlier_run
 from flower_gpu.gpu import guard
 from flower_gpu.options import CallOptions, joined
 from flower_gpu.simulation import determinism
