@@ -9,21 +9,20 @@ import random
 import sys
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.averaging import SumItem
 from flower_gpu.flower.private_names import GENERATORS, find
 from flower_gpu.flower.strategy_state import ANEW, OURS, StrategyState
 from flower_gpu.flower.streaming import ComingReplies
@@ -62,22 +61,6 @@ class ResumableGrid(Protocol):
 
     def finished_round(self, state: RoundState) -> None:
         """Take note of a finished round; called once for each, and for round 0."""
-        ...
-
-
-@runtime_checkable
-class SummingGrid(ResumableGrid, Protocol):
-    """A grid of ours that sums replies as they come."""
-
-    def sums(
-        self,
-        messages: Iterable[Message],
-        timeout: float | None,
-        weighted_by_key: str,
-        keeps_integers: bool,
-        in_order: bool,
-    ) -> Generator[SumItem, None, None]:
-        """Send messages, and yield what comes, as :data:`flower_gpu.flower.averaging.Sums`."""
         ...
 
 
@@ -156,7 +139,7 @@ def run(
     log(INFO, "")
 
     started = time.time()
-    sums_replies = sums_replies and isinstance(grid, SummingGrid)
+    sums_replies = sums_replies and hasattr(grid, "sums")  # as that of a simulation
     rounds = _RoundParts(strategy, grid, timeout, evaluate_fn, strategy_state, sums_replies)
     first = rounds.begin(initial_arrays, num_rounds)
     train_config = ConfigRecord() if train_config is None else train_config
@@ -188,7 +171,7 @@ class _RoundParts:
     """The parts of a round, and the results so far."""
 
     strategy: Strategy
-    grid: Any  # a Grid, and a ResumableGrid; a SummingGrid, if it sums
+    grid: Any  # a Grid, and a ResumableGrid; if it sums, it has sums()
     timeout: float
     evaluate_fn: Evaluate | None
     state: StrategyState | None

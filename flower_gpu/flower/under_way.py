@@ -19,7 +19,7 @@ from flwr.common.logger import log
 
 from flower_gpu.flower.averaging import weight_of
 from flower_gpu.flower.records import NUMBERED
-from flower_gpu.flower.rounds import ResumableGrid, RoundState, SummingGrid
+from flower_gpu.flower.rounds import ResumableGrid, RoundState
 from flower_gpu.flower.streaming import Buffered
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class UnderWay:
         self._grid = grid
         self._num_rounds = num_rounds
         self._config = config or ConfigRecord()
-        self._is_ours = isinstance(grid, SummingGrid)
+        self._is_ours = hasattr(grid, "sums")
         self._in_order = strategy.exact_order or (self._is_ours and grid.sums_in_order)
         self._ttl = None if self._in_order else timeout
         self._wait = getattr(grid, "wait_for_replies", _wait)
