@@ -139,7 +139,7 @@ def each_loaded(then: Callable[[Framework, bool], None]) -> Iterator[None]:
             if framework.is_loaded():
                 then(framework, False)
             else:
-                finders.append(AfterImport.begin(framework.module, partial(then, framework, True)))
+                finders.append(AfterImport(framework.module, partial(then, framework, True)))
         yield
     finally:
         for finder in finders:

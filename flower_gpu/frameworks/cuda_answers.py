@@ -39,7 +39,7 @@ class CUDAAnswers:
             self._wrap()
         elif not self._waits_for_torch:
             self._waits_for_torch = True
-            AfterImport.begin("torch", self._wrap)
+            AfterImport("torch", self._wrap)
 
     def ask_cuda(self) -> None:
         """Have them ask CUDA again, in a fork that may start it."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from flower_gpu.errors import ConfigError
 
@@ -212,18 +212,12 @@ def _down(part: int, whole: int) -> str:
 
 
 class AfterImport:
-    """Finder that finds nothing itself, and calls a function right after one module was imported."""
+    """Calls ``then`` right after the module ``name`` was imported: a finder that finds nothing itself."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
         self._then = then
-
-    @classmethod
-    def begin(cls, name: str, then: Callable[[], None]) -> Self:
-        """Have ``then`` called when the module ``name`` is imported."""
-        finder = cls(name, then)
-        sys.meta_path.insert(0, finder)
-        return finder
+        sys.meta_path.insert(0, self)
 
     def end(self) -> None:
         """Do not call it any more, if the module was not imported."""

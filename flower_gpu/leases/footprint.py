@@ -119,7 +119,6 @@ class Footprints:
         number = footprint_rule.footprint_bytes(call, known.spare)
         if not is_done and number <= max(known.recent_bytes, default=number):
             return
-
         self._learn(key, lambda known: known.after(call), number)
 
     def learn_need(self, key: Key, needed_bytes: int, in_allocator: tuple[int, int] | None) -> None:
@@ -288,11 +287,8 @@ def _parse_key(one: dict[str, Any]) -> Key:
 
 def _parse_peaks(one: dict[str, Any]) -> Peaks:
     recent = tuple(_a(int, number) for number in one["recent_bytes"])
-    spare, outside_bytes, updated_s = (
-        float(one["spare"]),
-        _a(int, one["outside_bytes"]),
-        float(one["updated_s"]),
-    )
+    spare, updated_s = float(one["spare"]), float(one["updated_s"])
+    outside_bytes = _a(int, one["outside_bytes"])
     if not (recent and 0 < min(recent) <= max(recent) <= _MOST_BYTES and 0 <= outside_bytes <= _MOST_BYTES):
         raise ValueError("a size that cannot be")
     if not (LEAST_SPARE <= spare <= MOST_SPARE and 0 <= updated_s <= _LATEST_S):

@@ -98,23 +98,21 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in names if name in environ}
 
 
-def prepare(environ: Mapping[str, str], pools: list[_Pool] | None = None) -> None:
+def prepare(environ: Mapping[str, str]) -> None:
     """Prepare a process for forks: steps that are too late, or slow, in the fork.
 
     A thread of OpenBLAS computes for a while when it starts, without any work: it waits in a loop. So the
     count is set here, where the fork itself ends the threads again; the child starts as many when it
     multiplies matrices, and not before. ``environ``: of the worker that is to be forked.
     """
-    pools = _pools() if pools is None else pools
-    _adjust([pool for pool in pools if pool.starts_threads], environ)
+    _adjust([pool for pool in _pools() if pool.starts_threads], environ)
 
 
 @contextmanager
 def prepared(environ: Mapping[str, str]) -> Iterator[None]:
     """:func:`prepare` for forks within the block; afterwards this process has its own counts again."""
-    pools = _pools()
-    with restored([pool for pool in pools if pool.starts_threads]):
-        prepare(environ, pools)
+    with restored([pool for pool in _pools() if pool.starts_threads]):
+        prepare(environ)
         yield
 
 
