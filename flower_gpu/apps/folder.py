@@ -91,6 +91,8 @@ def in_use(path: Path) -> Iterator[None]:
                 f"another process goes on with the run in {path_text(path.parent)}. End it, or give another "
                 "folder"
             ) from None
+        except OSError:  # a file system without locks
+            pass
         yield
 
 
