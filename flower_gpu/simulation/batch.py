@@ -80,7 +80,9 @@ class _MessageThread(threading.Thread):
         self._seed = seed
         self._handle = handle
         self._found = found
-        self._may_go_on, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._may_go_on, self._has_stopped = threading.Lock(), threading.Lock()
+        self._may_go_on.acquire()
+        self._has_stopped.acquire()
         self._changes: Sequence[tuple[Setting, Any]] = ()  # of the process's state, by this client
         self._drawn: dict[str, Any] = {}  # the state of random numbers
         self.call: FunctionCall | None = None
