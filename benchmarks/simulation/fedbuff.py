@@ -19,7 +19,7 @@ from benchmarks.shared.processes import BenchmarkError
 from benchmarks.simulation.engines import Done, Run, perform
 
 #: Clients, those of a round, those that train at a time with FedBuff, and workers.
-SIZE, QUICK_SIZE = (32, 8, 24, 20), (4, 2, 3, 2)
+SIZE, QUICK_SIZE = (32, 8, 28, 24), (4, 2, 3, 2)
 #: By data: rounds of FedAvg and of FedBuff, local epochs, and the accuracy that is wanted.
 DATA: Mapping[str, tuple[int, int, int, float]] = {"digits": (8, 20, 10, 0.85), "cifar10": (10, 16, 4, 0.25)}
 _QUICK: tuple[int, int, int, float] = (1, 2, 1, 0.0)

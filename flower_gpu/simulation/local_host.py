@@ -184,7 +184,7 @@ class QueueHost(Host):
                 visit = self.next(waits=True)
             if visit is not None:
                 visits = [visit, *self._beside(visit)]
-                answers = [self._handler(visit)] if len(visits) == 1 else self._handler.together(visits)
+                answers = self._handler(*visits)
                 for visit, answer in zip(visits, answers, strict=True):
                     self.finish(visit, answer)
                 del visits, answers, answer

@@ -11,7 +11,7 @@ from dataclasses import replace
 from logging import WARNING
 from typing import Any, Final
 
-from flwr.app import Context, Message
+from flwr.app import Context
 from flwr.common.logger import log
 
 from flower_gpu import control_group, frameworks, trace
@@ -139,16 +139,6 @@ class MessageHandler:
         self._memory = HostMemory()
         self._resolved: dict[int, CallSettings] = {}  # by what a client has of its own
 
-    def __call__(self, visit: Visit) -> Answer:
-        """Have a worker handle a message. Whatever is raised is in the answer, in the place of the reply."""
-        began = time.monotonic()
-        try:
-            reply, context, call_s = self._handled(visit)
-            state = record_bytes.encode(context.state) if context.state else b""
-        except BaseException as error:  # a SystemExit is the client's, not this thread's
-            reply, state, call_s = failed(visit.message, error), None, None
-        return Answer(visit.message_id, reply, state, time.monotonic() - began, call_s)
-
     def most_together(self, kind: str) -> int:
         """Return how many messages of a kind are one batch, at most; 1, as far as is known: they are none."""
         return 1 if self._verifier else min(self._most_together.get(kind, 1), self._work.calls_per_worker)
@@ -159,63 +149,53 @@ class MessageHandler:
         own = self._own(visit)
         return len(kinds) == 1 and self._own(other) is own and "slow_down" not in own
 
-    def together(self, visits: Sequence[Visit]) -> list[Answer]:
-        """Have one worker handle messages as a batch, each with the answer that it would have alone."""
+    def __call__(self, *visits: Visit) -> list[Answer]:
+        """Have one worker handle a message, or several as a batch, each with the answer that it has alone.
+
+        Whatever is raised is in the answer, in the place of the reply.
+        """
         began = time.monotonic()
         slot = self._slot()
         with self._lock:
-            begun = [each for each in visits if not (self._is_over or each.message_id in self._given_up)]
-            slot.begin()
+            is_over = self._is_over
+            begun = [each for each in visits if not (is_over or each.message_id in self._given_up)]
+            if begun:
+                slot.begin()
             self._running.update((each.message_id, slot) for each in begun)
-        contexts = [self._context_of(visit) for visit in begun]
-        found: Sequence[Message | BaseException]
+        found: Sequence[Handled | BaseException]
         try:
-            found = self._run_batch(begun, contexts, slot) if begun else []
-        except BaseException as error:
+            if len(begun) > 1:
+                found = self._run_batch(begun, slot)
+            else:
+                found = [self._handle(each, slot) for each in begun]
+        except BaseException as error:  # a SystemExit is the client's, not this thread's
             found = [error] * len(begun)
         with self._lock:
-            wanted = {each.message_id for each in begun if self._running.pop(each.message_id, None)}
+            handled = {
+                visit.message_id: each
+                for visit, each in zip(begun, found, strict=True)
+                if self._running.pop(visit.message_id, None)  # else it was given up, maybe when it was done
+            }
             self._worked_at = time.monotonic()
         seconds = (time.monotonic() - began) / len(visits)
-        call_s = None if slot.line.had_imports else slot.line.call_s / len(visits)
-        answers: dict[str, Answer] = {}
-        for visit, context, reply in zip(begun, contexts, found, strict=True):
-            if visit.message_id not in wanted:
-                reply = self._no_reply(visit)
-            elif self._tries > 1 and isinstance(reply, _TRIED_AGAIN):
-                continue  # whoever it was that ended the worker
-            if isinstance(reply, BaseException):
-                answer = Answer(visit.message_id, failed(visit.message, reply), seconds=seconds)
+        answers: list[Answer] = []
+        for visit in visits:
+            one: Handled | BaseException | None = handled.get(visit.message_id)
+            if is_over:
+                one = WorkerStartError("the run is over")
+            elif one is None:
+                one = self._no_reply(visit)
+            elif len(begun) > 1 and self._tries > 1 and isinstance(one, _TRIED_AGAIN):
+                answers += self(visit)  # whoever it was that ended the worker
+                continue
+            elif self._work.is_strict and isinstance(one, FlowerGPUError):
+                one = _end_of_run(one)
+            if isinstance(one, Handled):
+                state = record_bytes.encode(one.context.state) if one.context.state else b""
+                answers.append(Answer(visit.message_id, one.reply, state, seconds, one.call_s))
             else:
-                state = record_bytes.encode(context.state) if context.state else b""
-                answer = Answer(visit.message_id, reply, state, seconds, call_s)
-            answers[visit.message_id] = answer
-        # Those of an app that is over, or given up, are not handled now either, which is said there.
-        return [answers.get(visit.message_id) or self(visit) for visit in visits]
-
-    def _handled(self, visit: Visit) -> tuple[Message, Context, float | None]:
-        slot = self._slot()
-        with self._lock:
-            if self._is_over:
-                raise WorkerStartError("the run is over")
-            if visit.message_id in self._given_up:
-                raise self._no_reply(visit)
-            slot.begin()
-            self._running[visit.message_id] = slot
-        try:
-            handled = self._handle(visit, slot)
-        except FlowerGPUError as error:
-            if self._work.is_strict and (end := _end_of_run(error)) is not None:
-                raise end from error
-            raise
-        finally:
-            with self._lock:
-                is_wanted = self._running.pop(visit.message_id, None) is not None
-                self._worked_at = time.monotonic()
-        if not is_wanted:  # it was done at the very moment when it was given up
-            raise self._no_reply(visit)
-        assert handled.reply is not None
-        return handled.reply, handled.context, handled.call_s
+                answers.append(Answer(visit.message_id, failed(visit.message, one), seconds=seconds))
+        return answers
 
     def _handle(self, visit: Visit, slot: Slot) -> Handled:
         """Have a message handled: once, unless used workers are to be verified."""
@@ -274,11 +254,10 @@ class MessageHandler:
                 log(WARNING, "%s. A new worker handles the message again", first)
         raise AssertionError
 
-    def _run_batch(
-        self, visits: Sequence[Visit], contexts: Sequence[Context], slot: Slot
-    ) -> list[Message | BaseException]:
+    def _run_batch(self, visits: Sequence[Visit], slot: Slot) -> list[Handled | BaseException]:
         slot.go_on(self._work.calls_per_worker // len(visits))
         own = self._own(visits[0])
+        contexts = [self._context_of(visit) for visit in visits]
         with self._memory.room(at_once=slot.has_lease):
             found = message_call.call_batch(
                 handle_batch,
@@ -289,7 +268,11 @@ class MessageHandler:
                 workers=slot,
             )
         self._learn(visits[0], slot)
-        return found
+        call_s = None if slot.line.had_imports else slot.line.call_s / len(visits)
+        return [
+            reply if isinstance(reply, BaseException) else Handled(context, reply, call_s=call_s)
+            for context, reply in zip(contexts, found, strict=True)
+        ]
 
     def _run_once(self, visit: Visit, slot: Slot) -> Handled:
         context, own = self._context_of(visit), self._own(visit)
@@ -407,17 +390,17 @@ def _measured(name: str, own: Own) -> str:
     return " ".join([name, *sizes])
 
 
-def _end_of_run(error: FlowerGPUError) -> NotDeterministicError | None:
-    """Return what a strict run is to be ended with after an error of a message; None where it goes on."""
+def _end_of_run(error: FlowerGPUError) -> FlowerGPUError:
+    """Return what a strict run ends with after an error of a message; the error itself where it goes on."""
     operation = frameworks.not_deterministic(str(error))
     if operation is not None:
         label = str(error).partition(":")[0]
-        return NotDeterministicError(
-            f"{label}: {operation}. Use another operation, or run without --deterministic"
-        )
-    if isinstance(error, _ACCIDENTS):
+        text = f"{label}: {operation}. Use another operation, or run without --deterministic"
+    elif isinstance(error, _ACCIDENTS):
         tries = f" {_TRIES} workers have tried." if isinstance(error, _TRIED_AGAIN) else ""
-        return NotDeterministicError(
-            f"{error}\nWithout this reply the model would be another one, so the run ends.{tries}"
-        )
-    return None
+        text = f"{error}\nWithout this reply the model would be another one, so the run ends.{tries}"
+    else:
+        return error
+    end = NotDeterministicError(text)
+    end.__cause__ = error
+    return end

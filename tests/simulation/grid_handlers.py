@@ -58,7 +58,7 @@ class Handling(NoWorkers):
     def stuck_since(self) -> float | None:
         return self.stuck
 
-    def __call__(self, visit: Visit) -> Answer:
+    def __call__(self, visit: Visit) -> list[Answer]:
         given_up = threading.Event()
         with self._lock:
             self._given_up[visit.message_id] = given_up
@@ -73,7 +73,7 @@ class Handling(NoWorkers):
         with self._lock:
             self.running -= 1
             self.done.append(visit.message_id)
-        return Answer(visit.message_id, reply, b"", time.monotonic() - began)
+        return [Answer(visit.message_id, reply, b"", time.monotonic() - began)]
 
     def _reply(self, message: Message, given_up: threading.Event) -> Message:
         group = message.metadata.group_id

@@ -92,11 +92,11 @@ class Handled(NoWorkers):
     def __init__(self, handle: Callable[[Message], Message]) -> None:
         self._handle = handle
 
-    def __call__(self, visit: Visit) -> Answer:
+    def __call__(self, visit: Visit) -> list[Answer]:
         try:
-            return Answer(visit.message_id, self._handle(visit.message), b"")
+            return [Answer(visit.message_id, self._handle(visit.message), b"")]
         except Exception as error:
-            return Answer(visit.message_id, failed(visit.message, error))
+            return [Answer(visit.message_id, failed(visit.message, error))]
 
 
 def handled_by(app: ClientApp, nodes: VirtualNodes) -> Callable[[Message], Message]:

@@ -130,7 +130,7 @@ class Handler:
 
     def handled(self, visit: Visit) -> Answer:
         """Have a message handled, and its state kept."""
-        answer = self.handler(visit)
+        (answer,) = self.handler(visit)
         node = self.nodes.partition_of(visit.message.metadata.dst_node_id)
         if answer.state is not None:
             self.states[node] = answer.state
@@ -141,7 +141,7 @@ class Handler:
 
     def together(self, *visits: Visit) -> list[Any]:
         """Have messages handled as a batch; return what the app says of each, or why it has failed."""
-        answers = self.handler.together(visits)
+        answers = self.handler(*visits)
         assert [answer.message_id for answer in answers] == [visit.message_id for visit in visits]
         replies = [answer.reply for answer in answers]
         assert all(reply is not None for reply in replies)
@@ -300,7 +300,7 @@ def test_one_of_a_batch_is_given_up(new_handler: Callable[..., Handler], tmp_pat
 
     thread = threading.Thread(target=cancel)
     thread.start()
-    answers = handler.handler.together([before, first, second])
+    answers = handler.handler(before, first, second)
     thread.join()
     assert left == [{second.message_id}, set()]
     assert all(map(has_failed, answers))
