@@ -27,7 +27,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from flower_gpu import trace
 from flower_gpu.flower.programs import starter
@@ -312,8 +312,11 @@ class Supervisor:
 
     def _sleep(self, seconds: float) -> bool:
         """Wait for a signal, or the end of a service; tell whether there was one."""
-        ends: list[Any] = [each.end for each in self._services if each.end is not None]
-        found, _, _ = select.select([self._wakeup, *ends], [], [], seconds)
+        poll = select.poll()  # not select(): there may be thousands of descriptors
+        poll.register(self._wakeup, select.POLLIN)
+        for end in filter(None, (each.end for each in self._services)):
+            poll.register(end, select.POLLIN)
+        found = [descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
         if self._wakeup in found:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self._wakeup, 4096):

@@ -53,11 +53,11 @@ def is_closed(connection: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def can_be_read(descriptor: int, timeout_s: float) -> bool:
-    """Wait for something to read, or the other end's end."""
+def can_be_read(descriptor: int, timeout_s: float | None) -> bool:
+    """Wait for something to read, or the other end's end; None: as long as it takes."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -78,7 +77,7 @@ class ProgramHandle:
         self.send_signal(signal.SIGKILL)
 
     def _look(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None and select.select([self._answer], [], [], timeout_s)[0]:
+        if self.returncode is None and messages.can_be_read(self._answer.fileno(), timeout_s):
             try:
                 self.returncode = int(messages.receive(self._answer)[0]["status"])
             except messages.Gone:  # the server has ended, and perhaps this process has adopted its children

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from flower_gpu.flower.commands import COMMANDS, SERVER_COMMANDS, CommandFolder
 from flower_gpu.flower.programs import server, starter
 from flower_gpu.flower.programs.server import NoEntryError, ProgramEntry, find
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, ProgramHandle, Programs
+from flower_gpu.workers import messages
 from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.interpreter import UNKNOWN
 from flower_gpu.workers.life import adopt_orphans
@@ -235,6 +238,23 @@ def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(BlockingIOError):
             forks._fork(request, ProgramEntry("flwr", "os", "getpid"))
         assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
+def test_who_waits_may_have_thousands_of_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("no right to so many")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    try:
+        answer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with answer, end:
+            high = socket.socket(fileno=fcntl.fcntl(answer, fcntl.F_DUPFD_CLOEXEC, 1500))
+            program = ProgramHandle(["x"], os.getpid(), high)
+            assert program.poll() is None
+            messages.send(end, {"status": 3})
+            assert program.wait(10) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_server_that_is_killed_ends_nothing(tmp_path: Path) -> None:
