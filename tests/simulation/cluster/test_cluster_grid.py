@@ -131,7 +131,7 @@ class Client(NoWorkers):
     def __init__(self, host: InThread) -> None:
         self._host = host
 
-    def __call__(self, visit: Visit) -> Answer:
+    def __call__(self, visit: Visit) -> list[Answer]:
         host = self._host
         try:
             host.live()
@@ -143,9 +143,9 @@ class Client(NoWorkers):
                 raise WorkerDiedError("it was cancelled")
             state = record_bytes.decode(visit.state) if visit.state else RecordDict()
             reply = client(visit.message, state)
-            return Answer(visit.message_id, reply, record_bytes.encode(state), call_s=0.0)
+            return [Answer(visit.message_id, reply, record_bytes.encode(state), call_s=0.0)]
         except Exception as error:
-            return Answer(visit.message_id, failed(visit.message, error))
+            return [Answer(visit.message_id, failed(visit.message, error))]
 
     def cancel(self, message_id: str) -> None:
         self._host.cancelled.add(message_id)
