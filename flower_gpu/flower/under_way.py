@@ -181,7 +181,7 @@ class UnderWay:
     def give_up(self) -> None:
         """Want no more replies."""
         if self._sent:
-            log(INFO, "%d clients still train; nobody waits for their updates", len(self._sent))
+            log(INFO, "%d updates are still under way; nobody waits for them", len(self._sent))
             if self._is_ours:
                 self._grid.cancel_messages(list(self._sent))
 

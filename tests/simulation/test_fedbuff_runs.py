@@ -32,7 +32,7 @@ def test_the_model_is_the_same_with_other_workers_and_after_a_kill(devices: str,
     (train,) = {(part.messages, part.failed) for part in alone.parts("train")}
     assert train == (UPDATES, 0) and len(alone.parts("train")) == ROUNDS
     assert alone.summary["messages"] == ROUNDS * UPDATES and alone.summary["failed"] == 0
-    assert f"{CONCURRENCY - 1} clients still train; nobody waits for their updates" in alone.output
+    assert f"{CONCURRENCY - 1} updates are still under way; nobody waits for them" in alone.output
 
     runs, rounds = tmp_path / "runs", tmp_path / "rounds"
     rounds.mkdir()
