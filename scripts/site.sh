@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The site of the documentation, in build/site. A broken link or anchor fails the build.
+# Builds the site of the documentation in build/site. A broken link, anchor or diagram fails the build.
 #
 #   scripts/site.sh         builds it
 #   scripts/site.sh serve   shows it at http://127.0.0.1:8000, and builds it again after each change
@@ -35,8 +35,13 @@ get_mermaid() (
 )
 
 if [[ "$(cat .venv-site/.installed 2>/dev/null)" != "$tools" ]]; then install_tools; fi
-if [[ ! -e .venv-site/share/mermaid/mermaid.tiny.js ]]; then
+library=.venv-site/share/mermaid/mermaid.tiny.js
+if [[ ! -e $library ]]; then
   get_mermaid || say "no Mermaid (npm pack $mermaid): diagrams stay text"
+fi
+# Without Mermaid or Node.js the diagrams cannot be checked.
+if [[ -e $library ]] && command -v node >/dev/null; then
+  find README.md docs examples -name '*.md' -print0 | xargs -0 node scripts/check_diagrams.js "$library"
 fi
 export NO_MKDOCS_2_WARNING=1 PATH="$PWD/.venv-site/bin:$PATH" # mkdocstrings looks for ruff there
 if [[ ${1:-} == serve ]]; then exec mkdocs serve; fi
