@@ -13,7 +13,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
@@ -71,6 +71,14 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options)
         add_verbosity(self)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            # From Python 3.14 on, argparse can do this by itself (suggest_on_error).
+            error.message += _suggestion(str(value), map(str, action.choices or ()))
+            raise
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (options: {self.prog} --help)\n")
 
@@ -97,14 +105,17 @@ def build_parser() -> _Parser:
     return parser
 
 
-def _nearest(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """Return the option that the first unknown one may have been meant to be, for a message."""
+def _suggestion(text: str, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests the known word nearest to a mistyped one, or ""."""
+    matches = difflib.get_close_matches(text, known, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def _suggested_option(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """Return the suggestion for the first of the unknown arguments that resembles an option of the parser."""
     names = [name for action in parser._actions for name in action.option_strings]
-    for text in unknown:
-        near = difflib.get_close_matches(text.partition("=")[0], names, n=1) if text.startswith("-") else []
-        if near:
-            return f"; did you mean {near[0]}?"
-    return ""
+    suggestions = (_suggestion(text.partition("=")[0], names) for text in unknown if text.startswith("-"))
+    return next(filter(None, suggestions), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,11 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.words, arguments.sbatch = ours, for_sbatch
         try:
             if unknown:
-                near = _nearest(parser.commands[arguments.command], unknown)
+                suggestion = _suggested_option(parser.commands[arguments.command], unknown)
                 others = COMMANDS[arguments.command].after_dashes
                 dashes = f"; options of {others} go after two dashes, --" if others else ""
                 options = f"options: flower-gpu {arguments.command} --help"
-                raise ConfigError(f"unknown: {' '.join(unknown)}{dashes}{near} ({options})")
+                raise ConfigError(f"unknown: {' '.join(unknown)}{dashes}{suggestion} ({options})")
             if argv is None and arguments.command == "simulate":
                 simulate.begin_command(arguments)
             return _run(arguments)

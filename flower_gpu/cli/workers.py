@@ -15,7 +15,7 @@ _STOP_WAIT_S = 5.0
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", description="default: status")
     actions.add_parser(
         "status",
         help="list the fork servers of this user, what they have loaded and who uses them",
