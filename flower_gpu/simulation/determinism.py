@@ -2,12 +2,13 @@
 
     interpreter    hashes of texts, by PYTHONHASHSEED: this process must be started with it
     environment    threads, and what frameworks read when they start
-    frameworks     seeds and deterministic algorithms: in the ServerApp's process here, in workers by
+    frameworks     deterministic algorithms: in the ServerApp's process by ``here``, in workers by
                    ``in_worker.handle_deterministically``
 
-Sums in order are the grid's and :mod:`flower_gpu.flower.averaging`'s, retries are in :mod:`.messages`. A
-worker handles one message: what a client finds in modules would depend on which clients came before. At the
-end of this file: what a run depends on beside the app and its seed: processors, GPUs, versions of libraries.
+Random number generators are seeded in every run, see ``run.simulate``. Sums in order are the grid's and
+:mod:`flower_gpu.flower.averaging`'s, retries are in :mod:`.messages`. A worker handles one message, because
+what a client finds in modules would otherwise depend on the clients before it. The end of this file lists
+what a run depends on beside the app and its seed: processors, GPUs, versions of libraries.
 """
 
 from __future__ import annotations
@@ -94,15 +95,17 @@ def run_id(seed: int) -> int:
 
 
 @contextmanager
-def here(seed: int, env: Mapping[str, str]) -> Iterator[None]:
-    """Have this process, with the ServerApp, compute deterministically in the block."""
+def here(env: Mapping[str, str]) -> Iterator[None]:
+    """Use deterministic algorithms in this process, which runs the ServerApp, until the block ends.
+
+    ``env``: environment variables of the process meanwhile, see :func:`variables`.
+    """
     before: list[tuple[Setting, Any]] = []
 
     def prepare(framework: Framework, is_new: bool) -> None:
         if not is_new:
             before.extend((setting, setting.get()) for setting in _flags(framework))
         framework.be_deterministic()
-        framework.seed(seed)
 
     with restored_environment(env):
         os.environ.update(env)

@@ -31,7 +31,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 synonyms=("clients",),
             ),
             "seed": Option(
-                "seed of the clients' ids, random numbers and sampling (default: drawn, and written down)",
+                "seed of the node ids and of all random numbers, those of the ServerApp too: the same "
+                "initial model, the same sampled clients (default: drawn, and written down)",
                 NON_NEGATIVE,
                 group=_FEDERATION,
             ),

@@ -20,7 +20,7 @@ from flwr.supercore.object_ref import load_app
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_gpu import files, trace
+from flower_gpu import files, frameworks, trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.errors import ConfigError
@@ -101,7 +101,9 @@ def simulate(
         Whether workers compute on a GPU at the same time, each on its share of the processors, by an MPS
         daemon of this run. A fault of one of them on the GPU ends the calls of all.
     seed : int, optional
-        Of the nodes' ids, of sampling, and of the clients' random numbers. Default: drawn, and written down.
+        Seed of the node ids and of all random numbers, those of the ServerApp and of the clients: the same
+        seed gives the same initial model and the same sampled clients. Default: drawn, and written to
+        ``result.json``.
     log_dir : str or Path, optional
         Where the folder with the results is made; None keeps none.
     resume : str or Path, optional
@@ -181,7 +183,7 @@ def simulate(
         record = _Record(plan, hosts, stack)
         nodes = plan.work.nodes
         if plan.work.is_deterministic:
-            stack.enter_context(determinism.here(seed_of(f"{nodes.seed} server"), plan.server_env))
+            stack.enter_context(determinism.here(plan.server_env))
         stack.enter_context(_identity(nodes.run_id))
         report = record.report(plan, hosts, stack, progress=progress, verbose=verbose)
         grid = _grid(plan, record, hosts, report, stack)
@@ -317,17 +319,30 @@ def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: E
 def _run_server(
     plan: RunPlan, hosts: Hosts, grid: RecordedGrid, context: Context, say: Callable[[str], None]
 ) -> None:
-    """Import the ServerApp, load what workers find loaded, and run the one with the others."""
-    random.seed(plan.work.nodes.seed)  # what a strategy samples nodes by
-    np.random.seed(plan.work.nodes.seed % (1 << 32))
-    server, name = plan.server, plan.work.name
-    if isinstance(server, str):
-        with told_if_slow(say, f"importing {server.partition(':')[0]} of {name}"):
-            server = _loaded(server, plan.where)
-    with told_if_slow(say, f"preparing the workers of {name}"):
-        hosts.load_data()
-    server(grid=cast(Grid, grid), context=context)
+    """Import the ServerApp, preload the workers' data, and run the ServerApp until it returns."""
+    with _seeded(plan.work.nodes.seed):
+        server, name = plan.server, plan.work.name
+        if isinstance(server, str):
+            with told_if_slow(say, f"importing {server.partition(':')[0]} of {name}"):
+                server = _loaded(server, plan.where)
+        with told_if_slow(say, f"preparing the workers of {name}"):
+            hosts.load_data()
+        server(grid=cast(Grid, grid), context=context)
     grid.close()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed every random number generator that the ServerApp may use.
+
+    Strategies sample nodes with Python's or NumPy's generator. Apps initialize their model with that of a
+    framework, which is seeded right after its import if the app imports it later.
+    """
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    framework_seed = seed_of(f"{seed} server")
+    with frameworks.each_loaded(lambda framework, _: framework.seed(framework_seed)):
+        yield
 
 
 def _hosts(plan: RunPlan, stack: ExitStack) -> Hosts:
