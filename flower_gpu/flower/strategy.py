@@ -30,6 +30,7 @@ from flwr.serverapp.strategy import FedAvg as _MessageFedAvg
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower import rounds, streaming
 from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
@@ -37,6 +38,18 @@ from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.workers.call import Task
 
 _NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this strategy, so nobody will."
+
+
+def _check_fraction_evaluate(fraction_evaluate: float, flowers: str) -> None:
+    """Raise ConfigError unless a strategy that evaluates on the server only is given a fraction of 0.
+
+    ``flowers``: the strategy of Flower in which clients evaluate.
+    """
+    if fraction_evaluate:
+        raise ConfigError(
+            f"fraction_evaluate={fraction_evaluate}: clients do not evaluate under this strategy, the server "
+            f"does, with evaluate_fn. Leave fraction_evaluate out, or use {flowers} to let clients evaluate"
+        )
 
 
 class FedAvg(_MessageFedAvg):
@@ -65,6 +78,8 @@ class FedAvg(_MessageFedAvg):
         Sum in the order of the nodes, not in that in which replies come: in a simulation, and below
         ``flower-gpu launch``, in the order of their partitions, else of their ids. ``flower-gpu simulate
         --deterministic`` does so in any case.
+    fraction_evaluate : float
+        Accepted for apps that pass 0.0 to Flower's FedAvg. Anything else raises ConfigError.
     """
 
     #: Of which runs it can go on with a checkpoint.
@@ -80,7 +95,9 @@ class FedAvg(_MessageFedAvg):
         configrecord_key: str = "config",
         train_metrics_aggr_fn: Callable[[list[Any], str], MetricRecord] | None = None,
         exact_order: bool = False,
+        fraction_evaluate: float = 0.0,
     ) -> None:
+        _check_fraction_evaluate(fraction_evaluate, "flwr.serverapp.strategy.FedAvg")
         super().__init__(
             fraction_train=fraction_train,
             min_train_nodes=min_train_nodes,
@@ -193,6 +210,8 @@ class LegacyFedAvg(_NumPyClientFedAvg):
     fraction_fit, min_fit_clients, min_available_clients, on_fit_config_fn, accept_failures, \
 fit_metrics_aggregation_fn
         As in Flower.
+    fraction_evaluate : float
+        Accepted for apps that pass 0.0 to Flower's FedAvg. Anything else raises ConfigError.
     """
 
     def __init__(
@@ -208,7 +227,9 @@ fit_metrics_aggregation_fn
         accept_failures: bool = True,
         fit_metrics_aggregation_fn: Callable[[list[tuple[int, dict[str, Scalar]]]], dict[str, Scalar]]
         | None = None,
+        fraction_evaluate: float = 0.0,
     ) -> None:
+        _check_fraction_evaluate(fraction_evaluate, "flwr.server.strategy.FedAvg")
         if isinstance(initial_parameters, list):
             initial_parameters = ndarrays_to_parameters(initial_parameters)
         evaluate = isolated(evaluate_fn, num_rounds)

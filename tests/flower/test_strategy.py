@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import FedAdam, Result
 from streaming_grid import PlainTestGrid
 
 from flower_gpu import FedAvg, GPUClient, LegacyFedAvg, gpu_evaluate
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower.strategy import mean_over_examples
 
 
@@ -89,6 +90,16 @@ def run_legacy(strategy: LegacyFedAvg, proxies: list[DirectProxy], num_rounds: i
 
 def legacy_weights() -> list[Any]:
     return [np.zeros((2, 2), np.float32), np.array(5, np.int64)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flowers"),
+    [(FedAvg, "flwr.serverapp.strategy.FedAvg"), (LegacyFedAvg, "flwr.server.strategy.FedAvg")],
+)
+def test_a_fraction_of_clients_that_evaluate_is_refused(strategy: Any, flowers: str) -> None:
+    strategy(fraction_evaluate=0.0)
+    with pytest.raises(ConfigError, match=f"clients do not evaluate under this strategy.* use {flowers} "):
+        strategy(fraction_evaluate=0.5)
 
 
 def test_numpyclient_api_round_trip() -> None:
