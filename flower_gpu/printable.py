@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shlex
 import threading
 from collections.abc import Callable, Iterator
@@ -57,6 +58,26 @@ def _escaped(character: str) -> str:
     if character.isprintable():
         return character
     return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
+
+
+# Characters that can follow a URL are no part of it: quotes and brackets of a message.
+_URL: Final = re.compile(
+    r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?P<authority>[^\s/?#'\"`<>]+)(?P<rest>[^\s'\"`<>)\]]*)"
+)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which each URL is cut to scheme, host and port.
+
+    A URL may hold credentials in front of the host, as a token in the path, or in the query. A URL without a
+    host, such as that of a local file, stays as it is.
+    """
+
+    def shown(url: re.Match[str]) -> str:
+        _, _, host = url["authority"].rpartition("@")
+        return f"{url['scheme']}://{host}{'/...' if url['rest'] else ''}"
+
+    return _URL.sub(shown, text)
 
 
 def duration_text(seconds: float) -> str:

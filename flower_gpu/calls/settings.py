@@ -165,8 +165,10 @@ def call_settings(
 
 def _checked_env(env: Mapping[str, str]) -> Mapping[str, str]:
     for key, value in env.items():
-        if not (isinstance(key, str) and isinstance(value, str)):
-            raise ConfigError(f"env maps names to strings, not {key!r} to {value!r}")
+        if not isinstance(key, str):
+            raise ConfigError(f"env maps names to strings, and {key!r} is no name")
+        if not isinstance(value, str):  # the value itself may be secret
+            raise ConfigError(f"env maps names to strings, and {key} has a {type(value).__name__}")
     return MappingProxyType(dict(env))
 
 

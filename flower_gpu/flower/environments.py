@@ -27,23 +27,23 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import tomli_w
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower import package_sources
 from flower_gpu.flower.private_names import find
 from flower_gpu.options import ENVIRONMENTS_DIR, SERVER_IDLE
-from flower_gpu.printable import path_text
+from flower_gpu.printable import path_text, without_secrets
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import interpreter, methods
 from flower_gpu.workers.call import Call
@@ -59,7 +59,7 @@ _KEPT_S: Final = 7 * 24 * 3600.0  # unused
 _RETRY_S: Final = 60.0  # after a failure, within the same run
 _IDLE_S: Final = 3600.0  # a round may take longer than a fork server stays for nobody
 _LINES: Final = 20  # of uv's, in an error
-_NAME: Final = re.compile(r"[0-9a-f]{20}(\.failed)?")
+_NAME: Final = re.compile(rf"[0-9a-f]{{20}}(\.failed|{re.escape(package_sources.SUFFIX)})?")
 # Of an app's [tool.uv]: what is about other parts of its pyproject.toml than the one that is installed.
 _OF_OTHER_PARTS: Final = ("conflicts", "default-groups", "dependency-groups", "dev-dependencies", "workspace")
 
@@ -124,10 +124,13 @@ def _prepare(app: Path, run: int | None, *, is_confined: bool) -> None:
     declared = _declared(app, is_confined=is_confined)
     if not declared["project"]["dependencies"]:
         return
+    folder = made_folder(os.environ)
+    declared = package_sources.pinned(declared, folder, run, _commits)
+    contents = {str(path): package_sources.digest(path) for path in package_sources.local_paths(declared)}
     settings = sorted(each for each in os.environ.items() if each[0].startswith("UV_"))
-    content = [declared, is_confined, sys.version, sys.prefix, identity.packages(), settings]
+    content = [declared, contents, is_confined, sys.version, sys.prefix, identity.packages(), settings]
     text = json.dumps(content, sort_keys=True, default=str)
-    place = made_folder(os.environ) / hashlib.sha256(text.encode()).hexdigest()[:20]
+    place = folder / hashlib.sha256(text.encode()).hexdigest()[:20]
     lock = _locked_for_use(place)
     if lock is None:
         with files.locked(place.with_suffix(".lock"), wait_s=None):
@@ -138,11 +141,25 @@ def _prepare(app: Path, run: int | None, *, is_confined: bool) -> None:
         _used[str(place)] = lock
 
 
-def _declared(app: Path, *, is_confined: bool) -> dict[str, Any]:
+def _commits(references: Sequence[package_sources.Reference]) -> dict[package_sources.Reference, str]:
+    """Ask git repositories, in a worker: git ends with this process."""
+    call = Call(package_sources.commits, (references,), label="asking git")
+    try:
+        found: dict[package_sources.Reference, str] = worker.run(call, _method(), otherwise=methods.SPAWN)
+        return found
+    except FlowerGPUError:
+        return {}
+
+
+def _method() -> methods.StartMethod:
+    return methods.FORKSERVER if client.is_supported() else methods.SPAWN
+
+
+def _declared(app: Path, *, is_confined: bool) -> Mapping[str, Any]:
     """Return a pyproject.toml with what an app declares, and no more."""
     given = tomllib.loads((app / "pyproject.toml").read_text())
     project = given.get("project", {})
-    needed = [Requirement(text) for text in project.get("dependencies", ())]
+    needed = [package_sources.requirement(text) for text in project.get("dependencies", ())]
     wanted = [each for each in needed if canonicalize_name(each.name) != "flower-gpu"]
     if not any(each.extras or canonicalize_name(each.name) not in _OURS for each in wanted):
         wanted = []
@@ -154,7 +171,7 @@ def _declared(app: Path, *, is_confined: bool) -> dict[str, Any]:
         settings |= given.get("tool", {}).get("uv", {})
     elif direct := next((each for each in wanted if each.url), None):
         raise ConfigError(
-            f"--confine: {direct} is no package of an index. Apps that are confined get wheels from the "
+            f"--confine: {direct.name} is no package of an index. Apps that are confined get wheels from the "
             "indexes of the SuperNode's own settings only"
         )
     for name in _OF_OTHER_PARTS:
@@ -199,15 +216,16 @@ def _made(
             raise again
     _remove_unused(place.parent)
     began = time.monotonic()
-    _log.info("installing what the app declares: %s", ", ".join(declared["project"]["dependencies"]))
-    method = methods.FORKSERVER if client.is_supported() else methods.SPAWN
+    needed = map(package_sources.requirement, declared["project"]["dependencies"])
+    _log.info("installing what the app declares: %s", ", ".join(map(package_sources.shown, needed)))
     with files.temporary_folder("environment", place.parent) as temporary:
         call = Call(install, (declared, str(temporary), is_confined), label="the installation")
         try:
-            worker.run(call, method, otherwise=methods.SPAWN)
+            worker.run(call, _method(), otherwise=methods.SPAWN)
         except (FlowerGPUError, subprocess.CalledProcessError) as error:
             output = error.output if isinstance(error, subprocess.CalledProcessError) else str(error)
-            end = "\n".join(output.strip().splitlines()[-_LINES:])
+            # URLs of packages and indexes can have credentials, and uv masks only those before the host.
+            end = without_secrets("\n".join(output.strip().splitlines()[-_LINES:]))
             with files.replaced(failed) as new:
                 new.write_text(f"{run}\n{end}")
             if said == f"{run}\n{end}":
@@ -228,26 +246,35 @@ def install(declared: Mapping[str, Any], folder: str, only_wheels: bool) -> None
     project, made = Path(folder, "project"), Path(folder, "env")
     project.mkdir()
     options = ["--python", sys.executable, *(["--no-build"] if only_wheels else [])]
+    # uv keeps what it has built of a folder until its pyproject.toml changes.
+    local = set(package_sources.local_paths(declared).values())
     here = _installed()
     settings = declared["tool"]["uv"]
     preferred = [*settings.get("constraint-dependencies", ()), *(f"{name}=={here[name]}" for name in here)]
     own = {**declared, "tool": {"uv": {**settings, "constraint-dependencies": preferred}}}
     try:
-        _lock(project, own, options)
+        _lock(project, own, [*options, *_refreshed(local)])
     except subprocess.CalledProcessError:  # the app needs other versions
-        _lock(project, declared, options)
+        _lock(project, declared, [*options, *_refreshed(local)])
     versions: dict[str, set[str]] = {}
     for package in tomllib.loads((project / "uv.lock").read_text())["package"]:
         is_same = "registry" in package["source"]  # as one of that version here; others may be anything
+        if not {"path", "directory", "editable"}.isdisjoint(package["source"]):
+            local.add(package["name"])
         versions.setdefault(package["name"], set()).add(_public(package["version"]) if is_same else "")
     left_out = {name for name, found in versions.items() if name in _OURS or found == {here.get(name)}}
     _uv(project, ["venv", "--relocatable", "--no-project", "--python", sys.executable, str(made)])
     without = [part for name in sorted(left_out) for part in ("--no-install-package", name)]
-    _uv(project, ["sync", "--frozen", "--inexact", "--no-install-project", *options, *without], made)
+    more = [*options, *without, *_refreshed(local)]
+    _uv(project, ["sync", "--frozen", "--inexact", "--no-install-project", *more], made)
     if only_wheels:  # a confined worker could not keep what it compiles
         import compileall
 
         compileall.compile_dir(interpreter.packages_of(str(made)), quiet=2)
+
+
+def _refreshed(names: Iterable[str]) -> list[str]:
+    return [part for name in sorted(names) for part in ("--refresh-package", name)]
 
 
 def _lock(project: Path, declared: Mapping[str, Any], options: Sequence[str]) -> None:

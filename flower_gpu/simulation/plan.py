@@ -26,6 +26,7 @@ from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.options import OPTIONS, OrderWord
 from flower_gpu.watch.trackers import tracking
+from flower_gpu.workers.call import checked_preload
 from flower_gpu.workers.threads import cores
 
 _SEEDS: Final = 1 << 31
@@ -180,7 +181,7 @@ class RunPlan:
             "order": self.order,
             "state_memory_bytes": self.state_memory_bytes,
             "clients_table": self.clients_table,
-            "options": {option: _plain(value) for option, value in self.options.items()},
+            "options": {option: _recorded(option, value) for option, value in self.options.items()},
             "cores": cores(),
             **hosts.about.described,
         }
@@ -237,5 +238,14 @@ def _checked_trackers(
     return names
 
 
-def _plain(value: Any) -> Any:
+def _recorded(option: str, value: Any) -> Any:
+    """Return the value of an option as the trace has it.
+
+    The trace, ``result.json`` and the trackers have many readers, and variables and arguments may be tokens:
+    of these only the names are written.
+    """
+    if option == "env":
+        return sorted(value or ())
+    if option == "preload":
+        return [f"{name}({', '.join(arguments)})" for name, arguments in checked_preload(value)]
     return value if isinstance(value, str | int | float | bool | None) else repr(value)

@@ -312,11 +312,13 @@ def _resident_bytes() -> int:
 def _check_environment(env: Mapping[str, str]) -> None:
     # A module's own number of threads wins, as it does where it is the only one.
     free = {"OMP_NUM_THREADS", *set_by_modules()}
-    lost = {name: os.environ.get(name) for name in env if os.environ.get(name) != env[name]}
-    lost = {name: value for name, value in lost.items() if name not in free}
-    if lost:
-        name, value = next(iter(lost.items()))
+    for name, value in env.items():
+        found = os.environ.get(name)
+        if found == value or name in free:
+            continue
+        # Without the values, which may be secret: the text goes into logs, the trace and the reply.
+        change = "removed" if found is None else "set to another value"
         raise WorkerStartError(
-            f"the worker's environment was changed while the task was loaded: {name} is {value!r}, "
-            f"not {env[name]!r}. Set it through env= and not in the task's module"
+            f"the worker's environment was changed while the task was loaded: {name} was {change}. Set it "
+            "through env= and not in the task's module"
         )

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 Launch = Callable[..., LaunchRun]
 ORDINARY_APP = Path(__file__).parent / "ordinary_app"
+TOKEN = "hf_0f_this_run"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def both_runs(launch: Launch) -> list[tuple[Path, int, str, str]]:
         ["train-fails-on='0 1'", "--no-fast-start", "-v"],
     )
     # At this level Flower logs each question of a SuperExec.
-    environment = {"WANDB_MODE": "offline", "FLWR_LOG_LEVEL": "DEBUG"}
+    environment = {"WANDB_MODE": "offline", "FLWR_LOG_LEVEL": "DEBUG", "HF_TOKEN": TOKEN}
     started = [launch(ORDINARY_APP, "--run-config", *more, env=environment) for more in options]
     return [(one.folder, *ended) for one in started for ended in [one.finish()]]
 
@@ -58,6 +59,18 @@ def ordinary_run(both_runs: list[tuple[Path, int, str, str]]) -> tuple[Path, str
     folder, code, out, err = both_runs[0]
     assert code == 0, err
     return folder, out, err
+
+
+def test_no_file_of_a_run_has_a_token_of_the_environment(
+    both_runs: list[tuple[Path, int, str, str]],
+) -> None:
+    """Neither of a run that completed nor of one that failed, with its report."""
+    for folder, _, out, err in both_runs:
+        write_report(folder)
+        found = [path for path in folder.rglob("*") if path.is_file()]
+        assert any(path.name == "result.json" for path in found)
+        assert [path for path in found if TOKEN.encode() in path.read_bytes()] == []
+        assert TOKEN not in out + err
 
 
 def test_trackers_get_what_the_trace_tells(ordinary_run: tuple[Path, str, str]) -> None:

@@ -13,7 +13,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from netrc import NetrcParseError, netrc
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -165,6 +166,8 @@ _MOST_AT_ONCE: Final = 1000  # metrics in one request, which MLflow limits
 _MOST_PARAMS: Final = 100  # the same
 _MOST_CHARACTERS: Final = 5000  # of a tag
 _STATUS: Final = {"completed": "FINISHED", "interrupted": "KILLED"}
+_SILENCE: Final = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^/?#]*@")
 _NOT_ALLOWED: Final = re.compile(r"[^\w\-. /]", re.ASCII)  # in names of metrics and params
 
 
@@ -184,7 +187,11 @@ class MLflow:
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
         """Open the run, or go on with it."""
-        uri = run.ids.get("uri") or self._default_uri
+        uri = self._default_uri
+        # The trace has the address without credentials. They are still those of the default address, unless
+        # this run was made on another server.
+        if "uri" in run.ids and _public(run.ids["uri"]) != _public(uri):
+            uri = run.ids["uri"]
         self._client = self._client_of(tracking_uri=uri)
         if run.ids:
             self._id = run.ids["id"]
@@ -197,6 +204,7 @@ class MLflow:
                 self._experiment(run.app), run_name=run.folder.path.name, tags=tags
             ).info.run_id
         self._describe(run.config)
+        uri = _public(uri)
         see = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
         return {"id": self._id, "uri": uri, "see": see}
 
@@ -235,7 +243,26 @@ class MLflow:
         """End the run."""
         if outcome:
             self._client.set_tag(self._id, "outcome", outcome)
-        self._client.set_terminated(self._id, status=_STATUS.get(outcome, "FAILED"))
+        with _without_addresses():
+            self._client.set_terminated(self._id, status=_STATUS.get(outcome, "FAILED"))
+
+
+@contextmanager
+def _without_addresses() -> Iterator[None]:
+    """Have MLflow not print the addresses of a run that ends: they have the credentials of its server."""
+    before = os.environ.get(_SILENCE)
+    os.environ[_SILENCE] = "true"
+    try:
+        yield
+    finally:
+        os.environ.pop(_SILENCE)
+        if before is not None:
+            os.environ[_SILENCE] = before
+
+
+def _public(uri: str) -> str:
+    """Return the address of a store without user, password and query: it is written to the trace."""
+    return _CREDENTIALS.sub("", uri).partition("?")[0]
 
 
 def _name(name: str) -> str:

@@ -163,12 +163,142 @@ def test_a_confined_app_gets_wheels_only_and_imports_them_confined(host: Host) -
 
 
 PREPARE = """
-import sys
+import logging, sys
 from pathlib import Path
 from flower_gpu.flower import environments
-environments._prepare(Path(sys.argv[1]), 1, is_confined=False)
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+try:
+    environments._prepare(Path(sys.argv[1]), int(sys.argv[2]), is_confined=False)
+except environments.ConfigError as error:
+    sys.exit(str(error))
 print(environments.used())
 """
+# A backend that needs nothing to be installed: the package has one module.
+BACKEND = r"""
+import zipfile
+
+def build_wheel(folder, settings=None, metadata=None):
+    name = "tinything-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        wheel.write("tinything.py")
+        info = "tinything-1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tinything\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return name
+"""
+PROJECT = """
+[project]
+name = "tinything"
+version = "1.0"
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+
+
+class Declaring:
+    """An app that declares packages, on a host without an index."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.app, self.package = folder, folder / "app", folder / "package"
+        self.app.mkdir()
+        self.package.mkdir()
+        (self.package / "backend.py").write_text(BACKEND)
+        (self.package / "pyproject.toml").write_text(PROJECT)
+        wheel(folder, "flwr", version("flwr"))
+
+    def declare(self, needed: str, source: str = "") -> None:
+        """Declare one package; `source` is where uv finds it, as TOML."""
+        settings = f"no-index = true\nfind-links = [{json.dumps(str(self.folder))}]\n"
+        sources = f"[tool.uv.sources]\ntinything = {source}\n" if source else ""
+        text = f"[project]\ndependencies = [{json.dumps(needed)}]\n[tool.uv]\n{settings}{sources}"
+        (self.app / "pyproject.toml").write_text(text)
+
+    def prepare(self, run: int) -> run_programs.Ended:
+        env = {
+            **os.environ,
+            "UV_CACHE_DIR": str(self.folder / "uv"),
+            "FLOWER_GPU_ENVIRONMENTS_DIR": str(self.folder / "envs"),
+        }
+        return run_programs.run([sys.executable, "-P", "-c", PREPARE, self.app, run], env=env)
+
+    def value(self, run: int) -> str:
+        """Return the installed module, in a run."""
+        done = self.prepare(run)
+        assert done.returncode == 0, done.stderr
+        [module] = Path(done.stdout.strip()).glob("lib/python*/site-packages/tinything.py")
+        return module.read_text()
+
+    def git(self, *arguments: str) -> None:
+        identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+        run_programs.run(["git", *identity, *arguments], cwd=self.package, check=True)
+
+
+@pytest.fixture
+def declaring(tmp_path: Path) -> Declaring:
+    return Declaring(tmp_path)
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_package_of_a_folder_is_installed_as_it_is_now(declaring: Declaring, is_url: bool) -> None:
+    if is_url:
+        declaring.declare(f"tinything @ {declaring.package.as_uri()}")
+    else:
+        declaring.declare("tinything", "{path = '../package'}")
+    for number in (1, 2, 1):
+        (declaring.package / "tinything.py").write_text(f"VALUE = {number}\n")
+        assert declaring.value(run=5) == f"VALUE = {number}\n"
+    assert len([path for path in (declaring.folder / "envs").iterdir() if path.is_dir()]) == 2
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_run_gets_the_commit_that_a_branch_had_at_its_first_message(
+    declaring: Declaring, is_url: bool
+) -> None:
+    """A push is for later runs. Without the repository, the last known commit goes on."""
+    url = declaring.package.as_uri()
+    if is_url:
+        declaring.declare(f"tinything @ git+{url}@some/branch")
+    else:
+        declaring.declare("tinything", f"{{git = '{url}', branch = 'some/branch'}}")
+    declaring.git("init", "--initial-branch=some/branch")
+
+    def push(number: int) -> None:
+        (declaring.package / "tinything.py").write_text(f"VALUE = {number}\n")
+        declaring.git("add", ".")
+        declaring.git("commit", "-m", "a change")
+
+    push(1)
+    assert declaring.value(run=5) == "VALUE = 1\n"
+    push(2)
+    assert [declaring.value(run) for run in (5, 6, 5)] == [f"VALUE = {number}\n" for number in (1, 2, 1)]
+    declaring.package.rename(declaring.folder / "gone")
+    assert declaring.value(run=7) == "VALUE = 2\n"
+
+
+def test_credentials_of_urls_are_in_no_log_and_in_no_error(declaring: Declaring) -> None:
+    """Neither where the package is found, nor where uv has to say why it is not."""
+    secrets = ("pa55word", "t0ken")
+    wheel(declaring.folder, "tinything", "1.0", "VALUE = 41\n")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(declaring.folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{server.server_port}"
+        said = []
+        for name in ("tinything-1.0-py3-none-any.whl", "missing-1.0-py3-none-any.whl"):
+            package = name.partition("-")[0]
+            declaring.declare(f"{package} @ http://me:{secrets[0]}@{host}/{name}?key={secrets[1]}")
+            said.append(declaring.prepare(run=1))
+        server.shutdown()
+    found, missing = said
+    assert found.returncode == 0, found.stderr
+    assert "installing what the app declares: tinything\n" in found.stderr
+    assert missing.returncode == 1 and f"http://{host}/..." in missing.stderr, missing.stderr
+    kept = [path.read_text() for path in (declaring.folder / "envs").glob("*.failed")]
+    assert len(kept) == 1
+    assert not any(secret in text for secret in secrets for text in (found.stderr, missing.stderr, *kept))
 
 
 def test_what_was_killed_in_the_middle_is_made_by_the_next(tmp_path: Path) -> None:
@@ -199,7 +329,7 @@ def test_what_was_killed_in_the_middle_is_made_by_the_next(tmp_path: Path) -> No
             "UV_CACHE_DIR": str(tmp_path / "uv"),
             "FLOWER_GPU_ENVIRONMENTS_DIR": str(made),
         }
-        command = [sys.executable, "-P", "-c", PREPARE, str(app)]
+        command = [sys.executable, "-P", "-c", PREPARE, str(app), "1"]
 
         def start() -> subprocess.Popen[str]:
             return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)

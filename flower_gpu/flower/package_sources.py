@@ -1,0 +1,246 @@
+"""The content of declared packages that come from a folder or from git, where a name says nothing of it.
+
+An environment is kept for as long as an app declares the same. A folder or a branch can change below the same
+name, so that is not enough to know which environment is the right one:
+
+- Of a file or folder of this host, a digest of the content is part of the environment's key. So are the
+  folders that such a package names as sources of its own.
+- A branch, a tag or a repository's default branch is replaced by the commit that it has now. ``git
+  ls-remote`` tells it: once for each run, so that all messages of the run get the same packages, also those
+  that come after a push. If the repository cannot be reached, the last known commit is used.
+
+Archives at a URL are taken to stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from flower_gpu import files
+from flower_gpu.errors import ConfigError
+
+#: How the names of the files end that hold the commits of a run.
+SUFFIX: Final = ".commits"
+
+_GIT: Final = "git+"
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_RUNS: Final = 16  # whose commits are kept
+_ASK_S: Final = 60.0  # until a repository counts as out of reach
+_LARGE_BYTES: Final = 16 << 20  # the date of a larger file stands for its content
+# What a build leaves in the folder of a package: it would make an installed package look changed.
+_LEFT_BY_BUILDS: Final = re.compile(r"build|dist|.*\.egg-info")
+_NOT_CONTENT: Final = re.compile(r"\.git|\.venv|__pycache__|.*\.pyc")
+
+#: A repository, and a reference there: ``HEAD``, ``refs/...``, or the short name of a branch or tag.
+Reference = tuple[str, str]
+_log = logging.getLogger("flwr.flower_gpu")
+
+
+def requirement(text: str) -> Requirement:
+    """Return a declared requirement; raises ConfigError, without what may be secret in the text."""
+    try:
+        return Requirement(text)
+    except InvalidRequirement:
+        name = re.match(r"[\w.-]*", text)
+        raise ConfigError(
+            f"pyproject.toml: the dependency {name[0] if name else ''!r} is no requirement as PEP 508 has it"
+        ) from None
+
+
+def shown(needed: Requirement) -> str:
+    """Return name and versions of a requirement. A URL, which may hold credentials, is left out."""
+    extras = f"[{','.join(sorted(needed.extras))}]" if needed.extras else ""
+    return f"{needed.name}{extras}{needed.specifier}"
+
+
+def local_paths(declared: Mapping[str, Any]) -> dict[Path, str]:
+    """Return the files and folders that packages come from, with the names of the packages.
+
+    ``declared``: a pyproject.toml whose paths are absolute.
+    """
+    found: dict[Path, str] = {}
+    for text in declared["project"]["dependencies"]:
+        needed = requirement(text)
+        url = urlsplit(needed.url or "")
+        if url.scheme == "file":
+            _add_path(found, Path(unquote(url.path)), needed.name)
+    for name, path in _paths(declared):
+        _add_path(found, path, name)
+    return found
+
+
+def _paths(declared: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    for name, source in declared.get("tool", {}).get("uv", {}).get("sources", {}).items():
+        for each in source if isinstance(source, list) else [source]:
+            if "path" in each:
+                yield name, Path(each["path"])
+
+
+def _add_path(found: dict[Path, str], path: Path, name: str) -> None:
+    """Add a path and, of a folder, those that its own pyproject.toml names."""
+    path = path.resolve()
+    if path in found:
+        return
+    found[path] = name
+    with suppress(OSError, ValueError):  # not there, or not readable: uv says it
+        for their_name, their_path in _paths(tomllib.loads((path / "pyproject.toml").read_text())):
+            _add_path(found, path / their_path, their_name)
+
+
+def digest(path: Path) -> str:
+    """Return a digest of the content of a file, or of all files of a folder with their names."""
+    sha = hashlib.sha256()
+    for file in [path] if path.is_file() else _files(path):
+        sha.update(f"{file.relative_to(path)}\0".encode(errors="surrogateescape"))
+        with suppress(OSError):
+            state = file.lstat()
+            if file.is_symlink():
+                sha.update(os.fsencode(file.readlink()))
+            elif state.st_size > _LARGE_BYTES:
+                sha.update(f"{state.st_size} {state.st_mtime_ns}".encode())
+            else:
+                sha.update(hashlib.sha256(file.read_bytes()).digest())
+    return sha.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        skipped = _LEFT_BY_BUILDS if parent == str(folder) else None
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not _NOT_CONTENT.fullmatch(name) and not (skipped and skipped.fullmatch(name))
+        )
+        yield from (Path(parent, name) for name in sorted(names) if not _NOT_CONTENT.fullmatch(name))
+
+
+def pinned(
+    declared: Mapping[str, Any],
+    folder: Path,
+    run: int | None,
+    ask: Callable[[Sequence[Reference]], Mapping[Reference, str]],
+) -> Mapping[str, Any]:
+    """Return a pyproject.toml with the commits that its branches and tags have in a run.
+
+    ``folder``: where commits of runs are kept. ``ask``: as :func:`commits`.
+    """
+    references = _references(declared)
+    if not references:
+        return declared
+    keys = {each: hashlib.sha256("\0".join(each).encode()).hexdigest() for each in references}
+    place = folder / hashlib.sha256("".join(sorted(keys.values())).encode()).hexdigest()[:20]
+    path = place.with_suffix(SUFFIX)
+    with files.locked(place.with_suffix(".lock"), wait_s=None):
+        # By run, the newest one last. URLs may hold credentials, so the file has digests of the references.
+        runs: dict[str, dict[str, str]] = {}
+        with suppress(OSError, ValueError):
+            runs = json.loads(path.read_text())
+        of_run = runs.get(str(run)) if run is not None else None
+        if of_run is None:
+            answers = {keys[each]: commit for each, commit in ask(references).items()}
+            if len(answers) < len(references):
+                _log.warning("not every git repository tells its commits; the last known ones are used")
+            of_run = {**next(reversed(runs.values()), {}), **answers}
+            runs = dict([*runs.items(), (str(run), of_run)][-_RUNS:])
+            with files.replaced(path, mode=0o600) as new:
+                new.write_text(json.dumps(runs))
+    return _with_commits(declared, lambda *reference: of_run.get(keys[reference]))
+
+
+def commits(references: Sequence[Reference]) -> dict[Reference, str]:
+    """Ask repositories for the commits of references; the result has only those that were told."""
+    found = {}
+    for url, reference in references:
+        names = [f"{reference}^{{}}", reference]  # the commit of an annotated tag comes before the tag
+        if not reference.startswith(("refs/", "HEAD")):
+            names = [f"refs/heads/{reference}", *(f"refs/tags/{name}" for name in names)]
+        with suppress(OSError, subprocess.SubprocessError):
+            answer = subprocess.run(
+                ["git", "ls-remote", "--", url, *names],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+                text=True,
+                check=True,
+                timeout=_ASK_S,
+            ).stdout
+            lines = [line.split("\t") for line in answer.splitlines()]
+            told = {name: commit for commit, name in lines}
+            if commit := next((told[name] for name in names if name in told), None):
+                found[url, reference] = commit
+    return found
+
+
+def _references(declared: Mapping[str, Any]) -> list[Reference]:
+    """Return the git references that are no commits, each once."""
+    found: dict[Reference, None] = {}
+
+    def note(url: str, reference: str) -> None:
+        found[url, reference] = None
+
+    _with_commits(declared, note)
+    return list(found)
+
+
+def _with_commits(
+    declared: Mapping[str, Any], commit_of: Callable[[str, str], str | None]
+) -> Mapping[str, Any]:
+    """Replace each reference by the commit that ``commit_of`` returns for URL and reference, if any."""
+    project, settings = declared["project"], declared["tool"]["uv"]
+    sources = {
+        name: [_source(each, commit_of) for each in source]
+        if isinstance(source, list)
+        else _source(source, commit_of)
+        for name, source in settings.get("sources", {}).items()
+    }
+    needed = [_requirement(text, commit_of) for text in project["dependencies"]]
+    return {
+        **declared,
+        "project": {**project, "dependencies": needed},
+        "tool": {"uv": {**settings, **({"sources": sources} if sources else {})}},
+    }
+
+
+def _source(source: Mapping[str, Any], commit_of: Callable[[str, str], str | None]) -> Mapping[str, Any]:
+    """Do that in an entry of ``[tool.uv.sources]``."""
+    if "git" not in source:
+        return source
+    reference = source.get("rev", "HEAD")
+    if "branch" in source:
+        reference = f"refs/heads/{source['branch']}"
+    elif "tag" in source:
+        reference = f"refs/tags/{source['tag']}"
+    if _COMMIT.fullmatch(reference) or (commit := commit_of(source["git"], reference)) is None:
+        return source
+    rest = {key: value for key, value in source.items() if key not in ("branch", "tag", "rev")}
+    return {**rest, "rev": commit}
+
+
+def _requirement(text: str, commit_of: Callable[[str, str], str | None]) -> str:
+    """Do that in a requirement such as ``name @ git+https://host/path@branch``."""
+    needed = requirement(text)
+    if needed.url is None or not needed.url.startswith(_GIT):
+        return text
+    url = urlsplit(needed.url.removeprefix(_GIT))
+    path, _, reference = url.path.rpartition("@")
+    if not path:  # without a reference
+        path, reference = url.path, "HEAD"
+    repository = url._replace(path=path, fragment="").geturl()
+    if _COMMIT.fullmatch(reference) or (commit := commit_of(repository, reference)) is None:
+        return text
+    needed.url = _GIT + url._replace(path=f"{path}@{commit}").geturl()
+    return str(needed)

@@ -1,0 +1,141 @@
+"""Tokens that a run is given: they reach the code that needs them, and no file of the run."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_programs import run_cli, run_python
+from shared_servers import SHARED_STATE
+
+pytestmark = pytest.mark.timeout(300)
+
+VARIABLE, ARGUMENT, PASSWORD = "hf_v4riable", "s3_4rgument", "pw_0f_mlflow"
+
+APP = {
+    "pyproject.toml": """
+[project]
+name = "private"
+version = "1.0.0"
+[tool.flwr.app]
+publisher = "flower-gpu"
+[tool.flwr.app.components]
+serverapp = "private_app:server"
+clientapp = "private_app:client"
+[tool.flwr.app.config]
+num-server-rounds = 1
+""",
+    "private_app.py": """
+import os
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flower_gpu import FedAvg
+
+client, server = ClientApp(), ServerApp()
+keys = []
+
+def load(key):
+    keys.append(key)
+
+@client.train()
+def train(message, context):
+    assert len(os.environ["HF_TOKEN"]) == 11 and len(keys[0]) == 11
+    if context.node_config["partition-id"] == 1:
+        raise ValueError("one client fails")
+    content = {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=message)
+
+@server.main()
+def main(grid, context):
+    rounds = context.run_config["num-server-rounds"]
+    FedAvg().start(grid, ArrayRecord([np.zeros(1, "f4")]), num_rounds=rounds)
+""",
+}
+
+SIMULATE = """
+import json, sys
+from flower_gpu import simulate
+options = json.load(sys.stdin)  # W&B keeps the command line
+simulate("app", 3, max_workers=1, progress=False, verbose=False, **options)
+"""
+
+
+@contextmanager
+def mlflow_server() -> Iterator[tuple[int, list[tuple[str, str | None]]]]:
+    """Answer as MLflow's server does; yields its port and a list of requests with their credentials."""
+    asked: list[tuple[str, str | None]] = []
+    info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING", "start_time": 1}
+    answer = {"experiment": {"experiment_id": "1", "name": "private"}, "run": {"info": info, "data": {}}}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            asked.append((self.path.partition("?")[0].rpartition("/")[2], self.headers.get("Authorization")))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        do_POST = do_GET  # noqa: N815 - the name that the library looks for
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port, asked
+        server.shutdown()
+
+
+def files_with(folder: Path, *secrets: str) -> list[str]:
+    """Return the files of a folder that have one of these texts."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    assert any(path.name == "result.json" for path in found)
+    return [str(path) for path in found if any(secret.encode() in path.read_bytes() for secret in secrets)]
+
+
+def test_no_file_of_a_run_has_its_secrets(tmp_path: Path) -> None:
+    """Nor has its output; not the resumed run either, which finds the password of MLflow's server again."""
+    (tmp_path / "app").mkdir()
+    for name, text in APP.items():
+        (tmp_path / "app" / name).write_text(text)
+    options: dict[str, Any] = {
+        "env": {"HF_TOKEN": VARIABLE},
+        "preload": [["private_app:load", {"key": ARGUMENT}]],
+        "clients": {"2": {"gpu": "never"}},
+        "trackers": ["tensorboard", "wandb", "mlflow"],
+        "log_dir": str(tmp_path / "runs"),
+    }
+    with mlflow_server() as (port, asked):
+        env = {
+            **os.environ,
+            **SHARED_STATE,
+            "PYTHONPATH": str(tmp_path / "app"),
+            "WANDB_MODE": "offline",
+            "WANDB_ERROR_REPORTING": "false",
+            "MLFLOW_TRACKING_URI": f"http://me:{PASSWORD}@127.0.0.1:{port}",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        first = run_python(SIMULATE, input=json.dumps(options), cwd=tmp_path, env=env)
+        [folder] = (tmp_path / "runs").iterdir()
+        more = {**options, "resume": str(folder), "run_config": {"num-server-rounds": 2}, "trackers": None}
+        second = run_python(SIMULATE, input=json.dumps(more), cwd=tmp_path, env=env)
+    report = run_cli("report", folder, env=env)
+    for done in (first, second, report):
+        assert done.returncode == 0, done.stderr
+        assert not any(each in done.stdout + done.stderr for each in (VARIABLE, ARGUMENT, PASSWORD))
+    assert [name for name, _ in asked].count("create") == 1 and all(credentials for _, credentials in asked)
+    settings = json.loads((folder / "result.json").read_text())["settings"]
+    assert settings["options"] == {"env": ["HF_TOKEN"], "preload": ["private_app:load(key)"]}
+    assert "one client fails" in (folder / "failures.log").read_text()
+    assert (folder / "report.html").is_file()
+    assert files_with(folder, VARIABLE, ARGUMENT, PASSWORD) == []
