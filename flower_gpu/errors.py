@@ -17,12 +17,23 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
     An exception may quote a whole batch. Its text goes into the reply to the server, the trace, the logs and
     the summary: each of them keeps what this function returns, some dozens of characters more than ``most``.
+    The result can be encoded: see :func:`encodable`.
     """
     # A text that is cut already is a little longer than the limit. It is not cut again.
     if len(text) <= most + _NOTE_CHARACTERS:
-        return text
+        return encodable(text)
     half = most // 2
-    return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
+    left_out = len(text) - 2 * half
+    return encodable(f"{text[:half]} [... {left_out:,} characters left out ...] {text[-half:]}")
+
+
+def encodable(text: str) -> str:
+    r"""Return a text with each lone surrogate as its escape, such as ``\udcff``.
+
+    Python reads a file name that is not UTF-8 with such characters. No encoding has them, so protobuf, the
+    libraries of trackers and files refuse the whole text.
+    """
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 _NOTE_CHARACTERS: Final = 60

@@ -7,12 +7,15 @@ processes do not mix; a process killed in between can leave a torn last line, wh
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from flower_gpu.options import RUN_DIR_VARIABLE
@@ -31,6 +34,20 @@ _START = f'{{"v": {VERSION}, "time": '  # of every line
 _START_BYTES = _START.encode()
 
 _encode = json.JSONEncoder(default=str).encode  # made once: json.dumps makes a new one for each line
+
+#: How the trace spells numbers that JSON does not have, in metrics.
+SPELLED: Final[Mapping[str, float]] = MappingProxyType(
+    {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+)
+# A pair is one character, a lone surrogate is none. An escaped backslash may stand before "ud800".
+_ESCAPE: Final = re.compile(r"\\(?:ud[89ab]..\\ud[c-f]..|(?P<lone>ud[89a-f]..)|.)", re.IGNORECASE)
+
+
+def spelled(number: float) -> float | str:
+    """Return a number as metrics in the trace have it: one that is not finite as a text."""
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def make(event: str, **fields: Any) -> Event:
@@ -69,7 +86,7 @@ def write_to(folder: str | Path, event: str, **fields: Any) -> None:
 
 def append(folder: str | Path, line: Event) -> None:
     """Append an event that was made before."""
-    data = f"{_encode(line)}\n".encode()
+    data = f"{_without_lone_surrogates(_encode(line))}\n".encode()
     with suppress(OSError):  # a removed folder or a full disk must not end a training run
         if _open:
             with _lock:
@@ -184,8 +201,18 @@ class Follower:
         return lines
 
 
+def _without_lone_surrogates(line: str) -> str:
+    r"""Return a line of JSON in which a lone surrogate is the text of its escape: no reader can encode it.
+
+    A file name that is not UTF-8 brings one into an error, for example.
+    """
+    if "\\ud" not in line and "\\uD" not in line:
+        return line
+    return _ESCAPE.sub(lambda found: f"\\\\{found['lone']}" if found["lone"] else found[0], line)
+
+
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(_without_lone_surrogates(text))
     except (ValueError, RecursionError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ def events(folder: Path) -> list[dict[str, object]]:
 
 def test_lines(run_folder: Path) -> None:
     before = time.time()
-    metrics = {"loss": 0.5, "text": "ä\n\u2028 \udc80 \0 \r"}
+    metrics = {"loss": 0.5, "text": "ä\n\u2028 \N{GRINNING FACE} \\ud800 \0 \r"}
     trace.write("round", round=1, num_rounds=None, metrics=metrics)
     trace.write("own")
     first, second = events(run_folder)
@@ -73,6 +74,17 @@ def test_values_json_has_no_word_for(run_folder: Path) -> None:
     trace.write("own", path=Path("/a"), error=ValueError("text"))
     (event,) = events(run_folder)
     assert (event["path"], event["error"]) == ("/a", "text")
+
+
+def test_texts_that_no_encoding_has_are_escaped(run_folder: Path) -> None:
+    """A file name that is not UTF-8 has lone surrogates in Python. Others may write them as well."""
+    text = "\N{GRINNING FACE} \udcff \\ud83d\ude00 \ud83d"
+    trace.write("own", text=text)
+    with (run_folder / "trace.jsonl").open("a") as file:
+        file.write(f'{{"v": 1, "time": 1.0, "event": "foreign", "text": {json.dumps(text)}}}\n')
+    for event in events(run_folder):
+        assert event["text"] == "\N{GRINNING FACE} \\udcff \\ud83d\\ude00 \\ud83d"
+    assert r"\\udcff" in (run_folder / "trace.jsonl").read_text().splitlines()[0]
 
 
 def test_many_processes_append_at_once(run_folder: Path) -> None:

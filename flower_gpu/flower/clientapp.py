@@ -28,7 +28,7 @@ from flwr.supernode.runtime import run_clientapp
 from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.errors import ClientCallError, ConfigError, text_of
+from flower_gpu.errors import ClientCallError, ConfigError, encodable, text_of
 from flower_gpu.flower import environments, message_call
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
@@ -135,6 +135,7 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                         raise
                     place = place_of(error)
                     raise ClientCallError(f"the app exited: sys.exit({error.code!r}) in {place}") from error
+                message_call.check_texts(context.state, "context.state")
                 return checked(reply)
             except Exception as error:
                 trace.write(
@@ -146,11 +147,22 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                     error=text_of(error),
                     traceback=call_end.traceback_of(error),
                 )
-                raise
+                if _can_be_sent(error):
+                    raise
+                raise ClientCallError(text_of(error)) from error
 
         return handle
 
     return load_telling
+
+
+def _can_be_sent(error: Exception) -> bool:
+    """Return True if Flower can send the text of an exception: protobuf takes no lone surrogates."""
+    try:
+        text = str(error)
+    except Exception:
+        return False
+    return encodable(text) == text
 
 
 def _leased_loader(is_fork: bool, **where: Any) -> Any:

@@ -16,6 +16,7 @@ from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.calls.tries import SERVER
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import results
+from flower_gpu.flower.recording.recorder import finite
 from flower_gpu.options import CallOptions
 from flower_gpu.workers.call import Task, check_task, task_name
 
@@ -74,7 +75,8 @@ class GPUEvaluate:
         )
         if metrics is None:
             return None
-        trace.write("round", round=server_round, num_rounds=self.num_rounds, metrics=metrics)
+        told = finite(metrics, trace.spelled)
+        trace.write("round", round=server_round, num_rounds=self.num_rounds, metrics=told)
         if self.is_shown:
             self._show(server_round, metrics)
         if is_message_api:

@@ -16,10 +16,10 @@ from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.calls.tries import Workers
 from flower_gpu.errors import (
-    MOST_CHARACTERS,
     ClientCallError,
     FlowerGPUError,
     InvalidResultError,
+    encodable,
     shortened,
     text_of,
 )
@@ -38,6 +38,7 @@ PARTITION_KEY = "partition-id"
 Handled = tuple[Message, RecordDict] | PlainBytes
 #: What of Flower's ``TaskIdentity`` a worker needs.
 IDENTITY: Final = ("_task_id", "_run_id", "_node_id")
+_SHOWN_CHARACTERS: Final = 200  # of a text in an error
 
 
 def call(
@@ -144,8 +145,10 @@ def _named(label: str) -> Iterator[None]:
         name = f"{LoadClientAppError.__module__}.{LoadClientAppError.__name__}"
         if getattr(error, "error_type", "") == name:  # from a confined worker only its name and text come
             raise LoadClientAppError(str(error)) from error
-        if label not in str(error):
-            error.args = (shortened(f"{label}: {error}"),)
+        text = str(error)
+        named = shortened(text if label in text else f"{label}: {text}")
+        if named != text:
+            error.args = (named,)
         raise
     except LoadClientAppError:
         raise
@@ -176,6 +179,7 @@ def run(
     assume(identity)
     checked = checker(message)  # before the function can change it
     reply = checked(function(message, context))
+    check_texts(context.state, "context.state")
     if facts.confinement is None:
         return reply, context.state
     return record_bytes.encode_reply(reply, context.state)
@@ -216,11 +220,32 @@ def checker(message: Message) -> Callable[[Any], Message]:
             )
         if reply.has_content() == reply.has_error():
             raise InvalidResultError("the function returned a Message without content and without error")
-        if reply.has_error() and len(reply.error.reason or "") > MOST_CHARACTERS:
-            return Message(Error(reply.error.code, shortened(reply.error.reason or "")), reply_to=message)
+        if reply.has_content():
+            check_texts(reply.content, "the reply")
+            return reply
+        reason = reply.error.reason or ""
+        if (kept := shortened(reason)) != reason:
+            return Message(Error(reply.error.code, kept), reply_to=message)
         return reply
 
     return checked
+
+
+def check_texts(records: RecordDict, what: str) -> None:
+    """Check that Flower can send the texts of records; raises InvalidResultError.
+
+    Protobuf takes no lone surrogates. Flower notices that after the app has ended, and tells the server
+    nothing.
+    """
+    for name, record in records.items():
+        for key, value in record.items():
+            for text in (name, key, *(value if isinstance(value, list) else [value])):
+                if isinstance(text, str) and encodable(text) != text:
+                    raise InvalidResultError(
+                        f"{what} cannot be sent: {shortened(text, _SHOWN_CHARACTERS)!r}, in the record "
+                        f"{encodable(name)!r}, is no valid Unicode. A file name that is not UTF-8 becomes "
+                        "valid with os.fsencode(name).decode(errors='replace')"
+                    )
 
 
 def take_over(state: RecordDict, new: RecordDict) -> None:

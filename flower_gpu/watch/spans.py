@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections import Counter, deque
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from flower_gpu.apps.failures import LABEL
 from flower_gpu.errors import shortened
-from flower_gpu.trace import Event
+from flower_gpu.trace import SPELLED, Event
 from flower_gpu.watch.fields import first_line, mappings, node_id, number, text, whole
 
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
@@ -195,8 +196,8 @@ class RoundPart:
     time: float
     round: int | None
     task: str
-    metrics: dict[str, float] = field(default_factory=dict)  # numbers only
-    told: dict[str, Any] = field(default_factory=dict)  # all metrics, as they are in the trace
+    metrics: dict[str, float] = field(default_factory=dict)  # finite numbers only
+    told: dict[str, Any] = field(default_factory=dict)  # all metrics
     seconds: float | None = None
     messages: int = 0  # that were sent
     failed: int = 0
@@ -204,7 +205,7 @@ class RoundPart:
     def finish(self, time: float, event: Event, messages: int, failed: int) -> None:
         """Add the facts of its end. A strategy and a simulation may both write it, each a part."""
         self.time, self.told = time, first_metrics({**self.told, **first_metrics(event.get("metrics"))})
-        self.metrics = figures(self.told)
+        self.metrics = {name: x for name, x in numbers_of(self.told).items() if math.isfinite(x)}
         seconds = number(event.get("seconds"))
         self.seconds = self.seconds if seconds is None else seconds
         self.messages += messages
@@ -236,20 +237,25 @@ class OpenRound:
         self.replies += 1
         self.failed += event.get("error") is not None
         self.replied_at.append(time)
-        node, numbers = node_id(event.get("node")), figures(event.get("metrics"))
+        node, numbers = node_id(event.get("node")), numbers_of(first_metrics(event.get("metrics")))
         if node is not None and numbers:
             self.client_metrics[node] = numbers
 
 
 def first_metrics(metrics: object) -> dict[Any, Any]:
     """Return the first of these metrics: there may be any number of names."""
-    return dict(islice(metrics.items(), _MOST_METRICS)) if isinstance(metrics, Mapping) else {}
+    if not isinstance(metrics, Mapping):
+        return {}
+    first = islice(metrics.items(), _MOST_METRICS)
+    return {name: SPELLED.get(value, value) if isinstance(value, str) else value for name, value in first}
 
 
-def figures(metrics: object) -> dict[str, float]:
-    """Return the first of these metrics, as far as they are numbers."""
-    found = {str(name): number(value) for name, value in first_metrics(metrics).items()}
-    return {name: figure for name, figure in found.items() if figure is not None}
+def numbers_of(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers, also those that are not finite."""
+    found = {
+        str(name): value if isinstance(value, float) else number(value) for name, value in metrics.items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 # Counts that never go down

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow_server import MLflowServer
 from run_programs import run_cli, run_python
 from shared_servers import SHARED_STATE
 
@@ -69,33 +66,6 @@ simulate("app", 3, max_workers=1, progress=False, verbose=False, **options)
 """
 
 
-@contextmanager
-def mlflow_server() -> Iterator[tuple[int, list[tuple[str, str | None]]]]:
-    """Answer as MLflow's server does; yields its port and a list of requests with their credentials."""
-    asked: list[tuple[str, str | None]] = []
-    info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING", "start_time": 1}
-    answer = {"experiment": {"experiment_id": "1", "name": "private"}, "run": {"info": info, "data": {}}}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            asked.append((self.path.partition("?")[0].rpartition("/")[2], self.headers.get("Authorization")))
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        do_POST = do_GET  # noqa: N815 - the name that the library looks for
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port, asked
-        server.shutdown()
-
-
 def files_with(folder: Path, *secrets: str) -> list[str]:
     """Return the files of a folder that have one of these texts."""
     found = [path for path in folder.rglob("*") if path.is_file()]
@@ -115,14 +85,14 @@ def test_no_file_of_a_run_has_its_secrets(tmp_path: Path) -> None:
         "trackers": ["tensorboard", "wandb", "mlflow"],
         "log_dir": str(tmp_path / "runs"),
     }
-    with mlflow_server() as (port, asked):
+    with MLflowServer() as server:
         env = {
             **os.environ,
             **SHARED_STATE,
             "PYTHONPATH": str(tmp_path / "app"),
             "WANDB_MODE": "offline",
             "WANDB_ERROR_REPORTING": "false",
-            "MLFLOW_TRACKING_URI": f"http://me:{PASSWORD}@127.0.0.1:{port}",
+            "MLFLOW_TRACKING_URI": f"http://me:{PASSWORD}@127.0.0.1:{server.port}",
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }
         first = run_python(SIMULATE, input=json.dumps(options), cwd=tmp_path, env=env)
@@ -133,7 +103,7 @@ def test_no_file_of_a_run_has_its_secrets(tmp_path: Path) -> None:
     for done in (first, second, report):
         assert done.returncode == 0, done.stderr
         assert not any(each in done.stdout + done.stderr for each in (VARIABLE, ARGUMENT, PASSWORD))
-    assert [name for name, _ in asked].count("create") == 1 and all(credentials for _, credentials in asked)
+    assert server.asked.count("create") == 1 and all(server.credentials)
     settings = json.loads((folder / "result.json").read_text())["settings"]
     assert settings["options"] == {"env": ["HF_TOKEN"], "preload": ["private_app:load(key)"]}
     assert "one client fails" in (folder / "failures.log").read_text()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -207,7 +207,7 @@ def test_trackers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_error_of_a_tracker_is_one_warning(
+def test_a_tracker_out_of_reach_is_said_when_it_fails_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
@@ -221,24 +221,60 @@ def test_an_error_of_a_tracker_is_one_warning(
             trace.write_to(tmp_path, "round_finished", **which, messages=1, failed=0, metrics={"x": 1})
         trace.write_to(tmp_path, "run_finished", outcome="completed")
     warnings = sorted(line for line in capsys.readouterr().err.splitlines() if "warning" in line)
-    assert [line.split(":")[2].strip() for line in warnings] == ["tracker mlflow", "tracker tensorboard"]
-    assert all("goes on without it" in line for line in warnings)
+    assert [line.split(":")[2].strip() for line in warnings] == 2 * ["tracker mlflow"] + 2 * [
+        "tracker tensorboard"
+    ]
+    for end in ("what it has not taken is sent again later", "it has nothing of this run"):
+        assert sum(line.endswith(end) for line in warnings) == 2, warnings
     assert not list(trace.read(folder.trace, only="tracker_started"))
 
 
-def test_many_clients_have_no_series_of_their_own() -> None:
-    history = History(keep_finished=False)
-    points = Points(history)
-    which = {"round": 1, "task": "train"}
-    first = 2**63 - 5  # ids of nodes have 64 bits
-    clients = range(MOST_CLIENTS + 1)
+FIRST = 2**63 - 5  # ids of nodes have 64 bits
+
+
+def of_clients(points: Points, clients: Sequence[int], server_round: int = 1) -> dict[str, float]:
+    """Return the figures of a round's clients, each of which replies with its number."""
+    which = {"round": server_round, "task": "train"}
     events = [
         trace.make("round_started", **which, messages=len(clients)),
-        *(trace.make("reply", **which, node=first + n, error=None, metrics={"x": n}) for n in clients),
+        *(trace.make("reply", **which, node=FIRST + n, error=None, metrics={"x": n}) for n in clients),
         trace.make("round_finished", **which, messages=len(clients), failed=0, metrics={}),
     ]
-    history.feed(events)
+    points.history.feed(events)
     [point] = points.of(events[-1])
-    of_clients: dict[str, Any] = {name: x for name, x in point.values.items() if name.startswith("clients/")}
+    return {name: x for name, x in point.values.items() if name.startswith("clients/")}
+
+
+def test_many_clients_have_no_series_of_their_own() -> None:
+    found = of_clients(Points(History(keep_finished=False)), range(MOST_CLIENTS + 1))
     prefix = "clients/train/x"
-    assert of_clients == {f"{prefix}/mean": 10.0, f"{prefix}/min": 0, f"{prefix}/max": MOST_CLIENTS}
+    assert found == {f"{prefix}/mean": 10.0, f"{prefix}/min": 0, f"{prefix}/max": MOST_CLIENTS}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_clients_of_the_run_count_and_not_those_of_a_round(is_told: bool) -> None:
+    """Sampling would give each round other series. A run that does not say how many there are finds out."""
+    history = History(keep_finished=False)
+    points = Points(history)
+    if is_told:
+        history.feed([trace.make("run_started", kind="simulate", name="app", clients=1000)])
+    names = set[str]()
+    for number in range(10):
+        names |= of_clients(points, range(10 * number, 10 * number + 10), number).keys()
+    assert len(names) == 3 + (0 if is_told else MOST_CLIENTS)
+
+
+def test_figures_of_clients_that_are_not_finite() -> None:
+    values = iter(("NaN", "Infinity", 1.0))
+    history = History(keep_finished=False)
+    which = {"round": 1, "task": "train"}
+    events = [trace.make("round_started", **which, messages=3)]
+    events += [
+        trace.make("reply", **which, node=n, error=None, metrics={"x": next(values)}) for n in range(3)
+    ]
+    events.append(trace.make("round_finished", **which, messages=3, failed=0, metrics={}))
+    history.feed(events)
+    [point] = Points(history).of(events[-1])
+    prefix = "clients/train/x"
+    assert math.isnan(point.values[f"{prefix}/mean"]) and math.isnan(point.values[f"{prefix}/client 0"])
+    assert (point.values[f"{prefix}/min"], point.values[f"{prefix}/max"]) == (1.0, math.inf)

@@ -146,8 +146,9 @@ def test_what_others_have_named_breaks_nothing(shell: Shell, tmp_path: Path) -> 
         found = ask()
         assert value(found, "gpus") == 0
         assert value(found, "evaluation", metric='x"} 1?flower_gpu_gpus 99?') == 4.0
-        assert value(found, "evaluation", metric="?") == 1.0
-        assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 3
+        assert value(found, "evaluation", metric=r"\ud800") == 1.0
+        assert value(found, "evaluation", metric="?") == 2.0
+        assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 4
         assert ask.process.poll() is None
 
 

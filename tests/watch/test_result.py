@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_gpu import trace
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.flower.recording.recorder import write_event
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
-from flower_gpu.watch.result import result_lines, result_of
+from flower_gpu.watch.result import result_lines, result_of, write_results
 
 
 def failed(number: int, kind: str, client: int, error: str) -> Event:
@@ -150,6 +152,20 @@ def test_result_of_a_trace() -> None:
     assert (result["messages"], result["failed"], result["failures"]) == (0, 0, [])
     nothing = {"count": 0, "waited_s": 0.0, "longest_wait_s": 0.0}
     assert (result["leases"], result["cores"]) == ({**nothing, "out_of_memory": {}}, nothing)
+
+
+def test_numbers_that_are_not_finite_reach_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace is JSON, which has no such numbers, and so is the result: there they are null."""
+    values = {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": None, "e": 1.5}
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
+    write_event(event("round_finished", 1.0, round=1, task="train", messages=1, failed=0, metrics=values))
+    [line] = (tmp_path / trace.FILE_NAME).read_text().splitlines()
+    json.loads(line, parse_constant=pytest.fail)
+    history = History.read(tmp_path / trace.FILE_NAME)
+    write_results(RunFolder(tmp_path), history.rounds, result_of(history))
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1] == "1,train,nan,inf,-inf,nan,1.5"
+    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
+    assert result["metrics"]["train"] == {**dict.fromkeys("abcd"), "e": 1.5}
 
 
 @pytest.mark.parametrize("torn", ['{"v": 1, "time": 105.0, "ev', "\x00\x00", "[1]\n", '"text"\n', "\n"])

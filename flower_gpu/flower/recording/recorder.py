@@ -36,7 +36,7 @@ NOT_PULLED: Final = f"{NO_REPLY} was pulled"
 def write_event(event: Event) -> None:
     """Append an event of a recorder to the trace of the current run."""
     if folder := os.environ.get(RUN_DIR_VARIABLE):
-        metrics = {"metrics": finite(event["metrics"])} if "metrics" in event else {}
+        metrics = {"metrics": finite(event["metrics"], trace.spelled)} if "metrics" in event else {}
         trace.append(folder, {**event, **metrics})
 
 
@@ -393,13 +393,16 @@ def plain(value: Any) -> Any:
     return shortened(str(value))
 
 
-def finite(value: Any) -> Any:
-    """Return a value as JSON can hold it: numbers that are none become null, objects their text."""
+def finite(value: Any, replacement: Callable[[float], Any] = lambda number: None) -> Any:
+    """Return a value as JSON can hold it; objects become their text.
+
+    ``replacement``: returns what stands for a number that is not finite; by default null.
+    """
     if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {str(key): finite(item, replacement) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [finite(item) for item in value]
+        return [finite(item, replacement) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     found = plain(value)
-    return None if isinstance(found, float) and not math.isfinite(found) else found
+    return replacement(found) if isinstance(found, float) and not math.isfinite(found) else found

@@ -6,6 +6,7 @@
          │ points
       adapters.py: a class for each tracker, by the protocol in points.py
 
-The trace is the queue: a slow tracker reads later, and no round waits for it. An error of a tracker is one
-warning, and its thread ends. The libraries are imported only where a tracker is asked for.
+The trace is the queue: a slow tracker reads later, and no round waits for it. A tracker that fails is tried
+again, with growing pauses, from the first point that it has not taken. A point that it refuses while it takes
+others is left out. The libraries are imported only where a tracker is asked for.
 """

@@ -13,8 +13,10 @@ import os
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from netrc import NetrcParseError, netrc
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -38,11 +40,12 @@ class TensorBoard:
         self._string = types_pb2.DT_STRING
         self._hparams_pb = hparams_pb
         self._writer_at = EventFileWriter
+        self._writer: Any = None
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
         """Open a file of events; a run that is resumed has one more in the same folder."""
-        folder = run.folder.tensorboard
-        self._writer = self._writer_at(str(folder))
+        folder = self._folder = run.folder.tensorboard
+        self._open()
         known = {key: value for key, value in run.config.items() if value is not None}
         self._add(self._hparams_pb(known, trial_id=run.folder.path.name), time.time(), 0)
         rows = "".join(f"\n| {key} | {value} |" for key, value in run.config.items())
@@ -50,18 +53,37 @@ class TensorBoard:
         self._writer.flush()
         return {"see": f"tensorboard --logdir {short(folder)}"}
 
-    def log(self, points: Sequence[Point]) -> None:
-        """Take figures, and failed messages as texts."""
-        for point in points:
-            if point.failure:
-                self._add_text(_FAILURES, point.failure, point.time, point.step)
-                continue
-            values = [self._summary.Summary.Value(tag=tag, simple_value=x) for tag, x in point.values.items()]
-            self._add(self._summary.Summary(value=values), point.time, point.step)
-        self._writer.flush()
+    def log(self, points: deque[Point]) -> None:
+        """Deliver figures, and failed messages as texts. After a full disk, a new file goes on."""
+        self._open()
+        added = 0
+        try:
+            try:
+                for point in points:
+                    self._add_point(point)
+                    added += 1
+            finally:
+                self._writer.flush()
+                for _ in range(added):
+                    points.popleft()
+        except OSError:  # the writer's thread has ended with it
+            self._writer = None
+            raise
+
+    def _open(self) -> None:
+        if self._writer is None:
+            self._writer = self._writer_at(str(self._folder))
+
+    def _add_point(self, point: Point) -> None:
+        if point.failure:
+            self._add_text(_FAILURES, point.failure, point.time, point.step)
+            return
+        values = [self._summary.Summary.Value(tag=tag, simple_value=x) for tag, x in point.values.items()]
+        self._add(self._summary.Summary(value=values), point.time, point.step)
 
     def close(self, outcome: str) -> None:
         """End the run."""
+        self._open()
         if outcome:
             self._add_text("outcome", outcome, time.time(), 0)
         self._writer.close()
@@ -127,17 +149,21 @@ class WandB:
             "see": url or f"wandb sync {short(run.folder.path)}/wandb/offline-run-*-{id_}",
         }
 
-    def log(self, points: Sequence[Point]) -> None:
-        """Take figures, and failed messages into the summary."""
-        for point in points:
-            if point.failure:
-                before = self._run.summary.get(_FAILURES)
-                self._run.summary[_FAILURES] = "\n".join(filter(None, [before, point.failure]))
-                continue
-            for group in {name.partition("/")[0] for name in point.values} - self._axes:
-                self._axes.add(group)
-                self._run.define_metric(f"{group}/*", step_metric=point.axis)
-            self._run.log({**point.values, point.axis: point.step}, step=point.number)
+    def log(self, points: deque[Point]) -> None:
+        """Deliver figures, and failed messages into the summary."""
+        while points:
+            self._log(points[0])
+            points.popleft()
+
+    def _log(self, point: Point) -> None:
+        if point.failure:
+            before = self._run.summary.get(_FAILURES)
+            self._run.summary[_FAILURES] = "\n".join(filter(None, [before, point.failure]))
+            return
+        for group in {name.partition("/")[0] for name in point.values} - self._axes:
+            self._run.define_metric(f"{group}/*", step_metric=point.axis)
+            self._axes.add(group)
+        self._run.log({**point.values, point.axis: point.step}, step=point.number)
 
     def close(self, outcome: str) -> None:
         """End the run."""
@@ -165,6 +191,9 @@ def _has_key(wandb: Any) -> bool:
 _MOST_AT_ONCE: Final = 1000  # metrics in one request, which MLflow limits
 _MOST_PARAMS: Final = 100  # the same
 _MOST_CHARACTERS: Final = 5000  # of a tag
+_MOST_OF_PARAM: Final = 6000  # characters
+_MOST_OF_NAME: Final = 250  # characters
+_HASH_CHARACTERS: Final = 8
 _STATUS: Final = {"completed": "FINISHED", "interrupted": "KILLED"}
 _SILENCE: Final = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^/?#]*@")
@@ -184,6 +213,7 @@ class MLflow:
         self._client_of, self._metric, self._param = MlflowClient, Metric, Param
         self._default_uri = mlflow.get_tracking_uri()
         self._failed: list[str] = []
+        self._id = ""
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
         """Open the run, or go on with it."""
@@ -193,7 +223,9 @@ class MLflow:
         if "uri" in run.ids and _public(run.ids["uri"]) != _public(uri):
             uri = run.ids["uri"]
         self._client = self._client_of(tracking_uri=uri)
-        if run.ids:
+        if self._id:  # a try before this one has made the run
+            pass
+        elif run.ids:
             self._id = run.ids["id"]
             self._client.update_run(self._id, status="RUNNING")
             tags = self._client.get_run(self._id).data.tags
@@ -218,16 +250,29 @@ class MLflow:
     def _describe(self, config: Mapping[str, Value]) -> None:
         """Keep it as params; as tags, where a resumed run changes a param, which MLflow refuses."""
         before = self._client.get_run(self._id).data.params
-        texts = {_name(key): str(value) for key, value in config.items() if value is not None}
+        texts = {
+            _name(key): str(value)[:_MOST_OF_PARAM] for key, value in config.items() if value is not None
+        }
         new = [self._param(key, text) for key, text in texts.items() if key not in before]
         for start in range(0, len(new), _MOST_PARAMS):
             self._client.log_batch(self._id, params=new[start : start + _MOST_PARAMS])
         for key, text in texts.items():
             if before.get(key, text) != text:
-                self._client.set_tag(self._id, f"resumed.{key}", text)
+                self._client.set_tag(self._id, _name(f"resumed.{key}"), text[:_MOST_CHARACTERS])
 
-    def log(self, points: Sequence[Point]) -> None:
-        """Take figures, and failed messages into a tag."""
+    def log(self, points: deque[Point]) -> None:
+        """Deliver figures, and failed messages into a tag; many points in one request."""
+        while points:
+            batch: list[Point] = []
+            for point in points:
+                if batch and sum(len(each.values) for each in [*batch, point]) > _MOST_AT_ONCE:
+                    break
+                batch.append(point)
+            self._log(batch)
+            for _ in batch:
+                points.popleft()
+
+    def _log(self, points: Sequence[Point]) -> None:
         metrics = [
             self._metric(_name(name), value, int(point.time * 1000), point.step)
             for point in points
@@ -235,9 +280,10 @@ class MLflow:
         ]
         for start in range(0, len(metrics), _MOST_AT_ONCE):
             self._client.log_batch(self._id, metrics=metrics[start : start + _MOST_AT_ONCE])
-        if failed := [point.failure for point in points if point.failure]:
-            self._failed += failed
-            self._client.set_tag(self._id, _FAILURES, "\n".join(self._failed)[:_MOST_CHARACTERS])
+        if new := [point.failure for point in points if point.failure]:
+            failed = [*self._failed, *new]
+            self._client.set_tag(self._id, _FAILURES, "\n".join(failed)[:_MOST_CHARACTERS])
+            self._failed = failed
 
     def close(self, outcome: str) -> None:
         """End the run."""
@@ -266,9 +312,16 @@ def _public(uri: str) -> str:
 
 
 def _name(name: str) -> str:
-    """Return a name as MLflow takes it: few characters, and a path without odd parts."""
+    """Return a name as MLflow takes it: few kinds of characters, a path without odd parts, and not too long.
+
+    A long name is cut, and ends with a hash of all of it, so that two of them stay two.
+    """
     parts = _NOT_ALLOWED.sub("_", name).split("/")
-    return "/".join(part if part.strip(".") else "_" for part in parts)
+    allowed = "/".join(part if part.strip(".") else "_" for part in parts)
+    if len(allowed) <= _MOST_OF_NAME:
+        return allowed
+    digest = sha256(name.encode()).hexdigest()[:_HASH_CHARACTERS]
+    return f"{allowed[: _MOST_OF_NAME - _HASH_CHARACTERS - 1].rstrip('/')}-{digest}"
 
 
 #: The trackers by their words in ``TRACKERS`` of the options.

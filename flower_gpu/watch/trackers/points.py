@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Final, Protocol
 
 from flower_gpu.apps.failures import LABEL
 from flower_gpu.apps.folder import RunFolder
+from flower_gpu.errors import encodable
 from flower_gpu.trace import SERVER_EVALUATE, Event
 from flower_gpu.watch.fields import first_line, node_id, number, text, whole
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import OpenRound, RoundPart
+from flower_gpu.watch.spans import OpenRound, RoundPart, numbers_of
 
-#: With more clients in a round only their mean, least and most are sent: trackers get slow with many series.
+#: With more clients in a run only their mean, least and most are sent: trackers get slow with many series.
+#: The clients of a round do not count: with sampling, each round would have other series.
 MOST_CLIENTS: Final = 20
 _GPU_INTERVAL_S: Final = 5.0  # between two looks at the GPUs; the trace has one each half second
 _MOST_FAILED: Final = 100  # messages that a tracker is told of; all of them are in ``failures.log``
@@ -59,13 +62,16 @@ class Tracker(Protocol):
     """
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
-        """Open the tracker's own run, or go on with it.
+        """Open the tracker's own run, or go on with it; called again after an exception.
 
         Returns its ids, and under ``see`` the address or the command by which to look at it.
         """
 
-    def log(self, points: Sequence[Point]) -> None:
-        """Take points, the oldest first."""
+    def log(self, points: deque[Point]) -> None:
+        """Deliver points, the oldest first, and remove each from the left once it is delivered.
+
+        After an exception, another call goes on with the points that are left.
+        """
 
     def close(self, outcome: str) -> None:
         """End the tracker's own run; ``outcome`` is empty for a run that does not say how it has ended."""
@@ -82,6 +88,7 @@ class Points:
         self._client_of = client_of
         self._sent = self._failed = 0
         self._looked_at: float | None = None
+        self._clients: set[str] = set()  # that have replied
 
     def of(self, event: Event) -> Iterator[Point]:
         """Yield the figures that an event has completed, or the failed message that it tells of."""
@@ -133,15 +140,19 @@ class Points:
                 figures.setdefault("call_seconds", {})[call.client] = call.seconds
             if call.peak_bytes:
                 figures.setdefault("gpu_peak_gib", {})[call.client] = max(call.peak_bytes.values()) / _GIB
+        self._clients.update(*figures.values())
+        has_own_series = max(self.history.clients or 0, len(self._clients)) <= MOST_CLIENTS
         values: dict[str, float] = {}
         for name, by_client in figures.items():
-            found, prefix = list(by_client.values()), f"clients/{closed.task}/{name}"
+            # Comparing with nan says nothing: the mean is nan then, and the extremes are those of the others.
+            prefix, found = f"clients/{closed.task}/{name}", list(by_client.values())
+            known = [value for value in found if not math.isnan(value)] or found
             values |= {
-                f"{prefix}/mean": fmean(found),
-                f"{prefix}/min": min(found),
-                f"{prefix}/max": max(found),
+                f"{prefix}/mean": sum(found) / len(found),
+                f"{prefix}/min": min(known),
+                f"{prefix}/max": max(known),
             }
-            if len(by_client) <= MOST_CLIENTS:
+            if has_own_series:
                 values |= {f"{prefix}/client {client}": value for client, value in by_client.items()}
         return values
 
@@ -174,7 +185,7 @@ class Points:
 
 
 def _of_round(part: RoundPart) -> dict[str, float]:
-    values = {f"{part.task}/{name}": value for name, value in part.metrics.items()}
+    values = {f"{part.task}/{name}": value for name, value in numbers_of(part.told).items()}
     if part.seconds is not None:
         values[f"rounds/{part.task}/seconds"] = part.seconds
     if part.messages:
@@ -187,12 +198,15 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
     """Return a nested config as one mapping: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``; others as texts."""
     found: dict[str, Value] = {}
     for key, value in config.items():
+        name = encodable(f"{prefix}{key}")
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        elif value is None or isinstance(value, str | int | float | bool):
-            found[f"{prefix}{key}"] = value
+            found |= flat(value, f"{name}.")
+        elif isinstance(value, str):
+            found[name] = encodable(value)
+        elif value is None or isinstance(value, int | float | bool):
+            found[name] = value
         elif isinstance(value, Sequence) and all(isinstance(each, Mapping) for each in value):
-            found |= flat({str(index): each for index, each in enumerate(value)}, f"{prefix}{key}.")
+            found |= flat({str(index): each for index, each in enumerate(value)}, f"{name}.")
         else:
-            found[f"{prefix}{key}"] = str(value)
+            found[name] = encodable(str(value))
     return found

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +33,9 @@ from flower_gpu.watch.trackers.points import (
 INTERVAL_S: Final = 0.5
 #: Seconds that the end of a run waits for its trackers, all of them together.
 PATIENCE_S: Final = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before a tracker that has failed is tried again
+_LAST_PAUSES_S: Final = (1.0, 2.0)  # the same at the end of the run
+_PROBES: Final = 3  # points by which a refused point is told from a tracker out of reach
 _CHUNK_BYTES: Final = 256 << 10
 #: Events with which a tracker's run begins.
 _BEGIN: Final = ("round_started", "round_finished", "round", "run_finished")
@@ -118,7 +123,7 @@ class Tracking:
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
-                    thread.warn(f"it has not taken everything within {PATIENCE_S:g} s after the run")
+                    thread.warn("end", f"it has not taken everything within {PATIENCE_S:g} s after the run")
 
 
 class _TrackerFeed(threading.Thread):
@@ -144,33 +149,66 @@ class _TrackerFeed(threading.Thread):
         self._run = run
         self._points = points
         self._events = trace.Follower(run.folder.trace)
-        self._has_begun = self._has_started = self._has_warned = False
+        self._has_begun = self._has_started = False
         # What the tracker was sent before is counted, and not sent again.
         self._old_bytes = self._events.size if resumes else 0
-        self._waiting: list[Point] = []
+        self._waiting: deque[Point] = deque()
+        self._left_out = 0
+        self._pause_s = 0.0  # 0: the tracker is within reach
+        self._retry_at = 0.0
+        self._said: set[str] = set()
 
     def run(self) -> None:
-        """Follow the trace until the end; the first error is a warning, and then nothing more is sent."""
+        """Follow the trace until the end of the run."""
         try:
             while self._events.position < self._old_bytes:
                 self._read(self._old_bytes - self._events.position)
-            self._waiting, self._has_begun = [], False
+            self._waiting.clear()
+            self._has_begun = False
             while not self.end.wait(INTERVAL_S):
-                self._send()
-            self._send()
-            if self._has_started:
-                self._tracker.close(self._points.history.outcome)
+                if time.monotonic() >= self._retry_at:
+                    self._try_to_send()
+            self._finish()
         except Exception as error:
-            why = ": ".join(filter(None, (type(error).__name__, first_line(str(error)))))
-            self.warn(f"{why}; the run goes on without it")
+            self.warn("end", f"{_text(error)}; its copy of the run is not complete")
 
-    def warn(self, why: str) -> None:
-        """Print a warning, the first time."""
-        if not self._has_warned and sys.stderr is not None:
-            self._has_warned = True
-            print(
-                shortened(f"flower-gpu: warning: tracker {self._label}: {why}"), file=sys.stderr, flush=True
-            )
+    def _try_to_send(self) -> bool:
+        """Send what is new; after an error wait before the next try. Return True if nothing is left."""
+        try:
+            self._send()
+        except Exception as error:
+            self.warn("down", f"{_text(error)}; what it has not taken is sent again later")
+            self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._retry_at = time.monotonic() + self._pause_s
+            return False
+        self._said.discard("down")
+        self._pause_s = 0.0
+        return True
+
+    def _finish(self) -> None:
+        """Send what is left, in a few tries, and close the tracker's run."""
+        for pause_s in (*_LAST_PAUSES_S, None):
+            if self._try_to_send() or pause_s is None:
+                break
+            time.sleep(pause_s)
+        if not self._has_started:
+            if self._has_begun and self.may_start:
+                self.warn("end", "it has nothing of this run")
+            return
+        if left := len(self._waiting) + self._left_out:
+            self.warn("end", f"{left} point{'s are' if left != 1 else ' is'} missing there")
+        self._tracker.close(self._points.history.outcome)
+
+    def warn(self, about: str, why: str) -> None:
+        """Print a warning, unless there was one about the same before."""
+        if about not in self._said and sys.stderr is not None:
+            self._said.add(about)
+            with suppress(OSError, ValueError):
+                print(
+                    shortened(f"flower-gpu: warning: tracker {self._label}: {why}"),
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _send(self) -> None:
         is_all_read = False
@@ -181,11 +219,46 @@ class _TrackerFeed(threading.Thread):
             if not (self._has_begun and self.may_start):
                 continue
             if not self._has_started:
-                self._has_started = True
                 self._start()
-            if self._waiting:
+                self._has_started = True
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Deliver the points that are waiting; raises the tracker's exception if it takes none."""
+        while self._waiting:
+            try:
                 self._tracker.log(self._waiting)
-                self._waiting = []
+            except Exception as error:
+                self._pass_over(error)
+
+    def _pass_over(self, error: Exception) -> None:
+        """Deliver one point, and leave out those before it that the tracker refuses.
+
+        A tracker may refuse a point, or be out of reach. If it takes one of the first points, or the last
+        one, it is within reach: points that it refuses then, in a second try, are left out. Otherwise
+        ``error`` is raised, and all points are kept.
+        """
+        probes = list(islice(self._waiting, _PROBES))
+        if len(self._waiting) > _PROBES:
+            probes.append(self._waiting[-1])
+        for number, probe in enumerate(probes):
+            if self._error_of(probe) is None:
+                for point in probes[:number]:
+                    if (refusal := self._error_of(point)) is not None:
+                        self._left_out += 1
+                        self.warn("point", f"{_text(refusal)}; that point is left out")
+                for point in probes[: number + 1]:
+                    self._waiting.remove(point)
+                return
+        raise error
+
+    def _error_of(self, point: Point) -> Exception | None:
+        """Deliver one point; return the tracker's exception, or None if it took the point."""
+        try:
+            self._tracker.log(deque([point]))
+        except Exception as error:
+            return error
+        return None
 
     def _start(self) -> None:
         history, run = self._points.history, self._run
@@ -203,6 +276,10 @@ class _TrackerFeed(threading.Thread):
                 unread.clear()
                 self._waiting.extend(self._points.of(event))
         self._points.history.feed(unread)
+
+
+def _text(error: Exception) -> str:
+    return ": ".join(filter(None, (type(error).__name__, first_line(str(error)))))
 
 
 def _ids(folder: Path) -> dict[str, dict[str, str]]:

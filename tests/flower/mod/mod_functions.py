@@ -154,6 +154,13 @@ def fails(received: Message, context: Context) -> Any:
     how = received.content["config"]["how"]
     if how == "value":
         raise ValueError("the data are gone")
+    if how == "odd error":
+        raise ValueError("im\udcffage.png")
+    if how == "odd reply":
+        return answer(received, file="im\udcffage.png")
+    if how == "odd state":
+        context.state["seen"] = ConfigRecord({"files": ["a", "im\udcffage.png"]})
+        return answer(received)
     if how == "unpicklable":
         raise UnpicklableError(threading.Lock(), "and more")
     if how == "mute":

@@ -77,6 +77,22 @@ def test_what_is_no_reply(how: str, what: str) -> None:
     assert str(error).startswith(f"train of client 3: the function returned {what}")
 
 
+@pytest.mark.parametrize("method", ["fork", "in-process"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("odd error", r"ValueError: im\udcffage.png"),
+        ("odd reply", r"the reply cannot be sent: 'im\\udcffage.png', in the record 'told'"),
+        ("odd state", r"context.state cannot be sent: 'im\\udcffage.png', in the record 'seen'"),
+    ],
+)
+def test_a_text_that_flower_cannot_send_is_an_error_that_it_can(how: str, words: str, method: str) -> None:
+    """As protobuf takes no lone surrogates, the server would wait for ever."""
+    text = str(fail(how, method))
+    assert text.startswith(f"train of client 3: {words}")
+    text.encode()
+
+
 def test_a_long_error_of_its_own_is_cut() -> None:
     app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
     app.train()(functions.fails)
