@@ -240,9 +240,20 @@ def opened(path: Path, flags: int, mode: int = 0o600) -> Descriptor:
     with _lock:
         # In one step of the interpreter: before the next one, a signal's handler may raise.
         [descriptor] = map(Descriptor, map(os.open, [path], [flags | os.O_CLOEXEC], [mode]))
-        descriptor.process = os.getpid()
-        _own.add(int(descriptor))
-        return descriptor
+        return _kept_from_forks(descriptor)
+
+
+def duplicated(descriptor: int) -> Descriptor:
+    """Return another descriptor of an open file, which has the same locks; it is closed in forks too."""
+    with _lock:
+        [duplicate] = map(Descriptor, map(os.dup, [descriptor]))
+        return _kept_from_forks(duplicate)
+
+
+def _kept_from_forks(descriptor: Descriptor) -> Descriptor:
+    descriptor.process = os.getpid()
+    _own.add(int(descriptor))
+    return descriptor
 
 
 @contextmanager

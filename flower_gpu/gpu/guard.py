@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Final
 
-from flower_gpu import landlock
+from flower_gpu import landlock, unkillable
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import device_files
 from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD
@@ -175,7 +175,7 @@ def _make_missing() -> None:
     """Have NVIDIA's own helper make the file that CUDA makes when it starts: guarded, it could not."""
     if device_files.CONTROL.exists() and not device_files.MEMORY.exists():
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(["nvidia-modprobe", "-u", "-c", "0"], timeout=30, check=False)
+            unkillable.run(["nvidia-modprobe", "-u", "-c", "0"], timeout_s=30)
 
 
 def _required(reason: str) -> ConfigError:

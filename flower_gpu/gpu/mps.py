@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import math
 import os
 import shutil
@@ -26,11 +27,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from flower_gpu import files
+from flower_gpu import files, unkillable
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu.gpus import mps_pipes
 from flower_gpu.options import MPS_VARIABLE
 from flower_gpu.printable import path_text
+
+_log = logging.getLogger("flwr.flower_gpu")
 
 _PROGRAM: Final = "nvidia-cuda-mps-control"
 _PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
@@ -39,6 +42,8 @@ _PERCENTAGE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 _SM_COUNT: Final = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _START_S: Final = 30.0
+_TRIAL_S: Final = 120.0  # for a process that starts CUDA
+_END_S: Final = 20.0  # for the keeper, which gives the daemon 10 s of them
 _NOT_READY: Final = 807  # CUDA_ERROR_MPS_SERVER_NOT_READY: after a fault, until all are gone that were there
 _TRIED_PERCENTAGE: Final = 50
 
@@ -97,7 +102,12 @@ def _kept(env: Mapping[str, str], logs: Path) -> Iterator[None]:
         with suppress(OSError):  # a fork of this process may have that end, too
             keeper.stdin.write(b"\n")
             keeper.stdin.close()
-        keeper.wait()
+        if not unkillable.end_group(keeper, _END_S):
+            _log.warning(
+                "the MPS daemon of this run cannot be killed: its keeper (pid %d) is in %s. The GPUs may "
+                "need a reset (see dmesg)",
+                *(keeper.pid, unkillable.sleeping_in(keeper.pid)),
+            )
 
 
 def is_of_run(environ: Mapping[str, str]) -> bool:
@@ -179,7 +189,8 @@ def _sms_of_process(env: Mapping[str, str]) -> list[int]:
     code = "import json; from flower_gpu.gpu import mps; print(json.dumps(mps.sms()))"
     command = [sys.executable, "-c", code]
     with suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        done = unkillable.run(command, timeout_s=_TRIAL_S, env=env, **streams)
         if done.returncode == 0:
             return list(json.loads(done.stdout))
         raise ConfigError(f"--mps: CUDA does not start: {done.stderr.strip().splitlines()[-1:]}")

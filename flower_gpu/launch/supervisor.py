@@ -259,9 +259,10 @@ class Supervisor:
         if self._programs is not None:
             self._programs.close()
         self.left = self._kill_all()
+        deadline = time.monotonic() + KILL_S
         for service in self._services:  # without /proc none of them was found
             service.send(signal.SIGKILL)
-            while service.runs and service.pid not in self.left:
+            while service.runs and service.pid not in self.left and time.monotonic() < deadline:
                 time.sleep(0.01)
 
     def _kill_all(self) -> list[int]:

@@ -122,10 +122,16 @@ class Ledger:
         return ticket, state, version
 
     def release(self, ticket: Ticket) -> None:
-        """Remove a ticket, held or waiting, and wake the processes that can go on without it."""
+        """Remove a ticket, held or waiting, and wake the processes that can go on without it.
+
+        A ticket that a process of its worker still has locked stays: the lease is that process's until it is
+        gone. Its end wakes nobody; the first process in line sees it.
+        """
         try:
             with self._clear_errors():
-                ticket.let_go()
+                if not ticket.let_go():
+                    ticket.leave()
+                    return
                 with self.folder.locked():  # first, so that it is free whatever becomes of the rest
                     ticket.remove()
                     entries = self._reader.read(self.folder.all())

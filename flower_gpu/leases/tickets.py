@@ -117,16 +117,26 @@ class Ticket:
         with suppress(OSError):  # the disk is full
             os.pwrite(self.descriptor, _report_of(pid, used_bytes or {}, base_bytes), REPORT_AT)
 
-    def let_go(self) -> None:
-        """Give up the lock; wait a moment for forks of a worker that have it, too: they are being killed."""
+    def let_go(self) -> bool:
+        """Give up the lock; return False if another process has it even after a moment.
+
+        Processes of a worker have it too, and are being killed. One that the kernel cannot kill keeps it.
+        """
         self.descriptor.close()
         deadline = time.monotonic() + _DYING_S
-        while self.entry.is_alive() and time.monotonic() < deadline:
+        while self.entry.is_alive():
+            if time.monotonic() > deadline:
+                return False
             time.sleep(_LOOK_S)
+        return True
 
     def remove(self) -> None:
-        """Remove it. The lock ends with the last process that has it, which may be a worker."""
+        """Remove it."""
         remove(self.entry.path.parent, self.entry.name, self.entry.path)
+        self.leave()
+
+    def leave(self) -> None:
+        """Close it, and leave its files to the processes that have its lock; see :func:`clean`."""
         self._wake.close()
         self.descriptor.close()
 

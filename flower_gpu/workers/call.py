@@ -39,7 +39,9 @@ class Call:
     label: str = "call"  # names the call in messages, for example ``"fit of client 3"``
     # What the worker finds loaded: ``"package.module:function"`` with keyword arguments for it
     preload: Sequence[tuple[str, Mapping[str, Any]]] = ()
-    held: int = -1  # descriptor that the worker keeps open until it is gone; -1 for none
+    # Descriptor of its lease's ticket, -1 for none. It stays open until the worker is gone: in the worker,
+    # unless that is confined, and in a caller that does not wait for the worker's end
+    held: int = -1
     # Top-level names of libraries for which the worker has no use, so that a fork server without them will
     # do. Forks of a process that has not imported torch take half the time.
     without: frozenset[str] = frozenset()

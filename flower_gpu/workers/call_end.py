@@ -216,14 +216,20 @@ def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> 
     """Return the error for a call whose worker was ended, or has ended by itself, before it had a result."""
     label, worker, wrote = seen.call.label, f"the worker (pid {seen.pid})", _quoted(seen.tail)
     if seen.is_stopped:
-        return WorkerStoppedError(f"{label}: {worker} was ended.{wrote}")
-    if seen.hangs:
+        how = cannot_be_killed(seen.stuck_in) if seen.stuck_in else "was ended."
+        return WorkerStoppedError(f"{label}: {worker} {how}{wrote}")
+    if seen.hangs and not seen.is_cancelled:
         assert timeout_s is not None
         import_s = min(seen.import_s, timeout_s)  # it may have gone on while it wrote where it was
         imports = f", of which at least {import_s:.1f} s went into imports" if import_s >= _TOLD_S else ""
-        return WorkerTimeoutError(
-            f"{label}: no result within timeout_s={timeout_s:g}{imports}; {worker} and its children were "
-            f"ended. Raise timeout_s if it was only slow.{wrote}"
+        end = f"{worker} and its children were ended. Raise timeout_s if it was only slow."
+        if seen.stuck_in:
+            end = f"{worker} {cannot_be_killed(seen.stuck_in)}"
+        return WorkerTimeoutError(f"{label}: no result within timeout_s={timeout_s:g}{imports}; {end}{wrote}")
+    if seen.stuck_in:
+        how = cannot_be_killed(seen.stuck_in)
+        return WorkerDiedError(
+            f"{label}: {worker} {how}{wrote}", exitcode=-signal.SIGKILL, tail=str(seen.tail)
         )
     by = f" (sys.exit in {seen.sys_exit})" if seen.sys_exit and (seen.exitcode or 0) >= 0 else ""
     return WorkerDiedError(
@@ -231,6 +237,14 @@ def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> 
         f"result.{wrote}",
         exitcode=seen.exitcode or 0,
         tail=str(seen.tail),
+    )
+
+
+def cannot_be_killed(stuck_in: str) -> str:
+    """Return the end of a sentence about a worker that SIGKILL has not ended."""
+    return (
+        f"cannot be killed: after SIGKILL it is in {stuck_in}. It waits in the kernel for a GPU or a disk "
+        "that does not answer (see dmesg). Its lease stays with it until it is gone; other calls go on."
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from flower_gpu.errors import (
     InvalidResultError,
@@ -17,6 +18,8 @@ from flower_gpu.errors import (
     WorkerStartError,
     WorkerTimeoutError,
 )
+from flower_gpu.files import duplicated
+from flower_gpu.unkillable import KILLED_S
 from flower_gpu.workers import (
     call_end,
     confined_replies,
@@ -29,13 +32,22 @@ from flower_gpu.workers import (
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
 from flower_gpu.workers.call_end import Outcome
-from flower_gpu.workers.events import Sink, send, sending_to
+from flower_gpu.workers.events import LOGGER, Sink, send, sending_to
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.interrupts import deferred_interrupts
 from flower_gpu.workers.life import StopOrder
 from flower_gpu.workers.started_worker import CallWatch, StartedWorker
 
 _TRIES = 3
+
+_log = logging.getLogger(LOGGER)
+
+
+class SupportsClose(Protocol):
+    """An object that has to be closed."""
+
+    def close(self) -> None:
+        """Close it."""
 
 
 def run(call: Call, method: start.StartMethod | str, **options: Any) -> Any:
@@ -160,7 +172,8 @@ class Line:
             worker.watch(seen, how.deadline, how.stopped_by)
             if not seen.stays:
                 order = how.stopped_by
-                if seen.hangs and (not seen.is_stopped or order is None or order.asks_where):
+                is_asked = not seen.is_stopped or order is None or order.asks_where
+                if seen.hangs and is_asked and not seen.is_cancelled:
                     worker.ask_where_it_is()
                 if seen.is_late_to_exit:
                     self._leave_behind(seen)
@@ -233,19 +246,9 @@ class Line:
         with deferred_interrupts():
             with self._lock:
                 self._running = None
-            worker, place, self._worker, self._place = self._worker, self._place, None, None
+            worker, self._worker = self._worker, None
             assert worker is not None
-
-            def end() -> None:
-                with closing(worker):
-                    worker.leave(
-                        time.monotonic() + started_worker.EXIT_GRACE_S - started_worker.WAIT_FOR_EXIT_S
-                    )
-                    worker.end()
-                if place is not None:
-                    place.close()
-
-            threading.Thread(target=end, name="flower-gpu-leaving", daemon=True).start()
+            self._end_later(worker, started_worker.EXIT_GRACE_S - started_worker.WAIT_FOR_EXIT_S)
 
     def _end_worker(self) -> None:
         with deferred_interrupts():
@@ -253,11 +256,41 @@ class Line:
                 self._running = None
             worker, self._worker = self._worker, None
             self._calls = 0
-            if worker is not None:
-                try:
-                    worker.end()
-                finally:
+            if worker is None:
+                return
+            is_ended = True
+            try:
+                is_ended = worker.end(KILLED_S)
+            finally:
+                if is_ended:
                     worker.close()
+            if not is_ended:
+                stuck_in = call_end.cannot_be_killed(worker.stuck_in)
+                _log.warning("the worker (pid %d) %s", worker.pid, stuck_in)
+                self._end_later(worker)
+
+    def _end_later(self, worker: StartedWorker, leave_s: float = 0.0) -> None:
+        """Have a thread end a worker: one that takes its time to exit, or that SIGKILL does not end.
+
+        ``leave_s``: seconds until the worker is killed.
+        Its fork server goes with it, as that forks one worker at a time for a place. Its lease's ticket stays
+        locked here as well, since a confined worker does not have the lock.
+        """
+        last: list[SupportsClose] = [worker]
+        if self._place is not None:
+            last.append(self._place)
+            self._place = None
+        if worker.held >= 0:
+            last.append(duplicated(worker.held))
+
+        def end() -> None:
+            with ExitStack() as stack:
+                for each in reversed(last):
+                    stack.callback(each.close)
+                worker.leave(time.monotonic() + leave_s)
+                worker.end()
+
+        threading.Thread(target=end, name="flower-gpu-leaving", daemon=True).start()
 
 
 @dataclass

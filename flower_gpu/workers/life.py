@@ -276,7 +276,13 @@ def end_group(group: int) -> list[int]:
 
 
 def is_tracker(pid: int) -> bool:
-    """Tell whether a living process is a resource tracker, by its command line."""
+    """Return True if a living process is a resource tracker, by its command line.
+
+    The command line of a process in uninterruptible sleep is not read. That process may hold the lock of its
+    memory map, and the reader would then sleep as long as it does. A tracker waits for a pipe.
+    """
+    if _state_parent_group(pid)[0] == "D":
+        return False
     with suppress(OSError):
         return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

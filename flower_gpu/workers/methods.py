@@ -25,6 +25,7 @@ from flower_gpu.workers import messages, state_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.forkserver import client, identity
+from flower_gpu.workers.interrupts import allowed_interrupts
 from flower_gpu.workers.life import OwnChild, close_life_end, explained, life_pipe
 from flower_gpu.workers.messages import Gone as Gone
 from flower_gpu.workers.own_process import OwnLock, environment, facts
@@ -159,7 +160,10 @@ def send_call(call: Call, to: socket.socket, files: Mapping[str, int], *, stays:
 
     ``stays``: whether it may have another call afterwards.
     """
-    sent = files if call.held < 0 else {**files, "held": call.held}
+    sent = dict(files)
+    # A confined worker must not have the lock of its lease: it could give it up, and use the GPU on.
+    if call.held >= 0 and call.confinement is None:
+        sent["held"] = call.held
     count = {name: call.env[name] for name in (threads.VARIABLE,) if name in call.env}
     message = {"setup": call.setup, "env": count, "stays": stays, "files": list(sent)}
     messages.send(to, message, list(sent.values()))
@@ -310,7 +314,8 @@ def _fork_between_imports(work: Callable[[], None], name: str) -> int:
         if others := _imports_of_other_threads():
             if time.monotonic() > deadline:
                 _endless_imports.update(others)
-            time.sleep(0.002)
+            with allowed_interrupts():
+                time.sleep(0.002)
         elif (pid := _fork_if_whole(work, name)) is not None:
             return pid
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from flower_gpu.unkillable import KILLED_S, sleeping_in
 from flower_gpu.workers import confined_replies, messages, state_folder
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
@@ -29,7 +31,7 @@ _CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource track
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
 _POLL_S = 0.05  # only where the kernel has no pidfd
 _SIGNAL_S = 0.5  # in the main thread, which a signal that another thread raises does not wake
-_MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
+_LOOK_S = 2.0  # in other threads, which nothing wakes when :meth:`StartedWorker.kill` was called
 _MOST_LATE = 1000  # messages of a worker that is gone: a child of it may go on to write
 
 
@@ -51,6 +53,10 @@ class CallWatch:
     exitcode: int | None = None
     #: Whether it was to be ended because its caller was told to.
     is_stopped: bool = False
+    #: Whether another thread has killed it, and it was still there after KILLED_S.
+    is_cancelled: bool = False
+    #: What it does in the kernel, if SIGKILL has not ended it within KILLED_S; else empty.
+    stuck_in: str = ""
     #: Variables that the task's module set after the fork server's libraries had read them.
     set_too_late: dict[str, str | None] | None = None
     #: Where its task has called sys.exit.
@@ -127,6 +133,11 @@ class StartedWorker:
         self._calls = self._line.fileno()
         self._stdout, self._stderr = streams
         self._pidfd = _open_pidfd(self.pid)
+        self._killed_at: float | None = None
+        #: The ticket of its present call's lease, as of the call.
+        self.held = call.held
+        #: What it does in the kernel, if SIGKILL has not ended it in time; else empty.
+        self.stuck_in = ""
         #: What is still open at the other end.
         self._open = {self._calls, *streams}
         self._poll = select.poll()
@@ -149,10 +160,12 @@ class StartedWorker:
 
     def take(self, call: Call, files: Mapping[str, int], *, stays: bool) -> None:
         """Send it another call; Gone if that is too late."""
+        self.held = call.held
         start.send_call(call, self._line, files, stays=stays)
 
     def kill(self) -> None:
-        """Kill it, also from another thread."""
+        """Kill it, also from another thread; then :meth:`watch` waits no longer than KILLED_S."""
+        self._killed_at = self._killed_at or time.monotonic()
         with suppress(ProcessLookupError):
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -173,8 +186,11 @@ class StartedWorker:
             while not seen.stays and not seen.is_stopped:
                 if seen.has_result and not is_leaving:
                     is_leaving, deadline = True, time.monotonic() + seen.exit_s
+                if self._killed_at is not None:
+                    deadline = min(deadline or math.inf, self._killed_at + KILLED_S)
                 left_s = None if deadline is None else deadline - time.monotonic()
                 if left_s is not None and left_s <= 0:
+                    seen.is_cancelled = self._killed_at is not None
                     return
                 if self._wait_once(left_s, order):
                     seen.has_ended = True
@@ -197,11 +213,19 @@ class StartedWorker:
             os.kill(self.pid, signal.SIGQUIT)
         self._wait(time.monotonic() + _STACK_DUMP_S)
 
-    def end(self) -> None:
-        """End it and its process group, however far it is."""
+    def end(self, patience_s: float | None = None) -> bool:
+        """End it and its process group, however far it is.
+
+        ``patience_s``: how long to wait after SIGKILL; None: as long as it takes.
+        Returns False if it is still there then. It has to be ended once more.
+        """
         if not self._process.has_exited():
             self.kill()
-            self._wait_for_exit()
+            if not self._wait_for_exit(patience_s):
+                self.stuck_in = sleeping_in(self.pid)
+                if self._seen is not None:
+                    self._seen.stuck_in = self.stuck_in
+                return False
         try:
             self._let_its_children_tidy_up()
         finally:
@@ -213,6 +237,7 @@ class StartedWorker:
             self._seen.peak_bytes = max(self._seen.peak_bytes, self._process.peak_bytes)
         for stream in self._streams.values():
             stream.drain()
+        return True
 
     def close(self) -> None:
         """Close every descriptor, and end its processes in sessions of their own."""
@@ -237,7 +262,7 @@ class StartedWorker:
         """Read the available output, or wait for it; tell whether the worker is gone and all is read."""
         longest = _POLL_S
         if self._pidfd >= 0:
-            longest = _MAX_WAIT_S if threading.current_thread() is not threading.main_thread() else _SIGNAL_S
+            longest = _LOOK_S if threading.current_thread() is not threading.main_thread() else _SIGNAL_S
         self._read_once(longest if timeout_s is None else min(timeout_s, longest), order)
         if not self._process.has_exited():
             return False
@@ -276,13 +301,20 @@ class StartedWorker:
         self._poll.unregister(descriptor)
         self._open.discard(descriptor)
 
-    def _wait_for_exit(self) -> None:
+    def _wait_for_exit(self, patience_s: float | None) -> bool:
         # Without reading: that may raise, and a worker that is being killed waits for no reader.
         poll = select.poll()
+        pause_s = _POLL_S
         if self._pidfd >= 0:
             poll.register(self._pidfd, select.POLLIN)
+            pause_s = KILLED_S
+        deadline = math.inf if patience_s is None else time.monotonic() + patience_s
         while not self._process.has_exited():
-            poll.poll(_POLL_S * 1000)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            poll.poll(min(pause_s, left_s) * 1000)
+        return True
 
     def _let_its_children_tidy_up(self) -> None:
         """Wait a moment for processes that still have the output of the worker, which is gone."""

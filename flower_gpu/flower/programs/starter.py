@@ -46,10 +46,11 @@ class ProgramHandle:
         self.pid = pid
         self.returncode: int | None = None
         self._answer = answer
+        self._pidfd = -1  # once the server is gone, which would have told the program's end
 
     def fileno(self) -> int:
         """Return a descriptor that can be read when it has ended; -1 once that was seen."""
-        return self._answer.fileno()
+        return self._answer.fileno() if self._pidfd < 0 else self._pidfd
 
     def poll(self) -> int | None:
         """Return the exit status (``-n`` for signal ``n``), None while it runs."""
@@ -77,16 +78,28 @@ class ProgramHandle:
         self.send_signal(signal.SIGKILL)
 
     def _look(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None and messages.can_be_read(self._answer.fileno(), timeout_s):
+        if self.returncode is None and self._pidfd < 0 and messages.can_be_read(self.fileno(), timeout_s):
             try:
                 self.returncode = int(messages.receive(self._answer)[0]["status"])
-            except messages.Gone:  # the server has ended, and perhaps this process has adopted its children
-                try:
-                    self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-                except ChildProcessError:
-                    self.returncode = UNKNOWN
+            except messages.Gone:
+                self._watch_itself()
             self._answer.close()
+        if self.returncode is None and self._pidfd >= 0 and messages.can_be_read(self._pidfd, timeout_s):
+            # Perhaps this process has adopted the server's children.
+            try:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            except ChildProcessError:
+                self.returncode = UNKNOWN
+            os.close(self._pidfd)
+            self._pidfd = -1
         return self.returncode
+
+    def _watch_itself(self) -> None:
+        """Watch the program, which may run on, or be one that cannot be killed, in place of its server."""
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # it has ended, too, and somebody else has its status
+            self.returncode = UNKNOWN
 
 
 class Programs:

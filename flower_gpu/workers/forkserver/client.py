@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -262,7 +262,7 @@ def _ask_or_end(
             raise TimeoutError("the fork server had others to serve")
 
     try:
-        return ask(connection, message, descriptors, in_line)
+        return ask(connection, message, descriptors, in_line, waiting=allowed_interrupts)
     except Gone:
         _end_if_it_hangs(connection)
         return {}
@@ -283,15 +283,25 @@ def ask(
     message: dict[str, Any],
     descriptors: Sequence[int] = (),
     in_line: Callable[[], None] = lambda: None,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Any]:
-    """Send a message and wait for the answer (:func:`messages.receive_answer`); Gone if the server hangs."""
+    """Send a message and wait for the answer (:func:`messages.receive_answer`); Gone if the server hangs.
+
+    ``waiting``: a context for the wait of a server that is silent.
+    """
     messages.send(connection, message, descriptors)
-    if not messages.can_be_read(connection.fileno(), _SAY_S):
+    with waiting():
+        has_answered = messages.can_be_read(connection.fileno(), _SAY_S)
+    if not has_answered:
         _log.warning(
             "the fork server (pid %d) has not answered for %g s: it is stopped (kill -CONT lets it go on), "
             "or the host has too much to do. It is ended after another %g s, and a new one started",
             *(messages.peer(connection)[0], _SAY_S, _ANSWER_S),
         )
+        with waiting():
+            has_answered = messages.can_be_read(connection.fileno(), _ANSWER_S)
+        if not has_answered:
+            raise Gone("no answer")
     return messages.receive_answer(connection, in_line)
 
 

@@ -270,6 +270,20 @@ def test_a_server_that_is_killed_ends_nothing(tmp_path: Path) -> None:
     assert program.wait(30) == UNKNOWN != 0, "nobody knows how it has ended"
 
 
+def test_a_program_of_a_server_that_is_gone_is_not_waited_for_without_a_limit() -> None:
+    """This process has adopted the program, which runs on."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    answer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end.close()
+    program = ProgramHandle(["x"], child.pid, answer)
+    assert program.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        program.wait(0.1)
+    program.kill()
+    assert program.wait(30) == -signal.SIGKILL
+    child.communicate()
+
+
 # What a command of Flower's name runs, by where it is found -------------------------------------------------
 
 FLOWERS = os.pathsep.join(script_folders())
