@@ -29,6 +29,7 @@ SETUP: Final = "flower_gpu.calls.leased_worker:setup"
 _FIRST_LOOK_S = 0.05  # what a task takes at once is seen at once
 _INTERVAL_S = 0.5
 _LAST_LOOK_S = 5.0  # a driver that hangs must not hold up the result
+_NEXT_TO_NONE_BYTES = 256 << 20  # cuBLAS and cuDNN take about so much for themselves
 _LOOKS_FOR_CONTEXT = 20  # after so many a driver that does not tell is not asked again
 
 _log = logging.getLogger(events.LOGGER)
@@ -280,10 +281,20 @@ def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | Non
         events.send("no_cuda", **told)
 
 
+def _was_short(watch: _UsageWriter, figures: Sequence[Figures] | None) -> bool:
+    """Return True if an allocator was refused memory during the call, or a GPU has next to none left."""
+    before = [each.num_ooms for each in watch.before or ()]
+    refused = [
+        each.num_ooms - count for each, count in zip(figures or (), chain(before, repeat(0)), strict=False)
+    ]
+    free = [each.free_bytes for each in figures or ()] or list(watch.free_bytes.values())
+    return any(refused) or any(number is not None and number < _NEXT_TO_NONE_BYTES for number in free)
+
+
 def _tell_out_of_memory(watch: _UsageWriter, figures: Any, error: BaseException) -> None:
     from flower_gpu.frameworks import out_of_memory
 
-    cause = out_of_memory.out_of_memory_in(error)
+    cause = out_of_memory.out_of_memory_in(error, lambda: _was_short(watch, figures))
     if cause is None:
         return
     number = out_of_memory.device_index(cause) or 0

@@ -57,6 +57,7 @@ class Figures:
     free_bytes: int | None  # unused memory of the GPU; None where this process has no context on it
     total_bytes: int  # of the whole GPU, as CUDA shows it
     num_alloc_retries: int  # times that the allocator gave back what it kept, and tried again
+    num_ooms: int = 0  # times that it had too little memory all the same, also where its caller went on
 
 
 class Hold:

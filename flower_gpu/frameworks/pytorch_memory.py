@@ -213,6 +213,7 @@ def _figures(index: int) -> Figures:
         free_bytes=free,
         total_bytes=torch.cuda.get_device_properties(index).total_memory,
         num_alloc_retries=stats.get("num_alloc_retries", 0),
+        num_ooms=stats.get("num_ooms", 0),
     )
 
 

@@ -70,9 +70,17 @@ class TensorFlow(Framework):
         return next((f"TensorFlow: {line}" for line in lines if _NOT_DETERMINISTIC.search(line)), None)
 
     def says_out_of_memory(self, error: BaseException, text: str) -> bool:
-        """Tell by its class and text."""
-        is_its_own = is_of(error, "tensorflow", "ResourceExhaustedError")
-        return is_its_own and "OOM when allocating" in text and "device:CPU" not in text
+        """Return True by its class and text.
+
+        The texts are those of TensorFlow from 2.4 on. Kernels that MLIR has compiled, as that of ``Mul``,
+        have the second one (https://github.com/SciSharp/TensorFlow.NET/issues/881). The last one is of a copy
+        to a GPU without room for it. It names the CPU, too, where the data were.
+        """
+        if is_of(error, "tensorflow", "ResourceExhaustedError"):
+            is_of_gpu = "device:CPU" not in text
+            return is_of_gpu and ("OOM when allocating" in text or "failed to allocate memory" in text)
+        is_copy = is_of(error, "tensorflow", "InternalError") and "Dst tensor is not initialized" in text
+        return is_copy and "device:GPU" in text
 
     def cap_variables(self, fraction: str, environ: Mapping[str, str]) -> dict[str, str]:
         """Let its memory grow on demand, up to the limit of :meth:`hold`."""

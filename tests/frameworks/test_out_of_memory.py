@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from flower_gpu.errors import WorkerTaskError
-from flower_gpu.frameworks.out_of_memory import out_of_memory_in
+from flower_gpu.frameworks.out_of_memory import TEXTS, TEXTS_IF_SHORT, out_of_memory_in, requested_bytes
 
 # Instead of the real one, which takes seconds to import.
 TORCH = """
@@ -54,3 +55,126 @@ def test_by_its_name(name: str, text: str, is_full: bool) -> None:
     error = WorkerTaskError(f"fit raised {name}: {text}")
     error.error_type = name
     assert (out_of_memory_in(error) is error) is is_full
+
+
+def raised_as(name: str, text: str) -> Exception:
+    """Return an exception of a class with this name."""
+    module, _, kind = name.rpartition(".")
+    if module == "builtins":
+        return getattr(__import__(module), kind)(text)  # type: ignore[no-any-return]
+    base = {"xgboost.core": ValueError, "torch": RuntimeError}.get(module, Exception)
+    return type(kind, (base,), {"__module__": module})(text)
+
+
+TENSORFLOW = "tensorflow.python.framework.errors_impl"
+MUL = "{{function_node __wrapped__Mul_device_/job:localhost/replica:0/task:0/device:%s:0}}"
+FULL = [
+    ("builtins.RuntimeError", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ("builtins.RuntimeError", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    ("builtins.RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ("builtins.RuntimeError", "cuFFT error: CUFFT_ALLOC_FAILED"),
+    ("pycuda._driver.Error", "curandCreateGenerator failed: CURAND_STATUS_ALLOCATION_FAILED"),
+    ("pycuda._driver.MemoryError", "cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY"),
+    ("builtins.RuntimeError", "CUDA out of memory. Allocation was preemptively rejected"),
+    ("torch.AcceleratorError", "CUDA error: out of memory"),
+    ("builtins.RuntimeError", "Triton Error [CUDA]: out of memory"),
+    (
+        "builtins.RuntimeError",
+        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131, please',
+    ),
+    (
+        "builtins.RuntimeError",
+        "NCCL error, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    ),
+    ("builtins.RuntimeError", "NCCL Error 1: unhandled cuda error\nFailed to CUDA malloc 4194304 bytes"),
+    (
+        "xgboost.core.XGBoostError",
+        "device_vector.cu:22: Memory allocation error on worker 0: cudaErrorMemoryAllocation: out of memory",
+    ),
+    ("xgboost.core.XGBoostError", "Memory allocation error on worker 0: std::bad_alloc\n- Free memory: 12MB"),
+    ("lightgbm.basic.LightGBMError", "[CUDA] out of memory /src/io/cuda/cuda_column_data.cu 57"),
+    (
+        "builtins.MemoryError",
+        "std::bad_alloc: out_of_memory: CUDA error at: /rmm/mr/device/cuda_memory_resource.hpp:69: "
+        "cudaErrorMemoryAllocation out of memory",
+    ),
+    (
+        "builtins.MemoryError",
+        "std::bad_alloc: RMM failure at:pool_memory_resource.hpp:276: Maximum pool size exceeded",
+    ),
+    (f"{TENSORFLOW}.ResourceExhaustedError", f"{MUL % 'GPU'} failed to allocate memory [Op:Mul]"),
+    (
+        f"{TENSORFLOW}.InternalError",
+        "Failed copying input tensor from /task:0/device:CPU:0 to /task:0/device:GPU:0 in order to run "
+        "_EagerConst: Dst tensor is not initialized.",
+    ),
+]
+NOT_FULL = [
+    # Main memory.
+    ("builtins.RuntimeError", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    (f"{TENSORFLOW}.ResourceExhaustedError", f"{MUL % 'CPU'} failed to allocate memory [Op:Mul]"),
+    ("builtins.MemoryError", "Unable to allocate 105. MiB for an array with shape (21, 1024, 1280)"),
+    ("builtins.MemoryError", "Maximum pool size exceeded"),
+    # Something else.
+    ("lightgbm.basic.LightGBMError", "[CUDA] an illegal memory access was encountered /src/a.cu 57"),
+    ("builtins.RuntimeError", "Triton Error [CUDA]: invalid argument"),
+    ("app.Error", "my worker: Memory allocation error on worker 3"),
+    (f"{TENSORFLOW}.InternalError", "Blas GEMM launch failed"),
+]
+FULL_IF_SHORT = [
+    "FIND was unable to find an engine to execute this computation",
+    "GET was unable to find an engine to execute this computation",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+]
+
+
+@pytest.mark.parametrize(("name", "text"), FULL)
+def test_texts_of_libraries(name: str, text: str) -> None:
+    error = raised_as(name, text)
+    assert out_of_memory_in(error) is error
+
+
+@pytest.mark.parametrize(("name", "text"), NOT_FULL)
+def test_texts_of_something_else(name: str, text: str) -> None:
+    assert out_of_memory_in(raised_as(name, text), lambda: True) is None
+
+
+@pytest.mark.parametrize("text", FULL_IF_SHORT)
+def test_texts_that_mean_it_only_when_memory_is_short(text: str) -> None:
+    error = RuntimeError(text)
+    assert out_of_memory_in(error) is None
+    assert out_of_memory_in(error, lambda: True) is error
+
+
+def test_each_text_of_the_table_has_an_example() -> None:
+    examples = [text for _, text in FULL] + FULL_IF_SHORT
+    assert [
+        each.pattern
+        for each in (*TEXTS, *TEXTS_IF_SHORT)
+        if not any(re.search(each.pattern, text) for text in examples)
+    ] == []
+
+
+def test_an_error_that_is_raised_in_a_finally_hides_none() -> None:
+    with pytest.raises(KeyError) as caught:
+        try:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        finally:
+            raise KeyError("optimizer state")
+    assert out_of_memory_in(caught.value) is caught.value.__context__
+    assert requested_bytes(caught.value) == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("Failed to CUDA malloc 4194304 bytes", 4 << 20),
+        ("- Free memory: 12MB\n- Requested memory: 400MB", 400 << 20),
+        ("- Requested memory: 1000", None),
+        ("CUDA out of memory. Tried to allocate 2.50 GiB", 5 << 29),
+        ("would exceed the limit. Requested size: 1,024.00 MiB.", 1 << 30),
+    ],
+)
+def test_how_much_was_asked_for(text: str, nbytes: int | None) -> None:
+    assert requested_bytes(RuntimeError(text)) == nbytes

@@ -38,6 +38,24 @@ def take_with_settings_of_its_own(nbytes: int) -> dict[str, Any]:
     return take(nbytes)
 
 
+def convolve(workspace: int) -> int:
+    """Fail as PyTorch does where cuDNN gets no workspace, or has no algorithm for a dtype."""
+    import torch
+
+    try:
+        return len(torch.zeros(workspace, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        pass  # it tries the next algorithm
+    raise RuntimeError("GET was unable to find an engine to execute this computation")
+
+
+def convolve_odd_dtype() -> None:
+    import torch
+
+    torch.zeros(1, device="cuda")
+    raise RuntimeError("GET was unable to find an engine to execute this computation")
+
+
 def take_all(piece: int) -> int:
     """Take pieces until there are no more."""
     import torch

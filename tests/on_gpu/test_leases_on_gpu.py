@@ -155,6 +155,15 @@ def test_a_task_that_grows_runs_again_with_more_and_is_known_then(run: Run) -> N
     assert last["memory_bytes"] == needed_bytes(run.footprint())
 
 
+def test_an_error_that_names_no_memory_counts_where_memory_was_short(run: Run) -> None:
+    assert run_in_worker("on_gpu_tasks:convolve", 3 * GIB, gpu_memory="1.5GiB") == 3 * GIB
+    (out,) = run.events("out_of_memory")
+    assert out["then"] == "again"
+    with pytest.raises(RuntimeError, match="unable to find an engine"):
+        run_in_worker("on_gpu_tasks:convolve_odd_dtype", gpu_memory="1.5GiB")
+    assert len(run.events("out_of_memory")) == 1
+
+
 def test_where_nothing_may_follow_the_error_has_the_numbers(run: Run) -> None:
     """Also where a module sets the allocator's settings itself."""
     with pytest.raises(GPUOutOfMemoryError, match=r"Asked 2\.0 GiB, .* of a lease of 1\.5 GiB, free "):
