@@ -29,12 +29,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from flower_gpu import control_group
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
+_SIGEV_SIGNAL = 0  # asm-generic/siginfo.h
 _WORKER_OOM_SCORE = 500  # of 1000, see proc(5)
 _ENDS = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
 _END_OF_LEFT_S = 5.0  # each is killed at once; one that starts others as fast as it can is not waited for
@@ -169,6 +171,56 @@ def end_with_parent(parent: int | None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent is not None and os.getppid() != parent:  # it ended before
         os._exit(1)
+
+
+class _SignalEvent(ctypes.Structure):
+    """``struct sigevent``, with more room at its end than any system needs."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("rest", ctypes.c_byte * 64),
+    )
+
+
+class _TimerSpan(ctypes.Structure):
+    """``struct itimerspec``: interval, then time to the end, each in seconds and nanoseconds."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("again_s", "again_ns", "first_s", "first_ns"))
+
+
+@contextmanager
+def killed_after(seconds: float) -> Iterator[None]:
+    """Have the kernel kill this process if the block takes longer.
+
+    A POSIX timer that sends SIGKILL needs no thread and no GIL. It also ends a stopped process, which SIGALRM
+    does not. On a system without such timers there is no limit.
+    """
+    timer, library = ctypes.c_void_p(), _timer_library()
+    event = _SignalEvent(signal=signal.SIGKILL, notify=_SIGEV_SIGNAL)
+    is_set = (
+        library is not None
+        and library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0
+    )
+    if is_set:
+        span = _TimerSpan(first_s=int(seconds), first_ns=int(seconds % 1 * 1e9))
+        library.timer_settime(timer, 0, ctypes.byref(span), None)
+    try:
+        yield
+    finally:
+        if is_set:
+            library.timer_delete(timer)
+
+
+def _timer_library() -> Any:
+    """Return the library with timers: the C library, or librt with a glibc before 2.34; None elsewhere."""
+    for name in (None, "librt.so.1") if sys.platform == "linux" else ():
+        with suppress(OSError):
+            library = ctypes.CDLL(name)
+            if hasattr(library, "timer_create"):
+                return library
+    return None
 
 
 def adopt_orphans(enable: bool = True) -> bool:

@@ -162,6 +162,14 @@ def own_servers(idle_s: float = 60, *, light: bool = False) -> Iterator[Path]:
     assert not [pid for pid in pids if is_running(pid)]
 
 
+def compile_library(path: Path, source: str, *options: str) -> None:
+    """Compile C code into a shared library; without a compiler the test is skipped."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    command = ["cc", "-shared", "-fPIC", "-pthread", "-x", "c", "-", *options, "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+
+
 def leave() -> None:
     """Have this process no longer keep a server from ending."""
     client._memory.stays.close()

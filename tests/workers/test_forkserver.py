@@ -18,7 +18,7 @@ from processes import all_processes, children_of, is_running, wait_until
 
 from flower_gpu import WorkerDiedError, run_in_worker
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.workers.forkserver import client, control, program
+from flower_gpu.workers.forkserver import client, control, program, sockets
 
 pytestmark = forkservers.marks(timeout_s=120, own="folder")
 
@@ -37,6 +37,14 @@ def call() -> int:
     server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
     assert isinstance(server, int)
     return server
+
+
+def name_of_server(caller: Client) -> str:
+    """Return the name of a caller's server, which has been ended."""
+    caller.call("tasks_forkserver:server")
+    name = only_server().name
+    control.stop(wait_s=20)
+    return name
 
 
 class TestOneForAll:
@@ -168,6 +176,36 @@ class TestReplacement:
             assert call() != server
             forkservers.leave()
             assert wait_until(lambda: not is_running(server))
+
+    def test_one_that_is_stuck_in_its_start(self) -> None:
+        """It ends by itself, also if its starter is gone; other callers say what they wait for."""
+        with forkservers.own_servers(light=True) as folder, Client() as starter, Client() as other:
+            starter.do("from flower_gpu.workers.forkserver import program; program._START_S = 5.0")
+            other.do("from flower_gpu.workers.forkserver import waiting; waiting.SAY_S = 0.2")
+            lock = folder / f"{name_of_server(other)}.lock"
+            known = ("", str(starter.pid), lock.read_text())
+            starter.send("tasks_forkserver:server")
+            assert wait_until(lambda: lock.read_text() not in known, timeout_s=60)
+            stuck = int(lock.read_text())
+            os.kill(stuck, signal.SIGSTOP)
+            starter.kill()
+            assert other.call("tasks_forkserver:server") == only_server().pid != stuck
+            assert not is_running(stuck)
+            said = other.errors()
+            assert said.count(f"is being started by another process (pid {stuck})") == 1
+            assert "still waiting: the fork server has not started yet, within 300 s" in said
+
+    def test_one_whose_start_does_not_come_to_an_end(self) -> None:
+        """No caller waits for ever, for example where the starter was stopped."""
+        with (
+            forkservers.own_servers(light=True),
+            Client() as other,
+            sockets.locked(name_of_server(other), None),
+        ):
+            other.do("from flower_gpu.workers.forkserver import program; program.LONGEST_START_S = 1.0")
+            says = rf"WorkerStartError.*another process \(pid {os.getpid()}\), for more than 1 s"
+            with pytest.raises(forkservers.CallError, match=says):
+                other.call("tasks_forkserver:server")
 
     @pytest.mark.parametrize("kills", [1, 2])
     def test_one_that_is_killed_while_it_starts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sysconfig
 from pathlib import Path
 
 import forkservers
@@ -15,6 +16,7 @@ from test_choose import driver as driver
 
 import flower_gpu
 from flower_gpu.workers.forkserver import control
+from flower_gpu.workers.forkserver.libraries import Growth
 
 pytestmark = forkservers.marks(timeout_s=150, own="folder")
 
@@ -42,8 +44,28 @@ PACKAGES = {
     "hangs": "import os, time\nif os.getsid(0) == os.getpid(): time.sleep(600)\n",
     "breaks_later": 'import os\nif os.path.exists(__file__ + ".broken"): raise RuntimeError("broken")\n',
     "logs": 'import logging\nlogging.basicConfig(format="of a library: %(message)s", level=logging.INFO)\n',
+    "compiled": "from compiled import native\n",
+    "compiled_by_name": "",
     "hangs_later": 'import os, time\nif os.path.exists(__file__ + ".broken"): time.sleep(600)\n',
 }
+
+
+# An extension module that starts a thread while it is created, before its code runs. Those of polars do so.
+NATIVE = """
+#include <Python.h>
+#include <pthread.h>
+#include <unistd.h>
+
+static void *wait_for_ever(void *unused) { for (;;) pause(); return unused; }
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, 0, NULL};
+
+PyMODINIT_FUNC PyInit_native(void)
+{
+    pthread_t thread;
+    pthread_create(&thread, NULL, wait_for_ever, NULL);
+    return PyModule_Create(&module);
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +184,61 @@ class TestLibraries:
             assert only_server().pid == server
             learn(caller, "harmless")
             assert not {*harmful} & {*only_server().libraries}
+
+    @pytest.mark.parametrize("module", ["compiled", "compiled_by_name.native"])
+    def test_an_extension_that_starts_a_thread_is_tried_once(
+        self, module: str, python: str, environment: Path
+    ) -> None:
+        """Also if it is asked for by its own name: then nothing else is being imported meanwhile."""
+        library = module.partition(".")[0]
+        native = forkservers.site_packages(environment) / library / "native.so"
+        forkservers.compile_library(native, NATIVE, f"-I{sysconfig.get_paths()['include']}")
+        with forkservers.own_servers(light=True) as folder, Client(python) as caller:
+            server = caller.call("tasks_forkserver:server")
+            for _ in range(3):
+                assert caller.call("tasks_forkserver:uses", module) == [False]
+                assert until_only(lambda status: library in status.refused).pid == server
+            (log,) = folder.glob("*.log")
+            assert log.read_text().count("importing it starts a thread") == 1
+
+    @pytest.mark.parametrize(
+        ("told", "refused"),
+        [
+            ('["a"]', {"a"}),
+            ('["b", "of another"]', {"b", "of another"}),
+            ("[]", {"a", "b"}),
+            ('["of another"]', {"a", "b", "of another"}),
+            ("", {"a", "b"}),
+            ("null", None),
+        ],
+    )
+    def test_each_trial_that_fails_refuses_a_library_of_those_it_was_to_import(
+        self, told: str, refused: set[str] | None
+    ) -> None:
+        read, write = os.pipe()
+        os.write(write, told.encode())
+        os.close(write)
+        assert Growth(0, read, ["a.one", "a.two", "b"], deadline=0).refused() == refused
+
+    def test_a_trial_does_not_keep_a_server_that_nobody_uses(self, python: str) -> None:
+        with forkservers.own_servers(idle_s=1, light=True):
+            with Client(python) as caller:
+                assert caller.call("tasks_forkserver:uses", "hangs") == [False]
+                server = only_server().pid
+            assert wait_until(lambda: not is_running(server), timeout_s=60)
+
+    def test_a_caller_waits_once_for_a_trial_and_says_for_what(self, python: str) -> None:
+        with forkservers.own_servers(light=True), Client(python) as caller:
+            caller.do(
+                """
+                from flower_gpu.workers.forkserver import client, waiting
+                client.LEARN_S, waiting.SAY_S = 1.0, 0.2
+                """
+            )
+            for _ in range(3):
+                assert caller.call("tasks_forkserver:uses", "hangs") == [False]
+            reason = "still waiting: the fork server imports hangs, for at most 1 s"
+            assert caller.errors().count(reason) == 1
 
     def test_one_that_hangs(self, python: str, tmp_path: Path) -> None:
         """The server works on meanwhile, gives it up in the end, and ends at once when it is told to."""

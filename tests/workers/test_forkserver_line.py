@@ -15,6 +15,7 @@ from processes import is_running
 
 from flower_gpu.workers import messages
 from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.forkserver.waiting import Wait
 
 pytestmark = forkservers.marks(timeout_s=300)
 
@@ -81,6 +82,6 @@ def test_who_waits_in_line_minds_the_time_limit() -> None:
         here.settimeout(30)
         for _ in range(3):
             messages.send(there, messages.BUSY)
-        with pytest.raises(TimeoutError, match="had others to serve"):
-            client._ask_or_end(here, {"op": "open"}, [], time.monotonic() - 1)
+        with pytest.raises(TimeoutError, match="serves other callers first"):
+            client._ask_or_end(here, {"op": "open"}, [], time.monotonic() - 1, Wait())
         assert here.fileno() == -1

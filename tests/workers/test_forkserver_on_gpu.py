@@ -59,6 +59,42 @@ def test_a_call_with_a_gpu_finds_them(host: cuda_stub.Host) -> None:
             assert len({name, *(server.name for server in control.status())}) == 2
 
 
+# Loads one of cuDNN's libraries as slowly as from a disk of a network.
+SLOW = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+#include <unistd.h>
+
+void *dlopen(const char *file, int mode)
+{
+    if (file && strstr(file, "libcudnn_adv"))
+        sleep(4);
+    return ((void *(*)(const char *, int))dlsym(RTLD_NEXT, "dlopen"))(file, mode);
+}
+"""
+
+
+def test_a_server_that_loads_them_slowly_is_none_that_hangs(host: cuda_stub.Host, tmp_path: Path) -> None:
+    """It answers other callers meanwhile, and those that wait say for what."""
+    forkservers.compile_library(tmp_path / "slow.so", SLOW, "-ldl")
+    env = {**host.env, "LD_PRELOAD": f"{host.env['LD_PRELOAD']} {tmp_path / 'slow.so'}"}
+    with Client(env=env) as caller:
+        caller.do(
+            """
+            from flower_gpu.workers.forkserver import client, waiting
+            client._SAY_S = client._ANSWER_S = 2.0
+            waiting.SAY_S = 0.2
+            """
+        )
+        first = caller.call("tasks_forkserver:server")
+        assert parts(caller.call(TASK, gpu="require")) == [*ALL]
+        second = only_server()
+        assert (second.pid != first, second.uptime_s > 4) == (True, True)
+        assert "the fork server imports libraries for GPUs (cuDNN)" in caller.errors()
+        assert "has not answered" not in caller.errors()
+
+
 LOADS = """
 import ctypes, sys
 from types import ModuleType

@@ -25,6 +25,7 @@ from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import control, identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
 from flower_gpu.workers.forkserver.identity import Inherited
+from flower_gpu.workers.forkserver.waiting import Wait
 from flower_gpu.workers.interrupts import allowed_interrupts
 from flower_gpu.workers.messages import Gone
 
@@ -186,24 +187,24 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         own = messages.memory_file({"inherited": asdict(inherited), "env": dict(call.env)})
         patience = time.monotonic() + LEARN_S
-        tries, pause_s = 0, _FIRST_PAUSE_S
+        tries, pause_s, wait = 0, _FIRST_PAUSE_S, Wait()
         while tries < _TRIES:
             kind = _memory.known_kind()
             kind.without |= call.without
             try:
-                name, connection = _connected(kind, call, inherited, folder, deadline)
+                name, connection = _connected(kind, call, inherited, folder, deadline, wait)
             except Gone:  # it ended again at once, or hangs
                 tries += 1
                 continue
             now = time.monotonic() > patience
             message = {"op": "open", "now": now, "record": offer}
-            answer = _ask_or_end(connection, message, [folder, own], deadline)
+            answer = _ask_or_end(connection, message, [folder, own], deadline, wait)
             if "fit" in answer:
                 _memory.stays.ask(name)
                 return ServerPlace(connection, call)
             connection.close()
             if "wait" in answer:
-                _wait_a_moment(deadline, pause_s)
+                _pause(wait, f"{_importing(answer['wait'])}, for at most {LEARN_S:g} s", deadline, pause_s)
                 pause_s = min(pause_s * 1.2, _LONGEST_PAUSE_S)
                 continue
             tries += 1
@@ -231,35 +232,39 @@ def learn(
 ) -> None:
     """Have the fork server of this process import libraries now, so that no worker has to.
 
-    Returns when it has them, or when that takes too long; those that it cannot import, or that are not of an
-    installed package, are left to workers. ``tasks``: whose calls in this run will need them; workers for
-    these wait as well.
+    Returns once the server has them, or after ``patience_s``. Workers import those that the server cannot
+    import, and those that do not belong to an installed package.
+
+    ``tasks``: names of the tasks whose calls in this run need the libraries. Workers for them wait, too.
     """
-    patience = time.monotonic() + patience_s
+    patience, wait = time.monotonic() + patience_s, Wait()
+    missing = list(names)
     while time.monotonic() < patience:
         kind = _memory.known_kind()
         kind.without |= without
         environ = own_process.environment({})
         with (
             suppress(Gone),  # a successor has taken its place just now
-            _connect_or_start(kind, environ, patience) as connection,
+            _connect_or_start(kind, environ, patience, wait) as connection,
         ):
             message = {"op": "learn", "names": list(names), "kind": _kind(tasks, environ)}
-            if not ask(connection, message)["learning"]:
+            missing = ask(connection, message)["learning"]
+            if not missing:
                 return
-        _wait_a_moment(None, _FIRST_PAUSE_S)
+        _pause(wait, f"{_importing(missing)}, for at most {patience_s:g} s", None, _FIRST_PAUSE_S)
 
 
 def _ask_or_end(
-    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int], deadline: float | None
+    connection: socket.socket,
+    message: dict[str, Any],
+    descriptors: Sequence[int],
+    deadline: float | None,
+    wait: Wait,
 ) -> dict[str, Any]:
-    """Ask a server; one that says nothing is ended, and the answer is empty."""
+    """Ask a server and return its answer; a server that is silent is killed, and the answer is empty."""
 
     def in_line() -> None:
-        with allowed_interrupts():
-            pass  # one that has arrived comes now
-        if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError("the fork server had others to serve")
+        _pause(wait, "the fork server serves other callers first", deadline, 0)
 
     try:
         return ask(connection, message, descriptors, in_line, waiting=allowed_interrupts)
@@ -271,10 +276,16 @@ def _ask_or_end(
         raise
 
 
-def _wait_a_moment(deadline: float | None, pause_s: float) -> None:
+def _importing(libraries: Sequence[str]) -> str:
+    return f"the fork server imports {', '.join(libraries)}"
+
+
+def _pause(wait: Wait, reason: str, deadline: float | None, pause_s: float) -> None:
+    """Pause within a wait; TimeoutError with the reason for the wait after ``deadline``."""
     if deadline is not None and time.monotonic() > deadline:
-        raise TimeoutError("the fork server was importing libraries")
-    with allowed_interrupts():
+        raise TimeoutError(reason)
+    wait.say(reason)
+    with allowed_interrupts():  # a Ctrl-C that has arrived is raised now
         time.sleep(pause_s)
 
 
@@ -319,12 +330,12 @@ def _remember(kind: _ServerKind, answer: dict[str, Any]) -> None:
 
 
 def _connected(
-    kind: _ServerKind, call: Call, inherited: Inherited, folder: int, deadline: float | None
+    kind: _ServerKind, call: Call, inherited: Inherited, folder: int, deadline: float | None, wait: Wait
 ) -> tuple[str, socket.socket]:
     """Connect to a server of this kind, and of the call's preloaded data."""
     environ = inherited.environ
     if not call.preload:
-        return kind.name(environ), _connect_or_start(kind, environ, deadline)
+        return kind.name(environ), _connect_or_start(kind, environ, deadline, wait)
     if call.confinement is not None:
         raise WorkerStartError(
             "preload= cannot be used with --confine: its functions run in the fork server, which is not "
@@ -338,17 +349,23 @@ def _connected(
         message = {"op": "preload", "start": kind.start(name, preload)}
         with (
             open(messages.memory_file(asdict(inherited)), "rb") as own,
-            program.said_ready(deadline, None, what) as ready,
-            _connect_or_start(kind, environ, deadline) as base,
+            program.said_ready(deadline, None, what, wait) as ready,
+            _connect_or_start(kind, environ, deadline, wait) as base,
         ):
-            if not _ask_or_end(base, message, [folder, ready, lock, own.fileno()], deadline):
+            if not _ask_or_end(base, message, [folder, ready, lock, own.fileno()], deadline, wait):
                 raise Gone("the server with the libraries has ended")
 
-    return name, _connect_or(derive, name, deadline)
+    # Without a limit: the user's functions may load data for hours.
+    return name, _connect_or(derive, name, deadline, wait)
 
 
-def _connect_or_start(kind: _ServerKind, environ: Mapping[str, str], deadline: float | None) -> socket.socket:
-    """Connect to a server with libraries only."""
+def _connect_or_start(
+    kind: _ServerKind, environ: Mapping[str, str], deadline: float | None, wait: Wait
+) -> socket.socket:
+    """Connect to a server with libraries only, which is started if there is none.
+
+    Raises WorkerStartError if another process does not come to an end with the start of that server.
+    """
     name = kind.name(environ)
 
     def start(lock: int) -> None:
@@ -357,15 +374,21 @@ def _connect_or_start(kind: _ServerKind, environ: Mapping[str, str], deadline: f
                 "a worker under the GPU guard starts no fork server: all of the account's workers would be "
                 "kept to the GPUs of this one. Use start_method='spawn' within workers"
             )
-        program.start(kind.start(name), environ, deadline, lock)
+        program.start(kind.start(name), environ, deadline, lock, wait)
 
-    return _connect_or(start, name, deadline)
+    limit = time.monotonic() + program.LONGEST_START_S
+    try:
+        return _connect_or(start, name, limit if deadline is None else min(deadline, limit), wait)
+    except sockets.BeingStartedError as error:
+        if deadline is not None and time.monotonic() > deadline:
+            raise
+        raise WorkerStartError(f"{error}, for more than {program.LONGEST_START_S:g} s") from error
 
 
-def _connect_or(start: Callable[[int], None], name: str, deadline: float | None) -> socket.socket:
+def _connect_or(start: Callable[[int], None], name: str, deadline: float | None, wait: Wait) -> socket.socket:
     with suppress(Gone):
         return sockets.connect(name, _ANSWER_S)
-    with sockets.locked(name, deadline) as lock:
+    with sockets.locked(name, deadline, wait.say) as lock:
         with suppress(Gone):  # somebody else was first
             return sockets.connect(name, _ANSWER_S)
         start(lock)

@@ -11,9 +11,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.machinery import (
@@ -25,8 +25,7 @@ from importlib.machinery import (
 )
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError
@@ -43,6 +42,10 @@ ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
 # that found pyarrow imported build and read data sets of flwr-datasets (benchmarks/isolation/client_task.py).
 _THREADS_SURVIVE_FORKS = {"pyarrow"}
 
+
+# Stands for what load_for_gpus() loads, among the names of modules. From a slow disk it takes minutes, and
+# ctypes holds the GIL meanwhile: a server that did it itself would look as if it hung.
+_FOR_GPUS: Final = "libraries for GPUs (cuDNN)"
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -74,11 +77,13 @@ def cuda_is_touched() -> bool:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import modules in turn, and skip those that fail; UnfitLibraryError if one did harm.
+    """Import modules in turn and skip those that cannot be imported.
 
-    No garbage is collected meanwhile: modules make little, and looking for it takes long. Libraries'
-    changes of the root logger are undone, as all workers would have them: opacus gives it a handler, and each
-    line of a worker's would be there twice.
+    The garbage collector is off meanwhile: modules make little garbage, and looking for it takes long.
+    Changes of the root logger are undone, because all workers would inherit them. For example, opacus adds a
+    handler, and each line that a worker logs would appear twice.
+
+    Raises UnfitLibraryError if one of them did something that a fork could not undo.
     """
     watch, root, was_enabled = _ImportWatch(), logging.root, gc.isenabled()
     handlers, level = root.handlers[:], root.level
@@ -86,8 +91,9 @@ def import_all(names: Iterable[str]) -> None:
     sys.meta_path.insert(0, watch)
     try:
         for name in names:
-            with suppress(ImportError, AttributeError):
-                import_module(name)
+            if name not in sys.modules:
+                with watch.importing(name.partition(".")[0]), suppress(ImportError, AttributeError):
+                    import_module(name)
         watch.check()
     finally:
         sys.meta_path.remove(watch)
@@ -103,16 +109,20 @@ def import_own(function: str | None) -> None:
         import_module(function.partition(":")[0])
 
 
-@cache
-def load_for_gpus() -> frozenset[str]:
-    """Load the libraries of the first use of a GPU once, for all forks of this process.
+def load_for_gpus() -> set[str]:
+    """Load the libraries of the first use of a GPU for all forks of this process.
 
     Returns the variables that were read. A library that cannot be loaded is left to workers, which tell why.
     """
     for file in frameworks.loaded_on_gpu():
         with suppress(OSError):
             ctypes.CDLL(file)
-    return frozenset(frameworks.read_on_gpu())
+    return frameworks.read_on_gpu()
+
+
+@cache
+def _has_libraries_for_gpus() -> bool:
+    return bool(frameworks.loaded_on_gpu())
 
 
 def preload_on_cpu(functions: Preload) -> None:
@@ -141,8 +151,11 @@ def preload_on_cpu(functions: Preload) -> None:
 class _ImportWatch:
     """A finder in front of all others that checks the process after each library's import.
 
-    It looks where a library ends, or begins to import another one: at each of its modules that would take as
-    long as a fifth of the imports.
+    A check costs as much as a fifth of the imports if it follows each module. So the process is checked only
+    where a library ends, or begins to import another one.
+
+    An extension module runs code twice: when it is created and when it is executed. The threads of polars
+    start when its extension is created, so both steps are watched.
     """
 
     def __init__(self) -> None:
@@ -159,13 +172,33 @@ class _ImportWatch:
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None:
+                library = spec.name.partition(".")[0]
+                if isinstance(spec.loader, ExtensionFileLoader):
+                    self._watch(spec.loader, "create_module", library)
                 if isinstance(spec.loader, SourceFileLoader | SourcelessFileLoader | ExtensionFileLoader):
-                    self._wrap(spec)
+                    self._watch(spec.loader, "exec_module", library)
                 return spec
         return None
 
+    @contextmanager
+    def importing(self, library: str) -> Iterator[None]:
+        """Hold ``library`` responsible for what happens in the block."""
+        is_another = not self._running or self._running[-1] != library
+        if is_another:
+            self.check()  # what the library has done that imports this one
+        self._running.append(library)
+        try:
+            yield
+            if is_another:
+                self.check()
+        finally:
+            self._running.pop()
+
     def check(self) -> None:
-        """Raise if a thread or CUDA was started; also once more after a library caught the error."""
+        """Raise UnfitLibraryError if a thread or CUDA was started.
+
+        The error is raised again by each later check, because a library may have caught the first one.
+        """
         threads = _thread_count()
         grown, self._threads = threads > self._threads, threads
         innermost = self._running[-1] if self._running else ""
@@ -179,25 +212,15 @@ class _ImportWatch:
     def _names(self) -> list[str]:
         return list(dict.fromkeys(self._running))
 
-    def _wrap(self, spec: ModuleSpec) -> None:
-        loader: Any = spec.loader
-        execute = loader.exec_module
-        library = spec.name.partition(".")[0]
+    def _watch(self, loader: Any, step: str, library: str) -> None:
+        do = getattr(loader, step)
 
-        def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # another finder may have wrapped it as well
-            is_another = not self._running or self._running[-1] != library
-            if is_another:
-                self.check()  # what the library has done that imports this one
-            self._running.append(library)
-            try:
-                execute(module)
-                if is_another:
-                    self.check()
-            finally:
-                self._running.pop()
+        def watched(argument: Any) -> Any:
+            vars(loader).pop(step, None)  # another finder may have wrapped it as well
+            with self.importing(library):
+                return do(argument)
 
-        loader.exec_module = exec_module
+        setattr(loader, step, watched)
 
 
 def _thread_count() -> int:
@@ -206,21 +229,32 @@ def _thread_count() -> int:
 
 @dataclass(frozen=True)
 class Growth:
-    """A fork that imports libraries: process, pipe for the outcome, libraries, deadline."""
+    """A fork of the server that imports libraries and then takes the server's place."""
 
     pid: int
-    report: int
-    names: list[str]
-    deadline: float
+    report: int  # read end of the pipe on which it reports the outcome
+    names: list[str]  # modules that it imports
+    deadline: float  # on the clock of ``time.monotonic``
+    #: Callers, and kinds of calls, that have waited for it for too long and go on without.
+    without: set[int | str] = field(default_factory=set)
 
-    def refused(self) -> list[str] | None:
-        """Return the libraries that did harm, once it has told; None if it has taken its parent's place."""
+    def libraries(self) -> list[str]:
+        """Return the top-level names of the modules that it imports."""
+        return list(dict.fromkeys(name.partition(".")[0] for name in self.names))
+
+    def refused(self) -> set[str] | None:
+        """Read the outcome: libraries that did harm, or None if the fork has taken its parent's place.
+
+        At least one of the libraries that it was to import is refused. Otherwise, the next fork would import
+        the same ones, and so on for ever. All of them are refused if the fork blames none of them, or died.
+        """
         data = os.read(self.report, 1 << 16)
         os.close(self.report)
-        found: list[str] | None = (
-            json.loads(data) if data else [name.partition(".")[0] for name in self.names]
-        )
-        return found
+        blamed = json.loads(data) if data else []
+        if blamed is None:
+            return None
+        asked = set(self.libraries())
+        return {*blamed} if asked & {*blamed} else {*blamed, *asked}
 
 
 def learned_file(name: str) -> Path:
@@ -308,6 +342,11 @@ class Learning:
         """Note the coming imports of workers; only installed libraries count."""
         self.note([name for name in names if is_installed(name, self._folders)], *whose)
 
+    def ask_for_gpus(self, *whose: int | str) -> None:
+        """Note that workers are to use a GPU; their libraries for that are loaded once."""
+        if _FOR_GPUS not in self._tried and _has_libraries_for_gpus():
+            self.note([_FOR_GPUS], *whose)
+
     def note(self, names: Sequence[str], *whose: int | str) -> None:
         """Note a worker's imports. ``whose``: its caller, and the kind of call."""
         self._reported = list(dict.fromkeys([*self._reported, *names]))
@@ -322,9 +361,16 @@ class Learning:
             if name not in sys.modules and name not in self._tried and name.partition(".")[0] not in avoid
         ]
 
-    def is_worth_waiting(self, *whose: int | str) -> bool:
-        """Tell whether the next worker of these would import what is being imported right now."""
-        return self.running is not None and not self._reporters.isdisjoint(whose)
+    def awaited(self, *whose: int | str) -> list[str]:
+        """Return the libraries that are being imported and that the next worker of these needs, too."""
+        if self.running is None or self._reporters.isdisjoint(whose):
+            return []
+        return self.running.libraries() if self.running.without.isdisjoint(whose) else []
+
+    def go_on_without(self, *whose: int | str) -> None:
+        """Have these no longer wait for what is being imported now."""
+        if self.running is not None:
+            self.running.without.update(whose)
 
     def learn(self, names: list[str]) -> None:
         """Import modules, in a fork of the server.
@@ -333,6 +379,8 @@ class Learning:
         """
         with self._use.noted():
             import_all(names)
+        if _FOR_GPUS in names:
+            self._use.note_read(load_for_gpus())
         self._take_over([*self._learned, *(name for name in names if name in sys.modules)])
         self._tried |= set(names)
         self._reported, self._reporters = [], set()

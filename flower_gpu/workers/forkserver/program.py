@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from flower_gpu import frameworks
 from flower_gpu.errors import WorkerStartError
@@ -23,19 +23,27 @@ from flower_gpu.workers.forkserver.forking import READY, Become, Start, describe
 from flower_gpu.workers.forkserver.identity import LIMITS, SHAPING_LIMITS
 from flower_gpu.workers.forkserver.libraries import Learning, learned_file
 from flower_gpu.workers.forkserver.server import Server
+from flower_gpu.workers.forkserver.waiting import Wait
 from flower_gpu.workers.interrupts import allowed_interrupts
-from flower_gpu.workers.life import explained
+from flower_gpu.workers.life import explained, killed_after
 from flower_gpu.workers.threads import ONE_THREAD
 
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.5
+_MARGIN_S = 20.0  # for all but the imports
+
+#: Seconds that a start takes at most, with the second try. A process that holds the right to start a server
+#: for longer has been stopped, or cannot be killed.
+LONGEST_START_S: Final = 2 * _START_S + _MARGIN_S
 
 
 class _DiedError(WorkerStartError):
     """A server has ended during its start, without a reason."""
 
 
-def start(wanted: Mapping[str, Any], environ: Mapping[str, str], deadline: float | None, lock: int) -> None:
+def start(
+    wanted: Mapping[str, Any], environ: Mapping[str, str], deadline: float | None, lock: int, wait: Wait
+) -> None:
     """Start a fork server, and wait until it is ready; ``lock`` is the right to do so.
 
     ``wanted``: what becomes its :class:`~flower_gpu.workers.forkserver.forking.Start`.
@@ -46,7 +54,7 @@ def start(wanted: Mapping[str, Any], environ: Mapping[str, str], deadline: float
     for is_last in (False, True):
         had_learned = learned.exists()
         try:
-            with said_ready(deadline, _START_S, "the fork server") as ready:
+            with said_ready(deadline, _START_S, "the fork server", wait) as ready:
                 group = _start(wanted, environ, ready, lock)
             return
         except WorkerStartError as error:
@@ -60,7 +68,7 @@ def start(wanted: Mapping[str, Any], environ: Mapping[str, str], deadline: float
 
 def _start(wanted: Mapping[str, Any], variables: Mapping[str, str], ready: int, lock: int) -> int:
     """Start the program of a fork server, which becomes nobody's child; returns its process group."""
-    record = {"start": wanted, "ready": ready, "lock": lock}
+    record = {"start": wanted, "ready": ready, "lock": lock, "limit_s": _START_S}
     environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
     # What of ours a server needs; a run's own variables would mark it as a part of that run.
     if os.environ.get("FLOWER_GPU_STATE_DIR"):  # a relative one would be another in the server's folder
@@ -84,8 +92,10 @@ def _start(wanted: Mapping[str, Any], variables: Mapping[str, str], ready: int, 
 
 
 @contextmanager
-def said_ready(deadline: float | None, limit_s: float | None, what: str) -> Iterator[int]:
+def said_ready(deadline: float | None, limit_s: float | None, what: str, wait: Wait) -> Iterator[int]:
     """Yield a descriptor for the new server to write to, then wait until it has said that it is ready.
+
+    ``what``: what is being started, for messages.
 
     Raises WorkerStartError if it says something else, or nothing at all.
     Raises TimeoutError if it says nothing until ``deadline``.
@@ -100,6 +110,7 @@ def said_ready(deadline: float | None, limit_s: float | None, what: str) -> Iter
         while not messages.can_be_read(read, 0):
             with allowed_interrupts():
                 messages.can_be_read(read, _POLL_S)
+            wait.say(f"{what} has not started yet" + (f", within {limit_s:g} s" if limit_s else ""))
             now = time.monotonic()
             if deadline is not None and now > deadline:
                 raise TimeoutError(f"{what} was not ready in time")
@@ -136,16 +147,20 @@ def _serve() -> None:
         raise
     for descriptor in (ready, lock):
         os.set_inheritable(descriptor, False)
-    _leave_limits_of_starter()
     try:
-        wanted, use = Start(**record["start"]), EnvironmentUse()
-        learning = Learning(wanted.name, use, wanted.without)
-        ANSWERS.ask_nvml()
-        learning.begin()
-        sockets.remove_old_files()
-        state_folder.remove_left_socket_folders()
-        frameworks.use_one_thread()
-        Server(wanted, use, learning).run(ready, lock)
+        with killed_after(record["limit_s"]):  # the starter, which would kill it, may have been killed itself
+            sockets.name_starter(lock)
+            _leave_limits_of_starter()
+            wanted, use = Start(**record["start"]), EnvironmentUse()
+            learning = Learning(wanted.name, use, wanted.without)
+            ANSWERS.ask_nvml()
+            learning.begin()
+            sockets.remove_old_files()
+            state_folder.remove_left_socket_folders()
+            frameworks.use_one_thread()
+            server = Server(wanted, use, learning)
+            server.open(None)
+        server.run(ready, lock)
     except Become:
         raise
     except BaseException as error:

@@ -74,8 +74,7 @@ class Server:
         self._loop.settle()
 
     def run(self, ready: int, lock: int) -> None:
-        """Open a socket, say so through ``ready``, give up the right to start it (``lock``), and serve."""
-        self.open(None)
+        """Say through ``ready`` that this server is open, release the right to start it, and serve."""
         os.write(ready, READY)
         os.close(ready)
         os.close(lock)
@@ -105,13 +104,15 @@ class Server:
                     messages.send(session.connection, messages.BUSY)
 
     def _has_ended(self) -> bool:
-        if self._callers() or self._orphans or self._learning.running is not None:
+        growth = self._learning.running
+        # A fork that imports libraries does not count as a user, because it may never come to an end.
+        if self._callers() or self._orphans - ({growth.pid} if growth else set()):
             self._last_use = time.monotonic()
         if not self._draining:
             idle_s = time.monotonic() - self._last_use
             if idle_s > self._start.idle_s or sockets.identity(self._start.name) != self._socket_file:
                 self._drain()
-        if self._learning.running is not None and time.monotonic() > self._learning.running.deadline:
+        if growth is not None and time.monotonic() > growth.deadline:
             self._end_growth()
         working = any(session.pid >= 0 for session in self._sessions.values())
         return self._draining and not working and self._learning.running is None
@@ -167,19 +168,21 @@ class Server:
 
     def _on_open(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Take the record of a call that is about to come, and say whether this server is good for it."""
-        if self._learning.is_worth_waiting(session.caller, message["record"]["kind"]) and not message.get(
-            "now"
-        ):
-            return {"wait": True}
         if session.folder >= 0:
             raise ValueError("open twice")
         session.folder, session.own = descriptors
-        descriptors.clear()  # the session's now
+        descriptors.clear()  # the session closes them, also in a fork
         session.record = message["record"]
+        whose = session.caller, session.record["kind"]
+        if session.record["is_on_gpu"]:
+            self._learning.ask_for_gpus(*whose)
+            self._grow()
+        if message.get("now"):
+            self._learning.go_on_without(*whose)
+        elif awaited := self._learning.awaited(*whose):
+            return {"wait": awaited}
         if not self._is_as_it_was():
             return {"unfit": True}
-        if session.record["is_on_gpu"]:
-            self._use.note_read(libraries.load_for_gpus())
         different = self._use.differs_from(session.record["digests"])
         hidden = self._shadows.hidden(session.record["path"], os.readlink(f"/proc/self/fd/{session.folder}"))
         if different or hidden:
@@ -251,10 +254,10 @@ class Server:
         return {"staying": True}
 
     def _on_learn(self, session: Session, message: _Message, _: list[int]) -> _Answer:
-        """Import libraries before the first worker comes; returns whether there are more."""
+        """Import libraries before the first worker comes; answer with those that are not there yet."""
         self._learning.ask(message["names"], session.caller, message["kind"])
         self._grow()
-        return {"learning": bool(self._learning.wanted())}
+        return {"learning": sorted({name.partition(".")[0] for name in self._learning.wanted()})}
 
     def _on_status(self, session: Session, _: _Message, __: list[int]) -> _Answer:
         others = [other for other in self._callers() if other is not session]
@@ -286,6 +289,7 @@ class Server:
         start = Start(**message["start"])
 
         def begin() -> None:
+            sockets.name_starter(lock)
             Inherited(**messages.read_memory_file(own)).apply(folder)
             os.close(folder)
             self._start, self._began, self._calls = start, time.time(), 0
@@ -297,6 +301,7 @@ class Server:
                 os.write(ready, describe(error, is_of_user=True))
                 return
             self._files.note(identity.server_path())
+            self.open(None)
             self.run(ready, lock)
 
         pid = self._derive({folder, ready, lock, own}, begin)
@@ -455,7 +460,7 @@ class Server:
         if refused is None:
             self._drain(has_successor=True)
         else:
-            self._learning.refused |= set(refused)
+            self._learning.refused |= refused
             self._grow()
 
     def _drain(self, *, has_successor: bool = False) -> None:

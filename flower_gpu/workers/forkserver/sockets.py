@@ -16,8 +16,9 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -183,13 +184,18 @@ def remove(name: str, which: tuple[int, int] | None) -> None:
             (folder() / f"{name}.socket").unlink()
 
 
+class BeingStartedError(TimeoutError):
+    """Another process holds the right to start a fork server."""
+
+
 @contextmanager
-def locked(name: str, deadline: float | None) -> Iterator[int]:
-    """Hold the right to start fork server ``name``; yields the descriptor of the lock.
+def locked(name: str, deadline: float | None, say: Callable[[str], object] = lambda _: None) -> Iterator[int]:
+    """Hold the right to start fork server ``name``; yield the descriptor of the lock.
 
-    A process that inherits the descriptor holds the lock, too.
+    A process that inherits the descriptor holds the lock, too. ``say``: receives the reason for the wait,
+    now and then.
 
-    Raises TimeoutError if another process holds it until ``deadline`` (of ``time.monotonic``).
+    Raises BeingStartedError if another process holds it until ``deadline`` (of ``time.monotonic``).
     Raises ConfigError if this process is confined: what it starts would be confined as well.
     """
     path = folder() / f"{name}.lock"
@@ -197,19 +203,37 @@ def locked(name: str, deadline: float | None) -> Iterator[int]:
         pass
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        sleep = partial(_sleep, descriptor, name, say)
         try:
-            late = f"fork server {name} is being started by another process"
-            files.lock(descriptor, deadline, pauses_s=_PAUSES_S, late=late, sleep=_sleep)
+            try:
+                files.lock(descriptor, deadline, pauses_s=_PAUSES_S, sleep=sleep)
+            except TimeoutError:
+                raise BeingStartedError(_is_starting(descriptor, name)) from None
             if files.still_has_name(descriptor, path):  # else it was removed as an old file
+                name_starter(descriptor)
                 yield descriptor
                 return
         finally:
             os.close(descriptor)
 
 
-def _sleep(seconds: float) -> None:
+def name_starter(lock: int) -> None:
+    """Write into a file that :func:`locked` has locked that this process is the one to wait for."""
+    with suppress(OSError):  # a full disk: then other callers cannot name the process
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+
+
+def _sleep(lock: int, name: str, say: Callable[[str], object], seconds: float) -> None:
+    say(_is_starting(lock, name))
     with allowed_interrupts():
         time.sleep(seconds)
+
+
+def _is_starting(lock: int, name: str) -> str:
+    """Return a clause that says which process starts a server."""
+    pid = os.pread(lock, 20, 0).decode(errors="replace")
+    return f"fork server {name} is being started by another process" + (f" (pid {pid})" if pid else "")
 
 
 #: The file, in the state folder. It is empty.
