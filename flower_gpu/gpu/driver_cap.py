@@ -120,6 +120,9 @@ def join(limits: Mapping[str, int]) -> Path:
             _limit(group, limits)
             (group / "cgroup.procs").write_text(str(os.getpid()))
             _OWN_GROUP.group = group
+            # The GPU guard and the confinement come next. Landlock restricts the calling thread only, so the
+            # thread that has asked NVML must be gone. The task may start NVML again.
+            inventory.close()
         _OWN_GROUP.limits = limits
     except (_UnavailableError, OSError, QueryError) as error:
         raise GPUUnavailableError(

@@ -5,6 +5,7 @@ It keeps NVML started while questions come often, and ends when they stop, or be
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ T = TypeVar("T")
 IDLE_S = 5.0
 _CLOSE_S = 5.0
 _FORK_WAIT_S = 1.0  # for an answer that another thread waits for
+_EXIT_S = 1.0  # from the last step of a thread to its end in the kernel
+_EXIT_LOOK_S = 0.0005
 
 
 class LateError(Exception):
@@ -98,7 +101,10 @@ class NVMLThread:
             self._lock.release()
 
     def close(self) -> None:
-        """Give NVML back and end the thread, unless it hangs."""
+        """Give NVML back and end the thread, unless it hangs.
+
+        Afterwards the kernel no longer lists the thread, so Landlock can restrict the process.
+        """
         with self._lock:
             self._end()
 
@@ -139,8 +145,9 @@ class NVMLThread:
                 self._last.wait(_CLOSE_S)
             question = self._put(_Question(self._close, is_last=True))
             question.answer(_CLOSE_S)
-            # Whoever has answered: a Ctrl-C may have left a thread that nobody knows of.
+            # The thread that has answered: a Ctrl-C may have left one that nobody knows of.
             question.thread.join()
+            _wait_for_exit(question.thread)
 
     def _run(self) -> None:
         idle_s: float | None = IDLE_S
@@ -158,3 +165,15 @@ class NVMLThread:
                 return
             del question  # with what was found: not kept until the next one
             idle_s = IDLE_S
+
+
+def _wait_for_exit(thread: threading.Thread) -> None:
+    """Wait until the kernel has removed a thread that has been joined.
+
+    Before Python 3.13 ``join`` waits for the interpreter's part of the thread only. The kernel listed every
+    second thread for a moment longer when that was tried.
+    """
+    path = f"/proc/self/task/{thread.native_id}"
+    deadline = time.monotonic() + _EXIT_S
+    while os.path.exists(path) and time.monotonic() < deadline:  # noqa: PTH110 - a Path takes longer
+        time.sleep(_EXIT_LOOK_S)

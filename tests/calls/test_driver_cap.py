@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,89 +13,21 @@ from typing import Any
 import cuda_stub
 import driver_cap_tasks
 import pytest
+from driver_cap_host import CALLER, SPAWNED, Host, host_in_group
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB, NO_PERMISSION
-
-from flower_gpu import control_group, trace
 
 MIB = 2**20
 OUT_OF_MEMORY = driver_cap_tasks.OUT_OF_MEMORY
 
 pytestmark = pytest.mark.timeout(240)
 
-# Runs calls one after the other: task, arguments, options; prints their results, or their errors.
-CALLER = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from flower_gpu import run_in_worker
-for task, arguments, options in json.loads(sys.argv[2]):
-    try:
-        found = run_in_worker(f"driver_cap_tasks:{task}", *arguments, **options)
-    except Exception as error:
-        found = [type(error).__name__, str(error)]
-    print(json.dumps(found), flush=True)
-"""
-SPAWNED = {"start_method": "spawn", "gpu": "require", "gpu_memory": "3GiB"}
-
-
-class Host:
-    """Cards, a ledger, and the control group that callers are in."""
-
-    def __init__(self, cards: cuda_stub.Host, folder: Path, group: Path) -> None:
-        self.cards, self.folder, self.group = cards, folder, group
-        self.env = {**os.environ, **cards.env, "FLOWER_GPU_RUN_DIR": str(folder)}
-        for name in ("LEDGER", "STATE"):
-            made = folder / name
-            made.mkdir()
-            made.chmod(0o1777 if name == "LEDGER" else 0o700)
-            self.env[f"FLOWER_GPU_{name}_DIR"] = str(made)
-
-    def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
-        """Start a program in the group."""
-        joined = f'echo $$ > {self.group}/cgroup.procs && exec "$@"'
-        return subprocess.Popen(
-            ["sh", "-c", joined, "sh", *command],
-            env={**self.env, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *command: str, **env: str) -> str:
-        with self.start(*command, **env) as program:
-            out, err = program.communicate(timeout=200)
-        assert program.returncode == 0, err
-        return out
-
-    def calls(self, *calls: tuple[str, list[Any], dict[str, Any]], **env: str) -> list[Any]:
-        script = [sys.executable, "-c", CALLER, str(Path(__file__).parent), json.dumps(calls)]
-        return [json.loads(line) for line in self.run(*script, **env).splitlines()]
-
-    def left(self) -> list[str]:
-        """Return the groups of workers."""
-        return [path.name for path in self.group.glob("flower-gpu-*")]
-
-    def reserved(self) -> int:
-        """Return what groups of workers that are there have reserved on the first card."""
-        lines = [path.read_text().split() for path in (self.cards.folder / "limits").glob("0*")]
-        return sum(int(soft) for soft, _, group in lines if Path(group).exists())
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in trace.read(self.folder / trace.FILE_NAME) if event["event"] == kind]
-
 
 @pytest.fixture
 def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[Host]:
-    groups = control_group.unified()
-    group = groups[-1] / f"test-{os.getpid()}" if groups else tmp_path
-    try:
-        group.mkdir()
-    except OSError:
-        pytest.skip("no control groups of version 2, or no right to make one")
-    yield Host(cuda_host(gpus=1, driver="615.20.01"), tmp_path, group)
-    for left in (*group.glob("*/"), group):
-        left.rmdir()
+    with host_in_group(cuda_host(gpus=1, driver="615.20.01"), tmp_path) as host:
+        yield host
 
 
 def test_code_that_asks_cuda_itself_gets_no_more_than_the_lease(host: Host) -> None:

@@ -1,0 +1,58 @@
+"""What a worker, a confined one too, and each rank of a call could do on its host."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as torch_distributed
+
+from flower_gpu import distributed
+from flower_gpu.pytorch.distributed import rank, total, world_size
+
+GIB = 1 << 30
+
+_join = torch_distributed.init_process_group
+
+
+def _join_by_gloo(backend: str, **options: Any) -> None:
+    """Join ranks on the CPU: NCCL brings a runtime of its own, which the stand-in does not replace."""
+    _join("gloo", **{name: value for name, value in options.items() if name != "device_id"})
+
+
+torch_distributed.init_process_group = _join_by_gloo  # type: ignore[assignment]
+
+
+def look(other: str, notes: str = "") -> dict[str, Any]:
+    """Open another GPU's device file, and take more memory than the lease has; return what came of it."""
+    try:
+        Path(other).read_text()
+        opened = "opened"
+    except OSError as error:
+        opened = type(error).__name__
+    torch.zeros(1, device="cuda")
+    cuda = ctypes.CDLL(None)
+    code = cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(15 * GIB + GIB // 2))
+    cuda.cudaGetLastError()  # otherwise PyTorch takes the error for its own
+    found = {
+        "rank": rank(),
+        "pid": os.getpid(),
+        "opened": opened,
+        "malloc": code,
+        "sms": torch.cuda.get_device_properties(0).multi_processor_count,
+        "group": Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip(),
+    }
+    if notes:
+        Path(notes, os.urandom(4).hex()).write_text(json.dumps(found))
+    return found
+
+
+@distributed
+def look_in_ranks(other: str, notes: str) -> None:
+    """The same in each rank, after all of them have met."""
+    assert total(1) == world_size()
+    look(other, notes)
