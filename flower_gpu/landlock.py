@@ -160,7 +160,8 @@ class Ruleset:
         would stay as they are.
         """
         if (threads := sum(1 for _ in os.scandir("/proc/self/task"))) > 1:
-            raise LandlockUnavailableError(f"{threads - 1} other threads of the worker run already")
+            count = "another thread" if threads == 2 else f"{threads - 1} other threads"
+            raise LandlockUnavailableError(f"{count} ran before the process could be restricted")
         with _explained():
             try:
                 _call(_RESTRICT_SELF, self._descriptor, 0)

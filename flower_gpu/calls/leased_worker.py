@@ -49,7 +49,8 @@ def setup() -> AbstractContextManager[None]:
         if lease is not None and lease.by_driver:  # first: then it may still make its group
             group = driver_cap.join({share.uuid: share.memory_bytes for share in lease.shares})
             events.send("driver_cap", group=str(group))
-        guard.apply(os.environ)
+        if reason := guard.apply(os.environ):
+            events.send("no_guard", reason=reason)
         confinement.apply(os.environ)
     threads.apply()
     THIS_WORKER.ranks = None  # those of an earlier call

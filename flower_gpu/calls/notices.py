@@ -13,7 +13,7 @@ from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.lease import Lease, LeaseRequest, Share
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.wording import describe
-from flower_gpu.options import USE_GPU
+from flower_gpu.options import GPU_GUARD, USE_GPU
 from flower_gpu.printable import format_bytes
 from flower_gpu.workers import events
 
@@ -31,6 +31,19 @@ def say_once(text: str, level: int = logging.WARNING) -> None:
     if text not in _said:
         _said.add(text)
         _log.log(level, text)
+
+
+def say_no_guard(reason: str, *, is_expected: bool) -> None:
+    """Log once that the kernel does not keep calls from GPUs of other leases.
+
+    ``is_expected``: this host has no guard at all, or the user runs calls where there is none. Then the line
+    is no warning.
+    """
+    text = f"no GPU guard: calls can use any GPU of this host ({reason})"
+    if is_expected:
+        say_once(text, logging.INFO)
+    else:
+        say_once(f"{text}. --gpu-guard require ({GPU_GUARD.variable}) refuses such calls")
 
 
 def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import trace
+from flower_gpu.calls import notices
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError, text_of
-from flower_gpu.gpu import driver_cap
+from flower_gpu.gpu import driver_cap, guard
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
@@ -146,6 +147,9 @@ class Told:
         elif kind == "gpu_used" and self.ticket is not None:  # of a confined worker
             used = used_of_lease(event["used"], self.lease)
             self.ticket.report_worker(self.record["pid"], self._base_bytes, used)
+        elif kind == "no_guard":
+            self.record["no_guard"] = event["reason"]
+            notices.say_no_guard(event["reason"], is_expected=guard.problem() is not None)
         elif kind == "driver_cap":
             shares = self.lease.shares if self.lease is not None else ()
             driver_cap.worker_is_in(Path(event["group"]), tuple(share.uuid for share in shares))

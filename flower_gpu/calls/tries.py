@@ -202,13 +202,15 @@ class Tries:
         settings = self.settings.worker
         confinement = settings.confinement
         self.method = method = self._chosen()
-        if reason := guard.why_none(gpu_env, has_worker=method.is_own_process):
-            notices.say_once(f"{self.label}: no GPU guard: {reason}", logging.INFO)
+        if no_guard := guard.why_none(gpu_env, has_worker=method.is_own_process):
+            notices.say_no_guard(no_guard, is_expected=not method.is_own_process)
         count = threads.of_worker(settings.threads, settings.env, copies_caller=method.copies_caller)
         env = {**threads.environment(count, settings.env), **gpu_env, **_confined(confinement)}
         if self.settings.gpu.request.count > 1 and method.is_own_process:
             env.update(_for_ranks(settings, self.settings.gpu.request.count))
         record: dict[str, Any] = {**self.fields, "start_method": method.name, "threads": count}
+        if no_guard:
+            record["no_guard"] = no_guard
         if self.settings.own:
             record["own"] = dict(self.settings.own)
         if held is not None:

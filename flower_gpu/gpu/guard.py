@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Final
 
 from flower_gpu import landlock, unkillable
@@ -21,6 +23,7 @@ from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD
 
 # The value of the variable where nobody knows a GPU's files.
 _EVERYTHING: Final = "*"
+_MOST_TOLD: Final = 200  # characters of an error that nobody expects
 
 
 def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
@@ -58,19 +61,59 @@ def describe(environ: Mapping[str, str] = os.environ) -> str:
     if not device_files.of_host(environ):
         return ""
     if reason := problem(environ):
-        return f"no GPU guard: apps can use any GPU of this host ({reason})"
-    return f"GPU guard: the kernel keeps workers to the GPUs of their lease (Landlock {landlock.version()})"
+        return _none(reason)
+    rules = f"to the GPUs of their lease (Landlock {landlock.version()})"
+    if reason := _problem_of_new_process():
+        is_required = GPU_GUARD.resolve(None, environ) == "require"
+        spawned = "are refused" if is_required else "can use any GPU of this host"
+        return f"GPU guard: the kernel keeps forked workers {rules}; spawned workers {spawned} ({reason})"
+    return f"GPU guard: the kernel keeps workers {rules}"
 
 
 def outside_of_workers(environ: Mapping[str, str] = os.environ) -> str:
     """Return a line for where processes other than workers import an app; empty where there is no GPU."""
-    line = describe(environ)
-    if not line or problem(environ):
-        return line
+    if not device_files.of_host(environ):
+        return ""
+    if reason := problem(environ):
+        return _none(reason)
     return (
         "the GPU guard is for workers: code that a plain flwr-clientapp imports, and calls in "
         "process, can use any GPU of this host; flower-gpu supernode and simulate run apps in workers only"
     )
+
+
+def _none(reason: str) -> str:
+    return f"no GPU guard: apps can use any GPU of this host ({reason})"
+
+
+# Says why a new process of this Python could not be restricted; nothing if it could.
+_TRIAL: Final = """
+from flower_gpu import landlock
+try:
+    with landlock.without(()) as rules:
+        rules.restrict_self()
+except landlock.LandlockUnavailableError as error:
+    print(error)
+"""
+_TRIAL_S: Final = 60.0
+
+
+@cache
+def _problem_of_new_process() -> str:
+    """Return why the guard cannot be set in a new process of this Python; empty if it can.
+
+    Spawned workers are such processes. ``sitecustomize`` and ``.pth`` files may start threads there before
+    any code of ours runs, as agents of monitoring services do. A fork has one thread.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRIAL], capture_output=True, text=True, timeout=_TRIAL_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the guard cannot be tried: {error}"
+    if done.returncode:
+        return f"the guard cannot be tried: {done.stderr.strip()[-_MOST_TOLD:]}"
+    return done.stdout.strip()
 
 
 def why_none(told: Mapping[str, str], *, has_worker: bool) -> str:
@@ -106,31 +149,40 @@ def check_without_worker(environ: Mapping[str, str]) -> None:
 
 
 class _ThisProcess:
-    """What this process was told when it gave up the files, or when there were none; None before."""
+    """The guard of this process.
 
-    told: str | None = None
+    ``files``: the variable with which the guard was set; None before.
+    ``problem``: why it could not be set; empty if it was.
+    """
+
+    files: str | None = None
+    problem: str = ""
 
 
 _THIS_PROCESS: Final = _ThisProcess()
 
 
-def apply(environ: Mapping[str, str]) -> None:
+def apply(environ: Mapping[str, str]) -> str:
     """Give up, in this worker and all that it starts, every GPU's files but those of its lease.
 
-    A worker that runs several calls looks at that for the first one: they all have the same variables.
+    A worker that runs several calls does so for the first one, because all of them have the same variables.
 
+    Returns why this worker could not be guarded; empty if it is, or if no guard is wanted.
     Raises ConfigError if a guard is required and there can be none.
     """
-    told = environ.get(DEVICES_VARIABLE)
-    if told is not None and told == _THIS_PROCESS.told:
-        return
+    files = environ.get(DEVICES_VARIABLE)
+    if files is not None and files == _THIS_PROCESS.files:
+        return _THIS_PROCESS.problem
+    problem = ""
     try:
         if is_wanted(environ):
             _give_up(device_files.of_host(environ), granted(environ))
-        _THIS_PROCESS.told = told
     except landlock.LandlockUnavailableError as error:
         if GPU_GUARD.resolve(None, environ) == "require":
             raise _required(str(error)) from None
+        problem = str(error)
+    _THIS_PROCESS.files, _THIS_PROCESS.problem = files, problem
+    return problem
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:

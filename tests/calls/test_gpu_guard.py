@@ -15,7 +15,7 @@ from guard_host import CONFINED, METHODS
 from nvml_stub import Host
 
 import flower_gpu
-from flower_gpu import errors, landlock
+from flower_gpu import errors, landlock, trace
 from flower_gpu.cli import main as cli
 from flower_gpu.gpu import device_files, guard
 from flower_gpu.workers import confinement
@@ -122,7 +122,8 @@ class TestWorker:
         assert found["off"]["here"] == FILES
 
     def test_it_is_said_where_there_is_none(self, found: dict[str, Any]) -> None:
-        assert found["said"] == ["call: no GPU guard: it runs in its caller's own process"]
+        [said] = found["said"]
+        assert said.startswith("no GPU guard:") and "it runs in its caller's own process" in said
         assert "a plain flwr-clientapp imports" in str(found["outside of workers"])
         assert "this call has no worker of its own" in found["without a worker"]
 
@@ -156,6 +157,60 @@ from flower_gpu.workers.forkserver import control
 found = run_in_worker("guard_tasks:nested", start_method="spawn", gpu="never")
 print(json.dumps({**found, "servers": [str(one) for one in control.status()]}))
 """
+
+
+# As agents of monitoring services do.
+_STARTS_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+"""
+_BESIDE_A_THREAD = """
+import json, logging, os, sys
+from flower_gpu import run_in_worker
+from flower_gpu.gpu import guard
+lines = []
+handler = logging.Handler(logging.WARNING)
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("flwr.flower_gpu").addHandler(handler)
+[device] = sys.argv[1:]
+opened = [
+    run_in_worker("guard_tasks:opened", [device], start_method=method, gpu="never")["here"]
+    for method in ("forkserver", "spawn", "spawn")
+]
+os.environ["FLOWER_GPU_GUARD"] = "require"
+try:
+    run_in_worker("guard_tasks:opened", [device], start_method="spawn", gpu="never")
+except Exception as error:
+    refused = str(error)
+print(json.dumps([opened, [line for line in lines if "guard" in line], guard.describe(), refused]))
+"""
+
+
+@needs_landlock
+def test_a_guard_that_cannot_be_set_is_said(tmp_path: Path, run_script: Any) -> None:
+    """A forked worker is guarded, because a fork has one thread."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(_STARTS_THREAD)
+    device = tmp_path / "nvidia9"
+    device.touch()
+    (tmp_path / "state").mkdir(mode=0o700)
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), *sys.path]),
+        "FLOWER_GPU_GUARDED": str(device),
+        "FLOWER_GPU_STATE_DIR": str(tmp_path / "state"),
+        "FLOWER_GPU_SERVER_IDLE_S": "1",
+        "FLOWER_GPU_RUN_DIR": str(tmp_path),
+    }
+    done = run_script(_BESIDE_A_THREAD, str(device), env=env)
+    opened, lines, described, refused = json.loads(done.stdout.splitlines()[-1])
+    reason = "another thread ran before the process could be restricted"
+    assert opened == [[], [str(device)], [str(device)]]
+    [line] = lines
+    assert line.startswith("no GPU guard: calls can use any GPU of this host") and reason in line
+    assert "keeps forked workers" in described and reason in described
+    assert "--gpu-guard require" in refused and reason in refused
+    ends = [event for event in trace.read(tmp_path / trace.FILE_NAME) if event["event"] == "worker_finished"]
+    assert [event.get("no_guard") for event in ends] == [None, reason, reason, None]
 
 
 def test_root_is_not_needed(run_script: Any) -> None:
