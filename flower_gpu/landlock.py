@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import stat
 import struct
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -124,13 +123,21 @@ class Ruleset:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return  # gone meanwhile, or nobody's business here
+        rights &= self._files
         try:
-            rights &= self._files
-            if not stat.S_ISDIR(os.fstat(file).st_mode):
-                rights &= _OF_A_FILE
-            _call(_ADD_RULE, self._descriptor, _PATH_BENEATH, struct.pack("=Qi", rights, file), 0)
+            try:
+                self._add_path(rights, file)
+            except OSError as error:
+                # The kernel's answer to rights that only folders have, for a file. Asked by ``fstat``, a dead
+                # network disk would keep the worker waiting for ever.
+                if error.errno != errno.EINVAL or not rights & _OF_A_FILE:
+                    raise
+                self._add_path(rights & _OF_A_FILE, file)
         finally:
             os.close(file)
+
+    def _add_path(self, rights: int, file: int) -> None:
+        _call(_ADD_RULE, self._descriptor, _PATH_BENEATH, struct.pack("=Qi", rights, file), 0)
 
     def allow_beside(
         self, paths: Collection[str], above: Container[str], rights: int, folder: str = "/"
@@ -190,8 +197,8 @@ def without(paths: Collection[str], but: Collection[str] = ()) -> Iterator[Rules
     """
     above = set()
     for path in paths:
-        while path != "/":
-            above.add(path := os.path.dirname(path))  # noqa: PTH120 - each worker does it
+        while (parent := os.path.dirname(path)) != path:  # noqa: PTH120 - each worker does it
+            above.add(path := parent)
     with closing(Ruleset(DEVICE | _MAKE_CHAR | _MAKE_BLOCK | _REFER)) as rules:
         with _explained():
             rules.allow_beside(frozenset(paths), above, DEVICE)

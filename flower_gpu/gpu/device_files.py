@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -64,7 +67,8 @@ def _render_nodes(bus_id: str) -> Iterator[str]:
 
 def of_host(environ: Mapping[str, str]) -> list[str]:
     """Return the files and folders of this host by which GPUs of NVIDIA can be opened."""
-    found = [path for path in environ.get(GUARDED_VARIABLE, "").split(os.pathsep) if path]
+    named = environ.get(GUARDED_VARIABLE, "").split(os.pathsep)
+    found = [os.path.abspath(path) for path in named if path]  # noqa: PTH100 - each worker does it
     mounts = list(_second_mounts())  # a container may have the host's device files twice
     for folder in (_DEV, *(place for _, place in mounts)):
         with suppress(OSError), os.scandir(folder) as entries:
@@ -111,3 +115,31 @@ def numbers(paths: Iterable[str]) -> set[int]:
             elif stat.S_ISCHR(file.st_mode):
                 found.add(file.st_rdev)
     return found
+
+
+# ``struct statx`` of statx(2): the type of a file, and its device number if it is a device.
+_STATX: Final = struct.Struct("=28xH98xII120x")
+_OF_DESCRIPTOR: Final = 0x1000 | 0x4000  # AT_EMPTY_PATH, AT_STATX_DONT_SYNC of linux/fcntl.h
+_TYPE: Final = 1  # STATX_TYPE
+
+
+def number_of(descriptor: int) -> int | None:
+    """Return the device number of an open file; None if the file is no character device.
+
+    The kernel answers from its cache. ``os.fstat`` would ask the server of a network disk, and a dead one
+    never answers.
+    """
+    if (statx := _statx()) is None:
+        file = os.fstat(descriptor)
+        return file.st_rdev if stat.S_ISCHR(file.st_mode) else None
+    found = ctypes.create_string_buffer(_STATX.size)
+    if statx(descriptor, b"", _OF_DESCRIPTOR, _TYPE, found):
+        return None
+    mode, major, minor = _STATX.unpack(found.raw)
+    return os.makedev(major, minor) if stat.S_ISCHR(mode) else None
+
+
+@cache  # to load the library takes longer than the call
+def _statx() -> Callable[..., int] | None:
+    """Return the function of the C library; None in one from before 2018."""
+    return getattr(ctypes.CDLL(None), "statx", None)

@@ -8,7 +8,6 @@ whatever they set ``CUDA_VISIBLE_DEVICES`` to.
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -218,8 +217,7 @@ def _close_devices(numbers: set[int]) -> None:
     """Close open files of these devices, such as those of a preload function."""
     for descriptor in list(map(int, os.listdir("/proc/self/fd"))):  # noqa: PTH208 - each worker does it
         with suppress(OSError):
-            found = os.fstat(descriptor)
-            if stat.S_ISCHR(found.st_mode) and found.st_rdev in numbers:
+            if device_files.number_of(descriptor) in numbers:
                 os.close(descriptor)
 
 

@@ -159,6 +159,37 @@ print(json.dumps({**found, "servers": [str(one) for one in control.status()]}))
 """
 
 
+@needs_landlock
+@pytest.mark.skipif(bool(confinement.problem()), reason=f"no confinement: {confinement.problem()}")
+def test_a_dead_disk_holds_up_no_worker(tmp_path: Path) -> None:
+    """The disk is mounted directly below the root folder, and no app has asked for it."""
+    (tmp_path / "dev").mkdir()
+    device = tmp_path / "dev" / "nvidia9"
+    device.touch()
+    (tmp_path / "state").mkdir(mode=0o700)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "FLOWER_GPU_GUARDED": str(device),
+        "FLOWER_GPU_STATE_DIR": str(tmp_path / "state"),
+        "FLOWER_GPU_SERVER_IDLE_S": "1",
+    }
+    command = ["unshare", "--mount", sys.executable, str(Path(__file__).with_name("dead_disk_host.py"))]
+    try:
+        done = subprocess.run(
+            [*command, str(device)], env=env, capture_output=True, text=True, timeout=150, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if done.returncode and "unshare failed" in done.stderr:
+        pytest.skip("needs the right to make a mount namespace")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    assert found == dict.fromkeys(("forkserver", "spawn", "fork", "confined"), False)
+
+
 # As agents of monitoring services do.
 _STARTS_THREAD = """
 import threading, time
