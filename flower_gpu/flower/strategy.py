@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from logging import WARNING
 from typing import Any, ClassVar
 
-import numpy as np
 from flwr.common import (
+    Array,
     ArrayRecord,
     ConfigRecord,
     FitRes,
@@ -19,8 +19,8 @@ from flwr.common import (
     Parameters,
     Scalar,
     ndarrays_to_parameters,
-    parameters_to_ndarrays,
 )
+from flwr.common.constant import SType
 from flwr.common.logger import log
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -30,10 +30,11 @@ from flwr.serverapp.strategy import FedAvg as _MessageFedAvg
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
-from flower_gpu.errors import ConfigError
+from flower_gpu.errors import ConfigError, InvalidResultError
 from flower_gpu.flower import rounds, streaming
 from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
+from flower_gpu.flower.running_mean import RunningMean
 from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.workers.call import Task
 
@@ -195,8 +196,11 @@ class LegacyFedAvg(_NumPyClientFedAvg):
 
     As ``flwr.server.strategy.FedAvg``, for ``ServerApp(server_fn)`` and ``start_server``, without client
     evaluation. Training metrics are averaged over examples unless ``fit_metrics_aggregation_fn`` is given,
-    failures are logged with their reason, and integer arrays are averaged too (Flower's own in-place
-    average turns them into zeros).
+    and failures are logged with their reason.
+
+    Sums are formed in 64-bit floats, one model at a time. An array stays an integer if all clients send
+    integers, and its mean is rounded. Otherwise it has the dtype that holds those of all clients. Flower's
+    own average turns integers into zeros, and cuts floats where the first client sends integers.
 
     Parameters
     ----------
@@ -273,10 +277,11 @@ fit_metrics_aggregation_fn
                     server_round,
                     result.status.message,
                 )
-        parameters, metrics = super().aggregate_fit(server_round, results, failures)
-        if parameters is not None:
-            parameters = _with_integers(parameters, results)
-        return parameters, metrics
+        if not results or (failures and not self.accept_failures):
+            return None, {}
+        aggregate_metrics = self.fit_metrics_aggregation_fn or mean_over_examples
+        metrics = aggregate_metrics([(result.num_examples, result.metrics) for _, result in results])
+        return _mean_of_parameters(results), metrics
 
 
 def mean_over_examples(metrics: list[tuple[int, dict[str, Scalar]]]) -> dict[str, Scalar]:
@@ -301,16 +306,22 @@ def mean_over_examples(metrics: list[tuple[int, dict[str, Scalar]]]) -> dict[str
     return {key: total / count for key, (total, count) in sums.items() if count}
 
 
-def _with_integers(parameters: Parameters, results: list[tuple[ClientProxy, FitRes]]) -> Parameters:
-    """Replace integer arrays by their rounded mean: Flower scales them by a factor cast to integer, 0."""
-    first = parameters_to_ndarrays(results[0][1].parameters)
-    integer = [index for index, array in enumerate(first) if array.dtype.kind in "biu"]
-    if not integer:
-        return parameters
-    arrays = parameters_to_ndarrays(parameters)
-    weights = [result.num_examples for _, result in results]
-    each = [parameters_to_ndarrays(result.parameters) for _, result in results]
-    for index in integer:
-        mean = np.average([arrays_of[index] for arrays_of in each], axis=0, weights=weights)
-        arrays[index] = np.asarray(np.rint(mean), dtype=first[index].dtype)
-    return ndarrays_to_parameters(arrays)
+def _mean_of_parameters(results: list[tuple[ClientProxy, FitRes]]) -> Parameters:
+    """Return the mean of models, weighted by examples; one model at a time is looked at.
+
+    Flower's own mean is formed in place, in the dtype of the first model. Integers become 0 there, because
+    each array is scaled by a factor that is cast to its dtype, and a float is cut where the first model has
+    an integer.
+    """
+    mean = RunningMean()
+    for client, result in results:
+        source = f"client {client.cid}"
+        tensors = result.parameters.tensors
+        record = {str(number): Array("", (), SType.NUMPY, data) for number, data in enumerate(tensors)}
+        if not mean.fits(record):
+            raise InvalidResultError(
+                f"{source} returned {len(record)} arrays, and clients before it {len(mean.keys())}: do all "
+                "clients train the same model?"
+            )
+        mean.add(record, result.num_examples, source)
+    return ndarrays_to_parameters([array.numpy() for array in mean.finish().values()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from flwr.serverapp.strategy import FedAdam, Result
 from streaming_grid import PlainTestGrid
 
 from flower_gpu import FedAvg, GPUClient, LegacyFedAvg, gpu_evaluate
-from flower_gpu.errors import ConfigError
+from flower_gpu.errors import ConfigError, InvalidResultError
 from flower_gpu.flower.strategy import mean_over_examples
 
 
@@ -149,6 +150,68 @@ def test_numpyclient_api_logs_why_clients_failed(
     assert parameters_to_ndarrays(server.parameters)[0][0, 0] == 1.0
     assert "Client b failed in round 1: no GPU today" in caplog.text
     assert "A client failed in round 1: connection lost" in caplog.text
+
+
+def fit_result(array: Any, num_examples: int) -> tuple[Any, FitRes]:
+    parameters = ndarrays_to_parameters([np.asarray(array), np.ones(2, np.float32)])
+    return DirectProxy("1", lambda ins: None), FitRes(Status(Code.OK, ""), parameters, num_examples, {})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wanted", "dtype"),
+    [
+        (np.array([1]), np.array([1.5]), [1.375], "float64"),
+        (np.array([1.5], "f4"), np.array([1]), [1.125], "float64"),
+        (np.array([1.5], "f2"), np.array([2.0], "f4"), [1.875], "float32"),
+        (np.array([3], "u1"), np.array([300]), [226], "int64"),
+        (np.array([True, False]), np.array([False, False]), [False, False], "bool"),
+        (np.array(3), np.array(8), 7, "int64"),
+        (np.asfortranarray(np.eye(2)), np.ones((2, 2)), [[1.0, 0.75], [0.75, 1.0]], "float64"),
+    ],
+)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_mean_of_numpy_clients_holds_whatever_dtypes_they_send(
+    first: Any, second: Any, wanted: Any, dtype: str, inplace: bool
+) -> None:
+    strategy = LegacyFedAvg()
+    strategy.inplace = inplace  # of Flower's FedAvg: makes no difference here
+    parameters, _ = strategy.aggregate_fit(1, [fit_result(first, 1), fit_result(second, 3)], [])
+    assert parameters is not None
+    mean, other = parameters_to_ndarrays(parameters)
+    assert (mean.dtype, mean.tolist()) == (np.dtype(dtype), wanted)
+    assert other.dtype == np.float32 and other.tolist() == [1, 1]
+
+
+def test_models_of_numpy_clients_are_read_one_by_one() -> None:
+    """Also where a counter of BatchNorm stands beside the weights."""
+    sent = ndarrays_to_parameters([np.ones(250_000, np.float32), np.array(7)])
+
+    def peak_bytes(clients: int) -> int:
+        results = [
+            (DirectProxy(str(number), lambda ins: None), FitRes(Status(Code.OK, ""), sent, 1, {}))
+            for number in range(clients)
+        ]
+        tracemalloc.start()
+        try:
+            parameters, _ = LegacyFedAvg().aggregate_fit(1, results, [])
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+            assert parameters is not None and parameters_to_ndarrays(parameters)[1] == 7
+
+    peak_bytes(1)  # what is imported on first use
+    assert peak_bytes(12) < peak_bytes(2) + 500_000  # half a model
+
+
+def test_numpy_clients_with_other_models_are_named() -> None:
+    other = (
+        DirectProxy("7", lambda ins: None),
+        FitRes(Status(Code.OK, ""), ndarrays_to_parameters([]), 1, {}),
+    )
+    with pytest.raises(InvalidResultError, match="client 7 returned 0 arrays, and clients before it 2"):
+        LegacyFedAvg().aggregate_fit(1, [fit_result(1.0, 1), other], [])
+    with pytest.raises(ZeroDivisionError, match="how many examples"):
+        LegacyFedAvg().aggregate_fit(1, [fit_result(1.0, 0)], [])
 
 
 def test_mean_is_over_examples() -> None:

@@ -22,7 +22,8 @@ from streaming_grid import content_of, reply_of
 
 from flower_gpu import FedAvg
 from flower_gpu.errors import InvalidResultError
-from flower_gpu.flower.averaging import ReplySum, RunningMean, SumItem, without_arrays
+from flower_gpu.flower.averaging import ReplySum, SumItem, without_arrays
+from flower_gpu.flower.running_mean import RunningMean
 from flower_gpu.flower.streaming import ComingReplies, streamed_strategies
 
 FLOATS = ["float16", "float32", "float64", ">f4", "longdouble"]
@@ -141,15 +142,26 @@ def test_arrays_larger_than_the_scratch_memory_are_summed_whole() -> None:
 
 @pytest.mark.parametrize(
     ("kinds", "wanted"),
-    [(("int32", "int64"), "int64"), (("int64", "float32"), "float64"), (("float32", "int64"), "float32")],
+    [
+        (("int32", "int64"), "int64"),
+        (("int64", "float32"), "float64"),
+        (("uint8", "float32"), "float32"),
+        (("float16", "float32"), "float32"),
+    ],
 )
-def test_integers_are_rounded_only_if_all_send_integers(kinds: tuple[str, str], wanted: str) -> None:
+@pytest.mark.parametrize("is_turned", [False, True], ids=["in order", "turned"])
+def test_the_dtype_of_a_mean_does_not_depend_on_who_was_first(
+    kinds: tuple[str, str], wanted: str, is_turned: bool
+) -> None:
     first, second = (np.array([value], kind) for value, kind in zip((1, 2), kinds, strict=True))
     replies = [reply_of(1, content_of({"w": first}, {"num-examples": 3}))]
     replies.append(reply_of(2, content_of({"w": second}, {"num-examples": 1})))
-    found, _ = FedAvg().aggregate_train(1, iter(replies))
-    assert found["w"].dtype == wanted
-    assert found["w"].numpy()[0] == (1 if wanted == "int64" else 1.25)
+    if is_turned:
+        replies.reverse()
+    for coming_replies in (iter(replies), coming(replies)):
+        found, _ = FedAvg().aggregate_train(1, coming_replies)
+        assert found["w"].dtype == wanted
+        assert found["w"].numpy()[0] == (1 if wanted == "int64" else 1.25)
 
 
 @pytest.mark.parametrize("kind", ["int64", "uint64"])

@@ -1,0 +1,278 @@
+"""The weighted mean of records that come one by one, in the memory of one model; or the sum of their changes.
+
+Each array is summed in 64-bit floats (complex and extended ones as they are), a chunk at a time, so that the
+sums are the only large arrays. A record can be freed as soon as it was added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+
+from flower_gpu.errors import InvalidResultError
+from flower_gpu.flower.arrays import view_of
+
+# A smaller chunk is slower, because each chunk costs three calls of numpy. A larger one is no faster.
+_SCRATCH_BYTES = 1 << 20
+# Sums of small arrays lie together: numpy asks for huge pages from 4 MiB on, which saves faults and time.
+_BLOCK_BYTES = 1 << 24
+_SMALL = 8192  # numbers that numpy converts at a time
+_ALIGNMENT = 64
+
+
+class RunningMean:
+    """Weighted mean of records with the same keys.
+
+    ``keeps_integers``: whether integer and bool arrays stay what they are: their mean is rounded. Else it is
+    a float64.
+    """
+
+    def __init__(self, *, keeps_integers: bool = True) -> None:
+        self.total_weight: float = 0
+        self._keeps_integers = keeps_integers
+        self._count = 0
+        self._sums: dict[str, _Sum] = {}
+        self._zeros = _Zeros()
+        self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+
+    def fits(self, record: Mapping[str, object]) -> bool:
+        """Return whether a record has the same keys as those before."""
+        return self._count == 0 or record.keys() == self._sums.keys()
+
+    def add(self, record: Mapping[str, Array], weight: float, source: str) -> None:
+        """Add a record that :meth:`fits` with its weight; keeps no reference to it.
+
+        ``source``: whose it is, for messages.
+        Raises InvalidResultError if an array cannot be averaged with those before.
+        """
+        for key, value in record.items():
+            array = view_of(value)
+            try:
+                if self._count == 0:
+                    self._sums[key] = _Sum(array, self._zeros, self._keeps_integers)
+                self._sums[key].add(array, weight, self._scratch)
+            except _CannotBeAddedError as error:
+                raise InvalidResultError(f"array {key!r} of {source} {error}") from None
+        self.total_weight += weight
+        self._count += 1
+
+    def add_change(
+        self, record: Mapping[str, Array], before: Mapping[str, Array], weight: float, source: str
+    ) -> None:
+        """Add what a record has changed of an earlier one with the same keys, with its weight.
+
+        The difference is formed entry by entry, before it is weighted. An entry that did not change adds
+        exactly 0, also where it is infinite or NaN, such as the -inf of an attention mask.
+
+        ``source``: name of the sender, for error messages.
+        Raises InvalidResultError if an array does not fit the one before.
+        """
+        for key, value in record.items():
+            earlier = view_of(before[key])
+            try:
+                if self._count == 0:
+                    self._sums[key] = _Sum(earlier, self._zeros, self._keeps_integers)
+                self._sums[key].add(view_of(value), weight, self._scratch, earlier)
+            except _CannotBeAddedError as error:
+                raise InvalidResultError(f"array {key!r} of {source} {error}") from None
+        self._count += 1
+
+    def added_to(self, model: ArrayRecord, divisor: float) -> ArrayRecord:
+        """Return a model plus the sum of all changes divided by ``divisor``, and free the sums.
+
+        Each array keeps the dtype that it has in the model.
+        """
+        changed = ArrayRecord(dict(model))
+        for key in list(self._sums):  # one by one, so that there are never two whole models
+            changed[key] = Array(self._sums.pop(key).added_to(view_of(model[key]), divisor))
+        return changed
+
+    def merge(self, other: RunningMean, source: str) -> None:
+        """Add the sums of another mean, whose records have the same keys, if any; it is used up.
+
+        ``source``: whose they are, for messages.
+        Raises InvalidResultError if an array cannot be averaged with those before.
+        """
+        for key, theirs in other._sums.items():
+            try:
+                if self._count == 0:
+                    self._sums[key] = theirs
+                else:
+                    self._sums[key].merge(theirs)
+            except _CannotBeAddedError as error:
+                raise InvalidResultError(f"array {key!r} of {source} {error}") from None
+        self.total_weight += other.total_weight
+        self._count += other._count
+
+    def keys(self) -> Mapping[str, object]:
+        """Return the arrays' names; none as long as nothing was added."""
+        return self._sums
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_scratch": np.empty(0, np.uint8), "_zeros": _Zeros()}
+
+    def finish(self) -> ArrayRecord:
+        """Return the mean, and give up the sums.
+
+        Raises ZeroDivisionError if the weights add up to zero.
+        """
+        if self.total_weight == 0:
+            raise ZeroDivisionError(
+                "The weights of all replies add up to 0: there is no mean. "
+                "Clients have to report how many examples they trained on."
+            )
+        mean = ArrayRecord()
+        for key in list(self._sums):  # one by one, so that there are never two whole models
+            mean[key] = Array(self._sums.pop(key).mean(float(self.total_weight)))
+        return mean
+
+
+class _CannotBeAddedError(Exception):
+    """Its text follows the name of the array."""
+
+
+class _Zeros:
+    """Cuts arrays of zeros out of larger ones."""
+
+    def __init__(self) -> None:
+        self._left = np.zeros(0, np.uint8)
+
+    def take(self, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        size_bytes = size * dtype.itemsize
+        if size_bytes > self._left.size:
+            self._left = np.zeros(max(size_bytes, _BLOCK_BYTES), np.uint8)
+        taken = self._left[:size_bytes].view(dtype)
+        # What follows starts at a cache line.
+        self._left = self._left[-(-size_bytes // _ALIGNMENT) * _ALIGNMENT :]
+        return taken
+
+
+class _Sum:
+    """Weighted sum of arrays of one shape."""
+
+    def __init__(self, first: NDArray[Any], zeros: _Zeros, keeps_integers: bool) -> None:
+        if first.dtype.kind not in "biufc":
+            raise _CannotBeAddedError(f"has dtype {first.dtype}, of which there is no mean: send numbers")
+        self._shape = first.shape
+        self._order: Any = "F" if first.flags.fnc else "C"
+        self._dtype = first.dtype.newbyteorder("=")
+        self._is_integer = first.dtype.kind in "biu" and keeps_integers
+        self._sum = zeros.take(first.size, np.result_type(first.dtype, np.float64))
+        self._seen: np.dtype[Any] | None = None  # dtype of the last array, which was checked
+
+    def add(
+        self,
+        array: NDArray[Any],
+        weight: float,
+        scratch: NDArray[np.uint8],
+        before: NDArray[Any] | None = None,
+    ) -> None:
+        """Add an array, or its difference to an earlier one, multiplied by a weight."""
+        if array.dtype is not self._seen:
+            self._look_at(array.dtype)
+            self._seen = array.dtype
+        flat = self._broadcast(array).ravel(self._order)  # a view, unless it is laid out in another way
+        flat_before = None if before is None else self._broadcast(before).ravel(self._order)
+        summed = self._sum
+        factor = float(weight)
+        if flat.size <= _SMALL and flat_before is None:
+            # Calls of numpy are most of the cost here, and this way needs one call less.
+            np.add(summed, np.multiply(flat, factor, dtype=summed.dtype), out=summed)
+            return
+        chunk = scratch.view(summed.dtype)
+        for start in range(0, flat.size, chunk.size):
+            part = flat[start : start + chunk.size]
+            scaled = chunk[: part.size]
+            np.copyto(scaled, part)  # before it is scaled, because a float32 times a number is a float32
+            if flat_before is not None:
+                _subtract(scaled, flat_before[start : start + chunk.size])
+            np.multiply(scaled, factor, out=scaled)
+            summed = self._sum[start : start + chunk.size]
+            np.add(summed, scaled, out=summed)
+
+    def added_to(self, array: NDArray[Any], divisor: float) -> NDArray[Any]:
+        """Return an array of this shape plus the sum divided by ``divisor``, in the dtype of the array."""
+        change = np.divide(self._sum, divisor, out=self._sum).reshape(self._shape, order=self._order)
+        is_unchanged = change == 0
+        with np.errstate(invalid="ignore"):  # infinity minus infinity is NaN, which is what we want here
+            changed: NDArray[Any] = np.add(change, array, out=change)
+        if array.dtype.kind not in "biu":
+            return changed.astype(array.dtype, copy=False)
+        rounded = _rounded(changed, array.dtype)
+        # Integers that a 64-bit float cannot hold must come back as they were.
+        np.copyto(rounded, array, where=is_unchanged)
+        return rounded
+
+    def merge(self, other: _Sum) -> None:
+        self._look_at(other._dtype)
+        if not other._is_integer:
+            self._is_integer = False
+        theirs = other._sum.reshape(other._shape, order=other._order)
+        summed = self._broadcast(theirs).ravel(self._order)
+        if not self._sum.flags.writeable:  # it came from another machine
+            self._sum = self._sum.copy()
+        np.add(self._sum, summed, out=self._sum)
+
+    def mean(self, total_weight: float) -> NDArray[Any]:
+        summed = self._sum if self._sum.flags.writeable else self._sum.copy()
+        mean: NDArray[Any] = np.divide(summed, total_weight, out=summed)
+        if self._is_integer:
+            mean = _rounded(mean, self._dtype)
+        elif self._dtype.kind in "biu":  # all replies are integers, whose mean is to be a float
+            self._dtype = mean.dtype
+        return mean.astype(self._dtype, copy=False).reshape(self._shape, order=self._order)
+
+    def _look_at(self, dtype: np.dtype[Any]) -> None:
+        """Check that arrays of this dtype can be added, and let the mean's dtype hold them.
+
+        The mean has the dtype that numpy gives an expression with all of them, so it does not depend on
+        which reply came first.
+        """
+        is_complex = dtype.kind == "c"
+        if is_complex != (self._dtype.kind == "c") or not np.can_cast(dtype, self._sum.dtype, "same_kind"):
+            raise _CannotBeAddedError(
+                f"has dtype {dtype}, which cannot be added to {self._dtype} of earlier replies"
+            )
+        if dtype.kind not in "biu":
+            self._is_integer = False
+        if dtype != self._dtype:
+            self._dtype = np.result_type(dtype, self._dtype)
+
+    def _broadcast(self, array: NDArray[Any]) -> NDArray[Any]:
+        if array.shape == self._shape:
+            return array
+        try:
+            return np.broadcast_to(array, self._shape)  # as numpy's += does in Flower's mean
+        except ValueError:
+            raise _CannotBeAddedError(
+                f"has shape {array.shape}, and {self._shape} in earlier replies: do all clients train "
+                "the same model?"
+            ) from None
+
+
+def _subtract(array: NDArray[Any], before: NDArray[Any]) -> None:
+    """Subtract an earlier array in place; entries that are the same become exactly 0."""
+    with np.errstate(invalid="ignore"):
+        is_same = (
+            None if np.isfinite(before).all() else (array == before) | (np.isnan(array) & np.isnan(before))
+        )
+        np.subtract(array, before, out=array)
+    if is_same is not None:
+        array[is_same] = 0
+
+
+def _rounded(mean: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a mean of integers as integers. A rounding of the float must not leave their range."""
+    mean = np.rint(mean, out=mean)
+    if dtype.kind not in "iu":
+        return mean.astype(dtype)
+    limits = np.iinfo(dtype)
+    with np.errstate(invalid="ignore"):
+        rounded = mean.astype(dtype)
+    rounded[mean >= float(limits.max)] = limits.max
+    rounded[mean <= float(limits.min)] = limits.min
+    return rounded
