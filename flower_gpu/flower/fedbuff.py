@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import rounds, streaming
-from flower_gpu.flower.averaging import ReplySum
+from flower_gpu.flower.averaging import ReplySum, weight_of
 from flower_gpu.flower.records import ROUND_KEY
 from flower_gpu.flower.strategy import FedAvg
 from flower_gpu.flower.under_way import UnderWay
@@ -44,8 +44,13 @@ class FedBuff(FedAvg):
 
         model += server_learning_rate * sum(examples * staleness * update) / sum(examples)
 
-    The server evaluates, as for :class:`FedAvg`, whose ``start`` this is; ``timeout`` is for each message.
-    A client that fails is not asked again for this version. At the end nobody waits for those that train.
+    Arrays keep the dtype that they have in the initial model. An update with 0 examples leaves the model as
+    it is.
+
+    The server evaluates as for :class:`FedAvg`, and ``start`` has the same parameters. ``timeout`` limits
+    each message on its own: seconds until its client counts as failed. In a simulation the time in which no
+    worker can have a lease does not count. A client that fails is not asked again for this version. At the
+    end the run does not wait for clients that still train.
 
     Parameters
     ----------
@@ -70,6 +75,8 @@ class FedBuff(FedAvg):
     ------
     ConfigError, TypeError
         If a value cannot be used.
+    ClientsFailedError
+        By ``start``, if no message of a round could be sent, or if no client has sent an update in any round.
     """
 
     checkpoint_kind: ClassVar[str] = "flower_gpu.FedBuff"
@@ -100,7 +107,7 @@ class FedBuff(FedAvg):
             weighted_by_key=weighted_by_key,
             arrayrecord_key=arrayrecord_key,
             configrecord_key=configrecord_key,
-            train_metrics_aggr_fn=train_metrics_aggr_fn,
+            train_metrics_aggr_fn=train_metrics_aggr_fn or _mean_of_metrics,
             exact_order=exact_order,
         )
 
@@ -129,7 +136,9 @@ class FedBuff(FedAvg):
         wrapped = evaluate if evaluate_fn else None
         try:
             run: Callable[..., Result] = rounds.run
-            return run(self, under_way, initial_arrays, *rest, wrapped, strategy_state=under_way)
+            result = run(self, under_way, initial_arrays, *rest, wrapped, strategy_state=under_way)
+            under_way.check_updated()
+            return result
         finally:
             under_way.give_up()
 
@@ -159,9 +168,9 @@ class FedBuff(FedAvg):
 
 
 class _UpdateSum(ReplySum):
-    """The sum of a version of the model and of updates.
+    """The weighted sum of updates, and the model that they make of the version before.
 
-    An update is the difference of two models, which are added one by one: nothing else is as large.
+    Each update is the difference between the reply and the model that its client was sent.
     """
 
     def __init__(self, strategy: FedBuff, under_way: UnderWay, server_round: int) -> None:
@@ -177,14 +186,27 @@ class _UpdateSum(ReplySum):
         if record.keys() != before.keys():
             self._has_misfit(f"The reply of {source} has other arrays than it was sent.")
             return
-        counts = weight * self._strategy.counts(self._round - sent.server_round)
-        self.mean.add(record, counts, source)
-        self.mean.add(before, -counts, source)
+        if not 0 <= weight < math.inf:
+            key = self._strategy.weighted_by_key
+            self._has_misfit(f"The reply of {source} has {weight} for {key!r}, which must be 0 or more.")
+            return
+        factor = weight * self._strategy.counts(self._round - sent.server_round)
         self._examples += weight
+        if factor:  # otherwise the update counts nothing, even if it is infinite
+            self.mean.add_change(record, before, factor, source)
 
     def finish(self) -> ArrayRecord:
-        """Return the next version of the model."""
-        weight = self._examples / self._strategy.server_learning_rate
-        self.mean.add(self._under_way.arrays, weight, "the model")
-        self.mean.total_weight = weight  # those of updates are 0 together, but for rounding
-        return self.mean.finish()
+        """Return the next version of the model; the one before if no update has any examples."""
+        if not self._examples:
+            return self._under_way.arrays
+        divisor = self._examples / self._strategy.server_learning_rate
+        return self.mean.added_to(self._under_way.arrays, divisor)
+
+
+def _mean_of_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:
+    """Average metrics over examples as Flower does, without replies that have 0 examples."""
+    # Here, because Flower does not export it.
+    from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+
+    counted = [content for content in contents if weight_of(content, weighted_by_key)]
+    return aggregate_metricrecords(counted, weighted_by_key) if counted else MetricRecord()

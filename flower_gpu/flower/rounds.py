@@ -39,7 +39,8 @@ class RoundState:
 
     server_round: int  # the round; 0 is before the first one, after the evaluation of the initial model
     arrays: ArrayRecord  # the global model
-    # Per round: of the clients' training, of server-side evaluation
+    # By round, of the clients' training and of server-side evaluation. While a run goes on, these are its own
+    # dictionaries, which later rounds add to: a copy for each round would make rounds slower and slower.
     train_metrics: dict[int, MetricRecord]
     evaluate_metrics: dict[int, MetricRecord]
     random_state: RandomState  # as :func:`capture_random_state` returns it
@@ -250,10 +251,10 @@ class _RoundParts:
             RoundState(
                 server_round=server_round,
                 arrays=self.arrays,
-                train_metrics=dict(self.result.train_metrics_clientapp),
-                evaluate_metrics=dict(self.result.evaluate_metrics_serverapp),
+                train_metrics=self.result.train_metrics_clientapp,
+                evaluate_metrics=self.result.evaluate_metrics_serverapp,
                 random_state=capture_random_state(),
-                client_metrics=dict(self.result.evaluate_metrics_clientapp),
+                client_metrics=self.result.evaluate_metrics_clientapp,
                 strategy=self.kind,
                 strategy_state=RecordDict() if self.state is None else self.state.changed(),
                 first_model=self.first_model,

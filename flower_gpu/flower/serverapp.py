@@ -28,7 +28,8 @@ from flower_gpu.flower.private_names import HTTP_GRID, SERVER_RUNTIME, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.resuming.checkpoint import Checkpoints, KeptRounds
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.kept_rounds import KeptRounds
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.rounds import keep_generator
 from flower_gpu.options import RUN_DIR_VARIABLE

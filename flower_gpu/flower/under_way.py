@@ -1,26 +1,40 @@
-"""FedBuff's messages: they stay under way from one round to the next, and are in checkpoints."""
+"""FedBuff's messages: they stay in flight from one round to the next, and are in checkpoints.
+
+One clock keeps the limit of each message: that of the grid if it has one, otherwise the monotonic clock. The
+clock of a simulation stands still while no worker can have a lease. The ``ttl`` of Flower's messages cannot
+be that limit. It is a time of day, so it runs on while a simulation waits, and it also takes away replies
+that came in time but wait for the ServerApp, which may be evaluating or writing a checkpoint.
+
+So :meth:`UnderWay._look` first notes the replies that have come. Only a message without a reply can be late,
+and its place is taken by an error. A message that the grid refuses gets an error in the same way. From there
+on both are failures like any other: logged, recorded and counted.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import INFO
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
+from flower_gpu.errors import ClientsFailedError
 from flower_gpu.flower.averaging import weight_of
 from flower_gpu.flower.records import NUMBERED
 from flower_gpu.flower.rounds import ResumableGrid, RoundState
 from flower_gpu.flower.streaming import Buffered
+from flower_gpu.trace import NO_REPLY
 
 if TYPE_CHECKING:
     from flower_gpu.flower.fedbuff import FedBuff
@@ -29,14 +43,21 @@ _WAIT_S: Final = 0.25  # then the grid is asked for replies in any case
 _FILL_S: Final = 0.1  # between two looks for free places while the server evaluates
 _TEXT: Final = "under way"  # the record of a checkpoint that says what the others are
 _NEWEST: Final = "newest"  # stands there for the model that a checkpoint has already
+# A message of a simulation never expires by itself.
+_FOREVER_S: Final = 365 * 86400.0
+# A SuperLink keeps messages and replies this long beyond their limit, because the ServerApp may be busy.
+_KEPT_S: Final = 3600.0
+_REFUSED: Final = "the message could not be sent"
 
 
 @dataclass(frozen=True, eq=False)
 class SentModel:
-    """A message under way; its model is kept as long.
+    """A message in flight, whose model is kept as long.
 
-    ``server_round``, ``number``: when it was sent, and how many were sent before it.
-    ``back_at``: when its reply is taken, on the virtual clock.
+    ``server_round``: round in which it was sent.
+    ``number``: number of messages that were sent before it.
+    ``back_at``: time on the virtual clock at which its reply is taken.
+    ``ends_at``: time on the grid's clock from which it counts as failed.
     """
 
     node_id: int
@@ -44,6 +65,7 @@ class SentModel:
     server_round: int
     number: int
     back_at: float
+    ends_at: float = math.inf
 
 
 class UnderWay:
@@ -68,9 +90,11 @@ class UnderWay:
         self._config = config or ConfigRecord()
         self._is_ours = hasattr(grid, "sums")
         self._in_order = strategy.exact_order or (self._is_ours and grid.sums_in_order)
-        self._ttl = None if self._in_order else timeout
+        self._timeout_s = math.inf if self._in_order or timeout is None else timeout
+        self._ttl = _FOREVER_S if self._is_ours else min(_FOREVER_S, self._timeout_s + _KEPT_S)
+        self._clock: Callable[[], float] = getattr(grid, "clock", time.monotonic)
         self._wait = getattr(grid, "wait_for_replies", _wait)
-        self._taken = getattr(grid, "taken", lambda reply: None)  # recorded grids tell of it
+        self._taken = getattr(grid, "taken", lambda reply, node_id: None)  # for recorded grids
         self.kind = strategy.checkpoint_kind
         #: The newest version of the model, and the round in which it is trained.
         self.arrays, self._round = arrays, 1
@@ -79,9 +103,12 @@ class UnderWay:
         self._sent: dict[str, SentModel] = {}  # by message id
         #: Of replies that are here.
         self.to_sum: dict[str, SentModel] = {}
-        # Replies that have come, by message id. A grid of ours keeps them until they are taken: a checkpoint
-        # before that has their clients as they were.
+        # Replies that have come, by message id. None stands for a reply that a grid of ours keeps until it is
+        # taken, so that a checkpoint before that has its client as it was.
         self._here: dict[str, Message | None] = {}
+        self._refused: set[str] = set()  # messages that the grid did not take
+        self._has_update = False  # whether any client has ever sent one
+        self._last_error = ""
         self._number = 0  # of the next message
         self._now = 0.0  # on the virtual clock
         self._examples: dict[int, float] = {}  # of each node's last reply, for that clock
@@ -101,31 +128,46 @@ class UnderWay:
         return self._replies(messages)
 
     def _replies(self, messages: Iterable[Message]) -> Iterator[Message]:
-        """Yield replies until there are enough updates, or only failures; each makes a place free."""
+        """Yield replies until there are enough updates, or only failures; each makes a place free.
+
+        Raises ClientsFailedError if no client could be sent a message.
+        """
         self._send(messages)
         enough, most_failed = self._strategy.buffer_size, self._strategy.concurrency
-        updates = failed = 0
+        updates = failed = refused = 0
         while self._sent and updates < enough and (updates or failed < max(enough, most_failed)):
-            reply = self._next_reply()
-            sent = self._sent.pop(reply.metadata.reply_to_message_id)
+            message_id, reply = self._next_reply()
+            sent = self._sent.pop(message_id)
             self._now = max(self._now, sent.back_at)
             if reply.has_error():
                 failed += 1
+                refused += message_id in self._refused
+                self._refused.discard(message_id)
                 self._failed.add(sent.node_id)
+                self._last_error = f"node {sent.node_id}: {reply.error.reason}"
             else:
                 updates += 1
-                self.to_sum[reply.metadata.reply_to_message_id] = sent
+                self._has_update = True
+                self.to_sum[message_id] = sent
                 self._learn(sent.node_id, reply)
             if updates < enough:
-                self._fill()  # before the reply is summed: workers have work in that time
+                self._fill()  # before the reply is summed, so that workers have work in that time
             yield reply
-            del reply, sent  # they must not stay in memory while the next one is waited for
+            del reply, sent  # they must not stay in memory until the next reply comes
+        if not updates and failed == refused:
+            why = (
+                f"the grid took none of its {refused} messages; the log says why"
+                if refused
+                else "none was sent"
+            )
+            raise ClientsFailedError(f"FedBuff: no client was sent the model of round {self._round}: {why}")
 
     def resumed(self) -> RoundState | None:
         """Return where the run goes on; None: at the start."""
         state = self._grid.resumed() if isinstance(self._grid, ResumableGrid) else None
         if state is not None:
             self.arrays, self._round = state.arrays, state.server_round + 1
+            self._has_update = bool(state.train_metrics)
         return state
 
     def finished_round(self, state: RoundState) -> None:
@@ -178,8 +220,16 @@ class UnderWay:
             if filling is not None:
                 filling.result()
 
+    def check_updated(self) -> None:
+        """Raise ClientsFailedError if no client has sent an update, so that the model is the initial one."""
+        if self._num_rounds and not self._has_update:
+            raise ClientsFailedError(
+                f"FedBuff: no client has sent an update in {self._num_rounds} rounds, so the model is the "
+                f"initial one. The last failure is that of {self._last_error}"
+            )
+
     def give_up(self) -> None:
-        """Want no more replies."""
+        """Cancel the messages in flight."""
         if self._sent:
             log(INFO, "%d updates are still under way; nobody waits for them", len(self._sent))
             if self._is_ours:
@@ -188,7 +238,10 @@ class UnderWay:
     # The state in a checkpoint
 
     def changed(self) -> RecordDict:
-        """Return the messages under way, with each of their records once."""
+        """Return the messages in flight, with each of their records once.
+
+        Models are the objects that were sent, so a checkpoint knows those that it has from earlier rounds.
+        """
         records: list[Any] = []
         names = {id(self.arrays): _NEWEST}
 
@@ -199,26 +252,29 @@ class UnderWay:
             return names[id(record)]
 
         sent = [
-            {**vars(one), "content": {key: name_of(record) for key, record in one.content.items()}}
-            for one in self._sent.values()
+            {
+                "node_id": message.node_id,
+                "content": {key: name_of(record) for key, record in message.content.items()},
+                "server_round": message.server_round,
+                "number": message.number,
+                "back_at": message.back_at,
+            }
+            for message in self._sent.values()
         ]
         told = json.dumps([self._number, self._now, list(self._examples.items()), sent])
         numbered = {str(number): record for number, record in enumerate(records)}
         return RecordDict({_TEXT: ConfigRecord({_TEXT: told}), **numbered})
 
     def restore(self, state: RecordDict) -> None:
-        """Send again what was under way."""
-        kept: dict[str, Any] = dict(state)
-        self._number, self._now, examples, sent = json.loads(kept.pop(_TEXT)[_TEXT])
+        """Send the messages again that were in flight."""
+        records: dict[str, Any] = {**state, _NEWEST: self.arrays}
+        self._number, self._now, examples, sent = json.loads(records.pop(_TEXT)[_TEXT])
         self._examples = dict(examples)
-        # As Flower's own: their bytes are written once for all workers.
-        records = {name: type(record)(dict(record)) for name, record in kept.items()}
-        records[_NEWEST] = self.arrays
-        for one in sent:
-            one["content"] = RecordDict({key: records[name] for key, name in one["content"].items()})
+        for message in sent:
+            message["content"] = RecordDict({key: records[name] for key, name in message["content"].items()})
         # SuperNodes that were started again are other nodes.
-        there = {one["node_id"] for one in sent} if self._is_ours else set(self._grid.get_node_ids())
-        self._push([SentModel(**one) for one in sent if one["node_id"] in there])
+        nodes = {message["node_id"] for message in sent} if self._is_ours else set(self._grid.get_node_ids())
+        self._push([SentModel(**message) for message in sent if message["node_id"] in nodes])
 
     # Messages
 
@@ -238,27 +294,40 @@ class UnderWay:
         self._push(sent)
 
     def _push(self, sent: Sequence[SentModel]) -> None:
-        messages = Buffered()
-        for one in sent:
-            group = f"{NUMBERED}{one.number}"
-            messages.append(
-                Message(one.content, one.node_id, MessageType.TRAIN, ttl=self._ttl, group_id=group)
-            )
-        ids = list(self._grid.push_messages(messages)) or [None] * len(sent)
-        for message_id, one in zip(ids, sent, strict=True):
-            if message_id is None:  # Flower's grid could not push it
-                self._failed.add(one.node_id)
-            else:
-                self._sent[message_id] = one
+        """Have clients train; a message that the grid does not take gets an error as its reply."""
+        messages = Buffered(self._message(message) for message in sent)
+        ids = list(self._grid.push_messages(messages))
+        if len(ids) != len(sent):  # Flower's grids leave out refused messages, or all of them together
+            accepted = set(ids)
+            own_ids = [message.metadata.message_id for message in messages]
+            ids = [message_id if message_id in accepted else None for message_id in own_ids]
+        ends_at = self._clock() + self._timeout_s
+        for message_id, message in zip(ids, sent, strict=True):
+            key = f"refused {message.number}" if message_id is None else message_id
+            self._sent[key] = replace(message, ends_at=ends_at)
+            if message_id is None:
+                self._refused.add(key)
+                self._here[key] = self._error(key, ErrorCode.NODE_UNAVAILABLE, _REFUSED)
 
-    def _next_reply(self) -> Message:
+    def _message(self, sent: SentModel) -> Message:
+        group = f"{NUMBERED}{sent.number}"
+        return Message(sent.content, sent.node_id, MessageType.TRAIN, ttl=self._ttl, group_id=group)
+
+    def _error(self, message_id: str, code: int, reason: str) -> Message:
+        """Return an error in the place of the reply to a message."""
+        message = self._message(self._sent[message_id])
+        message.metadata.__dict__["_message_id"] = message_id
+        return Message(Error(code, reason), reply_to=message)
+
+    def _next_reply(self) -> tuple[str, Message]:
+        """Return the id of a message and its reply, once there is one."""
         timeout_s = 0.0
         while (message_id := self._next_here()) is None:
             self._look(timeout_s)
-            timeout_s = _WAIT_S  # only now: what has come since the last time is here at once
+            timeout_s = _WAIT_S  # not before, because replies may have come since the last look
         reply = self._here.pop(message_id) or next(iter(self._grid.pull_messages([message_id])))
-        self._taken(reply)
-        return reply
+        self._taken(reply, self._sent[message_id].node_id)
+        return message_id, reply
 
     def _next_here(self) -> str | None:
         """Return the message whose reply is to be taken next, if that is here."""
@@ -268,13 +337,20 @@ class UnderWay:
         return first if first in self._here else None
 
     def _look(self, timeout_s: float) -> None:
-        """Note which replies have come, and wait for one if there is none."""
+        """Note the replies that have come, wait for one if there is none, and give up late messages."""
         ids = self._wait([message_id for message_id in self._sent if message_id not in self._here], timeout_s)
         if self._is_ours:
             self._here |= dict.fromkeys(ids)
         else:
             replies = self._grid.pull_messages(ids)
             self._here |= {reply.metadata.reply_to_message_id: reply for reply in replies}
+        now = self._clock()
+        late = [id_ for id_, sent in self._sent.items() if sent.ends_at <= now and id_ not in self._here]
+        for message_id in late:
+            reason = f"{NO_REPLY} within {self._timeout_s:g} s"
+            self._here[message_id] = self._error(message_id, ErrorCode.MESSAGE_UNAVAILABLE, reason)
+        if late and self._is_ours:
+            self._grid.cancel_messages(late)
 
     # The virtual clock
 

@@ -225,6 +225,14 @@ class Box:
         """Return the groups whose sums are to be fetched now; ``is_due``: the last time is long ago."""
         return []
 
+    def cancel(self, message_ids: Collection[str]) -> list[Job]:
+        """Drop some of the messages; return those that hosts handle, which are to be cancelled there."""
+        self._unanswered.difference_update(message_ids)
+        self._take_waiting(set(message_ids))
+        for message_id in message_ids:
+            self.replies.pop(message_id, None)
+        return [self.running[message_id] for message_id in message_ids if message_id in self.running]
+
     def close(self) -> list[Job]:
         """Want no more replies; returns the messages that are being handled: they are to be cancelled."""
         self._is_closed = True
@@ -248,6 +256,12 @@ class PulledBox(Box):
         for each in super().answered(job, answer):
             self.held[job.message_id] = job, each
         return []
+
+    def cancel(self, message_ids: Collection[str]) -> list[Job]:
+        """Drop some of the messages; return those that hosts handle, which are to be cancelled there."""
+        for message_id in message_ids:
+            self.held.pop(message_id, None)
+        return super().cancel(message_ids)
 
     def has_reply(self, message_id: str) -> bool:
         """Tell whether there is something to pull for a message."""

@@ -195,10 +195,14 @@ class SimulationGrid(Grid):
             return self._changed.wait_for(here, timeout_s)
 
     def cancel_messages(self, message_ids: Iterable[str]) -> None:
-        """Want no replies to messages that were pushed, and end their handling."""
-        boxes = {self._boxes.pop(message_id, None) for message_id in message_ids}
-        for box in filter(None, boxes):
-            self._give_up(box)
+        """Cancel messages that were pushed, and end their handling; others that were sent with them go on."""
+        ids_by_box: dict[Box, list[str]] = {}
+        for message_id in message_ids:
+            if (box := self._boxes.pop(message_id, None)) is not None:
+                ids_by_box.setdefault(box, []).append(message_id)
+        with self._changed:
+            running = [job for box, ids in ids_by_box.items() for job in box.cancel(ids)]
+        self._dispatcher.cancel(running)
 
     def slow_down_of(self, node_id: int) -> float:
         """Return by what factor a node is slower than this machine."""
@@ -210,7 +214,7 @@ class SimulationGrid(Grid):
         boxes = {message_id: self._boxes.get(message_id) for message_id in message_ids}
         for each in set(boxes.values()) - {None}:
             self._expire(cast(Box, each))
-        self._clock()
+        self.clock()
         found = []
         with self._changed:
             for message_id, box in boxes.items():
@@ -306,7 +310,7 @@ class SimulationGrid(Grid):
         self, messages: Iterable[Message], timeout: float | None, box: Box
     ) -> Generator[Any, None, None]:
         """Have messages handled; yield what comes into their box."""
-        deadline = math.inf if timeout is None else self._clock() + timeout
+        deadline = math.inf if timeout is None else self.clock() + timeout
         ids: list[str] = []
         try:
             for message_id in self._send(messages, box):
@@ -326,7 +330,7 @@ class SimulationGrid(Grid):
         taking_s, is_late, is_over = 0.0, False, False
         while not is_over:
             self._expire(box)
-            left_s = deadline - self._clock()
+            left_s = deadline - self.clock()
             with self._changed:
                 if left_s <= 0 and not is_late:
                     is_late, deadline = True, math.inf
@@ -334,7 +338,7 @@ class SimulationGrid(Grid):
                 now = time.monotonic()
                 asked = box.to_ask(is_due=now >= asked_at + max(_TAKE_S, taking_s / _TAKE_SHARE))
                 if not (asked or box.has_some or box.is_over):
-                    self._changed.wait(max(0.0, min(box.expires_s - now, deadline - self._clock(), _LOOK_S)))
+                    self._changed.wait(max(0.0, min(box.expires_s - now, deadline - self.clock(), _LOOK_S)))
                 is_over, error, items = box.is_over and not asked, box.error, box.take()
             for held in asked:
                 asked_at = now
@@ -346,8 +350,8 @@ class SimulationGrid(Grid):
                 yield items.pop(0)  # kept nowhere: it must be gone before the next one is here
             taking_s = max(taking_s, time.monotonic() - began)
 
-    def _clock(self) -> float:
-        """Return the time that counts for limits of replies: it stands while no message can get a worker."""
+    def clock(self) -> float:
+        """Return seconds for limits of replies; the clock stands still while no message can get a worker."""
         since = self._dispatcher.stuck_since()
         return time.monotonic() - self._waits.look(since, time.monotonic(), (os.getpid(),))
 

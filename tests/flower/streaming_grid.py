@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -147,8 +148,12 @@ class StreamingTestGrid(PlainTestGrid):
         return self._state
 
     def finished_round(self, state: RoundState) -> None:
-        state.random_state = json.loads(json.dumps(state.random_state))  # as a file would give it back
-        self.finished.append(state)
+        random_state = json.loads(json.dumps(state.random_state))  # as a file would give it back
+        metrics = {
+            name: dict(getattr(state, name))
+            for name in ("train_metrics", "evaluate_metrics", "client_metrics")
+        }
+        self.finished.append(replace(state, random_state=random_state, **metrics))
 
 
 def shuffled(seed: int) -> Callable[[list[Message]], list[Message]]:

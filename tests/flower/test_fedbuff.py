@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,9 @@ from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from streaming_grid import PlainTestGrid, content_of, train
 
-from flower_gpu import FedBuff
-from flower_gpu.errors import ConfigError
+from flower_gpu import FedBuff, resumable
+from flower_gpu.errors import ClientsFailedError, ConfigError
+from flower_gpu.flower.rounds import RoundState
 
 BAD = 13  # the node that fails
 
@@ -117,8 +121,9 @@ def test_a_client_that_fails_is_asked_once_for_each_version() -> None:
     assert 1 <= grid.asked.count(BAD) <= 4
 
     alone = AsynchronousGrid([BAD])
-    result = FedBuff(4, 1).start(alone, initial(), num_rounds=3)
-    assert result.arrays == {} and alone.asked == [BAD] * 3
+    with pytest.raises(ClientsFailedError, match=f"no client has sent an update .* node {BAD}: out of luck"):
+        FedBuff(4, 1).start(alone, initial(), num_rounds=3)
+    assert alone.asked == [BAD] * 3
 
 
 @pytest.mark.parametrize(
@@ -151,10 +156,174 @@ def test_other_arrays_than_were_sent_end_the_run(monkeypatch: pytest.MonkeyPatch
         FedBuff(1, 1).start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
 
 
-def test_weights_of_zero_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(message: Message) -> RecordDict:
-        return RecordDict({**message.content, "metrics": MetricRecord({"num-examples": 0})})
+@pytest.mark.parametrize("examples", [-1.0, math.nan])
+def test_a_number_of_examples_that_is_none_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, examples: float
+) -> None:
+    def reply(message: Message) -> RecordDict:
+        return RecordDict({**message.content, "metrics": MetricRecord({"num-examples": examples})})
 
-    monkeypatch.setattr("test_fedbuff.train", nothing)
-    with pytest.raises(ZeroDivisionError, match="how many examples"):
+    monkeypatch.setattr("test_fedbuff.train", reply)
+    with pytest.raises(InconsistentMessageReplies, match="must be 0 or more"):
         FedBuff(1, 1).start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
+
+
+def test_an_update_without_examples_leaves_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(message: Message) -> RecordDict:
+        arrays = {name: array.numpy() + 1 for name, array in message.content["arrays"].items()}
+        is_empty = message.metadata.dst_node_id == 2
+        metrics = {"num-examples": 0, "loss": math.nan} if is_empty else {"num-examples": 5, "loss": 2.0}
+        arrays["w"] = arrays["w"] * (np.inf if is_empty else 1)
+        return content_of(arrays, metrics)
+
+    monkeypatch.setattr("test_fedbuff.train", reply)
+    alone = FedBuff(1, 1).start(AsynchronousGrid([2]), initial(), num_rounds=3)
+    assert_same(alone.arrays, initial())
+    assert list(alone.train_metrics_clientapp) == [1, 2, 3]
+    strategy = FedBuff(2, 2, staleness=lambda _: 1, exact_order=True)  # an update of each client
+    both = strategy.start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
+    assert both.arrays["w"].numpy().tolist() == [[2.0] * 3] * 2
+    assert both.train_metrics_clientapp[1]["loss"] == 2.0
+
+
+def test_entries_that_no_client_changes_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention mask has -inf in it, and some counters are larger than a 64-bit float can hold."""
+    model = {
+        "w": np.zeros(3, np.float32),
+        "mask": np.array([0.0, -np.inf, np.inf, np.nan], np.float32),
+        "small": np.array([0.1, -np.inf], np.float16),
+        "counter": np.array([2**60 + 1, 7]),
+        "is_frozen": np.array([True, False]),
+        "of another machine": np.array([0.3], ">f4"),
+    }
+    first = ArrayRecord({name: Array(array) for name, array in model.items()})
+
+    def reply(message: Message) -> RecordDict:
+        arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        return content_of({**arrays, "w": arrays["w"] + 1}, {"num-examples": 3})
+
+    monkeypatch.setattr("test_fedbuff.train", reply)
+    result = FedBuff(2, 4, staleness=lambda _: 1).start(AsynchronousGrid(range(1, 7)), first, num_rounds=4)
+    assert result.arrays["w"].numpy().tolist() == [4.0] * 3
+    del result.arrays["w"], first["w"]
+    assert_same(result.arrays, first)
+
+
+def test_an_entry_that_becomes_infinite_is_so_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(message: Message) -> RecordDict:
+        return content_of({"w": np.array([np.inf, 1.0]), "batches": np.uint8(5)}, {"num-examples": 3})
+
+    monkeypatch.setattr("test_fedbuff.train", reply)
+    first = ArrayRecord({"w": Array(np.zeros(2)), "batches": Array(np.array(5, np.uint8))})
+    result = FedBuff(1, 1).start(AsynchronousGrid([1]), first, num_rounds=2)
+    assert result.arrays["w"].numpy().tolist() == [np.inf, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_the_model_keeps_its_dtype_whatever_clients_send(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    def reply(message: Message) -> RecordDict:
+        kind = dtype if message.metadata.dst_node_id % 2 else "float32"
+        arrays = {name: array.numpy().astype(kind) + 2 for name, array in message.content["arrays"].items()}
+        return content_of(arrays, {"num-examples": 3})
+
+    monkeypatch.setattr("test_fedbuff.train", reply)
+    result = FedBuff(3, 3, staleness=lambda _: 1).start(AsynchronousGrid([1, 2, 3]), initial(), num_rounds=2)
+    assert {name: array.dtype for name, array in result.arrays.items()} == {
+        "w": "float32",
+        "batches": "uint8",
+    }
+    assert result.arrays["w"].numpy().tolist() == [[5.0] * 3] * 2 and result.arrays["batches"].numpy() == 9
+
+
+class RefusingGrid(AsynchronousGrid):
+    """Takes no message to some nodes, as Flower's grids do with messages that are too large or malformed."""
+
+    def __init__(self, nodes: Iterable[int], refused: Iterable[int], form: str) -> None:
+        super().__init__(nodes)
+        self._refused, self._form = set(refused), form
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        taken = [message for message in messages if message.metadata.dst_node_id not in self._refused]
+        ids = iter(super().push_messages(taken))
+        found = [next(ids) if message in taken else None for message in messages]
+        return found if self._form == "none in its place" else [each for each in found if each is not None]
+
+
+@pytest.mark.parametrize("form", ["none in its place", "left out"])
+def test_messages_that_the_grid_refuses_are_failures(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    grid = RefusingGrid([1, 2, 3], [2], form)
+    result = FedBuff(3, 3).start(grid, initial(), num_rounds=3)
+    assert set(grid.asked) == {1, 3} and list(result.train_metrics_clientapp) == [1, 2, 3]
+    told = [record.getMessage() for record in caplog.records if "error in reply" in record.getMessage()]
+    assert len(told) >= 1 and all("node 2: the message could not be sent" in text for text in told)
+
+
+@pytest.mark.parametrize("form", ["none in its place", "left out"])
+def test_a_version_that_no_client_was_sent_ends_the_run(form: str) -> None:
+    with pytest.raises(ClientsFailedError, match="model of round 1: the grid took none of its 3 messages"):
+        FedBuff(2, 3).start(RefusingGrid([1, 2, 3], [1, 2, 3], form), initial(), num_rounds=3)
+
+
+class LimitedGrid(AsynchronousGrid):
+    """Has a clock of its own, and keeps the replies of some nodes back for ever."""
+
+    def __init__(self, nodes: Iterable[int], silent: Iterable[int], times: Iterable[float]) -> None:
+        super().__init__(nodes)
+        self._silent = set(silent)
+        self._times = itertools.chain(times, itertools.repeat(1e9))
+
+    def clock(self) -> float:
+        return next(self._times)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        ids = [id_ for id_ in message_ids if self._waiting[id_].metadata.dst_node_id not in self._silent]
+        return super().pull_messages(ids)
+
+
+def test_the_limit_of_a_message_is_on_the_clock_of_the_grid(caplog: pytest.LogCaptureFixture) -> None:
+    """Which may stand still, as that of a simulation that waits for leases."""
+    grid = LimitedGrid([1, 2], silent=[2], times=[7.0] * 50)
+    FedBuff(1, 2).start(grid, initial(), num_rounds=3, timeout=5.0)
+    assert "no reply within" not in caplog.text and grid.busy.count(2) == 1
+
+    late = LimitedGrid([1, 2], silent=[1, 2], times=[7.0] * 50 + [12.0])
+    with pytest.raises(ClientsFailedError, match=r"no client has sent an update .*no reply within 5 s"):
+        FedBuff(1, 2).start(late, initial(), num_rounds=1, timeout=5.0)
+
+
+def assert_same(found: ArrayRecord, wanted: ArrayRecord) -> None:
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].numpy().tobytes() == array.numpy().tobytes(), name
+
+
+class WatchedGrid(AsynchronousGrid):
+    """Notes the files with models in a checkpoint when the next round is over."""
+
+    def __init__(self, nodes: Iterable[int], folder: Path) -> None:
+        super().__init__(nodes)
+        self._folder = folder
+        self.model_files: list[dict[str, int]] = []
+
+    def resumed(self) -> None:
+        return None
+
+    def finished_round(self, state: RoundState) -> None:
+        files = {path.name: path.stat().st_size for path in self._folder.glob("*.model")}
+        self.model_files.append(files)
+
+
+def test_a_checkpoint_writes_each_version_once(tmp_path: Path) -> None:
+    """And drops it when no message in flight was sent it. A run that goes on keeps to that."""
+    first = ArrayRecord({"w": Array(np.zeros((100, 100), np.float32))})
+    sent = 40_000
+    for rounds in (6, 12):
+        grid = WatchedGrid(range(1, 9), tmp_path)
+        result = resumable(FedBuff(1, 6), tmp_path).start(grid, first, num_rounds=rounds)
+        assert list(result.train_metrics_clientapp) == list(range(1, rounds + 1))
+        for before, after in itertools.pairwise(grid.model_files):
+            assert all(sent < size < 1.2 * sent for size in after.values())
+            assert len(after.keys() - before.keys()) <= 1
+            assert len(after) <= 6 + 1
+    assert len(grid.model_files) == 6 and grid.model_files[0], "it went on"

@@ -9,9 +9,12 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoint_rounds import change_states, check_complete, round_state
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
@@ -156,6 +159,99 @@ def test_an_emptied_state_is_gone_from_the_checkpoint(tmp_path: Path) -> None:
     assert not resumed.get(0)
 
 
+def model_files(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.glob("*.model")}
+
+
+def kept_by(models: dict[int, ArrayRecord], number: int) -> RoundState:
+    """The state after a round of a strategy that keeps models of earlier rounds."""
+    kept = RecordDict({f"of round {earlier}": models[earlier] for earlier in models if earlier != number})
+    return replace(round_state(number), arrays=models[number], strategy_state=kept)
+
+
+def test_a_model_of_an_earlier_round_is_written_once_and_goes_when_it_is_not_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, RecordStates())
+    models: dict[int, ArrayRecord] = {}
+    last: dict[str, int] = {}
+    for number in range(8):
+        models[number] = ArrayRecord({"w": Array(np.full(50_000, float(number)))})
+        if number >= 4:
+            del models[(0, 2, 1, 3)[number - 4]]
+        checkpoints.write(kept_by(models, number))
+        written = model_files(tmp_path)
+        assert sorted(written) == sorted(f"{earlier + 1}.model" for earlier in models)
+        assert all(400_000 < size < 410_000 for size in written.values())
+        assert all(last.get(name, size) == size for name, size in written.items())
+        last = written
+        found = Checkpoints(tmp_path, RecordStates()).read()
+        assert found is not None and found.strategy_state is not None
+        assert found == kept_by(models, number)
+
+    resumed = Checkpoints(tmp_path, RecordStates())
+    found = resumed.read()
+    assert found is not None and found.strategy_state is not None
+    new = ArrayRecord({"w": Array(np.full(50_000, 8.0))})
+    kept = RecordDict({"of round 7": found.arrays, **found.strategy_state})
+    resumed.write(replace(round_state(8), arrays=new, strategy_state=kept))
+    assert model_files(tmp_path).keys() - last.keys() == {"9.model"}, "the others stay where they are"
+    assert {name: size for name, size in model_files(tmp_path).items() if name in last} == last
+
+
+def test_a_round_writes_as_much_however_many_there_were(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, RecordStates())
+    state = round_state(1)
+    sizes: list[tuple[int, int]] = []  # of what is written anew, and of the metrics of all rounds
+    for number in range(2, 1000):
+        for field in (state.train_metrics, state.evaluate_metrics, state.client_metrics):
+            field[number] = MetricRecord({"loss": 0.5, "accuracy": 0.25})
+        state.server_round = number
+        checkpoints.write(state)
+        (metrics,) = tmp_path.glob("*.metrics")
+        others = sum(path.stat().st_size for path in tmp_path.iterdir() if path != metrics)
+        sizes.append((others, metrics.stat().st_size))
+    assert sizes[-1][0] < sizes[1][0] + 50, "a few digits more"
+    lines = [after - before for (_, before), (_, after) in pairwise(sizes)]
+    assert max(lines) <= 1.1 * min(lines)
+    found = Checkpoints(tmp_path, RecordStates()).read()
+    assert found == state
+
+
+@pytest.mark.parametrize("torn", [b'[["train_metrics", 4, [["torn', b"\x00" * 5000, b"[]\n[]\n"])
+def test_what_a_killed_process_left_behind_the_metrics_is_written_over(tmp_path: Path, torn: bytes) -> None:
+    write_rounds(tmp_path, range(4))
+    (metrics,) = tmp_path.glob("*.metrics")
+    with metrics.open("ab") as file:
+        file.write(torn)
+    assert check_complete(tmp_path) == 3
+    states = RecordStates()
+    checkpoints = Checkpoints(tmp_path, states)
+    checkpoints.read()
+    for number in (4, 5):
+        change_states(states, number)
+        checkpoints.write(round_state(number))
+        assert check_complete(tmp_path) == number
+    assert torn not in metrics.read_bytes()
+
+
+def test_metrics_that_are_no_longer_there_leave_the_file(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, RecordStates())
+    for number in (5, 3, 4):
+        checkpoints.write(round_state(number))
+        found = Checkpoints(tmp_path, RecordStates()).read()
+        assert found == round_state(number) and len(list(tmp_path.glob("*.metrics"))) == 1
+
+
+def test_a_kept_model_whose_arrays_were_replaced_is_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, RecordStates())
+    model = ArrayRecord({"w": Array(np.zeros(9))})
+    kept = RecordDict({"kept": model})
+    checkpoints.write(replace(round_state(0), arrays=model, strategy_state=kept))
+    model["w"] = Array(np.ones(9))
+    state = replace(round_state(1), strategy_state=kept)
+    checkpoints.write(state)
+    assert Checkpoints(tmp_path, RecordStates()).read() == state
+
+
 def test_a_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(4))
     states = RecordStates(tmp_path / "states", 0)
@@ -269,7 +365,7 @@ def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
         kept.put(number, filled(number))
         checkpoints.write(round_state(number))
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["1.states", "2.model", "2.states", INDEX_NAME]
+    assert names == ["1.metrics", "1.states", "2.model", "2.states", INDEX_NAME]
     for name in names:
         path = folder / name
         data = path.read_bytes()

@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import FedAvg
 from recorded_apps import CLIENTS, Clients, initial_arrays, new_nodes, run_reported
 from simulations import APPS, run
 
+from flower_gpu import FedBuff
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ClientsFailedError
 
@@ -144,6 +145,18 @@ def test_replies_that_come_too_late_end_no_run(folder: RunFolder) -> None:
 
     summary = run_in(folder, does_not_wait, Clients(new_nodes(), pause_s=0.3))
     assert summary["outcome"].startswith("completed, ")
+    assert "no reply within 0.05 s" in folder.failures.read_text()
+
+
+@pytest.mark.parametrize("strategy", [FedAvg(fraction_evaluate=0.0), FedBuff(buffer_size=2, concurrency=4)])
+def test_a_strategy_that_gets_every_reply_too_late_does_not_complete(
+    strategy: FedAvg, folder: RunFolder
+) -> None:
+    def waits_too_short(grid: Any, context: Any) -> None:
+        strategy.start(grid, initial_arrays(), num_rounds=2, timeout=0.05)
+
+    with pytest.raises(ClientsFailedError, match=r"no client has sent an update|all \d+ messages failed"):
+        run_in(folder, waits_too_short, Clients(new_nodes(), pause_s=0.5))
     assert "no reply within 0.05 s" in folder.failures.read_text()
 
 

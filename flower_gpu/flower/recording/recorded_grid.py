@@ -14,7 +14,8 @@ from flwr.serverapp import Grid
 
 from flower_gpu.flower.averaging import SumItem, in_order_of_sending
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Phase, Recorder
-from flower_gpu.flower.resuming.checkpoint import Checkpoints, KeptRounds
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.kept_rounds import KeptRounds
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.streaming import Buffered, ComingReplies, Configured
 
@@ -37,7 +38,6 @@ class RecordedGrid:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._awaited: dict[str, tuple[Phase, int, _Batch]] = {}
-        self._buffered: dict[str, int] = {}  # nodes, by message
         KeptRounds(checkpoints, resumed, recorder).on(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -49,10 +49,7 @@ class RecordedGrid:
         """Have messages handled; returns their ids, by which replies can be pulled."""
         self._recorder.check()
         if isinstance(messages, Buffered):
-            nodes = [message.metadata.dst_node_id for message in messages]
-            ids = list(self._grid.push_messages(messages))
-            self._buffered.update(zip(ids, nodes, strict=bool(ids)))
-            return ids
+            return list(self._grid.push_messages(messages))  # recorded when their replies are taken
         batch = _Batch(self._recorder)
         phases: list[tuple[Phase, int]] = []
         ids = list(self._grid.push_messages(batch.sent(messages, phases)))
@@ -79,9 +76,9 @@ class RecordedGrid:
         self._recorder.check()
         return replies
 
-    def taken(self, reply: Message) -> None:
-        """Note that a reply to one of :class:`Buffered` messages is of the round that is open now."""
-        self._recorder.taken(reply, self._buffered.pop(reply.metadata.reply_to_message_id))
+    def taken(self, reply: Message, node_id: int) -> None:
+        """Note that a node's reply to one of :class:`Buffered` messages is of the round that is open now."""
+        self._recorder.taken(reply, node_id)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -112,7 +112,7 @@ class Recorder:
         self._resumed_round = -1
         self._pointer = pointer
         self._rule = AllFailed()
-        self._refused = 0
+        self._failed = 0  # messages; those of an app's own loop only if they were answered with an error
         self._why_over: str | None = None
         self._ended_by: BaseException | None = None
         #: The last round in which every client failed.
@@ -238,16 +238,19 @@ class Recorder:
             reason = (reply.error.reason or "").strip() or f"error {reply.error.code}"
             with self._lock:
                 self._ended_by = self._ended_by or getattr(reply.error, "ends_run", None)
-                if reply.error.code not in _LATE:
+                is_late = reply.error.code in _LATE
+                if not is_late:
                     phase.refused.add(node_id)
-                    self._refused += 1
+                self._failed += phase.announced or not is_late
                 self._ended(phase, node_id, reason, traceback=getattr(reply.error, "traceback", ""))
         else:
             self._ended(phase, node_id, None, _metrics_in(reply))
 
     def missed(self, phase: Phase, node_id: int, why: str) -> None:
         """Note that there will be no reply."""
-        self._ended(phase, node_id, why)
+        with self._lock:
+            self._failed += phase.announced
+            self._ended(phase, node_id, why)
 
     def may_be_settled(self, phase: Phase) -> None:
         """Note that all messages are sent that were to be sent together, and a reply is there."""
@@ -271,7 +274,7 @@ class Recorder:
                 self._close_others()
             self._others.clear()
             self._announced.clear()
-            self._over(self._rule.never_succeeded(self._refused))
+            self._over(self._rule.never_succeeded(self._failed))
 
     def _other(self, message: Message, kind: str, batch: object) -> Phase:
         server_round = round_of(message)

@@ -1,14 +1,19 @@
 """The last finished round of a run: model, metrics, random state, and the states of all nodes.
 
-    checkpoint.json     which round it is, and where in which file each state is
-    7.model             the model, the metrics and the strategy's state after round 7
+    checkpoint.json     which round it is, and where in which file everything is
+    7.model             the model and the strategy's state after round 7
+    5.model             an earlier model, which FedBuff's messages in flight need
+    1.metrics           the metrics of all rounds; see metrics_log
     4.states, 7.states  states that changed before the rounds were written
 
-Files never change. A round's go into new ones and are synced, then an index that refers to them takes the
-place of the one before, then files without a reference are deleted. So the folder holds a whole round
-whatever ends the process. States go into one file for each round that changed any: a thousand small files
-would have to be synced one by one. When less than half of a file is still in use, the states in it move to
-the next one. Who writes has the run's lock (``in_use`` of :mod:`flower_gpu.apps.folder`).
+What an index refers to never changes. The files of a round are new, or grow, and are synced. Then a new index
+replaces the one before, and files without a reference are deleted. So the folder holds a whole round whatever
+ends the process. The process that writes holds the run's lock (``in_use`` of :mod:`flower_gpu.apps.folder`).
+
+A round costs what has changed in it. States go into one file for each round that changed any, because a
+thousand small files would have to be synced one by one. When less than half of such a file is still in use,
+its states move to the next one. A model that a strategy keeps from an earlier round is the object that was
+the model then, so the index refers to the file that has it already.
 """
 
 from __future__ import annotations
@@ -18,13 +23,12 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 
 from flower_gpu import files
 from flower_gpu.apps.folder import CHECKPOINT_INDEX as INDEX_NAME
@@ -32,21 +36,38 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.record_bytes import Buffer
 from flower_gpu.flower.records import records_of
+from flower_gpu.flower.resuming.metrics_log import MetricsLog
 from flower_gpu.flower.resuming.states import FilePlace, StateStore, disk_error
-from flower_gpu.flower.rounds import ResumableGrid, RoundState
+from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import ANEW
 from flower_gpu.printable import path_text
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 
 _HEAD: Final = re.compile(rb"flower-gpu checkpoint, format (\d+), checksum (\d+)")  # the index's first line
-_OURS: Final = re.compile(r"\d+\.(model|states)")
+_OURS: Final = re.compile(r"\d+\.(model|metrics|states)")
 _ENTRY_BYTES: Final = 64  # of a state in the index, at most
-_INDEX_BYTES: Final = 1 << 16  # of the rest of it, and of what files take beyond their sizes
-# In the file with the model.
-_MODEL, _TRAIN, _EVALUATE, _CLIENTS, _STRATEGY = "arrays", "train ", "evaluate ", "clients ", "strategy "
+_INDEX_BYTES: Final = 1 << 16  # of the rest of the index, metrics, and what files take beyond their sizes
+_ARRAYS: Final = "arrays"  # name of the only record in each part of a file with models
 
-_Entry = tuple[int, int, int, int]  # of a state: the number of its file, where it is there, and its checksum
+_Entry = tuple[int, int, int, int]  # of a state or model: number of its file, offset, size, checksum
+
+
+class _WrittenModel:
+    """A model in a file. The record is kept here, so that no other object can have its id."""
+
+    def __init__(self, record: ArrayRecord, entry: _Entry) -> None:
+        self.record = record
+        self.entry = entry
+        self._arrays = list(record.items())
+
+    def is_same(self) -> bool:
+        """Return True if the record still has the arrays that were written: a strategy may replace some."""
+        arrays = list(self.record.items())
+        return len(arrays) == len(self._arrays) and all(
+            name == written_name and array is written
+            for (name, array), (written_name, written) in zip(arrays, self._arrays, strict=True)
+        )
 
 
 class Checkpoints:
@@ -64,6 +85,8 @@ class Checkpoints:
         self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity or {})))
         self._serial = 0  # of the newest files; no number is used twice
         self._entries: dict[int, _Entry] = {}  # of the states in the index, by partition
+        self._models: dict[int, _WrittenModel] = {}  # in the index, by the id of the record
+        self._metrics = MetricsLog()
         self._used: set[Path] = set()  # files to which the index refers
 
     def write(self, state: RoundState) -> None:
@@ -71,8 +94,12 @@ class Checkpoints:
 
         Raises a FlowerGPUError if the disk is full or cannot be written to. The round before is still there.
         """
-        model = _model_parts(state)
-        size = sum(map(len, model)) + _INDEX_BYTES
+        kept, rest = _parted(state.strategy_state or {})
+        # The model of the round first; then what no file has yet of the arrays that the strategy keeps.
+        models = [state.arrays, *(record for record in kept.values() if not self._has(record))]
+        parts = [record_bytes.encode_parts(RecordDict({_ARRAYS: model})) for model in models]
+        parts.append(record_bytes.encode_parts(RecordDict(rest)))
+        size = sum(len(buffer) for part in parts for buffer in part) + _INDEX_BYTES
         next_step = (
             "free space, and continue from the checkpoint, which is that of the round before"
             if self._used
@@ -83,22 +110,75 @@ class Checkpoints:
                 size += sum(self._states.size_bytes(partition) for partition in changed)
                 size += _ENTRY_BYTES * (len(self._entries) + len(changed))
                 try:
-                    self._write(state, model, changed)
+                    self._write(state, kept, models, parts, changed)
                 finally:
                     self._delete_unused()
         except OSError as error:
             text = f"Round {state.server_round} is finished but may not be written; {next_step}"
             raise disk_error(error, self._folder, size, text) from error
 
-    def _write(self, state: RoundState, model: Sequence[Buffer], changed: Set[int]) -> None:
-        """Write the files of a round, and let the index refer to them."""
+    def _write(
+        self,
+        state: RoundState,
+        kept: Mapping[str, ArrayRecord],
+        models: Sequence[ArrayRecord],
+        parts: Sequence[Sequence[Buffer]],
+        changed: Set[int],
+    ) -> None:
+        """Write the files of a round, and let the index refer to them.
+
+        ``kept``: arrays that the strategy keeps beside the model, by name.
+        ``models``, ``parts``: arrays that no file has yet, and what is written: each of them, then the rest
+        of the strategy's state.
+        ``changed``: the partitions whose states changed.
+        """
         self._serial += 1
         self._folder.mkdir(parents=True, exist_ok=True)
+        entries, written_states = self._write_states(changed)
+        written_parts = _write_file(self._model_file(self._serial), parts)
+        *new_entries, rest_entry = [(self._serial, *_numbers(place)) for place in written_parts]
+        new = [_WrittenModel(model, entry) for model, entry in zip(models, new_entries, strict=True)]
+        known = self._models | {id(model.record): model for model in new}
+        in_use = {id(record): known[id(record)] for record in (state.arrays, *kept.values())}
+        metrics_place = self._metrics.append(state, self._metrics_file(self._serial))
+        metrics_entry = (int(metrics_place.path.stem), *_numbers(metrics_place))
+        content = {
+            "identity": self._identity,
+            "serial": self._serial,
+            "server_round": state.server_round,
+            "random_state": state.random_state,
+            "strategy": state.strategy,
+            "first_model": state.first_model,
+            "model": new_entries[0],
+            "kept": [(name, known[id(record)].entry) for name, record in kept.items()],
+            "strategy_state": rest_entry,
+            "metrics": metrics_entry,
+            "states": list(entries.items()),
+        }
+        text = json.dumps(content).encode()
+        in_files = {rest_entry[0], *(model.entry[0] for model in in_use.values())}
+        used = self._files_of(in_files, metrics_entry[0], entries)
+        with files.replaced(self._index, has_one_writer=True) as index:
+            head = f"flower-gpu checkpoint, format {FORMAT_VERSION}, checksum {zlib.crc32(text)}\n"
+            index.write_bytes(head.encode() + text)
+            _sync(index)
+            _sync(self._folder)  # the names of the new files
+            self._used |= used  # of either index, whatever happens now
+        self._used, self._entries = used, entries
+        self._models = in_use
+        self._metrics.saved()
+        self._states.saved(written_states)
+        _sync(self._folder)
+
+    def _write_states(self, changed: Set[int]) -> tuple[dict[int, _Entry], dict[int, FilePlace]]:
+        """Write states that changed; return the entries of all states, and the places of those written."""
         entries = {number: entry for number, entry in self._entries.items() if number not in changed}
-        in_use = Counter[int]()
+        sizes_in_use = Counter[int]()
         for serial, _, size, _ in entries.values():
-            in_use[serial] += size
-        sparse = {each for each, size in in_use.items() if 2 * size < self._states_file(each).stat().st_size}
+            sizes_in_use[serial] += size
+        sparse = {
+            each for each, size in sizes_in_use.items() if 2 * size < self._states_file(each).stat().st_size
+        }
         moving = [number for number in changed if self._states.size_bytes(number)]
         moving += [number for number, entry in entries.items() if entry[0] in sparse]
         written = {}
@@ -107,28 +187,12 @@ class Checkpoints:
             found = _write_file(self._states_file(self._serial), contents)
             written = dict(zip(moving, found, strict=True))
         entries |= {number: (self._serial, *_numbers(place)) for number, place in written.items()}
-        (of_model,) = _write_file(self._model_file(self._serial), [model])
-        content = {
-            "identity": self._identity,
-            "serial": self._serial,
-            "server_round": state.server_round,
-            "random_state": state.random_state,
-            "strategy": state.strategy,
-            "first_model": state.first_model,
-            "model": _numbers(of_model),
-            "states": list(entries.items()),
-        }
-        text = json.dumps(content).encode()
-        used = self._files_of(self._serial, entries)
-        with files.replaced(self._index, has_one_writer=True) as new:
-            head = f"flower-gpu checkpoint, format {FORMAT_VERSION}, checksum {zlib.crc32(text)}\n"
-            new.write_bytes(head.encode() + text)
-            _sync(new)
-            _sync(self._folder)  # the names of the new files
-            self._used |= used  # of either index, whatever happens now
-        self._used, self._entries = used, entries
-        self._states.saved(written)
-        _sync(self._folder)
+        return entries, written
+
+    def _has(self, record: ArrayRecord) -> bool:
+        """Return True if the index refers to these arrays already."""
+        model = self._models.get(id(record))
+        return model is not None and model.is_same()
 
     def _states_file(self, serial: int) -> Path:
         return self._folder / f"{int(serial)}.states"
@@ -136,8 +200,17 @@ class Checkpoints:
     def _model_file(self, serial: int) -> Path:
         return self._folder / f"{int(serial)}.model"
 
-    def _files_of(self, serial: int, entries: Mapping[int, _Entry]) -> set[Path]:
-        return {self._model_file(serial), *map(self._states_file, {entry[0] for entry in entries.values()})}
+    def _metrics_file(self, serial: int) -> Path:
+        return self._folder / f"{int(serial)}.metrics"
+
+    def _files_of(self, models: Set[int], metrics: int, entries: Mapping[int, _Entry]) -> set[Path]:
+        """Return the files of an index by their numbers: those with models, with metrics, with states."""
+        states = {entry[0] for entry in entries.values()}
+        return {
+            *map(self._model_file, models),
+            self._metrics_file(metrics),
+            *map(self._states_file, states),
+        }
 
     def _delete_unused(self) -> None:
         """Delete the files to which no index refers."""
@@ -151,31 +224,48 @@ class Checkpoints:
 
         Raises a ConfigError if it is of another run, was written by another version, or is damaged.
         """
-        path = self._index
-        if not path.exists():
+        if not self._index.exists():
             return None
         try:
-            content = self._content()
-            serial = int(content["serial"])
-            model = FilePlace(self._model_file(serial), *map(int, content["model"]))
-            entries: dict[int, _Entry] = {int(number): tuple(entry) for number, entry in content["states"]}
-            places = {
-                partition: FilePlace(self._states_file(number), *map(int, numbers))
-                for partition, (number, *numbers) in entries.items()
-            }
-            for place in places.values():  # said now, and not by a client in the middle of a round
-                path = place.path
-                place.read()
-            path = model.path
-            found = _round_state(content, record_bytes.decode(model.read()))
+            return self._read(self._content())
         except ConfigError:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise _damaged(path, str(error)) from error
+            raise _damaged(self._index, str(error)) from error
+
+    def _read(self, content: Mapping[str, Any]) -> RoundState:
+        """Read the round that the content of an index refers to."""
+        serial = int(content["serial"])
+        entries: dict[int, _Entry] = {int(number): _entry(entry) for number, entry in content["states"]}
+        places = {number: _place(self._states_file, entry) for number, entry in entries.items()}
+        for place in places.values():  # an error is raised now, and not by a client in the middle of a round
+            _data(place)
+        metrics_entry = _entry(content["metrics"])
+        metrics_place = _place(self._metrics_file, metrics_entry)
+        metrics = self._metrics.restore(metrics_place, _data(metrics_place))
+        kept = {name: self._read_model(_entry(entry)) for name, entry in content["kept"]}
+        model = self._read_model(_entry(content["model"]))
+        rest = record_bytes.decode(_data(_place(self._model_file, _entry(content["strategy_state"]))))
+        state = RoundState(
+            server_round=int(content["server_round"]),
+            arrays=model.record,
+            random_state=content["random_state"],
+            strategy=content["strategy"],
+            first_model=content.get("first_model", ""),
+            strategy_state=RecordDict({**rest, **{name: each.record for name, each in kept.items()}}),
+            **metrics,
+        )
         self._serial, self._entries = serial, entries
-        self._used = self._files_of(serial, entries)
+        self._models = {id(each.record): each for each in (model, *kept.values())}
+        in_files = {each.entry[0] for each in self._models.values()}
+        self._used = self._files_of(in_files, metrics_entry[0], entries)
         self._states.saved(places)
-        return found
+        return state
+
+    def _read_model(self, entry: _Entry) -> _WrittenModel:
+        record = records_of(record_bytes.decode(_data(_place(self._model_file, entry))), ArrayRecord)[_ARRAYS]
+        # As Flower's own arrays: their bytes are known again, and written once for all workers of a round.
+        return _WrittenModel(ArrayRecord(dict(record)), entry)
 
     def _content(self) -> dict[str, Any]:
         """Return what the index tells; raises ConfigError if it is of another run or version."""
@@ -210,88 +300,6 @@ class Checkpoints:
             )
 
 
-class KeptRounds:
-    """The finished rounds of the first start of a strategy in an app; a later one begins anew, and has none.
-
-    ``checkpoints``: None keeps none.
-    ``found``: where the first start goes on.
-    ``recorder``: of the run, a :class:`.Recorder`, if it has one.
-    """
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints | None = None,
-        found: RoundState | None = None,
-        recorder: Any = None,
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._found = found
-        self._recorder = recorder
-        self._starts = 0
-        self._beside: list[ResumableGrid] = []
-
-    def on(self, grid: Any) -> None:
-        """Make a grid a :class:`.ResumableGrid`; one that keeps rounds already does that as well."""
-        if isinstance(grid, ResumableGrid):
-            self._beside = [SimpleNamespace(resumed=grid.resumed, finished_round=grid.finished_round)]
-        grid.resumed, grid.finished_round = self.resumed, self.finished_round
-
-    def resumed(self) -> RoundState | None:
-        """Note a start; return the last round that is known here, or to the grid."""
-        self._starts += 1
-        known = [self._found if self._starts == 1 else None, *(each.resumed() for each in self._beside)]
-        state = max(filter(None, known), key=lambda state: state.server_round, default=None)
-        if state is not None and self._recorder is not None:
-            self._recorder.run_resumed(state.server_round)
-            self._recorder.model = state.arrays
-        return state
-
-    def finished_round(self, state: RoundState) -> None:
-        """Write the checkpoint of a round, if the strategy's state can be written, and any client trained."""
-        for each in self._beside:
-            each.finished_round(state)
-        # Else a run that goes on does the round again: it may be about to be ended for that.
-        has_failed = self._recorder is not None and self._recorder.failed_round == state.server_round
-        is_kept = self._starts <= 1 and state.strategy_state is not None and not has_failed
-        if self._checkpoints is not None and is_kept:
-            self._checkpoints.write(state)
-
-
-def _model_parts(state: RoundState) -> list[Buffer]:
-    """Return the global model, the metrics of all rounds so far, and the strategy's state."""
-    records = RecordDict({_MODEL: state.arrays})
-    for prefix, metrics in (
-        (_TRAIN, state.train_metrics),
-        (_EVALUATE, state.evaluate_metrics),
-        (_CLIENTS, state.client_metrics),
-    ):
-        for server_round, record in metrics.items():
-            records[f"{prefix}{server_round}"] = record
-    for name, kept in (state.strategy_state or {}).items():
-        records[f"{_STRATEGY}{name}"] = kept
-    return record_bytes.encode_parts(records)
-
-
-def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
-    def metrics(prefix: str) -> dict[int, MetricRecord]:
-        found = records_of(records, MetricRecord).items()
-        return {int(name[len(prefix) :]): record for name, record in found if name.startswith(prefix)}
-
-    kept = {name[len(_STRATEGY) :]: record for name, record in records.items() if name.startswith(_STRATEGY)}
-    return RoundState(
-        server_round=int(content["server_round"]),
-        # As Flower's own arrays: their bytes are known again, and written once for all workers of a round.
-        arrays=ArrayRecord(dict(records_of(records, ArrayRecord)[_MODEL])),
-        train_metrics=metrics(_TRAIN),
-        evaluate_metrics=metrics(_EVALUATE),
-        random_state=content["random_state"],
-        client_metrics=metrics(_CLIENTS),
-        strategy=content["strategy"],
-        first_model=content.get("first_model", ""),
-        strategy_state=RecordDict(kept),
-    )
-
-
 def _write_file(path: Path, contents: Iterable[Sequence[Buffer]]) -> list[FilePlace]:
     """Write a new file, sync it, and return where each of its contents, given in parts, is."""
     places = []
@@ -320,6 +328,31 @@ def _damaged(path: Path, reason: str) -> ConfigError:
         f"{path_text(path)} is damaged ({reason}), so that the run cannot be continued. Bring the file back "
         f"from a copy if there is one, else start the run anew {ANEW}"
     )
+
+
+def _parted(state: Mapping[str, Any]) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
+    """Return the arrays in a strategy's state, and the other records."""
+    kept = {name: record for name, record in state.items() if isinstance(record, ArrayRecord)}
+    return kept, {name: record for name, record in state.items() if name not in kept}
+
+
+def _entry(found: Sequence[Any]) -> _Entry:
+    """Return an entry of an index; raises ValueError or TypeError if it is none."""
+    serial, offset, size, checksum = map(int, found)
+    return serial, offset, size, checksum
+
+
+def _place(file_of: Callable[[int], Path], entry: _Entry) -> FilePlace:
+    serial, *numbers = entry
+    return FilePlace(file_of(serial), *numbers)
+
+
+def _data(place: FilePlace) -> bytes:
+    """Return the data at a place; raises ConfigError if they are not what was written."""
+    try:
+        return place.read()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _damaged(place.path, str(error)) from error
 
 
 def _numbers(place: FilePlace) -> tuple[int, int, int]:

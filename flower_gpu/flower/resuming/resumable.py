@@ -14,7 +14,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_gpu.apps.folder import in_use
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import rounds
-from flower_gpu.flower.resuming.checkpoint import Checkpoints, KeptRounds
+from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.flower.resuming.kept_rounds import KeptRounds
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.strategy import FedAvg
 from flower_gpu.flower.strategy_state import StrategyState, kind_of

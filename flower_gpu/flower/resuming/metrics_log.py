@@ -1,0 +1,109 @@
+"""The metrics of all rounds, in one file to which each round appends a line.
+
+The index of a checkpoint says how many bytes of the file belong to it, and their checksum. What follows was
+written by a process that was killed, or ran out of disk space, before it replaced the index. It is never
+read, and the next round is written over it. So a round costs the same, however many rounds there were before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Final
+
+from flwr.app import MetricRecord
+
+from flower_gpu.flower.resuming.states import FilePlace
+from flower_gpu.flower.rounds import RoundState
+
+#: The kinds of metrics, as fields of a RoundState.
+_FIELDS: Final = ("train_metrics", "evaluate_metrics", "client_metrics")
+
+#: Metrics by field and round.
+RoundMetrics = dict[str, dict[int, MetricRecord]]
+
+
+class MetricsLog:
+    """Writer and reader of the file; it knows which metrics the checkpoint has."""
+
+    def __init__(self) -> None:
+        self._place: FilePlace | None = None  # part of the file to which the index refers
+        self._written = _no_metrics()
+        # What saved() takes over: the part of the file, its new metrics, and whether the file is a new one.
+        self._pending: tuple[FilePlace, RoundMetrics, bool] | None = None
+
+    def append(self, state: RoundState, new_path: Path) -> FilePlace:
+        """Write the metrics that are new in a round, and return the part of the file that has all metrics.
+
+        ``new_path``: path of the file if a new one is begun.
+        The new metrics count as written after :meth:`saved`.
+        """
+        place = self._place
+        new = {field: _new_metrics(getattr(state, field), self._written[field]) for field in _FIELDS}
+        is_anew = place is None or any(not self._goes_on(field, new[field], state) for field in _FIELDS)
+        if place is None or is_anew:
+            place = FilePlace(new_path, 0, 0, 0)
+            new = {field: dict(getattr(state, field)) for field in _FIELDS}
+        entries = [
+            (field, server_round, list(MetricRecord(dict(record)).items()))
+            for field, metrics in new.items()
+            for server_round, record in metrics.items()
+        ]
+        line = f"{json.dumps(entries)}\n".encode() if entries else b""
+        with place.path.open("r+b" if place.size_bytes else "wb") as file:
+            file.truncate(place.size_bytes)
+            file.seek(place.size_bytes)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        size_bytes, checksum = place.size_bytes + len(line), zlib.crc32(line, place.checksum)
+        place = FilePlace(place.path, 0, size_bytes, checksum)
+        self._pending = place, new, is_anew
+        return place
+
+    def saved(self) -> None:
+        """Note that the index refers to the part that :meth:`append` returned last."""
+        assert self._pending is not None
+        self._place, new, is_anew = self._pending
+        if is_anew:
+            self._written = _no_metrics()
+        for field, metrics in new.items():
+            self._written[field].update(metrics)
+
+    def restore(self, place: FilePlace, data: bytes) -> RoundMetrics:
+        """Return the metrics in the data of a file, and go on after them.
+
+        Raises an error of a wrong type or value if :meth:`append` did not write the data.
+        """
+        found = _no_metrics()
+        for line in data.splitlines():
+            for field, server_round, items in json.loads(line):
+                found[field][server_round] = MetricRecord(dict(items), keep_input=False)
+        self._place = place
+        self._written = {field: dict(metrics) for field, metrics in found.items()}
+        return found
+
+    def _goes_on(self, field: str, new: dict[int, MetricRecord], state: RoundState) -> bool:
+        """Return True if no round has lost its metrics since the last one was written."""
+        written = self._written[field]
+        added = sum(server_round not in written for server_round in new)
+        return len(written) + added == len(getattr(state, field))
+
+
+def _no_metrics() -> RoundMetrics:
+    return {field: {} for field in _FIELDS}
+
+
+def _new_metrics(
+    metrics: dict[int, MetricRecord], written: dict[int, MetricRecord]
+) -> dict[int, MetricRecord]:
+    """Return the metrics behind the last ones that are written; those of later rounds are behind."""
+    new: list[tuple[int, MetricRecord]] = []
+    for server_round, record in reversed(metrics.items()):
+        known = written.get(server_round)
+        if known is not None and (known is record or known == record):
+            break
+        new.append((server_round, record))
+    return dict(reversed(new))
