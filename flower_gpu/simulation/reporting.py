@@ -6,7 +6,7 @@ Its result, as ``result.json`` and as the lines at the end, is made of the trace
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
@@ -25,9 +25,9 @@ from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
 from flower_gpu.watch.fields import first_line
 from flower_gpu.watch.history import History
+from flower_gpu.watch.metrics_table import MetricsTable
 from flower_gpu.watch.output import flower_lines
-from flower_gpu.watch.result import result_lines, result_of, write_results, write_table
-from flower_gpu.watch.spans import RoundPart
+from flower_gpu.watch.result import result_lines, result_of, write_results
 
 _CANNOT_RESUME: Final = (
     "this run cannot go on with {}: only Flower's own strategies (flwr.serverapp.strategy), as they are, and "
@@ -76,6 +76,7 @@ class Report:
         self._is_tracked = is_tracked
         self._end: Event | None = None
         self._is_disk_full = False
+        self._table: MetricsTable | None = None  # once a round is over
         self._display = make_display(self.history, _stream(), is_shown=progress)
         self.failures = FailureLog(None if folder is None else folder.failures, self._display.say)
         self._has_begun = resumes is None
@@ -127,15 +128,20 @@ class Report:
                 pass
             case "round_started":
                 write_event(event)
-                parts = self.history.rounds
-                if parts and parts[-1].round != event["round"]:
-                    self._write_table(folder, parts)
+                newest = next(self.history.newest_parts(), None)
+                if newest is not None and newest.round != event["round"]:
+                    self._extend_table(folder)
+            case "round_finished":
+                write_event(event)
+                if self._table is not None and (part := self.history.part(event["round"], event["task"])):
+                    self._table.note(part)
             case _:
                 write_event(event)
 
-    def _write_table(self, folder: RunFolder, parts: Sequence[RoundPart]) -> None:
+    def _extend_table(self, folder: RunFolder) -> None:
+        self._table = self._table or MetricsTable(folder)
         try:
-            write_table(folder, parts)
+            self._table.extend(self.history)
         except OSError as error:
             text = "Free space, and continue with --resume if there is a checkpoint"
             raise disk_error(error, folder.path, _SMALL_BYTES, text) from error

@@ -93,9 +93,9 @@ def _rounds_left_s(history: History) -> float | None:
     began, done = history.strategy_started_at, history.highest_round - (history.resumed_round or 0)
     if began is None or not history.num_rounds or done <= 0:
         return None
-    ends = [one.time for one in history.evaluations if (one.round or 0) <= history.highest_round]
-    each_s = (max(ends, default=began) - began) / done
-    left_s = each_s * (history.num_rounds - history.highest_round) - (time.time() - max(ends, default=began))
+    ended_at = began if history.rounds_ended_at is None else history.rounds_ended_at
+    each_s = (ended_at - began) / done
+    left_s = each_s * (history.num_rounds - history.highest_round) - (time.time() - ended_at)
     return left_s if left_s > 0 else None  # it takes longer than thought
 
 

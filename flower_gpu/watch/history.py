@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -107,6 +107,11 @@ class History:
         self.open_round: OpenRound | None = None  # messages that are under way
         self.closed_round: OpenRound | None = None  # the ones before, all of which are over
         self._parts: dict[tuple[int | None, str], RoundPart] = {}  # that have finished, by round and task
+        # Kept up to date, because displays ask for them all the time and a run may have thousands of rounds.
+        self._last_told: dict[str, tuple[float, Mapping[str, Any]]] = {}  # time and metrics, by task
+        self._open_ends: dict[int, float] = {}  # times of the last parts, by round that is not over
+        #: When the last of the rounds that are over has ended.
+        self.rounds_ended_at: float | None = None
         self._sent = self._failed = 0  # messages of these parts
         self._sent_before = 0  # of which so many were sent before the run was resumed
         # Replies of the parts that are under way, by round, task and whether they are errors.
@@ -174,7 +179,8 @@ class History:
         """The round that is under way, or was last: the highest that anything is of."""
         if self.open_round is not None and self.open_round.round is not None:
             return self.open_round.round
-        told = [worker.round for worker in self.running] + [number for number, _ in self._parts][-1:]
+        told = [worker.round for worker in self.running]
+        told += [number for number, _ in islice(reversed(self._parts), 1)]
         return max((number for number in (self._last_round, *told) if number is not None), default=None)
 
     @property
@@ -197,6 +203,14 @@ class History:
         """What has finished of each round, by task; ``round`` is None for messages that say none."""
         return list(self._parts.values())
 
+    def part(self, server_round: int | None, task: str) -> RoundPart | None:
+        """Return what has finished of a round for a task."""
+        return self._parts.get((server_round, task))
+
+    def newest_parts(self) -> Iterator[RoundPart]:
+        """Yield what has finished of each round, the newest part first."""
+        return reversed(self._parts.values())
+
     @property
     def evaluations(self) -> list[RoundPart]:
         """What has finished, of rounds with a number."""
@@ -205,12 +219,8 @@ class History:
     @property
     def last_metrics(self) -> dict[str, Mapping[str, Any]]:
         """The last metrics of each task, as told; the latest at the end."""
-        found: dict[str, Mapping[str, Any]] = {}
-        for part in sorted(self._parts.values(), key=lambda part: part.time):
-            if part.told:
-                found.pop(part.task, None)
-                found[part.task] = part.told
-        return found
+        by_time = sorted(self._last_told.items(), key=lambda item: item[1][0])
+        return {task: told for task, (_, told) in by_time}
 
     @property
     def messages_sent(self) -> int:
@@ -489,8 +499,8 @@ class History:
     def _on_strategy_resumed(self, time: float, event: Event) -> None:
         self.resumed_round = after = whole(event.get("round"))
         if after is not None:
-            self._take_back(lambda server_round: (server_round or 0) > after)
             self._latest_round = self.highest_round = min(self.highest_round, after)
+            self._take_back(lambda server_round: (server_round or 0) > after)
 
     def _take_back(self, is_again: Callable[[int | None], bool]) -> None:
         """Forget the rounds that a resumed run does again."""
@@ -500,6 +510,25 @@ class History:
             self._sent_before -= part.messages
             self._failed -= part.failed
         self.failures.take_back(is_again)
+        self._last_told.clear()
+        self._open_ends.clear()
+        self.rounds_ended_at = None
+        for part in self._parts.values():
+            self._note_end(part)
+
+    def _note_end(self, part: RoundPart) -> None:
+        """Keep up to date what is asked for all the time."""
+        if part.told and part.time >= self._last_told.get(part.task, (part.time,))[0]:
+            self._last_told[part.task] = part.time, part.told
+        if part.round is not None:
+            self._open_ends[part.round] = max(part.time, self._open_ends.get(part.round, part.time))
+            self._end_rounds()
+
+    def _end_rounds(self) -> None:
+        over = [server_round for server_round in self._open_ends if server_round <= self.highest_round]
+        for server_round in over:
+            ended_at = self._open_ends.pop(server_round)
+            self.rounds_ended_at = max(ended_at, self.rounds_ended_at or ended_at)
 
     def _on_round_started(self, time: float, event: Event) -> None:
         server_round = whole(event.get("round"))
@@ -541,6 +570,7 @@ class History:
         messages, failed = whole(event.get("messages")) or 0, whole(event.get("failed")) or 0
         part = self._parts.setdefault((server_round, task), RoundPart(time, server_round, task))
         part.finish(time, event, messages, failed)
+        self._note_end(part)
         self._sent += messages
         self._failed += failed
         for key in list(self._replied):
@@ -550,6 +580,7 @@ class History:
     def _finish_rounds(self, last: int) -> None:
         """Take note that all rounds up to this one are over."""
         self.highest_round = max(self.highest_round, last)
+        self._end_rounds()
         if last > self._counted_round:
             self.tally.rounds_finished += 1
             self._counted_round = last

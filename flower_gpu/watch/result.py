@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from io import StringIO
 from typing import Any, Final
 
-from flower_gpu import files
 from flower_gpu.apps.failures import outcome_text
 from flower_gpu.apps.folder import RunFolder, write_json
 from flower_gpu.printable import duration_text
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE
 from flower_gpu.watch.fields import client_key, metrics_text
 from flower_gpu.watch.history import History
+from flower_gpu.watch.metrics_table import MetricsTable
 from flower_gpu.watch.spans import LeaseCounts, RoundPart
 
 _MOST_FAILURES: Final = 10  # reasons
@@ -34,7 +31,7 @@ METRICS: Final = ("loss", "accuracy", "precision", "recall", "f1")
 
 def write_results(folder: RunFolder, parts: Sequence[RoundPart], result: Mapping[str, Any]) -> None:
     """Write the files of a run that is over."""
-    write_table(folder, parts)
+    MetricsTable(folder).write(parts)
     write_json(folder.result, result)
 
 
@@ -136,31 +133,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_table(folder: RunFolder, parts: Sequence[RoundPart]) -> None:
-    """Write metrics by round as a table; none for a run without rounds."""
-    if not parts and not folder.metrics.exists():
-        return
-    names = list(dict.fromkeys(name for part in parts for name in part.told))
-    own = ["round", "kind"]
-    rows: list[list[Any]] = [[*own, *(f"{name} (metric)" if name in own else name for name in names)]]
-    for part in parts:
-        cells = [_cell(part.told[name]) if name in part.told else "" for name in names]
-        rows.append(["" if part.round is None else part.round, part.task, *cells])
-    # Before Python 3.13 the module quotes a carriage return only if it is part of the ends of its lines.
-    is_odd = any("\r" in str(cell) for row in rows for cell in row)
-    text = StringIO()
-    quoting: Any = csv.QUOTE_ALL if is_odd else csv.QUOTE_MINIMAL
-    csv.writer(text, lineterminator="\n", quoting=quoting).writerows(rows)
-    with files.replaced(folder.metrics, has_one_writer=True) as new:
-        new.write_text(text.getvalue(), encoding="utf-8", errors="replace")
-
-
-def _cell(value: Any) -> Any:
-    if value is None:
-        return "nan"
-    return json.dumps(value) if isinstance(value, list | bool) else value
 
 
 # For people

@@ -8,6 +8,7 @@ import math
 import tempfile
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -502,6 +503,24 @@ def test_a_run_leaves_metrics_model_and_result(folder: RunFolder) -> None:
     assert {path.name for path in folder.path.iterdir()} == {
         *("failures.log", "metrics.csv", "model.safetensors", "result.json", "trace.jsonl")
     }
+
+
+def test_the_table_of_rounds_is_appended_to(folder: RunFolder) -> None:
+    seen: list[tuple[int, bytes]] = []
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        if folder.metrics.exists():
+            seen.append((folder.metrics.stat().st_ino, folder.metrics.read_bytes()))
+        return MetricRecord({"accuracy": server_round / 10})
+
+    def main(grid: Any, context: Any) -> None:
+        FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=6, evaluate_fn=evaluate)
+
+    run_into(folder, main)
+    after_first_round = seen[1:]  # the first one has no column for what is trained
+    assert len(after_first_round) >= 4 and len({inode for inode, _ in after_first_round}) == 1
+    tables = [table for _, table in after_first_round] + [folder.metrics.read_bytes()]
+    assert all(after.startswith(before) and after != before for before, after in pairwise(tables))
 
 
 def test_an_own_loop_leaves_the_metrics_of_each_client(folder: RunFolder) -> None:

@@ -272,3 +272,44 @@ def test_leases_are_summed_up() -> None:
     shown = dict(line.split(maxsplit=1) for line in result_lines(result, None)[1:])
     assert shown["leases"] == "3, waited for 5.50 s in all, 4.00 s at most"
     assert shown["memory"] == "ran out 2 times: 1 ran again, 1 ran on the CPU"
+
+
+def test_what_displays_ask_for_is_that_of_all_rounds() -> None:
+    """The latest metrics of each task and the end of the last round are known without a walk over all."""
+    history = History(keep_finished=False, keep_rounds=True)
+    parts: dict[tuple[int, str], tuple[float, dict[str, Any]]] = {}
+    time = 0.0
+
+    def check(highest: int) -> None:
+        assert history.highest_round == highest
+        ends = [at for (number, _), (at, _) in parts.items() if number <= highest]
+        assert history.rounds_ended_at == max(ends, default=None)
+        told = sorted(((at, task, metrics) for (_, task), (at, metrics) in parts.items() if metrics))
+        last = {task: metrics for _, task, metrics in told}
+        assert history.last_metrics == last
+        tasks = list(dict.fromkeys(task for _, task, _ in reversed(told)))
+        assert list(history.last_metrics) == tasks[::-1]
+
+    def finish(number: int, task: str, **metrics: Any) -> None:
+        nonlocal time
+        time += 1.0
+        history.feed([event("round_finished", time, round=number, task=task, metrics=metrics)])
+        parts[number, task] = time, metrics
+
+    history.feed([event("strategy_started", time, strategy="FedAvg", num_rounds=9)])
+    finish(0, "server-evaluate", loss=2.0)
+    for number in range(1, 6):
+        history.feed([event("round_started", time, round=number, task="train", messages=2)])
+        check(number - 1)
+        finish(number, "train", **({"loss": 1.0 / number} if number != 4 else {}))
+        finish(number, "server-evaluate", accuracy=number / 10)
+        check(number - 1)
+    history.feed([event("strategy_resumed", time, round=3)])
+    parts = {key: part for key, part in parts.items() if key[0] <= 3}
+    check(3)
+    finish(4, "train", loss=0.125)
+    check(3)
+    history.feed([event("strategy_finished", time)])
+    check(4)
+    history.feed([event("run_finished", time, outcome="completed")])
+    assert history.current_round == 4

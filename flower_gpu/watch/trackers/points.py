@@ -116,7 +116,7 @@ class Points:
 
     def _of_part(self, at: float, event: Event, task: str) -> Iterator[Point]:
         key = (whole(event.get("round")), task)
-        part = next((one for one in self.history.rounds if (one.round, one.task) == key), None)
+        part = self.history.part(*key)
         if part is None:
             return
         values = _of_round(part)
