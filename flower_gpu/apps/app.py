@@ -21,6 +21,8 @@ ConfigValue = bool | int | float | str
 _COMMA = re.compile(r",\s*[\w.-]+=|\s,\s")  # before the key of a pair, or in quotes
 _PAIR = re.compile(r"""([^\s="']+)=('[^']*'|"(?:[^"\\]|\\.)*"|[^\s"']\S*)(?=\s|$)""")
 
+_BYTE_ORDER_MARK: Final = "\ufeff"
+
 #: The key of a run config by which an app that has it learns how many clients there are.
 NUM_CLIENTS_KEY: Final = "num-clients"
 
@@ -46,8 +48,10 @@ class FlowerApp:
     ) -> dict[str, ConfigValue]:
         """Return the given values of the run config, and ``num-clients`` where the app declares it.
 
-        ``said``: how a key was given, for errors; ``hint``: what to do where the app does not declare it.
-        Raises ConfigError if the app does not declare a key, or a value is none of its choices.
+        ``said``: how a key was given, for errors; ``hint``: what to do if the app does not declare it.
+
+        Raises ConfigError if the app does not declare a key, if a value is not one of its choices, or if it
+        is a text and the app's own value is a number or a boolean.
         """
         for key, value in given.items():
             if key not in self.run_config:
@@ -57,6 +61,12 @@ class FlowerApp:
             allowed = self.choices.get(key)
             if allowed and str(value) not in allowed:
                 raise ConfigError(f"{said(key)} {value}: {self.name} knows {', '.join(allowed)}")
+            default = self.run_config[key]
+            if isinstance(value, str) and not isinstance(default, str):
+                raise ConfigError(
+                    f"{said(key)}={_format(value)} is a text, and {self.name} takes a number or true or "
+                    f"false there: its own value is {_format(default)}"
+                )
         if NUM_CLIENTS_KEY not in self.run_config:
             return dict(given)
         if given.get(NUM_CLIENTS_KEY, clients) != clients:
@@ -83,8 +93,14 @@ class FlowerApp:
                 "begin in it"
             )
         try:
-            content = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            text = file.read_text(encoding="utf-8")
+            if text.startswith(_BYTE_ORDER_MARK):
+                raise ValueError(
+                    "it begins with a byte order mark, which Flower, pip and uv refuse. Save it as UTF-8 "
+                    "without BOM"
+                )
+            content = tomllib.loads(text)
+        except (OSError, ValueError) as error:  # also UnicodeDecodeError and TOMLDecodeError
             raise ConfigError(f"{file} cannot be read: {error}") from None
         components = _table(content, "tool", "flwr", "app", "components")
         refs = [components.get(kind) for kind in ("serverapp", "clientapp")]

@@ -187,7 +187,7 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
 def _toml(option: str, path: Path) -> dict[str, Any]:
     """Read the TOML file that was given for an option; ConfigError if it is none."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows add a byte order mark
     except OSError as error:
         raise ConfigError(f"{option} {path_text(path)}: {error.strerror}") from None
     except ValueError as error:

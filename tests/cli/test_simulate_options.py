@@ -173,6 +173,10 @@ def refusal(
             "--rounds and --run-config num-server-rounds give the same",
         ),
         ("--clients 3 -c \"mode='odd'\"", "counting knows plain, raise, wait"),
+        (
+            "--clients 3 -c num-server-rounds='\"many\"'",
+            'run config num-server-rounds="many" is a text, and counting takes a number',
+        ),
         ("--clients 3 -c num-clients=4", "num-clients=4, but there are 3 clients"),
         ("--clients 3 -c none.toml", "--run-config none.toml: No such file"),
         ("--clients 3 --calls-per-worker 1 --verify-recycling", "no worker is used again"),
@@ -203,6 +207,17 @@ def test_a_folder_without_an_app_is_refused_and_that_of_the_app_may_be_the_curre
     assert ". has no pyproject.toml" in refusal("--clients", "3")
     monkeypatch.chdir(app)
     assert "counting knows plain" in refusal("--clients", "3", "-c", "mode='odd'")
+
+
+def test_a_byte_order_mark_is_refused_in_pyproject_and_accepted_in_a_run_config(
+    refusal: Refusal, app: Path
+) -> None:
+    values = app.parent / "values.toml"
+    values.write_text("mode = 'odd'", encoding="utf-8-sig")
+    assert "counting knows plain" in refusal("app", "--clients", "3", "-c", "values.toml")
+    project = app / "pyproject.toml"
+    project.write_text(project.read_text(), encoding="utf-8-sig")
+    assert "begins with a byte order mark" in refusal("app", "--clients", "3")
 
 
 def test_what_is_no_run_to_go_on_with_is_refused(refusal: Refusal, app: Path) -> None:
