@@ -122,7 +122,7 @@ def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
         pytest.raises(ConfigError, match="another process goes on with the run"),
     ):
         simulate(APPS / "plain", 4, resume=folder, progress=False)
-    with pytest.raises(ConfigError, match="num_supernodes was 4 and is 5"):
+    with pytest.raises(ConfigError, match=r"num_supernodes \(--clients\) was 4 and is 5"):
         simulate(APPS / "plain", 5, resume=folder, progress=False)
     longer = run("plain", 4, tmp_path / "longer", "--seed", "2", *FOUR_ROUNDS)
     resume = (*FOUR_ROUNDS, "--resume", str(folder))

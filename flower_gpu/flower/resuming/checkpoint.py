@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from flwr.app import ArrayRecord, RecordDict
@@ -49,6 +50,11 @@ _OURS: Final = re.compile(r"\d+\.(model|metrics|states)")
 _ENTRY_BYTES: Final = 64  # of a state in the index, at most
 _INDEX_BYTES: Final = 1 << 16  # of the rest of the index, metrics, and what files take beyond their sizes
 _ARRAYS: Final = "arrays"  # name of the only record in each part of a file with models
+
+#: How errors name the values that a user gives with an option of ``simulate``.
+_WITH_OPTION: Final = MappingProxyType(
+    {"num_supernodes": "num_supernodes (--clients)", "seed": "seed (--seed)"}
+)
 
 _Entry = tuple[int, int, int, int]  # of a state or model: number of its file, offset, size, checksum
 
@@ -289,7 +295,7 @@ class Checkpoints:
         names = dict.fromkeys([*other, *self._identity])
         nothing = object()
         differing = [
-            f"{name} was {_shown(other, name)} and is {_shown(self._identity, name)}"
+            f"{_WITH_OPTION.get(name, name)} was {_shown(other, name)} and is {_shown(self._identity, name)}"
             for name in names
             if other.get(name, nothing) != self._identity.get(name, nothing)
         ]
