@@ -112,8 +112,8 @@ def earlier_run(path: Path, command: str) -> tuple[RunFolder, dict[str, Any]]:
         )
     if not folder.has_checkpoint:
         raise ConfigError(
-            f"--resume {path_text(path)}: it has no checkpoint. One is written after each round of "
-            "Flower's own strategies and of flower_gpu's FedAvg and FedBuff: start this run anew"
+            f"--resume {path_text(path)}: it has no checkpoint. One is written after each round if the state "
+            "of the strategy is known, as that of Flower's own strategies is. Start this run anew"
         )
     return folder, settings
 

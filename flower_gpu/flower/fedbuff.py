@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from logging import INFO
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
@@ -79,8 +79,6 @@ class FedBuff(FedAvg):
         By ``start``, if no message of a round could be sent, or if no client has sent an update in any round.
     """
 
-    checkpoint_kind: ClassVar[str] = "flower_gpu.FedBuff"
-
     def __init__(
         self,
         buffer_size: int = 10,
@@ -141,6 +139,11 @@ class FedBuff(FedAvg):
             return result
         finally:
             under_way.give_up()
+
+    @property
+    def checkpoint_kind(self) -> str:
+        """Name of the strategies that can go on from a checkpoint of this one."""
+        return "flower_gpu.FedBuff"
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

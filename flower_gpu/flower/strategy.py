@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from logging import WARNING
-from typing import Any, ClassVar
+from typing import Any
 
 from flwr.common import (
     Array,
@@ -35,7 +35,7 @@ from flower_gpu.flower import rounds, streaming
 from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
 from flower_gpu.flower.running_mean import RunningMean
-from flower_gpu.flower.strategy_state import OURS
+from flower_gpu.flower.strategy_state import OURS, kind_of, state_of
 from flower_gpu.workers.call import Task
 
 _NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this strategy, so nobody will."
@@ -82,9 +82,6 @@ class FedAvg(_MessageFedAvg):
     fraction_evaluate : float
         Accepted for apps that pass 0.0 to Flower's FedAvg. Anything else raises ConfigError.
     """
-
-    #: Of which runs it can go on with a checkpoint.
-    checkpoint_kind: ClassVar[str] = OURS
 
     def __init__(
         self,
@@ -151,10 +148,17 @@ class FedAvg(_MessageFedAvg):
             log(WARNING, _NOT_EVALUATED)
         return self._run(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate)
 
+    @property
+    def checkpoint_kind(self) -> str:
+        """Name of the strategies that can go on from a checkpoint of this one."""
+        return kind_of(self) or OURS
+
     def _run(self, grid: Grid, *rest: Any) -> Result:
         if not isinstance(grid, rounds.ResumableGrid):
             return super().start(grid, *rest)
-        return rounds.run(self, grid, *rest, sums_replies=streaming.sums_only(self))
+        run: Callable[..., Result] = rounds.run
+        state = state_of(self)  # None, unless a derived class opts in with state_dict()
+        return run(self, grid, *rest, strategy_state=state, sums_replies=streaming.sums_only(self))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

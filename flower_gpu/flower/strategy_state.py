@@ -1,8 +1,12 @@
-"""What one of Flower's own strategies keeps from round to round, as records that a checkpoint can hold.
+"""The state that a strategy keeps from round to round, as records that a checkpoint can hold.
 
-Attributes that rounds change are state: moments, momentum, a clipping norm, the model of the round before.
-What no round changes comes from the app: fractions, learning rates, names in records. When a run goes on,
-such an attribute is as the app gives it now. Functions are never state.
+A strategy that has ``state_dict()`` and ``load_state_dict(state)``, as PyTorch's modules and optimizers have
+them, says itself what its state is. Any strategy can opt in so, unless it has a ``start`` of its own.
+
+The state of Flower's own strategies is known without that. Attributes that rounds change are state: moments,
+momentum, a clipping norm, the model of the round before. What no round changes comes from the app: fractions,
+learning rates, names in records. When a run goes on, such an attribute is as the app gives it now. Functions
+are never state.
 """
 
 from __future__ import annotations
@@ -24,23 +28,31 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.flower import arrays
 from flower_gpu.workers.transport.regions import Region
 
-#: What a checkpoint is of that says nothing else: flower_gpu's FedAvg, or a class derived from it.
+#: The kind of a checkpoint of flower_gpu's FedAvg, or of a class derived from it.
 OURS: Final = "flower_gpu.FedAvg"
 #: How to do without a checkpoint.
 ANEW: Final = "without --resume (with resumable(): in another folder)"
 
 _FLOWERS: Final = "flwr."
+_OF_PACKAGES: Final = (_FLOWERS, "flower_gpu.")
 _RAW: Final = "numpy's memory"  # how the arrays of a state are written; Flower's records have their own way
 _Record = ArrayRecord | MetricRecord | ConfigRecord
 _ATTRIBUTES: Final = "attributes"  # the record of a state that says what the others are
+_ITSELF: Final = "strategy itself"  # the path of a state_dict() of the whole strategy
+#: Strategies whose runs can be resumed, for error messages.
+RESUMABLE: Final = (
+    "Flower's own strategies (flwr.serverapp.strategy), flower_gpu.FedAvg and FedBuff have checkpoints, and "
+    "so has each strategy with state_dict() and load_state_dict() and without a start() of its own"
+)
 
 
 class StrategyState:
     """The state of a strategy while it runs.
 
-    ``strategy``: not started yet.
+    ``strategy``: a strategy that was not started yet.
     ``kind``: its class, as :func:`kind_of` returns it.
-    Raises TypeError if an attribute cannot be written.
+
+    Raises TypeError if files cannot hold a value of the state.
     """
 
     def __init__(self, strategy: Strategy, kind: str) -> None:
@@ -86,13 +98,14 @@ class StrategyState:
                 owner = vars(owner)[each]
             match json.loads(str(text)):
                 case ["state_dict", content]:
-                    _load(getattr(owner, name, None), _value(content, path, state), path)
+                    target = self._strategy if path == _ITSELF else getattr(owner, name, None)
+                    _load(target, _value(content, path, state), path)
                 case description:
                     setattr(owner, name, _value(description, path, state))
 
 
 def state_of(strategy: Strategy) -> StrategyState | None:
-    """Return the state of a strategy of Flower's own that a checkpoint can have; None: it can have none."""
+    """Return the state of a strategy that is known, or None if there can be no checkpoint of it."""
     kind = kind_of(strategy)
     if kind is None:
         return None
@@ -103,17 +116,25 @@ def state_of(strategy: Strategy) -> StrategyState | None:
         return None
 
 
-def kind_of(strategy: Strategy) -> str | None:
-    """Return the class of a strategy, with those inside it, if all of them are Flower's own; else None.
+def opts_in(strategy: Strategy) -> bool:
+    """Return True if a strategy says itself what its state is, and has no ``start`` of its own."""
+    has_state = all(callable(getattr(strategy, name, None)) for name in ("state_dict", "load_state_dict"))
+    return has_state and type(strategy).start.__module__.startswith(_OF_PACKAGES)
 
-    Nobody knows what a class derived from one of Flower's keeps, or a method that one object has for itself.
+
+def kind_of(strategy: Strategy) -> str | None:
+    """Return the class of a strategy, with those inside it, if the state of all of them is known; else None.
+
+    A class derived from one of Flower's may keep anything, and so may an object with a method of its own.
     """
     name = _name(strategy)
-    return None if name is None else f"{flowers.__name__}.{name}"
+    return name if name is None or opts_in(strategy) else f"{flowers.__name__}.{name}"
 
 
 def _name(strategy: Strategy) -> str | None:
     kind, attributes = type(strategy), vars(strategy)
+    if opts_in(strategy):
+        return f"{kind.__module__}.{kind.__qualname__}"
     if getattr(flowers, kind.__name__, None) is not kind:
         return None
     # Not Python's own: recording replaces __getattribute__ while a run goes on.
@@ -168,9 +189,8 @@ class _Written:
         if isinstance(value, _Record):
             self._records.append(value)
             return ["record", len(self._records) - 1]
-        if hasattr(value, "state_dict") and hasattr(
-            value, "load_state_dict"
-        ):  # as Flower's PrivacyAccountant
+        # Strategies that opt in, and Flower's PrivacyAccountant.
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             return ["state_dict", self._described(value.state_dict())]
         raise TypeError(f"files cannot hold a value of type {type(value).__name__}")
 
@@ -182,7 +202,13 @@ class _Written:
 
 
 def _written(strategy: Strategy, prefix: str = "") -> Iterator[tuple[str, _Written]]:
-    """Yield the attributes of a strategy, and of those inside it, that are no functions, by their path."""
+    """Yield the state of a strategy, and of those inside it, by the path of each attribute."""
+    if opts_in(strategy):
+        try:
+            yield prefix.rstrip(".") or _ITSELF, _Written(strategy)
+        except TypeError as error:
+            raise TypeError(f"{type(strategy).__name__}.state_dict() cannot be written: {error}") from error
+        return
     for name, value in vars(strategy).items():
         if isinstance(value, Strategy):
             yield from _written(value, f"{prefix}{name}.")
@@ -218,7 +244,8 @@ def _load(target: Any, content: Any, path: str) -> None:
     try:
         target.load_state_dict(content)
     except (AttributeError, ValueError, TypeError) as error:
+        what = path if path == _ITSELF else f"strategy's {path}"
         raise ConfigError(
-            f"the strategy's {path} refuses its state in the checkpoint: {error}. "
+            f"the {what} refuses its state in the checkpoint: {error}. "
             f"Use the app with which the run began, or start a new run {ANEW}"
         ) from error

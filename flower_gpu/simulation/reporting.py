@@ -18,6 +18,7 @@ from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, finite, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.resuming.states import disk_error
+from flower_gpu.flower.strategy_state import RESUMABLE
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import verifying
 from flower_gpu.simulation.simulation_result import SimulationStoppedError, model_sha256, write_model
@@ -30,9 +31,7 @@ from flower_gpu.watch.output import flower_lines
 from flower_gpu.watch.result import result_lines, result_of, write_results
 
 _CANNOT_RESUME: Final = (
-    "this run cannot go on with {}: only Flower's own strategies (flwr.serverapp.strategy), as they are, and "
-    "flower_gpu.FedAvg and FedBuff have a checkpoint. The state of other strategies is not known: start a "
-    "new run"
+    f"this run cannot go on with {{}}, because its state is not known. {RESUMABLE}. Start a new run"
 )
 _OTHER_STRATEGY: Final = (
     "this run cannot go on with {}: its checkpoint is one of {}. Give the app the strategy of then, or start "

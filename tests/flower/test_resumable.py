@@ -146,7 +146,7 @@ class Derived(flowers.FedAvg):
 
 
 def test_what_cannot_go_on_is_refused_before_it_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be used with Derived: only Flower's own strategies"):
+    with pytest.raises(ConfigError, match="cannot be used with Derived, because its state is not known"):
         resumable(Derived(), tmp_path)
     with pytest.raises(TypeError, match=r"this is a flwr\.server\.strategy\.fedavg\.FedAvg: the older API"):
         resumable(OlderFedAvg(), tmp_path)  # type: ignore[type-var]

@@ -20,12 +20,14 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, Result, Strategy
 from flwr.supercore.differential_privacy import KEY_NORM_BIT
 from recorded_apps import Recorded, new_nodes, run_app
 
+import flower_gpu
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.resuming.checkpoint import Checkpoints
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import kind_of, state_of
+from flower_gpu.options import RUN_DIR_VARIABLE
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -252,6 +254,83 @@ def test_rounds_are_those_of_flowers_own_start(
         assert (last is not None) == streams
     assert outcomes[0] == outcomes[1]
     assert f"[ROUND {ROUNDS}/{ROUNDS}]" in outcomes[0][1]
+
+
+class WithMomentum:
+    """Adds momentum to a FedAvg, and says itself what its state is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.momentum: dict[str, Any] = {}
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[misc]
+        for key, array in arrays.items():
+            self.momentum[key] = 0.5 * self.momentum.get(key, 0) + array.numpy()
+        return ArrayRecord({key: Array(np.asarray(value)) for key, value in self.momentum.items()}), metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.momentum = state["momentum"]
+
+
+class FlowersWithMomentum(WithMomentum, FedAvg):
+    """Derived from Flower's FedAvg."""
+
+
+class OursWithMomentum(WithMomentum, flower_gpu.FedAvg):
+    """Derived from flower_gpu's FedAvg, which runs its rounds in another way."""
+
+
+OPTED_IN: dict[str, Callable[[], Strategy]] = {
+    "derived from Flower's": FlowersWithMomentum,
+    "derived from ours": OursWithMomentum,
+    "inside a wrapper": lambda: flowers.DifferentialPrivacyServerSideFixedClipping(
+        FlowersWithMomentum(), 0.3, 2.0, NODES
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OPTED_IN)
+def test_a_strategy_with_a_state_dict_goes_on_after_any_round_with_the_same_bits(
+    what: str, tmp_path: Path
+) -> None:
+    wanted, last, _ = run("", OPTED_IN[what](), tmp_path / "whole", Copied, evaluate_fn=None)
+    assert last is not None and "WithMomentum" in last.strategy
+    shutil.copytree(tmp_path / "1", tmp_path / "forgotten")
+    for ended_after in range(ROUNDS):
+        found, again, _ = run("", OPTED_IN[what](), tmp_path / str(ended_after), evaluate_fn=None)
+        assert bits(found) == bits(wanted), ended_after
+        assert again == last, ended_after
+    found, _, _ = run("", OPTED_IN[what](), tmp_path / "forgotten", forgets=True, evaluate_fn=None)
+    assert bits(found) != bits(wanted)
+
+
+def test_a_state_dict_that_files_cannot_hold_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = FlowersWithMomentum()
+    strategy.momentum["of"] = object()
+    assert state_of(strategy) is None
+    reason = "FlowersWithMomentum.state_dict() cannot be written: files cannot hold a value of type object"
+    assert f"There will be no checkpoint: {reason}" in caplog.text
+
+
+def test_a_run_that_cannot_be_resumed_says_so_at_its_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    run("", Derived(), tmp_path / "checkpoint")
+    (line,) = [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()]
+    assert line.startswith(
+        "There will be no checkpoint, so this run cannot be resumed: the state of Derived is"
+    )
+    assert "each strategy with state_dict() and load_state_dict()" in line
+    caplog.clear()
+    run("", FedAdam(), tmp_path / "known")
+    assert "checkpoint" not in caplog.text
 
 
 class Derived(FedAdam):

@@ -142,7 +142,7 @@ def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
     ("strategy", "text"),
     [
         ("fedavg", "with flwr.serverapp.strategy.FedAvg: its checkpoint is one of flower_gpu.FedAvg. Give"),
-        ("derived", "with Derived: only Flower's own strategies (flwr.serverapp.strategy), as they are, and"),
+        ("derived", "with Derived, because its state is not known. Flower's own strategies"),
     ],
 )
 def test_a_refused_resume_leaves_the_earlier_run_as_it_was(strategy: str, text: str, folder: Path) -> None:

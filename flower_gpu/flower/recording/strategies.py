@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from logging import WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord
+from flwr.common.logger import log
 from flwr.server import Server
 from flwr.server import strategy as legacy
 from flwr.server.workflow import DefaultWorkflow
@@ -30,8 +33,9 @@ from flower_gpu.flower.fedbuff import FedBuff
 from flower_gpu.flower.recording.recorder import OnEvent, Recorder, clean
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
-from flower_gpu.flower.strategy_state import StrategyState, state_of
+from flower_gpu.flower.strategy_state import RESUMABLE, StrategyState, kind_of, state_of
 from flower_gpu.flower.streaming import ComingReplies, configured, streamed_strategies
+from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE, TRAIN
 
 #: Makes the wrapper of an object's method.
@@ -126,6 +130,7 @@ class _Hooks:
             with self._outermost("start") as is_first:
                 if is_first:
                     num_rounds = _named(method, args, kwargs).get("num_rounds")
+                    _say_no_checkpoint(server.strategy)
                     self._recorder.run_started(type(server.strategy).__name__, num_rounds)
                     if server.max_workers is None:  # it has one thread for each message that is on its way
                         server.set_max_workers(self._recorder.concurrency)
@@ -143,6 +148,7 @@ class _Hooks:
         def call(workflow: Any, grid: Any, context: Any) -> Any:
             with self._outermost("start") as is_first:
                 if is_first and hasattr(context, "strategy"):
+                    _say_no_checkpoint(context.strategy)
                     self._recorder.run_started(type(context.strategy).__name__, context.config.num_rounds)
                 result = method(workflow, grid, context)
                 model = records_of(context.state, ArrayRecord).get(MAIN_PARAMS_RECORD)
@@ -168,11 +174,10 @@ class _Hooks:
                     return method(*args, **kwargs)
                 named = _named(method, args, kwargs)
                 state = self._state_of(strategy, named)
-                self._recorder.run_started(
-                    type(strategy).__name__,
-                    named.get("num_rounds"),
-                    getattr(strategy, "checkpoint_kind", getattr(state or method, "kind", None)),
-                )
+                kind = getattr(strategy, "checkpoint_kind", getattr(state or method, "kind", None))
+                if kind is None and self._starts == 1 and kind_of(strategy) is None:
+                    _say_no_checkpoint(strategy)
+                self._recorder.run_started(type(strategy).__name__, named.get("num_rounds"), kind)
                 self._recorder.model = named.get("initial_arrays")
                 evaluate = named.get("evaluate_fn")
                 # Ours have it run in a worker: a wrapper would have to be pickled, and GPUEvaluate has one.
@@ -195,7 +200,8 @@ class _Hooks:
     def _state_of(self, strategy: Any, named: Mapping[str, Any]) -> StrategyState | None:
         """Return the state of the first strategy of an app, if it can go on with an earlier run."""
         self._starts += 1
-        if self._starts > 1 or not isinstance(named.get("grid"), rounds.ResumableGrid):
+        is_resumable = isinstance(named.get("grid"), rounds.ResumableGrid)
+        if self._starts > 1 or not is_resumable or isinstance(strategy, FedAvg):  # FedAvg does it by itself
             return None
         # A later version of Flower may have more of them.
         has_known_parameters = named.keys() <= inspect.signature(rounds.run).parameters.keys()
@@ -304,6 +310,17 @@ class _Hooks:
             yield True
         finally:
             inside.discard(what)
+
+
+def _say_no_checkpoint(strategy: Any) -> None:
+    """Say at the start of a run that leaves results that it cannot be resumed."""
+    if RUN_DIR_VARIABLE in os.environ:
+        log(
+            WARNING,
+            "There will be no checkpoint, so this run cannot be resumed: the state of %s is not known. %s",
+            type(strategy).__name__,
+            RESUMABLE,
+        )
 
 
 def _named(

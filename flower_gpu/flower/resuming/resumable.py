@@ -18,7 +18,7 @@ from flower_gpu.flower.resuming.checkpoint import Checkpoints
 from flower_gpu.flower.resuming.kept_rounds import KeptRounds
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.strategy import FedAvg
-from flower_gpu.flower.strategy_state import StrategyState, kind_of
+from flower_gpu.flower.strategy_state import RESUMABLE, StrategyState, kind_of
 from flower_gpu.printable import path_text
 
 _S = TypeVar("_S", bound=Strategy)
@@ -35,9 +35,10 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
     Parameters
     ----------
     strategy : Strategy
-        One of ``flwr.serverapp.strategy``, as it is, or :class:`flower_gpu.FedAvg` or
-        :class:`flower_gpu.FedBuff`, or a class derived from these. It is changed: its ``start`` is
-        another one.
+        A strategy of ``flwr.serverapp.strategy`` as it is, :class:`flower_gpu.FedAvg`,
+        :class:`flower_gpu.FedBuff` or a class derived from these two, or any strategy with
+        ``state_dict()`` and ``load_state_dict(state)`` and without a ``start`` of its own. The method
+        ``start`` of this object is replaced.
     folder : str or path
         Of this run only, on the host of the ServerApp; made if it is missing. A new run needs another one.
 
@@ -66,9 +67,8 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
     kind = strategy.checkpoint_kind if isinstance(strategy, FedAvg) else kind_of(strategy)
     if kind is None:
         raise ConfigError(
-            f"resumable() cannot be used with {type(strategy).__name__}: only Flower's own strategies "
-            "(flwr.serverapp.strategy), as they are, and flower_gpu.FedAvg and FedBuff have a checkpoint. "
-            "The state of other strategies is not known"
+            f"resumable() cannot be used with {type(strategy).__name__}, because its state is not known. "
+            f"{RESUMABLE}"
         )
     rounds.keep_generator()
     path = Path(folder).expanduser().absolute()
