@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from flower_gpu.flower.client import gpu_client as gpu_client
     from flower_gpu.flower.evaluate import gpu_evaluate as gpu_evaluate
     from flower_gpu.flower.fedbuff import FedBuff as FedBuff
+    from flower_gpu.flower.many import evaluate_many as evaluate_many
+    from flower_gpu.flower.many import message_seed as message_seed
+    from flower_gpu.flower.many import train_many as train_many
     from flower_gpu.flower.mod import gpu_mod as gpu_mod
     from flower_gpu.flower.resuming.resumable import resumable as resumable
     from flower_gpu.flower.strategy import FedAvg as FedAvg
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
     from flower_gpu.pytorch.device import device as device
     from flower_gpu.pytorch.device import to_device as to_device
     from flower_gpu.pytorch.device import to_numpy as to_numpy
-    from flower_gpu.pytorch.vectorized import vectorized as vectorized
     from flower_gpu.ranks.function import distributed as distributed
     from flower_gpu.simulation.run import simulate as simulate
     from flower_gpu.simulation.simulation_result import SimulationResult as SimulationResult
@@ -63,9 +65,9 @@ _HOMES = {
     "flower_gpu.flower.fedbuff": "FedBuff",
     "flower_gpu.flower.client": "GPUClient gpu_client",
     "flower_gpu.pytorch.device": "device to_device to_numpy",
-    "flower_gpu.pytorch.vectorized": "vectorized",
     "flower_gpu.ranks.function": "distributed",
     "flower_gpu.flower.evaluate": "gpu_evaluate",
+    "flower_gpu.flower.many": "evaluate_many message_seed train_many",
     "flower_gpu.flower.mod": "gpu_mod",
     "flower_gpu.flower.resuming.resumable": "resumable",
     "flower_gpu.workers.events": "progress",

@@ -63,7 +63,7 @@ from flwr.serverapp import ServerApp
 
 app, server = ClientApp(), ServerApp()
 Net = lambda: nn.Linear(3, 2)
-load_data = lambda partition: (torch.ones(4, 3) * partition, torch.zeros(4, dtype=torch.int64))
+load_data = lambda partition: (torch.ones(4 + partition % 2, 3), torch.zeros(4 + partition % 2).long())
 """
 BATCHES = """
 @server.main()
@@ -71,8 +71,8 @@ def main(grid, context):
     arrays = ArrayRecord(network.state_dict())
     flower_gpu.FedAvg().start(grid, arrays, num_rounds=2)
 
-result = flower_gpu.simulate((server, app), 4, log_dir=None, progress=False, max_workers=1)
-print(result.summary["failed"], result.summary["workers_started"], sorted(result.model))
+result = flower_gpu.simulate((server, app), 24, log_dir=None, progress=False, max_workers=1)
+print(result.summary["failed"], result.summary["batches"]["count"] > 2, sorted(result.model))
 """
 
 #: Runs commands one after the other in one process: what it imports once takes a second each time.
@@ -164,7 +164,7 @@ def test_each_command_of_the_page_runs(command: str, summaries: dict[str, Summar
 def test_the_examples_in_python_run_one_after_the_other(here: Path, run: Run) -> None:
     examples = [small(example) for example in blocks("simulate.md", "python")]
     (of_script,) = (example for example in examples if "client_app)," in example)
-    examples = [each for each in examples if each != of_script and "vectorized" not in each]
+    examples = [each for each in examples if each != of_script and "train_many" not in each]
     (here / "others.py").write_text("\n".join(examples))
     (here / "of_script.py").write_text(f"{of_script}\nimport others")
     output = run(["of_script.py"]).stdout
@@ -173,9 +173,9 @@ def test_the_examples_in_python_run_one_after_the_other(here: Path, run: Run) ->
 
 
 def test_the_example_of_batches_runs(here: Path, run: Run) -> None:
-    (example,) = (each for each in blocks("simulate.md", "python") if "vectorized" in each)
+    (example,) = (each for each in blocks("simulate.md", "python") if "train_many" in each)
     (here / "batches.py").write_text(BEFORE_BATCHES + example + BATCHES)
-    assert run(["batches.py"]).stdout.splitlines()[-1] == "0 1 ['bias', 'weight']"
+    assert run(["batches.py"]).stdout.splitlines()[-1] == "0 True ['bias', 'weight']"
 
 
 def test_the_reference_names_every_file_and_key_of_a_run(summaries: dict[str, Summary]) -> None:

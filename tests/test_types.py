@@ -32,7 +32,7 @@ def test_wrong_options_are_found(tmp_path: Path) -> None:
     found = {int(line) for line in re.findall(r"user\.py:(\d+):.*\berror\b", done.stdout)}
     lines = enumerate(text.splitlines(), start=1)
     wrong = {number for number, line in lines if line.endswith("# type: ignore")}
-    assert len(wrong) == 20
+    assert len(wrong) == 23
     assert found == wrong, done.stdout + done.stderr
     assert "num_gpu" in done.stdout and "'retyr'" in done.stdout
 

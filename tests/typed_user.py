@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flwr.app import Context
+from flwr.app import Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
@@ -12,11 +12,14 @@ from flower_gpu import (
     CallOptions,
     GPUClient,
     distributed,
+    evaluate_many,
     gpu_client,
     gpu_evaluate,
     gpu_mod,
+    message_seed,
     run_in_worker,
     simulate,
+    train_many,
 )
 
 
@@ -68,3 +71,28 @@ run_in_worker(train, [], {}, seed=3, num_gpus=0.5, start_method="spawn")
 run_in_worker("task:train", start_method="spwan")  # type: ignore
 run_in_worker("task:train", gpu="no", seed=3)  # type: ignore
 distributed(train, timeout_s="long")  # type: ignore
+
+many = ClientApp()
+
+
+@train_many(many, max_messages=16)
+def fit_many(messages: list[Message], contexts: list[Context]) -> list[Message]:
+    seeds: list[int] = [message_seed(message) for message in messages]
+    return [Message(message.content, reply_to=message) for message, _ in zip(messages, seeds, strict=True)]
+
+
+fit_many([], [])
+fit_many([])  # type: ignore
+
+
+@evaluate_many(many, "other", mods=[gpu_mod])
+def evaluate_other(messages: list[Message], contexts: list[Context]) -> list[Message]:
+    return fit_many(messages, contexts)
+
+
+@train_many(many, "one")  # type: ignore
+def fit_one(message: Message, context: Context) -> Message:
+    return Message(message.content, reply_to=message)
+
+
+train_many(many, most=3)  # type: ignore

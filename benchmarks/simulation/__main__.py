@@ -3,8 +3,8 @@
 Parts: no-op (what a message costs, and memory), many (10,000 clients), digits (small clients, beside a plain
 loop), ordinary (an app as most are written), accuracy (the models of both), failures (clients that fail),
 order (clients of different sizes, the longest first), fedbuff (slow clients that nobody waits for),
-deterministic (what that option costs), vectorized (small clients, many in one step), resnet (on a GPU).
-README.md says what is measured.
+deterministic (what that option costs), batches (small networks, several clients in one step), resnet (on a
+GPU). README.md says what is measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.shared import machine
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, positives, run, write
 from benchmarks.simulation import (
+    batches,
     deterministic,
     digits,
     failures,
@@ -24,7 +25,6 @@ from benchmarks.simulation import (
     order,
     ordinary,
     resnet,
-    vectorized,
 )
 from benchmarks.simulation.engines import ENGINES, available
 
@@ -98,9 +98,11 @@ def _deterministic(options: Options, figures: Figures) -> None:
     figures["deterministic"] = deterministic.measure(sizes, options.runs)
 
 
-def _vectorized(options: Options, figures: Figures) -> None:
-    sizes = vectorized.QUICK_SIZES if options.quick else vectorized.SIZES
-    figures["vectorized"] = vectorized.measure(sizes, options.runs)
+def _batches(options: Options, figures: Figures) -> None:
+    size, networks = batches.SIZE, batches.NETWORKS
+    if options.quick:
+        size, networks = batches.QUICK_SIZE, batches.QUICK_NETWORKS
+    figures["batches"] = batches.measure(size, networks, options.runs)
 
 
 def _resnet(options: Options, figures: Figures) -> None:
@@ -127,7 +129,7 @@ _PARTS = {
     "order": _order,
     "fedbuff": _fedbuff,
     "deterministic": _deterministic,
-    "vectorized": _vectorized,
+    "batches": _batches,
     "resnet": _resnet,
 }
 

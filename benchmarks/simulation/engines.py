@@ -64,6 +64,8 @@ class Run:
         Ray: the share of a GPU that a client has.
     is_second : bool
         Ours: whether it finds the fork server of a run before it.
+    env : mapping
+        Ours: more environment variables.
     """
 
     engine: str
@@ -74,6 +76,7 @@ class Run:
     options: Sequence[str] = ()
     num_gpus: float = 0.0
     is_second: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,7 @@ def _ours(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str],
     command = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(_APPS / run.app)]
     command += ["--num-supernodes", str(run.clients), "--run-config", " ".join(pairs)]
     command += ["--log-dir", str(folder / "runs"), "--seed", "0", *run.options]
-    return command, environment()
+    return command, {**environment(), **run.env}
 
 
 def _ray(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -35,8 +35,7 @@ def run_call(
 ) -> Any:
     """Run one call of one client in its own worker, on a GPU as far as node and server want that.
 
-    ``clients``: the names of several clients, whose calls are this one. Then its task returns an outcome of
-    each.
+    ``clients``: the names of the clients if the call is for several. Each has its own lines in the trace.
     ``by_name``: whether of the user's function only the name is given, so that its worker needs nothing of
     this process.
 

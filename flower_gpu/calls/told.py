@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +19,6 @@ from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.workers import call_end
-from flower_gpu.workers.call_end import Outcome
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -106,8 +104,7 @@ class Told:
     ``display``: draws the progress.
     ``ticket``: that of its lease, if it has one.
     ``lease``: the same.
-    ``clients``: of a batch: each has lines of its own, with its part of the time. Then ``outcomes`` are what
-    came of each.
+    ``clients``: of a call for several messages. Each client has lines of its own, with its part of the time.
     """
 
     record: dict[str, Any]
@@ -115,7 +112,6 @@ class Told:
     ticket: Ticket | None
     lease: Lease | None
     clients: Sequence[str] = ()
-    outcomes: Sequence[Outcome] = ()
     events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last of each kind
     _times: dict[str, Any] = field(
         default_factory=lambda: dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
@@ -156,7 +152,7 @@ class Told:
         elif kind in _TIMES:
             self._times[_TIMES[kind]] = time.time()
             self._times.update({name: event[name] for name in self._times if name in event})
-            if self.clients and "cpu_s" in event:
+            if self.clients and event.get("cpu_s") is not None:  # None: the task has failed
                 self._times["cpu_s"] = event["cpu_s"] / len(self.clients)
             if not event.get("stays"):  # else the call is over: the line of its end has all of it
                 trace.write(kind, **_about(self.record))
@@ -170,12 +166,12 @@ class Told:
         if "gpu_memory" in self.events:
             self.record["gpus"] = self.events["gpu_memory"]["gpus"]
         seconds = round(time.monotonic() - self._began, 4)
-        ends = map(_end_in_batch, self.outcomes) if self.outcomes else repeat(self._end(error, is_cancelled))
-        for record, end in zip(self._records(), ends, strict=False):
+        end = self._end(error, is_cancelled)
+        for record in self._records():
             trace.write("worker_finished", **record, **self._times, seconds=seconds, **end)
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        """Return the fields of the call in the trace; of a batch those of each client's."""
+        """Yield the fields of the call in the trace, for each client of a call for several."""
         yield {**self.record, "client": self.clients[0]} if self.clients else self.record
         for number, client in enumerate(self.clients[1:], 2):  # in a worker that the first one has begun
             call = f"{self.record['call']}-{number}"
@@ -204,13 +200,6 @@ class Told:
 def _about(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return whose event it is."""
     return {name: record.get(name) for name in ("call", "pid", "client")}
-
-
-def _end_in_batch(outcome: Outcome) -> dict[str, Any]:
-    if outcome.error_type is None:
-        return {"outcome": "ok", "error": None}
-    text = f"{outcome.error_type.removeprefix('builtins.')}: {outcome.error_text}"
-    return {"outcome": "error", "error": text, "traceback": outcome.error_traceback}
 
 
 def used_of_lease(used_bytes: Mapping[str, int], held: Lease | None) -> dict[str, int]:

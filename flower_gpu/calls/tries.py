@@ -88,7 +88,7 @@ class Tries:
     fields: Mapping[str, Any]
     workers: Workers
     by_name: bool  # and a fork server can have it, as far as is known
-    clients: Sequence[str] = ()  # of a batch
+    clients: Sequence[str] = ()  # if the call is for several
     told: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what the last worker told
     method: StartMethod = start.SPAWN  # by which it was tried last
     memory_bytes: int = 0  # that the last worker took, as far as it has told
@@ -243,7 +243,7 @@ class Tries:
         error: BaseException | None = None
         try:
             with display, _around(method, env):
-                value = workers.run(
+                return workers.run(
                     call,
                     method,
                     timeout_s=settings.timeout_s,
@@ -251,8 +251,6 @@ class Tries:
                     on_start=on_start,
                     otherwise=self._otherwise(method),
                 )
-                told.outcomes = value if self.clients else ()
-                return value
         except start.ForkInsteadError:
             self.by_name = False
         except BaseException as caught:

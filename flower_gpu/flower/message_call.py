@@ -25,17 +25,16 @@ from flower_gpu.errors import (
 )
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.records import records_in, round_of
-from flower_gpu.workers import call_end
-from flower_gpu.workers.call import Call
-from flower_gpu.workers.call_end import Outcome
 from flower_gpu.workers.confined_replies import PlainBytes
 from flower_gpu.workers.own_process import facts
 
 #: Key of a node config: which part of the data a client has.
 PARTITION_KEY = "partition-id"
 
-#: What handling a message gives: the reply and the state, or the bytes of both from a confined worker.
-Handled = tuple[Message, RecordDict] | PlainBytes
+#: The reply to a message, and the state of the client after it.
+Replied = tuple[Message, RecordDict]
+#: The same, or the bytes of both from a confined worker.
+Handled = Replied | PlainBytes
 #: What of Flower's ``TaskIdentity`` a worker needs.
 IDENTITY: Final = ("_task_id", "_run_id", "_node_id")
 _SHOWN_CHARACTERS: Final = 200  # of a text in an error
@@ -49,7 +48,6 @@ def call(
     settings: Callable[[], CallSettings],
     *,
     name: str,
-    workers: Workers | None = None,
 ) -> Message:
     """Have a worker handle a message, and take over its changes of the context's state.
 
@@ -58,7 +56,6 @@ def call(
     ``message``, ``context``: as Flower hands them to an app.
     ``settings``: returns how the call is to run; its errors are those of the call.
     ``name``: of the user's function, by which the footprint is known.
-    ``workers``: as for :func:`flower_gpu.calls.runner.run_call`.
     Returns the reply.
     Raises FlowerGPUError if there was no GPU or worker for it, or the function failed; the text names the
     client. Raises LoadClientAppError as it is.
@@ -73,7 +70,6 @@ def call(
             (*args, message, context, identity()),
             settings=found,
             name=name,
-            workers=workers,
             **_described(message),
         )
         if found.worker.confinement is not None:
@@ -84,56 +80,72 @@ def call(
     return reply
 
 
-def call_batch(
-    task: Callable[..., list[Outcome]],
+def call_many(
+    task: Callable[..., list[Replied]],
     args: tuple[Any, ...],
-    visits: Sequence[tuple[int, Message, Context]],
-    settings: CallSettings,
+    messages: Sequence[Message],
+    contexts: Sequence[Context],
+    settings: Callable[[], CallSettings],
     *,
     name: str,
     workers: Workers,
-) -> list[Message | BaseException]:
-    """Have a worker handle messages of one kind together, and take over its changes of the contexts' states.
+) -> list[Message]:
+    """Have a worker handle messages of one type and round, and take over its changes of the contexts' states.
 
-    ``task``: ``task(*args, visits, identity)`` runs in the worker and returns the outcome of each message.
-    ``visits``: the seed, the message and the context of each.
-    ``settings``: of one call. A batch has the time that its messages have together, and a footprint for each
-    power of two of them.
-    Returns each reply, or why there is none; what has failed for all of them is the error of each.
+    ``task``: ``task(*args, messages, contexts, identity)`` runs in the worker and returns the reply and the
+    state of each message.
+    ``settings``: as for :func:`call`, of one message. Several messages have the time limit of all of them
+    together, and a footprint for each power of two of their number.
+    ``workers``: as for :func:`flower_gpu.calls.runner.run_call`.
+    Returns the replies. Raises as :func:`call` does; the text names the first client and counts the others.
     """
-    kind, count = visits[0][1].metadata.message_type, len(visits)
-    clients = [client_of(context) for *_, context in visits]
-    client = f"{clients[0]} and {count - 1} others"
-    timeout_s = settings.worker.timeout_s
-    found: list[Message | BaseException] = []
-    try:
-        outcomes = run_call(
+    kind, count = messages[0].metadata.message_type, len(messages)
+    clients = [client_of(context) for context in contexts]
+    label = _label(kind, clients)
+    with _named(label):
+        found = settings()
+        timeout_s = found.worker.timeout_s
+        handled = run_call(
             task,
-            (*args, visits, identity()),
-            settings=settings.with_worker(name=client, timeout_s=timeout_s and timeout_s * count),
-            name=f"{name} x{1 << (count - 1).bit_length()}",
+            (*args, messages, contexts, identity()),
+            settings=found.with_worker(name=_names(clients), timeout_s=timeout_s and timeout_s * count),
+            name=name if count == 1 else f"{name} x{1 << (count - 1).bit_length()}",
             workers=workers,
-            clients=clients,
-            **_described(visits[0][1]),
+            clients=clients if count > 1 else (),
+            **_described(messages[0]),
         )
-    except FlowerGPUError as error:
-        text = str(error).removeprefix(f"{kind} of client {client}: ")
-        for client in clients:
-            again = copy(error)
-            again.args = (shortened(f"{kind} of client {client}: in a batch of {count}: {text}"),)
-            again.__cause__ = error.__cause__
-            found.append(again)
-        return found
-    for client, (_, _, context), outcome in zip(clients, visits, outcomes, strict=True):
-        label = f"{kind} of client {client}"
-        try:
-            with _named(label):
-                reply, state = call_end.unwrap(Call(task, label=label), outcome)
-            take_over(context.state, state)
-            found.append(reply)
-        except Exception as error:
-            found.append(error)
-    return found
+    for context, (_, state) in zip(contexts, handled, strict=True):
+        take_over(context.state, state)
+    return [reply for reply, _ in handled]
+
+
+def errors_of_each(
+    error: BaseException, message_type: str, contexts: Sequence[Context]
+) -> list[BaseException]:
+    """Return what an error of :func:`call_many` is for each client: the same, with that client's name."""
+    clients = [client_of(context) for context in contexts]
+    if len(clients) == 1 or not isinstance(error, FlowerGPUError):
+        return [error] * len(clients)
+    text = str(error).removeprefix(f"{_label(message_type, clients)}: ")
+    advice = f"The {len(clients)} messages that were handled together have all failed"
+    errors: list[BaseException] = []
+    for client in clients:
+        own = copy(error)
+        own.args = (shortened(f"{message_type} of client {client}: {text}\n{advice}"),)
+        own.__cause__ = error.__cause__
+        errors.append(own)
+    return errors
+
+
+def _names(clients: Sequence[str]) -> str:
+    if len(clients) == 1:
+        return clients[0]
+    others = len(clients) - 1
+    return f"{clients[0]} and {others} other{'s' if others > 1 else ''}"
+
+
+def _label(message_type: str, clients: Sequence[str]) -> str:
+    return f"{message_type} of client {_names(clients)}"
 
 
 @contextmanager
@@ -171,18 +183,27 @@ def _described(message: Message) -> dict[str, Any]:
 def run(
     function: ClientAppCallable, message: Message, context: Context, identity: Mapping[str, Any]
 ) -> Handled:
+    """Handle a message as :func:`replied` does, also in a confined worker.
+
+    Returns the reply and the state; in a confined worker as
+    :func:`flower_gpu.flower.record_bytes.encode_reply` writes them.
+    """
+    reply, state = replied(function, message, context, identity)
+    return (reply, state) if facts.confinement is None else record_bytes.encode_reply(reply, state)
+
+
+def replied(
+    function: ClientAppCallable, message: Message, context: Context, identity: Mapping[str, Any]
+) -> Replied:
     """Handle a message, by an app or a function of one; runs in a worker.
 
-    ``identity``: who the caller is for Flower, see :func:`identity`. Returns the reply and the state; in a
-    confined worker as :func:`flower_gpu.flower.record_bytes.encode_reply` writes them.
+    ``identity``: who the caller is for Flower, see :func:`identity`.
     """
     assume(identity)
     checked = checker(message)  # before the function can change it
     reply = checked(function(message, context))
     check_texts(context.state, "context.state")
-    if facts.confinement is None:
-        return reply, context.state
-    return record_bytes.encode_reply(reply, context.state)
+    return reply, context.state
 
 
 def identity() -> dict[str, Any]:

@@ -171,6 +171,21 @@ def mod_options(app: ClientApp) -> dict[str, Callable[[Context], dict[str, Any]]
     return found
 
 
+def function_without_mods(app: ClientApp, message_type: str) -> Any:
+    """Return the app's own function for messages of a type, or None if more than the function must run.
+
+    That is the case for an app with a lifespan function or with other mods than ``gpu_mod``, which does
+    nothing in a worker. None also where Flower keeps its functions elsewhere.
+    """
+    name = message_type if "." in message_type else f"{message_type}.default"
+    function = getattr(app, "_registered_funcs", {}).get(name)
+    for mod, rest in _inner(function):
+        if not _is_ours(mod):
+            return None
+        function = rest
+    return function if _lifespan_of(app) is None else None
+
+
 def _checked(own: Any) -> Mapping[str, Any]:
     if own is None:
         return {}
@@ -241,6 +256,10 @@ def _lifespan() -> _Lifespan | None:
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is ClientApp.__call__.__code__:
-            found: Any = getattr(frame.f_locals["self"], "_lifespan", None)
-            return None if found is find(EMPTY_LIFESPAN) else found
+            return _lifespan_of(frame.f_locals["self"])
     return None
+
+
+def _lifespan_of(app: ClientApp) -> _Lifespan | None:
+    found: _Lifespan | None = getattr(app, "_lifespan", None)
+    return None if found is find(EMPTY_LIFESPAN) else found

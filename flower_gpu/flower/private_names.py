@@ -73,7 +73,7 @@ NAMES: Final = {
         for runtime in (CLIENT_RUNTIME, SERVER_RUNTIME)
     },
     INSTALLER: "a confined app could be installed anywhere, so none is",
-    EMPTY_LIFESPAN: "a lifespan function runs in each worker of gpu_mod again",
+    EMPTY_LIFESPAN: "a lifespan function runs in each worker of gpu_mod again; train_many gets lists of one",
 }
 
 _log = logging.getLogger("flwr.flower_gpu")

@@ -5,7 +5,7 @@ Numbers and arrays travel between client and worker; modules and tensors stay in
     list of numpy arrays ── set_weights ──> model ── to_device ──> GPU
                          <─ get_weights ──        <── training, classification_metrics
     several ranks: rank, world_size, mean, total
-    several clients as one batch: vectorized
+    several clients in one step: group_alike, stack, torch.func.vmap, unstack
 
 Importing this package does not import torch; the first use of a name does. The function ``device`` is
 ``flower_gpu.device``; ``flower_gpu.pytorch.device`` is a module.
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from flower_gpu.pytorch.distributed import total as total
     from flower_gpu.pytorch.distributed import world_size as world_size
     from flower_gpu.pytorch.evaluation import classification_metrics as classification_metrics
+    from flower_gpu.pytorch.stacking import group_alike as group_alike
+    from flower_gpu.pytorch.stacking import stack as stack
+    from flower_gpu.pytorch.stacking import unstack as unstack
     from flower_gpu.pytorch.weights import get_state as get_state
     from flower_gpu.pytorch.weights import get_weights as get_weights
     from flower_gpu.pytorch.weights import save_model as save_model
@@ -33,6 +36,7 @@ _NAMES = {
     "device": ("to_device", "to_numpy"),
     "distributed": ("mean", "rank", "total", "world_size"),
     "evaluation": ("classification_metrics",),
+    "stacking": ("group_alike", "stack", "unstack"),
     "weights": ("get_state", "get_weights", "save_model", "set_weights"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -6,16 +6,16 @@
        ▲                              ▲                │ visit: message, seed, the client's state
        │ replies; sums                │                ▼
        └──────────────────────────────┘             host: queue, sums of replies  (local_host)
-                                      │                │ a thread for each message that is handled
+                                      │                │ a thread for each assignment: one message, or
+                                      │                │ several at once (batch_size says how many)
                                       │                ▼
-                                      │             messages: what a message needs; another try
+                                      │             messages: what messages need; another try
                                       │                │
                                       │             slots: a worker, new or recycled, and its lease
                                       │                │ lease_turns: who asks for one, which workers idle
                                       │                │ workers: how many, and what they are forked with
                                       │                ▼
-                                      │             in_worker: loads the app, handles the message, resets
-                                      │             batch: several messages, up to a vectorized function
+                                      │             in_worker: loads the app, handles the messages, resets
                                       └─── answer: reply or what is not summed of it, new state ───┘
 
 What single clients have of their own (clients) comes from a table and from the app, before the run begins.

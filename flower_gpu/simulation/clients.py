@@ -90,6 +90,11 @@ class Clients:
         own = self.by_type.get(message_type.removesuffix(".default"), usual)
         return own[partition] if own else _NOTHING
 
+    def differ(self, message_type: str) -> bool:
+        """Return True if clients must be handled one by one: some have other options, or are slowed down."""
+        own = self.by_type.get(message_type.removesuffix(".default"), self.by_type.get("", ()))
+        return len({id(each) for each in own}) > 1 or any("slow_down" in each for each in own[:1])
+
     def resources(self) -> list[dict[str, Any]]:
         """Return the options of calls that there are among what clients have of their own, each once."""
         all_own = {id(own): own for of_type in self.by_type.values() for own in of_type}

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -25,9 +25,8 @@ from flwr.clientapp.client_app import LoadClientAppError
 from flwr.supercore.object_ref import load_app
 
 from flower_gpu import frameworks
-from flower_gpu.flower import message_call
+from flower_gpu.flower import many, message_call
 from flower_gpu.frameworks.framework import Framework, Setting
-from flower_gpu.pytorch.vectorized import FunctionCall, answer, meeting
 from flower_gpu.workers import events, threads
 from flower_gpu.workers.own_process import facts
 
@@ -54,23 +53,38 @@ class AppReference:
         return app
 
 
+#: The event by which a worker says that the app handles several messages of this type at once.
+TAKES_MANY: Final = "takes_many"
+
+
 def handle(
     app: AppReference | ClientApp,
-    seed: int,
+    seeds: Sequence[int],
     slow_down: float,
-    message: Message,
-    context: Context,
+    messages: Sequence[Message],
+    contexts: Sequence[Context],
     identity: Mapping[str, Any],
-) -> message_call.Handled:
-    """Handle a message; runs in a worker.
+) -> list[message_call.Replied]:
+    """Handle the messages of one assignment; runs in a worker. Return each reply and state.
 
-    ``slow_down``: how many times as long as the app's function takes here it is to take, without imports:
-    they are made for the first message of a worker, whoever's that is.
+    ``seeds``: one per message. The process is seeded for the first message. An app that handles several at
+    once asks for the others by :func:`flower_gpu.message_seed`.
+    ``slow_down``: how many times as long the app's function is to take, without imports. They are made for
+    the first message of a worker, whichever client that is for.
     """
-    loaded = load(app, seed)
-    with as_first(seed):
+    loaded = load(app, seeds[0])
+    for message, seed in zip(messages, seeds, strict=True):
+        many.seed_message(message, seed)
+    handler = many.find_handler(loaded, messages[0].metadata.message_type)
+    if handler is not None:
+        events.send(TAKES_MANY, max_messages=handler.max_messages)
+    with as_first(seeds[0]):
         began_s = time.monotonic() - facts.import_s
-        handled = message_call.run(loaded, message, context, identity)
+        if handler is not None and len(messages) > 1:
+            handled = many.run_many(handler, messages, contexts, identity)
+        else:
+            pairs = zip(messages, contexts, strict=True)
+            handled = [message_call.replied(loaded, *pair, identity) for pair in pairs]
         took_s = time.monotonic() - facts.import_s - began_s
         if slow_down > 1:
             events.send("progress", desc="slow-down", n=0, total=1)  # top and the trace show it
@@ -79,27 +93,18 @@ def handle(
         return handled
 
 
-def handle_alone(*args: Any) -> message_call.Handled:
-    """Handle a message as :func:`handle` does, with vectorized functions as in a batch, and tell of these."""
-
-    def meet(call: FunctionCall) -> Any:
-        answer([call])
-        return call.result()
-
-    with meeting(meet):
-        return handle(*args)
-
-
-def handle_deterministically(app: AppReference | ClientApp, seed: int, *args: Any) -> message_call.Handled:
+def handle_deterministically(
+    app: AppReference | ClientApp, seeds: Sequence[int], *args: Any
+) -> list[message_call.Replied]:
     """Handle a message by algorithms that give the same bits each time; others raise an error."""
 
     def prepare(framework: Framework, is_new: bool) -> None:
         framework.be_deterministic()
         if is_new:  # later workers find it loaded, and seeded
-            framework.seed(seed)
+            framework.seed(seeds[0])
 
     with frameworks.each_loaded(prepare):
-        return handle(app, seed, *args)
+        return handle(app, seeds, *args)
 
 
 _loaded: dict[AppReference, ClientApp] = {}
@@ -151,20 +156,16 @@ class ProcessState:
             with suppress(RuntimeError, AttributeError, TypeError):
                 self._found.append((setting, setting.get()))
 
-    def restore(self) -> list[tuple[Setting, Any]]:
-        """Give this process the state again that it had; returns what was different, with what it was."""
+    def restore(self) -> None:
+        """Give this process the state again that it had."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        changes = []
         for setting, value in self._found:
             try:  # not suppress(), which would take as long as all else here
-                now = setting.get()
-                if now == value:
+                if setting.get() == value:
                     continue
-                changes.append((setting, now))
             except (RuntimeError, AttributeError):
                 pass
             setting.set(value)
-        return changes
 
 
 def seed_of(place: str) -> int:

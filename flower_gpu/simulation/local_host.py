@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -75,9 +77,9 @@ class QueueHost(Host):
             thread.start()
 
     def most(self, kind: str) -> int:
-        """Return how many messages it has at most: few, as the next ones are here at once; and batches."""
+        """Return how many messages it has at most: few, since the next ones arrive at once; and batches."""
         few = min(super().most(kind), 2 * self.about.concurrency)
-        together = self._handler.most_together(kind)
+        together = self._handler.batches.largest(kind)
         return few if together == 1 else max(few, len(self._threads) * together)
 
     def take(self, visits: Sequence[Visit]) -> None:
@@ -178,44 +180,44 @@ class QueueHost(Host):
 
     def _work(self) -> None:
         while not self._is_closed:
-            visit = self.next(waits=False)
-            if visit is None:
+            visits = self.next(waits=False)
+            if not visits:
                 self._handler.idle()
-                visit = self.next(waits=True)
-            if visit is not None:
-                visits = [visit, *self._beside(visit)]
+                visits = self.next(waits=True)
+            if visits:
                 answers = self._handler(*visits)
                 for visit, answer in zip(visits, answers, strict=True):
                     self.finish(visit, answer)
-                del visits, answers, answer
-            del visit
+                del visit, answers, answer
+            del visits
         self._handler.leave()
 
-    def next(self, *, waits: bool) -> Visit | None:
-        """Return a message that is to be handled; None where there is none at this moment, or no more."""
+    def next(self, *, waits: bool) -> list[Visit]:
+        """Return the next assignment: messages that a worker handles together, most often one.
+
+        It is empty if no message may be handled at this moment, or ever again.
+        """
         with self._lock:
             if waits:
                 self._has_work.wait_for(self._may_begin)
             if self._is_closed or not self._may_begin():
-                return None
-            visit = self._waiting.popleft()
-            self._taken += 1
+                return []
+            visits = [self._waiting.popleft() for _ in range(self._assignment_size())]
+            self._taken += len(visits)
             if self._finished and not self._waiting:
                 self._has_finished.notify()  # whoever fetches brings messages
-            return visit
+            return visits
 
-    def _beside(self, visit: Visit) -> list[Visit]:
-        """Take messages that a worker may handle together with one, and leave other threads their part."""
-        most = self._handler.most_together(visit.message.metadata.message_type)
-        found: list[Visit] = []
-        with self._lock:
-            most = min(most, -(-(self._taken + len(self._waiting)) // self.about.concurrency))
-            while (
-                self._waiting and len(found) + 1 < most and self._handler.are_alike(visit, self._waiting[0])
-            ):
-                found.append(self._waiting.popleft())
-            self._taken += len(found)
-        return found
+    def _assignment_size(self) -> int:
+        """Return how many of the waiting messages a worker is to handle now; other threads get their part."""
+        first = self._waiting[0]
+        kind = first.message.metadata.message_type
+        part = -(-(self._taken + len(self._waiting)) // self.about.concurrency)
+        limit = min(part, self._handler.batches.largest(kind))
+        if limit == 1:
+            return 1
+        alike = takewhile(partial(self._handler.may_share, first), islice(self._waiting, limit))
+        return self._handler.batches.choose(kind, sum(1 for _ in alike))
 
     def _may_begin(self) -> bool:
         return self._is_closed or (bool(self._waiting) and self._bytes <= _MOST_KEPT_BYTES)
@@ -299,7 +301,11 @@ class LocalHost(QueueHost):
         if not self.gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
         handler = self.handler = MessageHandler(
-            work, of_calls, lambda: Slot(turns, needs.without, cores_of_run), tries=tries
+            work,
+            of_calls,
+            lambda: Slot(turns, needs.without, cores_of_run),
+            workers=self.about.concurrency,
+            tries=tries,
         )
         self._opened.callback(cores_of_run.close)
         self._opened.callback(turns.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import deque
@@ -19,18 +20,20 @@ from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import (
     FlowerGPUError,
     GPUError,
+    GPUOutOfMemoryError,
     NotDeterministicError,
     WorkerDiedError,
     WorkerStartError,
     WorkerTimeoutError,
 )
 from flower_gpu.flower import message_call, record_bytes
+from flower_gpu.flower.records import round_of
 from flower_gpu.leases.host import RESERVED_PART
 from flower_gpu.options import CALL, joined
-from flower_gpu.simulation.batch import handle_batch
+from flower_gpu.simulation.batch_size import Batches
 from flower_gpu.simulation.clients import Own, as_written, resources
 from flower_gpu.simulation.host import Answer, Visit, Work, failed
-from flower_gpu.simulation.in_worker import handle_alone, handle_deterministically
+from flower_gpu.simulation.in_worker import handle, handle_deterministically
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
 
@@ -103,11 +106,14 @@ _MOST_GIVEN_UP: Final = 1000  # messages that are remembered: they may come late
 
 
 class MessageHandler:
-    """Handles messages of one run, one at a time in each thread, which may keep a worker for the next one.
+    """Handles assignments of one run: one message, or several that the app handles at once.
+
+    Each thread has one assignment at a time, and may keep its worker for the next one.
 
     ``work``: the run's.
     ``options``: of each call, as for :class:`flower_gpu.CallOptions`.
     ``new_slot``: makes what runs the calls of one thread.
+    ``workers``: number of assignments that are handled at the same time.
     ``tries``: how often a message is handled, at most, whose worker dies; three times in a deterministic run.
     """
 
@@ -117,10 +123,11 @@ class MessageHandler:
         options: Mapping[str, Any],
         new_slot: Callable[[], Slot],
         *,
+        workers: int = 1,
         tries: int = 1,
     ) -> None:
         self._work = work
-        self._task = handle_deterministically if work.is_deterministic else handle_alone
+        self._task = handle_deterministically if work.is_deterministic else handle
         self._tries = _TRIES if work.is_deterministic else tries
         self._nodes = work.nodes
         self._options = dict(options)
@@ -129,7 +136,8 @@ class MessageHandler:
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
         self._others_started = 0  # workers that were in none of these slots
-        self._most_together: dict[str, int] = {}  # messages in a batch, by their kind
+        #: Chooses how many messages are in one assignment.
+        self.batches = Batches(workers)
         self._has_used = False  # whether a worker has handled a second message
         self._running: dict[str, Slot] = {}
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
@@ -139,20 +147,16 @@ class MessageHandler:
         self._memory = HostMemory()
         self._resolved: dict[int, CallSettings] = {}  # by what a client has of its own
 
-    def most_together(self, kind: str) -> int:
-        """Return how many messages of a kind are one batch, at most; 1, as far as is known: they are none."""
-        return 1 if self._verifier else min(self._most_together.get(kind, 1), self._work.calls_per_worker)
-
-    def are_alike(self, visit: Visit, other: Visit) -> bool:
-        """Tell whether messages can be of one batch: of a kind, to clients with the same of their own."""
-        kinds = {each.message.metadata.message_type for each in (visit, other)}
-        own = self._own(visit)
-        return len(kinds) == 1 and self._own(other) is own and "slow_down" not in own
+    @staticmethod
+    def may_share(visit: Visit, other: Visit) -> bool:
+        """Return True if two messages can be in one assignment: they are of one type and round."""
+        one, two = visit.message, other.message
+        return one.metadata.message_type == two.metadata.message_type and round_of(one) == round_of(two)
 
     def __call__(self, *visits: Visit) -> list[Answer]:
-        """Have one worker handle a message, or several as a batch, each with the answer that it has alone.
+        """Have one worker handle the messages of an assignment.
 
-        Whatever is raised is in the answer, in the place of the reply.
+        An exception is in the answer, in the place of the reply.
         """
         began = time.monotonic()
         slot = self._slot()
@@ -162,46 +166,69 @@ class MessageHandler:
             if begun:
                 slot.begin()
             self._running.update((each.message_id, slot) for each in begun)
-        found: Sequence[Handled | BaseException]
+        outcomes: Sequence[Handled | BaseException] = []
+        error: BaseException | None = None
         try:
-            if len(begun) > 1:
-                found = self._run_batch(begun, slot)
-            else:
-                found = [self._handle(each, slot) for each in begun]
-        except BaseException as error:  # a SystemExit is the client's, not this thread's
-            found = [error] * len(begun)
+            outcomes = self._handle(begun, slot) if begun else []
+        except BaseException as caught:  # a SystemExit is the client's, not this thread's
+            error = caught
+            contexts = [self._context_of(visit) for visit in begun]
+            outcomes = message_call.errors_of_each(error, begun[0].message.metadata.message_type, contexts)
         with self._lock:
-            handled = {
-                visit.message_id: each
-                for visit, each in zip(begun, found, strict=True)
+            outcome_by_id = {
+                visit.message_id: outcome
+                for visit, outcome in zip(begun, outcomes, strict=True)
                 if self._running.pop(visit.message_id, None)  # else it was given up, maybe when it was done
             }
             self._worked_at = time.monotonic()
+            smaller = self._smaller(error, begun)
+        if smaller:
+            parts = [visits[start : start + smaller] for start in range(0, len(visits), smaller)]
+            return [answer for part in parts for answer in self(*part)]
+        self.batches.count(len(begun))
         seconds = (time.monotonic() - began) / len(visits)
-        answers: list[Answer] = []
-        for visit in visits:
-            one: Handled | BaseException | None = handled.get(visit.message_id)
-            if is_over:
-                one = WorkerStartError("the run is over")
-            elif one is None:
-                one = self._no_reply(visit)
-            elif len(begun) > 1 and self._tries > 1 and isinstance(one, _TRIED_AGAIN):
-                answers += self(visit)  # whoever it was that ended the worker
-                continue
-            elif self._work.is_strict and isinstance(one, FlowerGPUError):
-                one = _end_of_run(one)
-            if isinstance(one, Handled):
-                state = record_bytes.encode(one.context.state) if one.context.state else b""
-                answers.append(Answer(visit.message_id, one.reply, state, seconds, one.call_s))
-            else:
-                answers.append(Answer(visit.message_id, failed(visit.message, one), seconds=seconds))
-        return answers
+        return [self._answer(visit, outcome_by_id.get(visit.message_id), seconds) for visit in visits]
 
-    def _handle(self, visit: Visit, slot: Slot) -> Handled:
-        """Have a message handled: once, unless used workers are to be verified."""
-        slot.go_on(self._work.calls_per_worker)
+    def _answer(self, visit: Visit, outcome: Handled | BaseException | None, seconds: float) -> Answer:
+        """Return the answer to a message; None: it was given up."""
+        if isinstance(outcome, Handled):
+            state = record_bytes.encode(outcome.context.state) if outcome.context.state else b""
+            return Answer(visit.message_id, outcome.reply, state, seconds, outcome.call_s)
+        if outcome is None:
+            outcome = WorkerStartError("the run is over") if self._is_over else self._no_reply(visit)
+        elif self._work.is_strict and isinstance(outcome, FlowerGPUError):
+            outcome = _end_of_run(outcome)
+        return Answer(visit.message_id, failed(visit.message, outcome), seconds=seconds)
+
+    def _smaller(self, error: BaseException | None, visits: Sequence[Visit]) -> int:
+        """Return the size of the smaller assignments in which failed messages are handled again; 0 if not."""
+        # SIGKILL comes from the kernel, for want of main memory, or from somebody who frees some.
+        is_killed = isinstance(error, WorkerDiedError) and error.exitcode == -signal.SIGKILL
+        if len(visits) > 1 and (is_killed or isinstance(error, GPUOutOfMemoryError)):
+            size = self.batches.refuse(visits[0].message.metadata.message_type, len(visits))
+            log(
+                WARNING,
+                "%d messages at once are too many: %s. They are handled again, %d at once",
+                len(visits),
+                str(error).partition("\n")[0].rstrip("."),
+                size,
+            )
+            return size
+        if len(visits) > 1 and self._tries > 1 and isinstance(error, _TRIED_AGAIN):
+            return 1  # any of them may have ended the worker
+        return 0
+
+    def _handle(self, visits: Sequence[Visit], slot: Slot) -> list[Handled]:
+        """Have messages handled: once, unless used workers are to be verified."""
+        slot.go_on(self._work.calls_per_worker // len(visits))
+        if len(visits) > 1:
+            return self._run_once(visits, slot)
         if self._verifier is None or not slot.may_use_again:
-            return self._run(visit, slot)
+            return [self._run(visits[0], slot)]
+        return [self._verified(visits[0], slot, self._verifier)]
+
+    def _verified(self, visit: Visit, slot: Slot, verifier: Verifier) -> Handled:
+        """Have a message handled by a used worker and by a new one, and compare the results."""
         used = self._handled_more(visit, slot)
         was_used = slot.is_used_again
         if slot.has_lease:
@@ -214,7 +241,7 @@ class MessageHandler:
                 again = self._in_new_worker(visit, lambda other: self._handled_more(visit, other))
                 noise = differences(new, again)
             client = message_call.client_of(new.context)
-            self._verifier.compared(visit.message.metadata.message_type, client, found, noise)
+            verifier.compared(visit.message.metadata.message_type, client, found, noise)
         return new
 
     def _handled_more(self, visit: Visit, slot: Slot) -> Handled:
@@ -244,7 +271,7 @@ class MessageHandler:
         """Have a message handled; where its worker dies, a few times."""
         for left in reversed(range(self._tries)):
             try:
-                return self._run_once(visit, slot)
+                return self._run_once([visit], slot)[0]
             except _TRIED_AGAIN as error:
                 with self._lock:
                     is_wanted = visit.message_id in self._running
@@ -254,47 +281,43 @@ class MessageHandler:
                 log(WARNING, "%s. A new worker handles the message again", first)
         raise AssertionError
 
-    def _run_batch(self, visits: Sequence[Visit], slot: Slot) -> list[Handled | BaseException]:
-        slot.go_on(self._work.calls_per_worker // len(visits))
-        own = self._own(visits[0])
+    def _run_once(self, visits: Sequence[Visit], slot: Slot) -> list[Handled]:
+        messages = [visit.message for visit in visits]
         contexts = [self._context_of(visit) for visit in visits]
+        own = self._own(visits[0])
         with self._memory.room(at_once=slot.has_lease):
-            found = message_call.call_batch(
-                handle_batch,
-                (self._work.app,),
-                [(each.seed, each.message, context) for each, context in zip(visits, contexts, strict=True)],
-                self._settings(own, contexts[0]),
+            replies = message_call.call_many(
+                self._task,
+                (self._work.app, [visit.seed for visit in visits], own.get("slow_down", 1.0)),
+                messages,
+                contexts,
+                lambda: self._settings(own, contexts[0]),
                 name=_measured(self._work.name, own),
                 workers=slot,
             )
-        self._learn(visits[0], slot)
-        call_s = None if slot.line.had_imports else slot.line.call_s / len(visits)
+        call_s = self._learn(visits, slot)
+        pairs = zip(contexts, replies, strict=True)
         return [
-            reply if isinstance(reply, BaseException) else Handled(context, reply, call_s=call_s)
-            for context, reply in zip(contexts, found, strict=True)
+            Handled(context, reply, call_s=None if reply.has_error() else call_s) for context, reply in pairs
         ]
 
-    def _run_once(self, visit: Visit, slot: Slot) -> Handled:
-        context, own = self._context_of(visit), self._own(visit)
-        with self._memory.room(at_once=slot.has_lease):
-            reply = message_call.call(
-                self._task,
-                (self._work.app, visit.seed, own.get("slow_down", 1.0)),
-                visit.message,
-                context,
-                lambda: self._settings(own, context).with_worker(name=message_call.client_of(context)),
-                name=_measured(self._work.name, own),
-                workers=slot,
-            )
-        self._learn(visit, slot)
-        # A call with imports was longer than later ones: their workers are forked with these imports.
-        is_usual = not reply.has_error() and not slot.line.had_imports
-        return Handled(context, reply, call_s=slot.line.call_s if is_usual else None)
-
-    def _learn(self, visit: Visit, slot: Slot) -> None:
+    def _learn(self, visits: Sequence[Visit], slot: Slot) -> float | None:
+        """Learn from a call that is done. Return its seconds per message, or None if they say nothing."""
         self._memory.learn(slot.line.peak_bytes)
         self._has_used = self._has_used or slot.is_used_again
-        self._most_together[visit.message.metadata.message_type] = slot.most_together
+        # A call with imports was longer than later ones: their workers are forked with these imports.
+        call_s = None if slot.line.had_imports else slot.line.call_s
+        message_type = visits[0].message.metadata.message_type
+        if self._may_batch(message_type):
+            limit = min(slot.max_messages, self._work.calls_per_worker)
+            self.batches.learn(message_type, limit, len(visits), call_s)
+        return None if call_s is None else call_s / len(visits)
+
+    def _may_batch(self, message_type: str) -> bool:
+        """Return True if messages of a type may share an assignment, if the app takes several at once."""
+        work = self._work
+        is_exact = work.is_deterministic or self._verifier is not None
+        return not is_exact and not work.nodes.clients.differ(message_type)
 
     def _own(self, visit: Visit) -> Own:
         metadata = visit.message.metadata
@@ -363,6 +386,7 @@ class MessageHandler:
             "workers_started": self._others_started + sum(slot.workers_started for slot in self._slots),
             "peak_worker_bytes": self._memory.largest_bytes,
             "waits_for_host_memory": self._memory.waits,
+            "batches": self.batches.facts(),
             "recycling": {
                 "calls_per_worker": self._work.calls_per_worker,
                 "is_used_again": self._has_used,

@@ -257,7 +257,16 @@ def lines_of(summary: Mapping[str, Any], folder: RunFolder | None) -> list[str]:
     """Write the result of a simulation for people."""
     recycling = summary.get("recycling") or {}
     more = [("recycling", verifying.text(recycling))] if "compared" in recycling else []
+    batches = summary.get("batches") or {}
+    if batches.get("count"):
+        more.append(("batches", _batches_text(batches)))
     return result_lines(summary, None if folder is None else folder.shown, more)
+
+
+def _batches_text(batches: Mapping[str, Any]) -> str:
+    text = f"{batches['messages']} messages in {batches['count']} batches"
+    fastest = [f"{size} for {kind}" for kind, size in batches.get("fastest", {}).items()]
+    return f"{text}; the fastest size: {', '.join(fastest)}" if fastest else text
 
 
 def error_text(error: BaseException) -> str:

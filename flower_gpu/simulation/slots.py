@@ -14,7 +14,7 @@ from flower_gpu.calls.tries import Workers
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.pytorch.vectorized import VECTORIZED
+from flower_gpu.simulation.in_worker import TAKES_MANY
 from flower_gpu.simulation.lease_turns import LeasedLine, LeaseTurns
 from flower_gpu.simulation.workers import CoreLeases
 from flower_gpu.workers import methods as start
@@ -35,7 +35,7 @@ class Slot(Workers):
     ``cores``: the cores of the run; None: they are not counted.
     ``is_used_again``: whether the last call had a worker that had run others before.
     ``workers_started``: how many workers there were.
-    ``most_together``: how many messages make a batch, at most, as the worker has told in the last call.
+    ``max_messages``: number of messages that the app handles at once, as the worker said in the last call.
     ``waits_since``: since when the call that was begun waits for its worker, on the clock of
     ``time.monotonic``.
     """
@@ -57,7 +57,7 @@ class Slot(Workers):
         self._replacing = threading.Lock()
         self.is_used_again = False
         self.workers_started = 0
-        self.most_together = 1
+        self.max_messages = 1
         self.waits_since: float | None = None
 
     @property
@@ -96,7 +96,7 @@ class Slot(Workers):
         place = self._place
         self.is_used_again = False
         most = 1 if place.is_for_one_call else self._calls
-        self.most_together = 1
+        self.max_messages = 1
         idle_pid, on_start, on_event = place.line.idle_pid, options.pop("on_start"), options.pop("on_event")
 
         def on_worker(pid: int, used: str) -> None:
@@ -105,8 +105,8 @@ class Slot(Workers):
             on_start(pid, used)
 
         def on_told(event: dict[str, Any]) -> None:
-            if event.get("event") == VECTORIZED:
-                self.most_together = event["most"]
+            if event.get("event") == TAKES_MANY:
+                self.max_messages = event["max_messages"]
             else:
                 on_event(event)
 

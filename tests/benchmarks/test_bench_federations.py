@@ -29,7 +29,7 @@ def test_a_message_to_supernodes(figures: Figures) -> None:
 
 def test_simulations(figures: Figures) -> None:
     """That all clients answered, and that the model is right, the apps themselves check."""
-    result = figures("simulation", "--quick", "--only", "no-op,order,vectorized", "--engines", "ours")
+    result = figures("simulation", "--quick", "--only", "no-op,order,batches", "--engines", "ours")
 
     [ours] = result["no-op"]
     assert [ours[name] for name in SIZE] == ["ours", 6, 2, 0.1]
@@ -42,9 +42,10 @@ def test_simulations(figures: Figures) -> None:
     assert min(row["longest_s"], row["sent_s"]) > row["sleep_s"] > 0 and row["over_bound"] > 0
     assert row["shorter"] == pytest.approx(1 - row["longest_s"] / row["sent_s"], abs=0.01)
 
-    ways = result["vectorized"]
-    assert [row["way"] for row in ways] == ["autograd", "functional", "vectorized"]
+    ways = result["batches"]
+    assert [(row["network"], row["way"]) for row in ways] == [("mlp", "one"), ("mlp", "many")]
     assert all(row["weights_differ_by"] <= 1e-5 and row["task_cpu_s"] > 0 for row in ways)
+    assert ways[0]["batches"][0]["fastest"] == {} and ways[1]["batches"][0]["fastest"] == {"train": 1}
 
 
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")

@@ -14,6 +14,7 @@ from flwr.supercore.run import Run
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.resuming.states import StateStore
+from flower_gpu.simulation.batch_size import Batches
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import About, Answer, Visit, failed
@@ -26,6 +27,8 @@ RUN_ID = 5
 class NoWorkers:
     """A handler's side of workers, where there are none."""
 
+    batches = Batches(1)  # which learns of none
+
     def idle(self) -> None: ...
 
     def leave(self) -> None: ...
@@ -35,9 +38,6 @@ class NoWorkers:
     def cancel(self, message_id: str) -> None: ...
 
     def cancel_all(self) -> None: ...
-
-    def most_together(self, kind: str) -> int:
-        return 1  # no batches
 
 
 class Handling(NoWorkers):
@@ -103,9 +103,6 @@ class Handling(NoWorkers):
             self.cancelled.append(message_id)
             if message_id in self._given_up:
                 self._given_up[message_id].set()
-
-    def most_together(self, kind: str) -> int:
-        return 1  # no batches
 
     def cancel_all(self) -> None:
         for given_up in self._given_up.values():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+
+from flower_gpu import GPUOutOfMemoryError, message_seed, train_many
 
 calls = 0
 app = ClientApp()
@@ -52,6 +55,26 @@ def train(message: Message, context: Context) -> Message:
     return Message(
         RecordDict({"arrays": ArrayRecord(arrays), "facts": MetricRecord(facts)}), reply_to=message
     )
+
+
+@train_many(app, "many")
+def train_each(messages: list[Message], contexts: list[Context]) -> list[Message]:
+    """Do the same for each of several messages."""
+    replies = []
+    for message, context in zip(messages, contexts, strict=True):
+        task = str(message.content["config"]["task"])
+        if task == "too large" and len(messages) > 4:
+            raise GPUOutOfMemoryError("no room for more than 4")
+        if task == "killed" and len(messages) > 4:
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does for want of main memory
+        if task == "refuse":
+            replies.append(Message(Error(7, "no data"), reply_to=message))
+            continue
+        reply = train(message, context)
+        reply.content["facts"]["together"] = len(messages)
+        reply.content["facts"]["message_seed"] = message_seed(message)
+        replies.append(reply)
+    return replies
 
 
 def content(task: str, file: str = "") -> RecordDict:

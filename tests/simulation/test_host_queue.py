@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
-from grid_handlers import Handling
+from grid_handlers import Handling, NoWorkers
 
 from flower_gpu.simulation import local_host
 from flower_gpu.simulation import run as runs
+from flower_gpu.simulation.batch_size import Batches
 from flower_gpu.simulation.host import About, Answer, Visit
 from flower_gpu.simulation.local_host import QueueHost
+from flower_gpu.simulation.messages import MessageHandler
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,8 +42,7 @@ def given(*message_ids: str) -> QueueHost:
 
 
 def begun(queue: QueueHost) -> Visit:
-    found = queue.next(waits=False)
-    assert found is not None
+    [found] = queue.next(waits=False)
     return found
 
 
@@ -68,7 +69,7 @@ def test_messages_are_begun_in_their_order() -> None:
     queue = given("a", "b")
     queue.take([visit("c")])
     assert [begun(queue).message_id for _ in range(3)] == ["a", "b", "c"]
-    assert queue.next(waits=False) is None
+    assert queue.next(waits=False) == []
 
 
 def test_what_is_finished_is_told_at_once_where_no_message_waits() -> None:
@@ -124,7 +125,7 @@ def test_what_nobody_has_begun_goes_back() -> None:
     queue.give_back()
     told = queue.fetch(0)
     assert ids(told) == ["c", "b", "d"] and all(answer.reply is None for answer in told[0])
-    assert queue.next(waits=False) is None
+    assert queue.next(waits=False) == []
 
 
 def test_no_message_is_begun_while_too_much_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_no_message_is_begun_while_too_much_is_finished(monkeypatch: pytest.Monk
     assert not found
     assert ids(queue.fetch(0)) == ["a", "b"]
     thread.join(30)
-    assert found[0].message_id == "c"
+    assert [each.message_id for each in found[0]] == ["c"]
 
 
 def test_when_it_is_closed_nobody_waits() -> None:
@@ -144,4 +145,43 @@ def test_when_it_is_closed_nobody_waits() -> None:
     queue.close()
     for thread, _ in waiting:
         thread.join(30)
-    assert [found for _, found in waiting] == [[None], [([], [])]]
+    assert [found for _, found in waiting] == [[[]], [([], [])]]
+
+
+class Largest(Batches):
+    """Batches of as many messages as there are, up to eight."""
+
+    def largest(self, message_type: str) -> int:
+        return 8 if message_type == "train" else 1
+
+    def choose(self, message_type: str, available: int) -> int:
+        return available
+
+
+class Batching(NoWorkers):
+    may_share = staticmethod(MessageHandler.may_share)
+    batches = Largest(1)
+
+
+def assignments(concurrency: int, *kinds_and_rounds: tuple[str, int]) -> list[int]:
+    """Return how many messages each assignment has."""
+    queue = QueueHost(About("here", concurrency, 1, {}, 1, []))
+    queue.start(Batching(), 0)
+    messages = [Message(RecordDict(), 1, kind, group_id=str(of)) for kind, of in kinds_and_rounds]
+    queue.take([Visit(message, 1) for message in messages])
+    found = []
+    while visits := queue.next(waits=False):
+        assert visits == [Visit(message, 1) for message in messages[: len(visits)]], "in their order"
+        del messages[: len(visits)]
+        found.append(len(visits))
+    return found
+
+
+def test_messages_of_one_type_and_round_make_an_assignment() -> None:
+    assert assignments(1, *[("train", 1)] * 3, *[("train", 2)] * 2, *[("evaluate", 2)] * 2) == [3, 2, 1, 1]
+    assert assignments(1, *[("train", 1)] * 20) == [8, 8, 4]
+
+
+def test_other_threads_have_their_part_of_the_messages() -> None:
+    assert assignments(3, *[("train", 1)] * 8) == [3, 3, 2]
+    assert assignments(16, *[("train", 1)] * 8) == [1] * 8

@@ -11,21 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recycled_app
 import recycling_tasks
-from flwr.app import Message
 from grid_handlers import until
+from recycled_handler import Handler, handlers, has_failed
 
 from flower_gpu.errors import NotDeterministicError
 from flower_gpu.simulation import verifying
-from flower_gpu.simulation.dispatcher import Seeds
-from flower_gpu.simulation.host import MANY, Answer, CallError, Visit, Work
-from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.lease_turns import LeaseTurns
-from flower_gpu.simulation.messages import MessageHandler
-from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.run import _identity
-from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.host import MANY, Answer, CallError
 from flower_gpu.simulation.verifying import difference
 from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
@@ -95,84 +87,10 @@ def test_torch_that_comes_late() -> None:
 # Messages
 
 
-class Handler:
-    """Handles messages as a simulation does."""
-
-    def __init__(
-        self,
-        calls_per_worker: int = MANY,
-        seed: int = 3,
-        *,
-        verifies: bool = False,
-        is_strict: bool = False,
-    ) -> None:
-        app = AppReference(Path(__file__).parent, "recycled_app:app")
-        self.nodes = VirtualNodes(4, 1, RUN_ID, {})
-        work = Work("recycled", app, {}, self.nodes, None, calls_per_worker, verifies, is_strict, is_strict)
-        self.states = [b""] * 4
-        self.learned: list[int] = []
-        self.handler = MessageHandler(work, {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})))
-        self._seeds = Seeds(seed)
-        self._numbers = iter(range(1000))
-
-    def visit(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> Visit:
-        message = Message(
-            recycled_app.content(task, **content), self.nodes.ids[node], "train", group_id=group
-        )
-        message.metadata.__dict__["_message_id"] = f"message {next(self._numbers)}"
-        return Visit(message, self._seeds(message), self.states[node])
-
-    def __call__(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> dict[str, Any]:
-        """Have a message handled; return what the app says."""
-        reply = self.handled(self.visit(node, task, group, **content)).reply
-        assert reply is not None
-        return dict(reply.content["facts"])
-
-    def handled(self, visit: Visit) -> Answer:
-        """Have a message handled, and its state kept."""
-        (answer,) = self.handler(visit)
-        node = self.nodes.partition_of(visit.message.metadata.dst_node_id)
-        if answer.state is not None:
-            self.states[node] = answer.state
-        if answer.call_s is not None:
-            assert answer.call_s > 0
-            self.learned.append(node)
-        return answer
-
-    def together(self, *visits: Visit) -> list[Any]:
-        """Have messages handled as a batch; return what the app says of each, or why it has failed."""
-        answers = self.handler(*visits)
-        assert [answer.message_id for answer in answers] == [visit.message_id for visit in visits]
-        replies = [answer.reply for answer in answers]
-        assert all(reply is not None for reply in replies)
-        return [
-            each.error.reason if each.has_error() else dict(each.content["facts"]) for each in replies if each
-        ]
-
-    def error(self, node: int, task: str) -> str:
-        """Return why a message has failed."""
-        answer = self.handled(self.visit(node, task))
-        assert answer.reply is not None and answer.state is None
-        return str(answer.reply.error.reason)
-
-    def times(self, node: int) -> int:
-        """Return how often a node's state has been seen, as it says itself."""
-        state = self.nodes.context_of(self.nodes.ids[node], self.states[node]).state
-        return int(state["seen"]["times"]) if "seen" in state else 0
-
-
 @pytest.fixture
 def new_handler() -> Iterator[Callable[..., Handler]]:
-    made: list[Handler] = []
-
-    def new(*args: Any, **kwargs: Any) -> Handler:
-        made.append(Handler(*args, **kwargs))
-        return made[-1]
-
-    with _identity(RUN_ID):
+    with handlers() as new:
         yield new
-        for one in made:
-            one.handler.close()
 
 
 def test_messages_of_one_worker(new_handler: Callable[..., Handler]) -> None:
@@ -264,48 +182,6 @@ def test_what_was_given_up_before_it_came_is_not_handled(new_handler: Callable[.
     assert has_failed(handler.handled(visit)) and handler.handler.facts()["workers_started"] == 0
 
 
-def test_a_batch_is_handled_as_each_message_alone(new_handler: Callable[..., Handler]) -> None:
-    handler, alone = new_handler(), new_handler()
-    found = handler.together(*(handler.visit(node, "fail" if node == 1 else "") for node in range(4)))
-    expected = [alone(node, "") for node in (0, 2, 3)]
-    assert found.pop(1) == "train of client 1: ValueError: of the app"
-    assert [facts["drawn"] for facts in found] == [facts["drawn"] for facts in expected]
-    assert len({facts["pid"] for facts in found}) == 1
-    assert handler(0)["pid"] != found[0]["pid"], "a worker that has seen an error is used again"
-
-
-def test_what_ends_a_worker_ends_its_batch(new_handler: Callable[..., Handler]) -> None:
-    handler = new_handler()
-    found = handler.together(*(handler.visit(node, "die" if node == 1 else "") for node in range(3)))
-    for node, error in enumerate(found):
-        assert error.startswith(f"train of client {node}: in a batch of 3: the worker")
-        assert "exited with code 3" in error
-    assert handler(0)["times"] == 1
-
-
-def test_one_of_a_batch_is_given_up(new_handler: Callable[..., Handler], tmp_path: Path) -> None:
-    """The others go on; only when nobody wants any of them their worker is ended."""
-    handler = new_handler()
-    handler(0)
-    before, first = handler.visit(0), handler.visit(1)
-    second = handler.visit(2, "hang", file=str(tmp_path / "begun"))
-    handler.handler.cancel(before.message_id)
-    left: list[set[str]] = []
-
-    def cancel() -> None:
-        until((tmp_path / "begun").exists)
-        for visit in (first, second):
-            handler.handler.cancel(visit.message_id)
-            left.append(set(handler.handler._running))
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    answers = handler.handler(before, first, second)
-    thread.join()
-    assert left == [{second.message_id}, set()]
-    assert all(map(has_failed, answers))
-
-
 def test_no_error_ends_a_thread(new_handler: Callable[..., Handler], monkeypatch: pytest.MonkeyPatch) -> None:
     """An app that is run in this process may call ``sys.exit``."""
     handler = new_handler()
@@ -313,12 +189,8 @@ def test_no_error_ends_a_thread(new_handler: Callable[..., Handler], monkeypatch
     def exits(*args: object, **options: object) -> None:
         raise SystemExit(3)
 
-    monkeypatch.setattr("flower_gpu.flower.message_call.call", exits)
+    monkeypatch.setattr("flower_gpu.flower.message_call.call_many", exits)
     assert handler.error(0, "answer") == "3"
-
-
-def has_failed(answer: Answer) -> bool:
-    return answer.reply is not None and answer.reply.has_error() and answer.state is None
 
 
 def test_each_message_is_handled_once_by_workers_that_are_used_again(

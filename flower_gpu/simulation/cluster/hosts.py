@@ -256,6 +256,10 @@ class RayHosts:
         return {
             "workers_started": sum(each.get("workers_started", 0) for each in found),
             "peak_worker_bytes": max((each.get("peak_worker_bytes", 0) for each in found), default=0),
+            "batches": {
+                name: sum(each.get("batches", {}).get(name, 0) for each in found)
+                for name in ("count", "messages")
+            },
             "hosts": [
                 {
                     "host": agents[0].name,

@@ -1,80 +1,101 @@
-"""A client that sets and draws much before and after its vectorized function."""
+"""Clients of three sizes, each with a last layer of its own, of which several are trained in one step."""
 
 import json
-import os
-import random
 from pathlib import Path
 
-import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
+from torch.func import functional_call, grad, vmap
 
 import flower_gpu
+from batched.networks import NETWORKS
+from flower_gpu.pytorch import group_alike, stack, unstack
 
 app = ClientApp()
-dropout = nn.Dropout(0.5)
+SIZES = 4, 7, 12  # of the clients' data
 
 
-def loss(weights: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    return (data @ weights).square().mean()
-
-
-@flower_gpu.vectorized
-def step(weights: torch.Tensor, data: torch.Tensor, layer: str) -> dict[str, torch.Tensor]:
-    data = dropout(data) if layer == "dropout" else data
-    return {"weights": weights - 0.1 * torch.func.grad(loss)(weights, data), "loss": loss(weights, data)}
-
-
-def seen() -> list[str]:
-    """Return what is different for each client: what it draws, has set, and where it is."""
-    drawn = random.random(), np.random.rand(), torch.rand(1).item(), torch.rand(1).item()
+@flower_gpu.train_many(app)
+def train(messages: list[Message], contexts: list[Context]) -> list[Message]:
+    network = NETWORKS[str(contexts[0].run_config["network"])]()
+    states = [start(message, context) for message, context in zip(messages, contexts, strict=True)]
+    data = [load(message, context) for message, context in zip(messages, contexts, strict=True)]
+    if any(is_asked(message, context, "raise") for message, context in zip(messages, contexts, strict=True)):
+        raise ValueError("of the app")
+    step = vmap(step_of(network))
+    trained: dict[int, dict[str, torch.Tensor]] = {}
+    for group in group_alike(data):
+        found = step(stack([states[place] for place in group]), *stack([data[place] for place in group]))
+        trained |= zip(group, unstack(found), strict=True)
     return [
-        *map(repr, drawn),
-        os.environ.get("OF_A_CLIENT", ""),
-        Path.cwd().name,
-        str(torch.get_default_dtype()),
+        reply(messages[place], contexts[place], trained[place], len(messages))
+        for place in range(len(messages))
     ]
 
 
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    config, partition = message.content["config"], context.node_config["partition-id"]
-    folder, server_round = Path(context.run_config["folder"]), config["server-round"]
-    config["partition"] = partition  # a message's own, though all of a round have the same content
-    [weights] = message.content["arrays"].to_numpy_ndarrays()
-    facts = [seen()]
-    os.environ["OF_A_CLIENT"] = str(partition)
-    own = folder / f"client-{partition}"
-    own.mkdir(exist_ok=True)
-    os.chdir(own)
-    if partition == 2:
-        torch.set_default_dtype(torch.float64)
+def is_asked(message: Message, context: Context, what: str) -> bool:
+    config, server_round = context.run_config, message.content["config"]["server-round"]
+    return server_round == 2 and context.node_config["partition-id"] == config[what]
+
+
+def start(message: Message, context: Context) -> dict[str, torch.Tensor]:
+    """Return the server's layers with the client's own last one."""
+    state = message.content["arrays"].to_torch_state_dict()
+    if "own" in context.state:
+        state |= context.state["own"].to_torch_state_dict()
+    return state
+
+
+def load(message: Message, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the client's data in an order that the seed of the message says."""
+    partition = int(context.node_config["partition-id"])
+    size = SIZES[partition % 3]
+    generator = torch.Generator().manual_seed(partition)
+    images = torch.rand(size, 1, 8, 8, generator=generator)
+    labels = torch.randint(3, (size,), generator=generator)
+    generator.manual_seed(flower_gpu.message_seed(message))
+    half = torch.randperm(size, generator=generator)[: size // 2]
+    return images[half], labels[half]
+
+
+def step_of(network: nn.Module):
+    trained = {name for name, _ in network.named_parameters()}
+
+    def loss(parameters, buffers, images, labels):
+        outputs = functional_call(network, (parameters, buffers), (images,))
+        return nn.functional.cross_entropy(outputs, labels), buffers
+
+    def step(state, images, labels):
+        parameters = {name: value for name, value in state.items() if name in trained}
+        buffers = {name: value for name, value in state.items() if name not in trained}
+        gradients, buffers = grad(loss, has_aux=True)(parameters, buffers, images, labels)
+        return {name: value - 0.1 * gradients[name] for name, value in parameters.items()} | buffers
+
+    return step
+
+
+def reply(message: Message, context: Context, state: dict[str, torch.Tensor], together: int) -> Message:
     times = context.state.setdefault("times", MetricRecord({"times": 0}))
     times["times"] += 1
-    if partition == 3 and server_round == 2:
-        raise ValueError("before the step")
-    data = torch.arange(12.0 if partition != 5 else 24.0, dtype=torch.float32).reshape(-1, 3) / (
-        10 + partition
-    )
-    weights += 0  # in place: nobody else has these
-    result = step(torch.from_numpy(weights), data, context.run_config["layer"])
-    weights -= 1
-    facts.append(seen())
-    if partition == 4 and server_round == 2:
-        raise SystemExit("after the step")
-    found = [*result["weights"].tolist(), result["loss"].item()]
+    last = [name for name in state if name.startswith("last.")]
+    context.state["own"] = ArrayRecord({name: state[name] for name in last})
     line = {
-        "round": server_round,
-        "client": partition,
-        "facts": facts,
-        "found": found,
+        "round": message.content["config"]["server-round"],
+        "client": context.node_config["partition-id"],
+        "together": together,
+        "seed": flower_gpu.message_seed(message),
         "times": times["times"],
+        "weights": [value for name in state for value in state[name].double().flatten().tolist()],
     }
-    print(f"client {config['partition']} is done")
-    with (folder / "facts").open("a") as file:
+    with (Path(str(context.run_config["folder"])) / "facts").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    metrics = MetricRecord({"num-examples": len(data)})
-    arrays = ArrayRecord([result["weights"].numpy()])
-    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+    if is_asked(message, context, "refuse"):
+        return Message(Error(7, "no data"), reply_to=message)
+    content = {
+        "arrays": ArrayRecord(state),
+        "metrics": MetricRecord({"num-examples": 1}),
+        "config": ConfigRecord({}),
+    }
+    return Message(RecordDict(content), reply_to=message)

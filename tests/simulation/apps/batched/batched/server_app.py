@@ -1,16 +1,18 @@
-"""Two rounds with all clients."""
+"""Some rounds with all clients."""
 
-import numpy as np
+import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 import flower_gpu
+from batched.networks import NETWORKS
 
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    strategy = flower_gpu.FedAvg()
+    torch.manual_seed(5)
+    network = NETWORKS[str(context.run_config["network"])]()
     rounds = context.run_config["num-server-rounds"]
-    strategy.start(grid, ArrayRecord([np.full(3, 0.5, np.float32)]), num_rounds=rounds)
+    flower_gpu.FedAvg().start(grid, ArrayRecord(network.state_dict()), num_rounds=rounds)

@@ -1,0 +1,202 @@
+"""Handlers of several messages: their arguments and replies, and the seeds of messages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+
+import flower_gpu
+from flower_gpu import ConfigError, InvalidResultError, gpu_mod, train_many
+from flower_gpu.flower import message_call
+from flower_gpu.flower.many import ManyHandler, find_handler, run_many, seed_message
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a process that handles a message: without that Flower makes none."""
+    for name in message_call.IDENTITY:
+        monkeypatch.setattr(TaskIdentity, name, 7)
+
+
+def message(number: int, content: RecordDict | None = None, kind: str = "train") -> Message:
+    made = Message(content or RecordDict({"config": ConfigRecord({"number": number})}), 100 + number, kind)
+    made.metadata.__dict__["_message_id"] = f"message {number}"
+    return made
+
+
+def context(number: int) -> Context:
+    return Context(7, 100 + number, {"partition-id": number}, RecordDict(), {})
+
+
+def answers(messages: list[Message], contexts: list[Context]) -> list[Message]:
+    """Reply with the partition and the number of messages of the call."""
+    return [
+        Message(
+            RecordDict(
+                {"facts": ConfigRecord({"is": place.node_config["partition-id"], "of": len(messages)})}
+            ),
+            reply_to=each,
+        )
+        for each, place in zip(messages, contexts, strict=True)
+    ]
+
+
+def facts(reply: Message) -> dict[str, Any]:
+    return dict(reply.content["facts"])
+
+
+def test_flower_calls_it_with_lists_of_one() -> None:
+    """In Flower's runtimes, on SuperNodes and under launch, an app is called so."""
+    app = ClientApp()
+    assert train_many(app)(answers) is answers, "the function itself stays as it is"
+    flower_gpu.evaluate_many(app, "more", max_messages=3)(answers)
+    assert facts(app(message(3), context(3))) == {"is": 3, "of": 1}
+    assert facts(app(message(4, kind="evaluate.more"), context(4))) == {"is": 4, "of": 1}
+    with pytest.raises(ValueError, match="already registered"):
+        app.train()(lambda message, context: message)
+
+
+def test_the_mods_of_flower_see_single_messages() -> None:
+    seen: list[int] = []
+
+    def mod(message: Message, context: Context, call_next: Callable[..., Message]) -> Message:
+        seen.append(int(message.content["config"]["number"]))
+        return call_next(message, context)
+
+    app = ClientApp(mods=[mod])
+    train_many(app, mods=[mod])(answers)
+    assert facts(app(message(5), context(5))) == {"is": 5, "of": 1}
+    assert seen == [5, 5]
+
+
+def test_simulations_find_it_where_nothing_else_has_to_run() -> None:
+    def mod(message: Message, context: Context, call_next: Callable[..., Message]) -> Message:
+        return call_next(message, context)
+
+    def made(*, app_mods: list[Any], mods: list[Any] | None = None) -> ClientApp:
+        app = ClientApp(mods=app_mods)
+        train_many(app, mods=mods, max_messages=5)(answers)
+        flower_gpu.evaluate_many(app, "more")(answers)
+        app.query()(lambda message, context: message)
+        return app
+
+    app = made(app_mods=[])
+    assert find_handler(app, "train") == find_handler(app, "train.default") == ManyHandler(answers, 5)
+    assert find_handler(app, "evaluate.more") == ManyHandler(answers, 64)
+    for kind in ("query", "evaluate", "train.more"):
+        assert find_handler(app, kind) is None
+    # In a worker gpu_mod has nothing to do.
+    assert find_handler(made(app_mods=[gpu_mod], mods=[gpu_mod(num_gpus=0.5)]), "train") is not None
+    assert find_handler(made(app_mods=[], mods=[mod]), "train") is None
+    assert find_handler(made(app_mods=[mod, gpu_mod]), "train") is None
+    assert find_handler(ClientApp(lambda context: None), "train") is None
+
+    @app.lifespan()
+    def lifespan(context: Context) -> Iterator[None]:
+        yield
+
+    assert find_handler(app, "train") is None
+
+
+def test_an_app_of_a_notebook_travels_with_it() -> None:
+    app = ClientApp(mods=[gpu_mod])
+    train_many(app)(lambda messages, contexts: answers(messages, contexts))
+    again = cloudpickle.loads(cloudpickle.dumps(app))
+    handler = find_handler(again, "train")
+    assert handler is not None
+    replies = handler([message(1), message(2)], [context(1), context(2)])
+    assert [facts(reply) for reply in replies] == [{"is": 1, "of": 2}, {"is": 2, "of": 2}]
+
+
+def test_errors_may_be_the_replies_to_some() -> None:
+    def some(messages: list[Message], contexts: list[Context]) -> list[Message]:
+        replies = answers(messages, contexts)
+        replies[1] = Message(Error(7, "no data"), reply_to=messages[1])
+        return replies
+
+    replies = ManyHandler(some, 64)([message(number) for number in range(3)], list(map(context, range(3))))
+    assert [reply.has_error() for reply in replies] == [False, True, False]
+    assert replies[1].error.reason == "no data"
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda messages, contexts: None, "returned nothing, not a list of replies"),
+        (lambda messages, contexts: messages[0], "returned a Message, not a list of replies"),
+        (lambda messages, contexts: iter(answers(messages, contexts)), "returned a generator|list_iterator"),
+        (lambda messages, contexts: answers(messages, contexts)[:2], "returned 2 replies to 3 messages"),
+        (lambda messages, contexts: [], "returned 0 replies to 3 messages"),
+        (lambda messages, contexts: answers(messages, contexts) * 2, "returned 6 replies to 3 messages"),
+        (
+            lambda messages, contexts: answers(messages, contexts)[::-1],
+            r"in another order: replies\[0\] answers messages\[2\]",
+        ),
+        (
+            lambda messages, contexts: [answers(messages, contexts)[0]] * 3,
+            r"in another order: replies\[1\] answers messages\[0\]",
+        ),
+        (lambda messages, contexts: [*answers(messages, contexts)[:2], 3], r"replies\[2\] .* a int, not a M"),
+        (lambda messages, contexts: messages, r"replies\[0\] .* the message that it was given"),
+        (
+            lambda messages, contexts: [
+                *answers(messages, contexts)[:2],
+                *answers([message(9)], [context(9)]),
+            ],
+            r"replies\[2\] .* a Message that is no reply to it",
+        ),
+    ],
+)
+def test_replies_that_cannot_be_used_are_named(function: Any, text: str) -> None:
+    with pytest.raises(InvalidResultError, match=text):
+        ManyHandler(function, 64)([message(number) for number in range(3)], list(map(context, range(3))))
+
+
+def test_messages_of_a_round_are_changed_each_for_itself() -> None:
+    """Messages arrive with the same records. Only the arrays, which are immutable, stay shared."""
+    arrays = ArrayRecord([np.zeros(3)])
+    shared = RecordDict({"arrays": arrays, "config": ConfigRecord({"number": 0})})
+
+    def changes(messages: list[Message], contexts: list[Context]) -> list[Message]:
+        for each, place in zip(messages, contexts, strict=True):
+            assert each.content["config"]["number"] == 0
+            each.content["config"]["number"] = 7
+            each.content["arrays"]["0"].numpy()[:] += 1
+            place.state["own"] = ConfigRecord({"is": place.node_config["partition-id"]})
+        return answers(messages, contexts)
+
+    messages = [message(number, shared) for number in range(3)]
+    handled = run_many(
+        ManyHandler(changes, 64), messages, list(map(context, range(3))), message_call.identity()
+    )
+    assert [facts(reply) for reply, _ in handled] == [{"is": number, "of": 3} for number in range(3)]
+    assert [state["own"]["is"] for _, state in handled] == [0, 1, 2]
+    assert shared["config"]["number"] == 0 and not arrays["0"].numpy().any()
+
+
+def test_a_message_has_a_seed_of_its_own() -> None:
+    one, other = message(1), message(2)
+    seed_message(one, (5 << 32) + 3)
+    assert flower_gpu.message_seed(one) == flower_gpu.message_seed(one) == 3
+    random.seed(1)
+    drawn = flower_gpu.message_seed(other)
+    random.seed(1)
+    assert flower_gpu.message_seed(other) == drawn != flower_gpu.message_seed(other)
+    np.random.seed(drawn)  # which takes 32 bits
+
+
+def test_what_cannot_be_registered_is_refused() -> None:
+    app = ClientApp()
+    with pytest.raises(ConfigError, match="max_messages of train_many"):
+        train_many(app, max_messages=0)
+    wrong: Any = answers
+    with pytest.raises(TypeError, match=r"write @flower_gpu.evaluate_many\(app\)"):
+        flower_gpu.evaluate_many(wrong)

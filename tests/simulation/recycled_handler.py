@@ -1,0 +1,115 @@
+"""A message handler of a run with ``recycled_app``, for tests: what it is given and what it has answered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import recycled_app
+from flwr.app import Message
+
+from flower_gpu.simulation.clients import Clients
+from flower_gpu.simulation.dispatcher import Seeds
+from flower_gpu.simulation.host import MANY, Answer, Visit, Work
+from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.lease_turns import LeaseTurns
+from flower_gpu.simulation.messages import MessageHandler
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.run import _identity
+from flower_gpu.simulation.slots import Slot
+
+RUN_ID = 11
+
+
+class Handler:
+    """Handles messages as a simulation does."""
+
+    def __init__(
+        self,
+        calls_per_worker: int = MANY,
+        seed: int = 3,
+        *,
+        verifies: bool = False,
+        is_strict: bool = False,
+        tries: int = 1,
+        clients: Clients | None = None,
+    ) -> None:
+        app = AppReference(Path(__file__).parent, "recycled_app:app")
+        self.nodes = VirtualNodes(8, 1, RUN_ID, {}, clients or Clients())
+        work = Work("recycled", app, {}, self.nodes, None, calls_per_worker, verifies, is_strict, is_strict)
+        self.states = [b""] * 8
+        self.learned: list[int] = []
+        self.handler = MessageHandler(work, {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})), tries=tries)
+        self._seeds = Seeds(seed)
+        self._numbers = iter(range(1000))
+
+    def visit(
+        self, node: int, task: str = "answer", group: str = "1", kind: str = "train", **content: Any
+    ) -> Visit:
+        message = Message(recycled_app.content(task, **content), self.nodes.ids[node], kind, group_id=group)
+        message.metadata.__dict__["_message_id"] = f"message {next(self._numbers)}"
+        return Visit(message, self._seeds(message), self.states[node])
+
+    def __call__(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> dict[str, Any]:
+        """Have a message handled; return what the app says."""
+        reply = self.handled(self.visit(node, task, group, **content)).reply
+        assert reply is not None
+        return dict(reply.content["facts"])
+
+    def handled(self, visit: Visit) -> Answer:
+        """Have a message handled, and its state kept."""
+        (answer,) = self.handler(visit)
+        node = self.nodes.partition_of(visit.message.metadata.dst_node_id)
+        if answer.state is not None:
+            self.states[node] = answer.state
+        if answer.call_s is not None:
+            assert answer.call_s > 0
+            self.learned.append(node)
+        return answer
+
+    def together(self, *tasks: str) -> list[Any]:
+        """Have messages of nodes 0, 1, ... handled at once; return what the app says of each, or errors."""
+        visits = [self.visit(node, task, kind="train.many") for node, task in enumerate(tasks)]
+        answers = self.handler(*visits)
+        assert [answer.message_id for answer in answers] == [visit.message_id for visit in visits]
+        found: list[Any] = []
+        for node, answer in enumerate(answers):
+            assert answer.reply is not None
+            if answer.reply.has_error():
+                found.append(answer.reply.error.reason)
+            else:
+                self.states[node] = answer.state or b""
+                found.append(dict(answer.reply.content["facts"]))
+        return found
+
+    def error(self, node: int, task: str) -> str:
+        """Return why a message has failed."""
+        answer = self.handled(self.visit(node, task))
+        assert answer.reply is not None and answer.state is None
+        return str(answer.reply.error.reason)
+
+    def times(self, node: int) -> int:
+        """Return how often a node's state has been seen, as it says itself."""
+        state = self.nodes.context_of(self.nodes.ids[node], self.states[node]).state
+        return int(state["seen"]["times"]) if "seen" in state else 0
+
+
+@contextlib.contextmanager
+def handlers() -> Iterator[Callable[..., Handler]]:
+    """Yield what makes handlers; they are closed at the end of the block."""
+    made: list[Handler] = []
+
+    def new(*args: Any, **kwargs: Any) -> Handler:
+        made.append(Handler(*args, **kwargs))
+        return made[-1]
+
+    with _identity(RUN_ID):
+        yield new
+        for one in made:
+            one.handler.close()
+
+
+def has_failed(answer: Answer) -> bool:
+    return answer.reply is not None and answer.reply.has_error() and answer.state is None

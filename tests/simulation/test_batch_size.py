@@ -1,0 +1,122 @@
+"""The number of messages of a batch follows what earlier batches took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from flower_gpu.simulation.batch_size import BatchSize
+
+
+def played(
+    sizes: BatchSize, messages: int, message_s: Callable[[int], float], available: int = 1000
+) -> list[int]:
+    """Handle messages in batches that take this long per message; return the sizes of the batches."""
+    found: list[int] = []
+    while messages:
+        found.append(sizes.choose(min(messages, available)))
+        sizes.learn(found[-1], found[-1] * message_s(found[-1]))
+        messages -= found[-1]
+    return found
+
+
+# Seconds per message by size: each more is faster; 4 is the fastest; none pays off.
+CURVES = {
+    64: lambda size: 1 / size + 0.1,
+    4: lambda size: {1: 14.7, 4: 12.9, 16: 15.0, 64: 22.4}.get(size, 20.0),
+    1: lambda size: 1.0 + size / 100,
+}
+
+
+@pytest.mark.parametrize("fastest", CURVES)
+def test_each_size_is_tried_and_the_fastest_is_kept(fastest: int) -> None:
+    sizes = BatchSize(64, workers=2)
+    found = played(sizes, 6000, CURVES[fastest])
+    assert list(dict.fromkeys(found))[:4] == [1, 4, 16, 64]
+    assert set(found[found.index(64) + 30 : -1]) == {fastest} == {sizes.fastest}
+    # Two batches warm up, one for each worker. Then at least three batches and 16 messages count.
+    if fastest < 16:
+        assert (found.count(16), found.count(64)) == (5, 5)
+    assert sum(found[: found.index(64)]) < 200, "the contests are short"
+
+
+def test_a_slow_start_of_a_run_is_no_advantage_for_larger_sizes() -> None:
+    """The first messages take ten times as long, whatever their size."""
+    sizes, handled = BatchSize(64, workers=2), 0
+
+    def message_s(size: int) -> float:
+        nonlocal handled
+        handled += size
+        return (10.0 if handled < 60 else 1.0) * (1 + size / 20)
+
+    played(sizes, 2000, message_s)
+    assert sizes.fastest == 1
+
+
+def test_the_first_batches_of_each_size_do_not_count() -> None:
+    sizes, seen = BatchSize(64, workers=3), Counter[int]()
+
+    def message_s(size: int) -> float:
+        seen[size] += 1
+        is_new = size in (1, 4, 16, 64) and seen[size] <= 3  # a worker prepares something for each size
+        return 1000.0 if is_new else 1 / size
+
+    played(sizes, 3000, message_s)
+    assert sizes.fastest == 64
+
+
+@pytest.mark.parametrize(
+    ("max_messages", "expected"),
+    [(1, [1]), (2, [1, 2]), (10, [1, 4, 10]), (32, [1, 4, 16, 32]), (100, [1, 4, 16, 64, 100])],
+)
+def test_no_batch_is_larger_than_the_handler_takes(max_messages: int, expected: list[int]) -> None:
+    sizes = BatchSize(max_messages, workers=1)
+    assert sizes.largest == max_messages
+    found = played(sizes, 3000, lambda size: 1 / size)
+    assert list(dict.fromkeys(found))[: len(expected)] == expected
+    assert max(found) == max_messages == sizes.fastest
+
+
+def test_a_size_is_tried_with_half_as_many_messages_and_not_with_fewer() -> None:
+    """A run with few clients never has a batch of the largest size."""
+    sizes = BatchSize(64, workers=2)
+    found = played(sizes, 2000, lambda size: 1 / size, available=50)
+    assert max(found) == 50 and found.count(50) > 20, "50 messages are a trial of 64"
+    few = BatchSize(64, workers=2)
+    found = played(few, 2000, lambda size: 1 / size, available=8)
+    assert set(found[:-1]) == {1, 4}, "8 messages say little about 16"
+    assert few.fastest == 4
+
+
+def test_clients_of_different_sizes_do_not_decide_by_chance() -> None:
+    """One message in 16 takes 100 times as long. The mean of some messages counts, not the shortest one."""
+    sizes = BatchSize(4, workers=1)
+    long = iter(range(10**6))
+
+    def seconds(size: int) -> float:
+        return sum(100.0 if next(long) % 16 == 5 else 1.0 for _ in range(size)) * (0.5 if size > 1 else 1.0)
+
+    for _ in range(200):
+        size = sizes.choose(1000)
+        sizes.learn(size, seconds(size))
+    assert sizes.fastest == 4
+
+
+def test_larger_sizes_are_not_tried_after_a_hopeless_one() -> None:
+    """They would take more time, and memory that there may not be."""
+    sizes = BatchSize(256, workers=1)
+    found = played(sizes, 2000, lambda size: {1: 34.0, 4: 36.0, 16: 72.0}.get(size, 84.0))
+    assert (max(found), sizes.fastest) == (16, 1)
+    assert 4 in found and 16 in found and found[-1] == 1
+
+
+def test_a_batch_that_ran_out_of_memory_is_the_end_of_its_size() -> None:
+    sizes = BatchSize(64, workers=1)
+    played(sizes, 1000, lambda size: 1 / size)
+    assert sizes.refuse(50) == 16
+    assert (sizes.largest, sizes.fastest) == (16, 16)
+    assert max(played(sizes, 500, lambda size: 1 / size)) == 16
+    assert [sizes.refuse(16), sizes.refuse(4), sizes.refuse(2)] == [4, 1, 1]
+    assert sizes.choose(100) == 1
