@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from how_to_pages import PAGES, blocks
+from how_to_pages import PAGES, block, blocks
 from shared_servers import SHARED_STATE
 
 from flower_gpu.launch import ports
@@ -95,7 +95,7 @@ def test_the_commands_of_both_pages_one_after_the_other(tmp_path: Path) -> None:
     for folder, page in ((tutorial, TUTORIAL), (start_client, START_CLIENT)):
         folder.mkdir()
         app = write_app(folder, page)
-    (app / "task.py").write_text(blocks(START_CLIENT, "python")[0])
+    (app / "task.py").write_text(block(START_CLIENT, "python", "# task.py"))
     (tutorial / "examples").symlink_to(REPOSITORY / "examples")
     words = commands(TUTORIAL, "flower-gpu")
     assert [each[:2] for each in words] == [
@@ -119,14 +119,23 @@ def test_the_commands_of_both_pages_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_start_client_scripts_before_and_after(tmp_path: Path) -> None:
-    task, before, client, server, _ = blocks(START_CLIENT, "python")
+    """The script as it was, with one line changed, and without processes of its own."""
+    before, server, line, task, after, _ = blocks(START_CLIENT, "python")
     port = str(ports.free_ports(1)[0])
+    assert before.count(line.partition("# was: ")[2]) == 1, "the line that is replaced"
+    changed = before.replace(f"client = {line.partition('# was: ')[2]}", line.partition("  #")[0] + "\n")
+    changed = changed.replace("import argparse\n", "import argparse\nfrom flower_gpu import gpu_client\n")
+    served = server.replace("FedAvg(on", "FedAvg(min_available_clients=3, on").replace("rounds=3", "rounds=1")
+    scripts = {"server": served, "before": before, "changed": changed, "after": after}
     (tmp_path / "task.py").write_text(task)
-    for name, text in (("before.py", before), ("client.py", client), ("server.py", server)):
-        (tmp_path / name).write_text(text.replace("8080", port).replace("num_rounds=3", "num_rounds=2"))
-    words = [["server.py"], *commands(START_CLIENT, "python")[1:]]
-    assert words == [["server.py"], ["client.py", "0"], ["client.py", "1"]]
-    words[1][0] = "before.py"  # one that is as before beside one that is changed
-    served, old, new = end(*(start(tmp_path, *each) for each in words))
-    assert "accuracy" in served and "Run finished 2 round(s)" in served
-    assert "Disconnect and shut down" in old and "Disconnect and shut down" in new
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text.replace("8080", port))
+    words = commands(START_CLIENT, "python")
+    assert words == [["server.py"], ["client.py", "--cid", "0"], ["client.py", "--cid", "1"]]
+    clients = [
+        [f"{name}.py", "--cid", str(cid)] for name, cid in (("before", 0), ("changed", 1), ("after", 0))
+    ]
+    output, *of_clients = end(*(start(tmp_path, *each) for each in (words[0], *clients)))
+    assert "accuracy" in output and "received 3 results and 0 failures" in output
+    assert "Run finished 1 round(s)" in output
+    assert ["Disconnect and shut down" in each for each in of_clients] == [True] * 3

@@ -49,6 +49,7 @@ class Workers:
 
     shows_progress = True  # whether the progress of a call is drawn
     is_used_again = False  # whether the call's worker has run others before
+    takes_over = True  # whether workers take over the settings of this process, see workers.caller_settings
     learns_memory = True  # whether later calls ask for the main memory that a call was seen to take
 
     @property
@@ -204,7 +205,9 @@ class Tries:
         self.method = method = self._chosen()
         if no_guard := guard.why_none(gpu_env, has_worker=method.is_own_process):
             notices.say_no_guard(no_guard, is_expected=not method.is_own_process)
-        count = threads.of_worker(settings.threads, settings.env, copies_caller=method.copies_caller)
+        # What a call asks for in cores goes before what was set in this process for its own threads.
+        takes_over = method.copies_caller or (self.workers.takes_over and self.settings.host.num_cpus is None)
+        count = threads.of_worker(settings.threads, settings.env, takes_over=takes_over)
         env = {**threads.environment(count, settings.env), **gpu_env, **_confined(confinement)}
         if self.settings.gpu.request.count > 1 and method.is_own_process:
             env.update(_for_ranks(settings, self.settings.gpu.request.count))
@@ -239,6 +242,7 @@ class Tries:
             held=-1 if ticket is None else ticket.descriptor,
             log_prefix=_log_prefix(self.fields),
             confinement=confinement,
+            takes_over=self.workers.takes_over,
         )
         error: BaseException | None = None
         try:

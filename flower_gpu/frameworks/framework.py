@@ -168,6 +168,10 @@ class Framework:
         """Return its operation without a deterministic algorithm that an error names, or None."""
         return None
 
+    def taken_over(self) -> Iterator[Setting]:
+        """Yield the settings that a worker takes over from its caller. To read them starts nothing."""
+        return iter(())
+
     def settings(self) -> Iterator[Setting]:
         """Yield the settings that code can change in it for all later calls of this process."""
         return iter(())

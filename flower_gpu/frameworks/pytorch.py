@@ -196,7 +196,21 @@ class PyTorch(Framework):
         sys.modules["torch"].default_generator.seed()
 
     def settings(self) -> Iterator[Setting]:
-        """Yield its flags: precision, determinism, gradients, default device and type, autocast."""
+        """Yield its flags, its threads and its default device."""
+        torch: Any = sys.modules["torch"]
+        yield from self._flags()
+        yield Setting(torch.get_num_threads, torch.set_num_threads)
+        yield Setting(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal)
+        if hasattr(torch, "get_default_device"):
+            yield Setting(torch.get_default_device, torch.set_default_device)
+
+    def taken_over(self) -> Iterator[Setting]:
+        """Yield its flags and its default device; the threads of a worker are those of its lease."""
+        yield Setting(_default_device, sys.modules["torch"].set_default_device)
+        yield from self._flags()
+
+    def _flags(self) -> Iterator[Setting]:
+        """Yield its flags: precision, determinism, gradients, default type, autocast, and a few more."""
         torch: Any = sys.modules["torch"]
         yield Setting(torch.get_default_dtype, torch.set_default_dtype)
         yield Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
@@ -209,18 +223,10 @@ class PyTorch(Framework):
                 for name in names
                 if hasattr(owner, name)
             )
-        yield Setting(
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-        )
-        yield Setting(torch.get_num_threads, torch.set_num_threads)
+        # Not use_deterministic_algorithms(): that imports the compiler, which takes 2 seconds.
+        yield Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)
         yield Setting(torch.is_grad_enabled, torch.set_grad_enabled)
         yield Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
-        if hasattr(torch, "get_default_device"):
-            yield Setting(torch.get_default_device, torch.set_default_device)
         for kind in ("flash", "mem_efficient", "math", "cudnn"):
             get = getattr(torch.backends.cuda, f"{kind}_sdp_enabled", None)
             if get is not None:
@@ -232,6 +238,15 @@ class PyTorch(Framework):
         multiprocessing: Any = sys.modules.get("torch.multiprocessing")
         if multiprocessing is not None:
             yield Setting(multiprocessing.get_sharing_strategy, multiprocessing.set_sharing_strategy)
+
+
+def _default_device() -> Any:
+    """Return the default device of this thread, without an index; None where none was set.
+
+    ``torch.get_default_device`` would start CUDA, to find the index. In a worker it is that of its lease.
+    """
+    context = getattr(pytorch_memory.private("_GLOBAL_DEVICE_CONTEXT"), "device_context", None)
+    return None if context is None else context.device.type
 
 
 @cache

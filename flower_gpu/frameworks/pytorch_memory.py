@@ -1,7 +1,7 @@
 """GPU memory as PyTorch sees it: the cap in its settings, the cap on this process, and the figures.
 
 Nothing here imports it, or starts CUDA but for :func:`no_cuda_reason`. What PyTorch has no public function
-for is asked for here only, by :func:`_private`.
+for is asked for here only, by :func:`private`.
 
 Sources: "Optimizing memory usage" in PyTorch's CUDA notes, and c10/cuda/CUDAAllocatorConfig.cpp.
 """
@@ -40,6 +40,7 @@ _NOT_PUBLIC: Final = {
     "_C._cuda_hasPrimaryContext": ("2.6 to 2.14", "why memory has run out on a GPU stays unclear"),
     _SET: ("2.10 to 2.14", "settings of its allocator from before a call stay until CUDA starts"),
     _GET: ("2.12 to 2.14", "a cap cannot be read back before CUDA starts"),
+    "_GLOBAL_DEVICE_CONTEXT": ("2.6 to 2.14", "workers do not take over the default device of their caller"),
 }
 
 _lacking: dict[str, None] = {}  # those of them that were needed in this process and not there
@@ -78,11 +79,11 @@ class AllocatorHold(Hold):
         done so has that process's settings.
         """
         wanted = self._settings()
-        give = None if wanted is None else _private(_SET)
+        give = None if wanted is None else private(_SET)
         if give is None:
             return
         try:
-            read = _private(_GET, is_needed=False)
+            read = private(_GET, is_needed=False)
             present = "" if read is None else read()
             if present != wanted:
                 self._before = present if self._before is None else self._before
@@ -113,7 +114,7 @@ class AllocatorHold(Hold):
         torch = _torch()
         if torch.cuda.is_initialized():
             return [_in_force(index) for index in range(min(len(self._caps), torch.cuda.device_count()))]
-        if self._settings() is None or (read := _private(_GET)) is None:
+        if self._settings() is None or (read := private(_GET)) is None:
             return [None] * len(self._caps)
         found = _IN_FORCE.findall(read())
         return [int(float(found[-1]) * cap.total_bytes) if found else None for cap in self._caps]
@@ -126,7 +127,7 @@ class AllocatorHold(Hold):
             _waiting.remove(self)
         for index in self._fractions:
             torch.cuda.set_per_process_memory_fraction(1.0, index)
-        if self._before is not None and (give := _private(_SET)) is not None:
+        if self._before is not None and (give := private(_SET)) is not None:
             # A setting that is not named keeps its value.
             named = "" if _IN_FORCE.search(self._before) else f"{FRACTION}:1.0"
             give(",".join(filter(None, [self._before, named])))
@@ -202,7 +203,7 @@ def _figures(index: int) -> Figures:
     torch = _torch()
     stats = torch.cuda.memory_stats(index)
     free = None
-    has_context = _private("_C._cuda_hasPrimaryContext")
+    has_context = private("_C._cuda_hasPrimaryContext")
     if has_context is not None and has_context(index):  # to ask for the free memory would make one
         free = torch.cuda.mem_get_info(index)[0]
     return Figures(
@@ -247,7 +248,7 @@ def lacks() -> str | None:
     return f"PyTorch {_torch().__version__} has no {'; no '.join(texts)}" if texts else None
 
 
-def _private(name: str, *, is_needed: bool = True) -> Any:
+def private(name: str, *, is_needed: bool = True) -> Any:
     """Return PyTorch's object of a name in ``_NOT_PUBLIC``, or None."""
     found = _torch()
     for part in name.split("."):
@@ -259,7 +260,7 @@ def _private(name: str, *, is_needed: bool = True) -> Any:
 
 @cache  # PyTorch keeps the call for the process, and for its forks
 def _await_start() -> None:
-    if (call := _private("cuda._lazy_call")) is not None:
+    if (call := private("cuda._lazy_call")) is not None:
         call(_when_started)
 
 

@@ -125,6 +125,7 @@ def _call(
         label=f"rank {rank} of {count}" + (f" (GPU {share.index})" if share is not None else ""),
         held=facts.held,
         log_prefix=f"{prefix}, rank {rank}: " if prefix else f"rank {rank}: ",
+        takes_over=True,
     )
 
 

@@ -44,6 +44,8 @@ class Slot(Workers):
     shows_progress = False
     #: A run counts the host's memory itself.
     learns_memory = False
+    #: What the ServerApp sets in the process of the run is not for its clients.
+    takes_over = False
 
     def __init__(
         self, turns: LeaseTurns, without: frozenset[str] = frozenset(), cores: CoreLeases | None = None

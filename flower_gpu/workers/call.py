@@ -51,6 +51,9 @@ class Call:
     names_output: bool = False
     # What its worker keeps of this host: then nothing that comes from the worker is unpickled
     confinement: Confinement | None = None
+    # Whether its worker takes over the caller's settings, see :mod:`flower_gpu.workers.caller_settings`. The
+    # start method of multiprocessing is taken over in any case.
+    takes_over: bool = False
 
     def __post_init__(self) -> None:
         check_task(self.task)

@@ -214,7 +214,7 @@ class Line:
             self.retire()
         if self._worker is not None and not self._worker.has_exited():
             with deferred_interrupts():
-                start.write_request(call, files, preloaded=bool(call.preload))
+                start.write_request(call, files, preloaded=bool(call.preload), is_new=False)
             with suppress(start.Gone):  # it ends just now
                 self._worker.take(call, files, stays=self._calls + 1 < how.calls)
                 return self._worker, False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
 from flower_gpu.workers import messages, state_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
+from flower_gpu.workers.caller_settings import CallerSettings, MainModule
 from flower_gpu.workers.forkserver import client, identity
 from flower_gpu.workers.interrupts import allowed_interrupts
 from flower_gpu.workers.life import OwnChild, close_life_end, explained, life_pipe
@@ -60,6 +62,12 @@ def prepare(
     Returns how it starts, and the place at the fork server that will fork it. TimeoutError if there is no
     fork server until the deadline, on the clock of ``time.monotonic``.
     """
+    if method.is_own_process and getattr(multiprocessing.current_process(), "_inheriting", False):
+        # As multiprocessing itself: the worker would run the script that starts it, and so on without end.
+        raise WorkerStartError(
+            f"{call.label}: multiprocessing imports this script in a new process, and the script starts a "
+            "worker meanwhile. Put the lines that do so below if __name__ == '__main__':"
+        )
     for name in files.keys() - {"reply"}:
         os.close(files.pop(name))
     try:
@@ -134,16 +142,19 @@ def _spawn_instead(key: str, reason: str) -> None:
     _spawned_instead.add(key)
 
 
-def write_request(call: Call, files: dict[str, int], *, preloaded: bool) -> None:
+def write_request(call: Call, files: dict[str, int], *, preloaded: bool, is_new: bool = True) -> None:
     """Write a call's task and arguments into memory files, which ``files`` takes.
 
+    ``is_new``: whether its worker has run no call before, and so takes over settings of this process.
     Raises WorkerStartError if they cannot be passed on.
     """
     try:
         files["request"] = transport.create("flower-gpu-request")
         functions = () if preloaded else call.preload
-        everything = (call.task, call.args, dict(call.kwargs), functions, call.log_prefix)
-        if (shared := transport.write_request(everything, files["request"])) >= 0:
+        settings = CallerSettings.of_this_process(only_start_method=not call.takes_over) if is_new else None
+        main = MainModule.of_this_process()
+        everything = (call.task, call.args, dict(call.kwargs), functions, call.log_prefix, settings, main)
+        if (shared := transport.write_request(everything, files["request"], main.note)) >= 0:
             files["shared"] = shared
     except OSError as error:  # no memory for it, or a limit
         raise WorkerStartError(f"cannot start a worker: {error}") from error
@@ -289,7 +300,7 @@ def fork(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
     for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    request = (call.task, call.args, dict(call.kwargs), call.preload, call.log_prefix)
+    request = (call.task, call.args, dict(call.kwargs), call.preload, call.log_prefix, None, MainModule())
     origin = child.Origin(call.env, request, imported=_imported_by_fork())
 
     def work() -> None:

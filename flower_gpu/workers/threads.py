@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -71,13 +70,14 @@ class _Pool:
         return count if count is None or self.most is None else min(count, self.most())
 
 
-def of_worker(planned: int, env: Mapping[str, str], *, copies_caller: bool) -> int:
+def of_worker(planned: int, env: Mapping[str, str], *, takes_over: bool) -> int:
     """Return the thread count of a worker that this process is about to start.
 
     ``env``: the worker's environment variables, as the user gave them for this call.
-    ``copies_caller``: whether the worker begins with this process's libraries, as a copy of it or as itself.
+    ``takes_over``: whether the worker has the count that was set here, for example by
+    ``torch.set_num_threads``.
     """
-    if not copies_caller or openmp_threads(env) is not None:
+    if not takes_over or openmp_threads(env) is not None:
         return planned
     return _set_in_framework() or planned
 
@@ -123,14 +123,13 @@ def release_openmp_threads() -> None:
     for ever in its first parallel region. OpenMP starts new threads when it needs them again.
     """
     try:
-        if sum(1 for _ in os.scandir("/proc/self/task")) == 1:  # to read the maps takes 4 ms with torch
+        if sum(1 for _ in os.scandir("/proc/self/task")) == 1:
             return
-        maps = Path("/proc/self/maps").read_text()
     except OSError:
         return
-    # The sixth field is the path, which may hold spaces.
-    libraries = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line}
-    for library in libraries:  # wheels bring their own copies (torch, scikit-learn)
+    for library in _loaded_libraries():  # wheels bring their own copies (torch, scikit-learn)
+        if "libgomp" not in library:
+            continue
         try:
             ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_pause_resource_all(_OMP_PAUSE_HARD)
         except (OSError, AttributeError):  # unloaded meanwhile, or older than OpenMP 5.0

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -37,7 +37,7 @@ from flower_gpu.workers import (
     threads,
     transport,
 )
-from flower_gpu.workers.call import load_task, run_preload, set_up
+from flower_gpu.workers.call import Preload, Task, load_task, run_preload, set_up
 from flower_gpu.workers.call_end import Outcome, failure, place_of, unsendable
 from flower_gpu.workers.life import be_killed_first, die_with_the_caller
 from flower_gpu.workers.own_process import facts
@@ -66,7 +66,8 @@ class Origin:
     """What a worker has from the process that started it."""
 
     env: Mapping[str, str]  # environment variables of all its calls
-    # The first call's task, arguments, keyword arguments, preload and log prefix; None: they come with it.
+    # The first call's request, as :func:`flower_gpu.workers.methods.fork` makes it; None: it comes with the
+    # call.
     request: tuple[Any, ...] | None = None
     # Returns the environment variables that the task's module has set after libraries had read them; then the
     # caller is told, and the task is not run.
@@ -188,6 +189,9 @@ def serve(ends: Ends, origin: Origin) -> None:
             encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
     os.environ.update(origin.env)
+    # A task may fork: a DataLoader does, and multiprocessing does so by default on Linux up to Python 3.13. A
+    # fork of a process whose OpenMP threads have started would wait for them for ever.
+    os.register_at_fork(before=threads.release_openmp_threads)
     state_folder.take_socket_folder()
     _Calls(socket.socket(fileno=ends.calls), origin).do()
 
@@ -258,29 +262,41 @@ class _Calls:
         with events.SeenImports(send, origin.imported), events.sending_to(send, all_threads=True):
             try:
                 with set_up(message["setup"]):
-                    task, args, kwargs, functions, log_prefix = self._request(files)
-                    events.begin_log_lines(log_prefix)
-                    run_preload(functions)
-                    function = load_task(task)
-                    threads.follow(origin.env)
-                    _check_environment(origin.env)
-                    # Later calls find what the first one has set, with which the libraries have done well.
-                    if self._is_first and (variables := origin.set_too_late()):
-                        send({"event": "set_too_late", "variables": variables})
-                        return None
-                    send({"event": "task_started"})
-                    began_s = time.process_time()
-                    value = function(*args, **kwargs)
-                    cpu_s = time.process_time() - began_s
-                    return Outcome(value=value, cpu_s=cpu_s)
+                    *request, settings, main = self._request(files)
+                    main.install()
+                    with nullcontext() if settings is None else settings.applied():
+                        return self._run_request(*request)
             except SystemExit as error:  # the task asked for it
                 send({"event": "sys_exit", "where": place_of(error)})
                 raise
             except BaseException as error:
                 return failure(error)
 
+    def _run_request(
+        self,
+        task: Task,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        functions: Preload,
+        log_prefix: str,
+    ) -> Outcome | None:
+        events.begin_log_lines(log_prefix)
+        run_preload(functions)
+        function = load_task(task)
+        threads.follow(self._origin.env)
+        _check_environment(self._origin.env)
+        # Later calls find what the first one has set, with which the libraries have done well.
+        if self._is_first and (variables := self._origin.set_too_late()):
+            self._send({"event": "set_too_late", "variables": variables})
+            return None
+        self._send({"event": "task_started"})
+        began_s = time.process_time()
+        value = function(*args, **kwargs)
+        cpu_s = time.process_time() - began_s
+        return Outcome(value=value, cpu_s=cpu_s)
+
     def _request(self, files: Mapping[str, int]) -> tuple[Any, ...]:
-        """Return the task, its arguments, what to preload, and the prefix of log lines."""
+        """Return the parts of a request, as :func:`flower_gpu.workers.methods.write_request` writes them."""
         if "request" not in files:
             assert self._origin.request is not None
             return self._origin.request

@@ -129,9 +129,7 @@ def test_numbers_are_read_as_openmp_reads_them() -> None:
 # What workers do.
 
 
-def test_every_library_has_the_number(worker_start: str, torch_of_the_caller: Any, run: Run) -> None:
-    if worker_start != "fork":  # what the caller has set counts for its forks only
-        torch_of_the_caller.set_num_threads(cores() + 1)
+def test_every_library_has_the_number(worker_start: str, run: Run) -> None:
     counts = run_in_worker("tasks_threads:count_threads", start_method=worker_start)
     assert len(counts) >= 4, counts  # torch, its OpenMP runtime, BLAS of numpy and of scipy
     assert set(counts.values()) == {cores()}
@@ -180,9 +178,12 @@ def test_number_set_in_torch_by_the_caller(torch_of_the_caller: Any, run: Run) -
         if method != "fork" or initialized_cuda_devices() is None:
             found = run_in_worker(task, start_method=method)
             assert found == (str(cores() + 1), cores() + 1), method
+    # A fresh torch takes at most as many as there are cores.
+    assert run_in_worker(task, start_method="forkserver")[0] == str(cores() + 1)
+    assert run_in_worker(task, start_method="forkserver", num_cpus=1) == ("1", 1)
     assert run_in_worker(task, start_method="fork", env={"OMP_NUM_THREADS": "1"}) == ("1", 1)
     threads = [line["threads"] for line in run.events("worker_started")]
-    assert threads[-3:] == [cores() + 1] * 2 + [1]
+    assert threads[-5:] == [cores() + 1] * 3 + [1] * 2
 
 
 def test_the_caller_has_its_number_afterwards(torch_of_the_caller: Any) -> None:

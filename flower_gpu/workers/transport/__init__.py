@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,16 +42,17 @@ _FOREIGN = "a memory file between worker and caller holds something else"
 _SHORT = "a memory file between worker and caller ends too early"
 
 
-def write_request(value: Any, descriptor: int) -> int:
+def write_request(value: Any, descriptor: int, note: Callable[[Any], None] | None = None) -> int:
     """Write ``value`` into an empty memory file, for one worker; TypeError for an array of objects.
 
+    ``note``: receives each function and each class in it.
     Returns another descriptor, which the request is read with: of the file with a model that several calls
     have; -1 for none. The worker gets both with the call: under the GPU guard it can open nothing of this
     process.
     """
     named = isinstance(value, tuple)
     parts = Parts(list(zip(_NAMES, value, strict=False)) if named else [("argument", value)])
-    head = regions.dumps_by_value(value, parts)
+    head = regions.dumps_by_value(value, parts, note)
     shared = sharing.place([part.shareable for part in parts.all if part.shareable is not None])
     if shared is not None:
         parts.refer_to(shared)

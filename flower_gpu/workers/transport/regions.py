@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pickle import PickleBuffer
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -196,9 +197,12 @@ def dumps_by_name(value: Any, parts: Parts) -> bytes:
     return _dumps(_ByName, value, parts)
 
 
-def dumps_by_value(value: Any, parts: Parts) -> bytes:
-    """Pickle; objects that the other process cannot import go by value, as with cloudpickle."""
-    return _dumps(_ByValue, value, parts)
+def dumps_by_value(value: Any, parts: Parts, note: Callable[[Any], None] | None = None) -> bytes:
+    """Pickle; objects that the other process cannot import go by value, as with cloudpickle.
+
+    ``note``: receives each function and each class among them, when it is pickled for the first time.
+    """
+    return _dumps(partial(_ByValue, note=note), value, parts)
 
 
 def loads(head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview]) -> Any:
@@ -224,12 +228,15 @@ class _ByName(pickle.Pickler):
 
 
 class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
+    def __init__(self, file: io.BytesIO, parts: Parts, note: Callable[[Any], None] | None) -> None:
+        self._note = note
         table = {**cloudpickle.Pickler.dispatch_table, CodeType: _code_by_value}
         self.dispatch_table = _bound_to(parts, table)
         super().__init__(file, protocol=5, buffer_callback=parts.take)
 
     def reducer_override(self, obj: Any) -> Any:
+        if self._note is not None and isinstance(obj, FunctionType | type):
+            self._note(obj)
         # cloudpickle looks for each class anew.
         kind = obj if isinstance(obj, type) else type(obj)
         if str(kind.__module__).partition(".")[0] in _IMPORTABLE and "<locals>" not in kind.__qualname__:
@@ -254,7 +261,7 @@ def _bound_to(parts: Parts, others: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return {**others, **{kind: bind(reduce) for kind, reduce in _all_reducers()}}
 
 
-def _dumps(pickler: type[Any], value: Any, parts: Parts) -> bytes:
+def _dumps(pickler: Callable[[io.BytesIO, Parts], Any], value: Any, parts: Parts) -> bytes:
     parts.all.clear()
     file = io.BytesIO()
     pickler(file, parts).dump(value)

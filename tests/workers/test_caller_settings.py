@@ -1,0 +1,147 @@
+"""A script's own settings, and its functions, as workers and their processes find them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forkservers import WITH_TASKS
+
+pytestmark = pytest.mark.timeout(120)
+
+#: A script that sets everything below its main guard, and looks at it in a worker of each kind.
+SETS = """
+import decimal, json, locale, logging, multiprocessing, socket, sys, threading
+import numpy, torch
+from flower_gpu import run_in_worker
+
+def look():
+    import decimal, locale, logging, multiprocessing, socket, sys, threading
+    import numpy, torch
+    logging.getLogger("of.script").debug("a line of the worker")
+    return {
+        "start method": multiprocessing.get_start_method(),
+        "recursion": sys.getrecursionlimit(),
+        "switch": sys.getswitchinterval(),
+        "stack": threading.stack_size(),
+        "timeout": socket.getdefaulttimeout(),
+        "precision": decimal.getcontext().prec,
+        "locale": locale.setlocale(locale.LC_ALL),
+        "numpy": numpy.geterr()["over"],
+        "level": logging.getLogger("of.script").level,
+        "dtype": str(torch.zeros(1).dtype),
+        "device": str(torch.zeros(1).device),
+        "sharing": torch.multiprocessing.get_sharing_strategy(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+    }
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    sys.setrecursionlimit(1234)
+    sys.setswitchinterval(0.02)
+    threading.stack_size(1 << 22)
+    socket.setdefaulttimeout(7.5)
+    decimal.getcontext().prec = 11
+    locale.setlocale(locale.LC_ALL, "C")
+    numpy.seterr(over="raise")
+    logging.basicConfig(format="%(name)s says %(message)s", stream=sys.stderr)
+    logging.getLogger("of.script").setLevel(logging.DEBUG)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    torch.set_float32_matmul_precision("medium")
+    torch.set_deterministic_debug_mode("error")
+    torch.set_num_threads(1)  # of two cores or more
+    for method in sys.argv[1:]:
+        print(json.dumps(run_in_worker(look, start_method=method)), flush=True)
+    print(json.dumps(look()))
+"""
+
+#: A script whose worker starts a process of its own, as articles have it, after it has computed in threads.
+STARTS = """
+import multiprocessing as mp
+import sys
+import torch
+from flower_gpu import run_in_worker
+
+class Data:
+    size = 64
+
+def compute(seed, found):
+    torch.manual_seed(seed)
+    matrix = torch.rand(Data.size * 8, Data.size * 8)
+    found[seed] = float((matrix @ matrix).relu().sum()), __name__, mp.get_start_method()
+
+def task():
+    (torch.rand(512, 512) @ torch.rand(512, 512)).exp().sum()
+    found = mp.Manager().dict()
+    process = mp.Process(target=compute, args=(3, found))
+    process.start()
+    process.join()
+    return process.exitcode, dict(found)
+
+if __name__ == "__main__":
+    start, *methods = sys.argv[1:]
+    if start != "default":
+        mp.set_start_method(start)
+    for method in methods:
+        print(run_in_worker(task, start_method=method, env={"OMP_NUM_THREADS": "2"}), flush=True)
+"""
+
+
+def run(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(text)
+    line = [sys.executable, "script.py", *words]
+    return subprocess.run(
+        line, cwd=folder, env={**os.environ, **WITH_TASKS}, capture_output=True, text=True, timeout=110
+    )
+
+
+def test_a_worker_takes_over_what_a_script_sets(tmp_path: Path) -> None:
+    done = run(tmp_path, SETS, "forkserver", "spawn")
+    *found, of_script = done.stdout.splitlines()
+    expected: dict[str, Any] = json.loads(of_script)
+    assert expected["start method"] == "spawn"
+    assert [json.loads(line) for line in found] == [expected] * 2, done.stderr
+    assert done.stderr.count("of.script says a line of the worker") == 3  # the last one is the script's own
+
+
+@pytest.mark.parametrize("start", ["spawn", "default", "forkserver"])
+def test_a_process_that_a_task_starts(start: str, tmp_path: Path) -> None:
+    """With every start method it finds the script's functions, and has threads of its own."""
+    done = run(tmp_path, STARTS, start, "forkserver", *(["spawn"] if start == "spawn" else []))
+    found = [eval(line) for line in done.stdout.splitlines()]  # of the script above
+    assert [code for code, _ in found] == [0] * len(found) and found, done.stderr
+    values = [results[3] for _, results in found]
+    assert len(set(values)) == 1
+    _, module, used = values[0]
+    assert used == start or (start == "default" and used in ("fork", "forkserver"))
+    assert module == ("__main__" if used == "fork" else "__mp_main__")
+
+
+def test_a_script_without_a_main_guard_cannot_run_away(tmp_path: Path) -> None:
+    """multiprocessing imports it in the new process, where the same call must not start anew."""
+    done = run(
+        tmp_path,
+        """
+import multiprocessing
+from flower_gpu import run_in_worker
+
+def task():
+    process = multiprocessing.get_context("spawn").Process(target=print, args=(task,))
+    process.start()
+    process.join()
+    return process.exitcode
+
+print(run_in_worker(task))
+""",
+    )
+    assert done.stdout == "1\n"
+    assert "multiprocessing imports this script" in done.stderr and "__name__" in done.stderr
