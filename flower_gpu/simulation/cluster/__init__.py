@@ -3,7 +3,7 @@
 ::
 
     dispatcher ──> hosts: a RemoteHost for each machine; who joins, who is lost
-                     │ arrays that many messages have go to each host once
+                     │ arrays that many messages have go to each host once (models)
                      ▼
                    agent: an actor of Ray on each host, with a local host inside
 

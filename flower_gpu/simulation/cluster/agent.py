@@ -1,7 +1,4 @@
-"""The agent of a run on one host of a cluster: the host as it is on one machine, in an actor of Ray.
-
-At first: models on their way there. Arrays that many messages have go to each host once.
-"""
+"""The agent of a run on one host of a cluster: the host as it is on one machine, in an actor of Ray."""
 
 from __future__ import annotations
 
@@ -13,15 +10,11 @@ import secrets
 import shutil
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from flwr.app import ArrayRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
@@ -33,94 +26,14 @@ from flower_gpu.calls import environment
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard, inventory
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.simulation.host import About, Answers, Visit, Work
+from flower_gpu.simulation.cluster.models import FetchedModels, PackedVisit
+from flower_gpu.simulation.host import About, Answers, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.local_host import LocalHost, libraries_in
 from flower_gpu.workers.state_folder import made_state_dir
 
 _TRIES: Final = 2  # of a message whose worker dies: on another day, or with other neighbours, it may not
 _FULL_S: Final = 1.0  # that a message waits for a lease, cores or memory, until the host takes no more
-_MODELS: Final = 4  # array records that are kept: of this round and the last ones, and what a strategy adds
-
-
-@dataclass(frozen=True)
-class Model:
-    """Arrays that many messages have: where they are to be had."""
-
-    number: int
-    # An ObjectRef in a list: as an argument of its own Ray would fetch it for each message.
-    where: Any = field(compare=False)
-
-
-@dataclass(frozen=True)
-class PackedVisit:
-    """A visit whose message has no content; ``content``: its records; a ``Model`` in the place of arrays."""
-
-    visit: Visit
-    content: list[tuple[str, Any]]
-
-
-class SentModels:
-    """Models that were put where hosts can fetch them.
-
-    ``put``: puts an object there; returns what it is found by.
-    """
-
-    def __init__(self, put: Callable[[Any], Any]) -> None:
-        self._put = put
-        self._lock = threading.Lock()
-        # With the arrays' bytes, by whose identity a model is known: so they stay where they are.
-        self._there: OrderedDict[tuple[Any, ...], tuple[Model, list[bytes]]] = OrderedDict()
-        self._count = 0
-
-    def packed(self, visit: Visit) -> PackedVisit:
-        """Pack a visit, with its models by their numbers."""
-        content = [
-            (name, self._model(record) if isinstance(record, ArrayRecord) else record)
-            for name, record in visit.message.content.items()
-        ]
-        empty = copy(visit.message)
-        empty.content = RecordDict()
-        return PackedVisit(replace(visit, message=empty), content)
-
-    def _model(self, record: ArrayRecord) -> Model:
-        data = [array.data for array in record.values()]
-        key = (tuple(record), tuple(map(id, data)))
-        with self._lock:
-            if key not in self._there:
-                self._count += 1
-                self._there[key] = Model(self._count, [self._put(record)]), data
-                if len(self._there) > _MODELS:
-                    self._there.popitem(last=False)
-            self._there.move_to_end(key)
-            return self._there[key][0]
-
-
-class FetchedModels:
-    """Models that a host has fetched.
-
-    ``get``: returns what was put.
-    """
-
-    def __init__(self, get: Callable[[Any], Any]) -> None:
-        self._lock = threading.Lock()
-        self._get = lru_cache(_MODELS)(lambda model: get(model.where[0]))
-
-    def visit(self, packed: PackedVisit) -> Visit:
-        """Return a visit as it was. Messages with the same model share its arrays."""
-        message = copy(packed.visit.message)
-        message.content = RecordDict(
-            {
-                name: self._fetched(record) if isinstance(record, Model) else record
-                for name, record in packed.content
-            }
-        )
-        return replace(packed.visit, message=message)
-
-    def _fetched(self, model: Model) -> ArrayRecord:
-        with self._lock:  # whoever comes second waits for the first
-            record: ArrayRecord = self._get(model)
-            return record
 
 
 @dataclass(frozen=True)
@@ -159,6 +72,7 @@ class Agent:
         TaskIdentity.task_id = 1
         guard.check(os.environ)
         self._models = FetchedModels(ray.get)
+        self._fault: BaseException | None = None
         self._host = LocalHost(work)
         self._host.open(tries=_TRIES)
         self._exchanging = threading.Lock()
@@ -186,13 +100,26 @@ class Agent:
         return time.time()
 
     def take(self, visits: Sequence[PackedVisit]) -> None:
-        """Have messages handled. Ray may carry what is called after this before it."""
-        self._host.take([self._models.visit(packed) for packed in visits])
+        """Have messages handled, once their models are here. Returns at once.
+
+        Ray may carry out calls that come after this one before it.
+        """
+        self._models.receive(visits, self._host.take, self._note_fault)
+
+    def _note_fault(self, error: BaseException) -> None:
+        self._fault = error
 
     def exchange(self, visits: Sequence[PackedVisit]) -> tuple[Answers, News]:
-        """Have messages handled; wait briefly for answers to others, and return them with the news."""
+        """Have messages handled; wait briefly for answers to others, and return them with the news.
+
+        The driver knows by the answer that this process is alive, so nothing here may take long. Raises the
+        exception by which a model could not be fetched.
+        """
         with self._exchanging:
-            answers = self._host.exchange([self._models.visit(packed) for packed in visits])
+            self.take(visits)
+            answers = self._host.exchange([])
+            if self._fault is not None:
+                raise self._fault
             is_full = self._host.handler.longest_wait_s() > _FULL_S
             if is_full:
                 self._host.give_back()  # which is told the next time
@@ -219,6 +146,7 @@ class Agent:
 
     def close(self) -> News:
         """End the workers; returns the last news."""
+        self._models.close()
         self._host.close()
         self._ended.set()
         if self._host.gpus:

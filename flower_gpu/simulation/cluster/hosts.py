@@ -20,7 +20,8 @@ from flower_gpu import trace
 from flower_gpu.errors import ConfigError, FlowerGPUError, shortened
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation import determinism
-from flower_gpu.simulation.cluster.agent import Agent, News, PackedVisit, SentModels, packages_of
+from flower_gpu.simulation.cluster.agent import Agent, News, packages_of
+from flower_gpu.simulation.cluster.models import PackedVisit, SentModels
 from flower_gpu.simulation.host import About, Answers, Host, Visit, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.trace import Event
@@ -34,8 +35,9 @@ _OVERRIDES: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 _LOOK_S: Final = 0.5  # that one waits for an answer, before it is looked whether somebody still wants it
 _JOIN_S: Final = 2.0  # between two looks whether a host has joined
 _ANSWER_S: Final = 10.0  # that an agent has for its last words
-# After so many looks for its answer an agent is taken for dead: it is stopped, or its disk hangs. Seconds are
-# not counted: in those this process may have been stopped itself.
+# After so many looks for its answer an agent is taken for dead: it is stopped, or its disk hangs. Whatever
+# takes long on a living host, such as fetching a model, delays no answer. Seconds are not counted: in those
+# this process may have been stopped itself.
 _SILENT: Final = 120
 _CALLS: Final = 8  # of an agent's methods at a time: one waits for messages, and few others are made
 _SKEW_S: Final = 0.05  # by which clocks may differ before times in the trace are corrected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import threading
@@ -10,17 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import run_programs
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.run import Run
 from grid_handlers import NoWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_servers import SHARED_STATE
 from waiting import until
 
 from flower_gpu import FedAvg
@@ -32,8 +36,9 @@ from flower_gpu.flower.streaming import ComingReplies
 from flower_gpu.simulation import determinism, dispatcher
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.cluster import hosts as cluster_hosts
-from flower_gpu.simulation.cluster.agent import FetchedModels, News, SentModels
+from flower_gpu.simulation.cluster.agent import News
 from flower_gpu.simulation.cluster.hosts import HostLostError
+from flower_gpu.simulation.cluster.models import FetchedModels, SentModels
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import About, Answer, Answers, Visit, failed
@@ -92,6 +97,7 @@ class InThread(QueueHost):
         self._nodes = VirtualNodes(1, SEED, RUN_ID, {})
         self._dying = threading.Lock()
         self.models = SentModels(pickle.dumps), FetchedModels(pickle.loads)
+        self.faults: list[BaseException] = []
         self.start(Client(self), concurrency)
 
     def live(self) -> None:
@@ -108,18 +114,16 @@ class InThread(QueueHost):
         self.live()
 
     def take(self, visits: Sequence[Visit]) -> None:
-        super().take(self._sent(visits))
+        there, here = self.models
+        packed = pickle.loads(pickle.dumps([there.packed(visit) for visit in visits]))
+        here.receive(packed, super().take, self.faults.append)
 
     def exchange(self, visits: Sequence[Visit]) -> Answers:
         self.live()
         answers = super().exchange(visits)  # which takes them
+        assert not self.faults
         self.live()
         return pickle.loads(pickle.dumps(replace(answers, is_full=self.says_full)))
-
-    def _sent(self, visits: Sequence[Visit]) -> list[Visit]:
-        there, here = self.models
-        packed = [there.packed(visit) for visit in visits]
-        return [here.visit(pickle.loads(pickle.dumps(one))) for one in packed]
 
     def lost(self, error: Exception, left: int) -> None:
         self.when_lost(self)
@@ -452,6 +456,48 @@ def test_the_model_of_a_round_goes_to_each_host_once() -> None:
     with under(30, *hosts) as test:
         test.train(list(range(30)), in_order=False, rounds=3)
     assert len(put) == 3 and max(got.count("a"), got.count("b")) <= 3
+
+
+@pytest.mark.parametrize(("slow", "in_the_end"), [("model", ["0", "1", "2"]), ("state", ["0", "2"])])
+def test_an_agent_answers_while_it_fetches(slow: str, in_the_end: list[str], tmp_path: Path) -> None:
+    """The driver knows by its answers that it is alive. Messages that wait for nothing are handled."""
+    script = Path(__file__).parent / "slow_agent.py"
+    env = {**os.environ, **SHARED_STATE}
+    done = run_programs.run([sys.executable, script, tmp_path / "arrived", slow], env=env, timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("[")]  # the app prints, too
+    assert told == ["['2']", str(in_the_end)]
+
+
+def test_models_are_kept_while_they_take_little_memory() -> None:
+    """FedBuff has many versions under way, and messages with them come to a host in any order."""
+    models = [ArrayRecord([np.full(1000, number, np.float32)]) for number in range(30)]
+    nodes = VirtualNodes(1, SEED, RUN_ID, {})
+    size = sum(len(array.data) for array in models[0].values())
+    for kept_bytes, fetched in ((30 * size, 30), (8 * size, 60), (0, 60)):
+        put: list[bytes] = []
+        got: list[bytes] = []
+        sent = SentModels(lambda record, put=put: put.append(b"") or pickle.dumps(record), kept_bytes)
+        here = FetchedModels(lambda where, got=got: got.append(where) or pickle.loads(where), kept_bytes)
+        taken: list[Visit] = []
+        for model in [*models, *models]:
+            visit = Visit(Message(RecordDict({"arrays": model}), nodes.ids[0], "train"), 0)
+            here.receive([sent.packed(visit)], taken.extend, pytest.fail)
+        until(lambda taken=taken: len(taken) == 60, "all are there")
+        assert (len(put), len(got)) == (fetched, fetched)
+        here.close()
+
+
+def test_a_model_that_cannot_be_fetched_is_a_fault(tmp_path: Path) -> None:
+    def get(where: bytes) -> Any:
+        raise OSError("the object is lost")
+
+    faults: list[BaseException] = []
+    nodes = VirtualNodes(1, SEED, RUN_ID, {})
+    visit = Visit(Message(RecordDict({"arrays": ArrayRecord([np.zeros(3)])}), nodes.ids[0], "train"), 0)
+    FetchedModels(get).receive([SentModels(pickle.dumps).packed(visit)], pytest.fail, faults.append)
+    until(lambda: faults, "it is told")
+    assert str(faults[0]) == "the object is lost"
 
 
 def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,71 @@
+"""An agent on a host to which a model is on its way for as long as a file is missing: run with that file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from flwr.app import ArrayRecord, Message, RecordDict
+
+from flower_gpu.simulation import run as runs
+from flower_gpu.simulation.cluster.agent import Agent
+from flower_gpu.simulation.cluster.models import SentModels
+from flower_gpu.simulation.host import Visit, Work
+from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.nodes import VirtualNodes
+
+APP, HAS_ARRIVED = Path(__file__).parents[1] / "apps/plain", Path(sys.argv[1])
+KIND_OF_SLOW = sys.argv[2]
+
+
+def get(where: tuple[bytes, bool]) -> Any:
+    """Stand in for Ray, which is not started."""
+    data, is_slow = where
+    while is_slow and not HAS_ARRIVED.exists():
+        time.sleep(0.01)
+    return pickle.loads(data)
+
+
+def put(found: Any) -> tuple[bytes, bool]:
+    is_slow = isinstance(found, bytes) if KIND_OF_SLOW == "state" else found is SLOW
+    return pickle.dumps(found), is_slow
+
+
+def visit(number: int, model: ArrayRecord, state: bytes = b"") -> Visit:
+    message = Message(RecordDict({"arrays": model}), NODES.ids[number], "train", group_id="1")
+    message.metadata.__dict__["_message_id"] = str(number)
+    return Visit(message, number, state)
+
+
+NODES = VirtualNodes(4, 1, 5, {})
+SLOW, HERE = (ArrayRecord([np.full(3, number, np.float32)]) for number in range(2))
+with runs._identity(5):
+    os.chdir(APP)
+    ray.get = get
+    agent = Agent(Work("plain", AppReference(APP, "plain.client_app:app"), {}, NODES))
+    agent.begin([])
+    sent = SentModels(put)
+    if KIND_OF_SLOW == "state":
+        from flower_gpu.flower import record_bytes
+
+        state = RecordDict({"kept": ArrayRecord([np.zeros(100_000, np.float32)])})
+        slow = [visit(0, HERE, bytes(record_bytes.encode(state)))]
+    else:
+        slow = [visit(0, SLOW), visit(1, SLOW)]
+    agent.take([sent.packed(each) for each in slow])
+    found, news = agent.exchange([sent.packed(visit(2, HERE))])
+    done = [answer.message_id for answer in found.answers]
+    while "2" not in done:
+        done += [answer.message_id for answer in agent.exchange([])[0].answers]
+    print(done, flush=True)
+    HAS_ARRIVED.touch()
+    while len(done) < 1 + len(slow):
+        done += [answer.message_id for answer in agent.exchange([])[0].answers if answer.reply.has_content()]
+    print(sorted(done), flush=True)
+    agent.close()
