@@ -64,6 +64,34 @@ def is_own_folder(path: Path, *, user: int | None = None, forbidden: int = 0o022
     return stat.S_ISDIR(found.st_mode) and found.st_uid == owner and not found.st_mode & forbidden
 
 
+# Of each folder and beginning of names: when the folder had changed last, and the names.
+_listed: dict[tuple[Path, str], tuple[tuple[int, int, int], tuple[str, ...]]] = {}
+_CLOCK_STEP_NS = 30_000_000  # of the kernel's clock for files; most have 1 to 10 ms
+
+
+def names_with_prefix(folder: Path, prefix: str) -> tuple[str, ...]:
+    """Return the names in a folder that begin with ``prefix``, in no order.
+
+    The answer is kept until the folder changes. A shared ``/tmp`` may hold 100,000 files of other programs,
+    which take 20 ms to list. Only for file systems that note the time of each change, not for control groups.
+    """
+    key, found = (folder, prefix), folder.stat()
+    stamp = (found.st_dev, found.st_ino, found.st_mtime_ns)
+    known = _listed.get(key)
+    if known is not None and known[0] == stamp:
+        return known[1]
+    entries = os.listdir(folder)  # noqa: PTH208 - Path.iterdir takes several times as long
+    names = tuple(name for name in entries if name.startswith(prefix))
+    if not changed_just_now(found.st_mtime_ns):
+        _listed[key] = stamp, names
+    return names
+
+
+def changed_just_now(mtime_ns: int) -> bool:
+    """Return True if another change may get the same time, because the kernel's clock goes in steps."""
+    return abs(time.time_ns() - mtime_ns) < _CLOCK_STEP_NS
+
+
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock an open file unless another process has; tell whether that is done."""
     try:
@@ -193,10 +221,17 @@ def temporary_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
 
 def remove_left_folders(parent: Path | None = None) -> None:
     """Remove the folders of :func:`temporary_folder` whose processes were killed."""
+    folder = parent or Path(tempfile.gettempdir())
     with suppress(OSError):  # there is none, or a confined process may not look
-        found = list((parent or Path(tempfile.gettempdir())).glob(f"{_TEMPORARY}*"))
+        found = [folder / name for name in names_with_prefix(folder, _TEMPORARY)]
         # Another account's is left alone, and not locked either.
-        remove_unlocked_folders(path for path in found if is_own_folder(path, forbidden=0o077))
+        remove_unlocked_folders(path for path in found if _is_private(path))
+
+
+def _is_private(path: Path) -> bool:
+    with suppress(OSError):  # it is gone
+        return is_own_folder(path, forbidden=0o077)
+    return False
 
 
 def still_has_name(descriptor: int, path: Path) -> bool:

@@ -211,3 +211,19 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: Pat
     finally:
         done.set()
         remover.join()
+
+
+def test_kept_names_are_those_of_the_folder_as_it_is(tmp_path: Path) -> None:
+    """Also after a change within the same step of the kernel's clock."""
+    for number in range(200):
+        (tmp_path / f"own-{number}").touch()
+        (tmp_path / f"other-{number}").touch()
+        names = {path.name for path in tmp_path.iterdir() if path.name.startswith("own-")}
+        assert set(files.names_with_prefix(tmp_path, "own-")) == names
+        if number % 3 == 0:
+            os.utime(tmp_path, (number, number))  # then they are kept
+            assert set(files.names_with_prefix(tmp_path, "own-")) == names
+        if number % 2:
+            (tmp_path / f"own-{number}").unlink()
+    with pytest.raises(FileNotFoundError):
+        files.names_with_prefix(tmp_path / "nowhere", "own-")

@@ -98,11 +98,14 @@ class Leasing:
                 self._trace_failure(error, began)
             raise
         finally:
-            if lease is not None:  # first: whoever gets it then writes that down
-                held_s = round(time.monotonic() - granted, 4)
-                trace.write(self._event("released"), **self.record, lease=lease.id, held_s=held_s)
-            driver_cap.remove_left()  # its worker is gone
-            ledger.release(ticket)
+            try:
+                if lease is not None:  # first: whoever gets it then writes that down
+                    held_s = round(time.monotonic() - granted, 4)
+                    trace.write(self._event("released"), **self.record, lease=lease.id, held_s=held_s)
+                # The worker is gone. Its group still reserves memory that the next lease is to have.
+                driver_cap.remove_left()
+            finally:
+                ledger.release(ticket)
 
     def ledger(self) -> Ledger:
         """Return the ledger, without the resources that this call never asks for."""

@@ -149,7 +149,8 @@ def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
 
 def remove_left() -> None:
     """Remove the groups of workers that are gone, also of other processes, with what they still reserve."""
-    for group in [group for place in _places for group in place.glob(f"{_NAME}*")]:
+    places = tuple(_places)  # in one step: another thread may add one
+    for group in [group for place in places for group in place.glob(f"{_NAME}*")]:
         with suppress(OSError):  # it is gone, or its worker is there
             lock = _locked(group)
             try:

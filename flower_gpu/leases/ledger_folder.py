@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,9 @@ from flower_gpu.printable import account_name
 
 _PREFIX = "flower-gpu-leases-"
 _MUTEX = "flower-gpu-leases.mutex"
-_CLOCK_STEP_NS = 30_000_000  # of the kernel's clock for files; most have 1 to 10 ms
+# A user id in one form only. By leading zeros, or digits of other scripts, an account could have many folders
+# and so any number of tickets that count.
+_USER = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _PAUSES_S = (0.0002, 0.02)  # between two tries to get the mutex: the first, the longest
 
 
@@ -68,21 +71,14 @@ class LedgerFolder:
             path.mkdir(mode=0o755)
             path.chmod(0o755)  # whatever the umask is
         if not _belongs_to(path, os.getuid()):
-            raise LeaseError(
-                f"{path} must be a folder of this account that nobody else can write to; remove it"
-            )
+            raise LeaseError(_why_not_own(path))
         return path
 
     def all(self) -> list[tuple[int, Path]]:
         """Return the folders of all accounts, with their user ids."""
-        found = []
-        with os.scandir(self.root) as entries:
-            for entry in entries:
-                if entry.name.startswith(_PREFIX):
-                    user = entry.name.removeprefix(_PREFIX)
-                    if user.isdecimal() and _belongs_to(Path(entry.path), int(user)):
-                        found.append((int(user), Path(entry.path)))
-        return sorted(found)
+        users = (name.removeprefix(_PREFIX) for name in files.names_with_prefix(self.root, _PREFIX))
+        named = ((int(user), self.root / f"{_PREFIX}{user}") for user in users if _USER.fullmatch(user))
+        return sorted((user, path) for user, path in named if _belongs_to(path, user))
 
     @staticmethod
     def stamps(folders: Iterable[tuple[int, Path]]) -> tuple[object, ...]:
@@ -93,10 +89,8 @@ class LedgerFolder:
                 changed_ns = path.stat().st_mtime_ns
             except OSError:
                 changed_ns = 0
-            # The kernel's clock for files goes in steps. Another change may follow within the same step, so a
-            # young stamp equals nothing.
-            is_young = abs(time.time_ns() - changed_ns) < _CLOCK_STEP_NS
-            found.append((path, object() if is_young else changed_ns))
+            # Another change may have the same time as this one: then the stamp equals nothing.
+            found.append((path, object() if files.changed_just_now(changed_ns) else changed_ns))
         return tuple(found)
 
     @contextmanager
@@ -149,9 +143,9 @@ def _open(path: Path) -> files.Descriptor:
                 made.close()
         except OSError as error:
             if error.errno in (errno.EACCES, errno.ELOOP):
-                owner = account_name(path.lstat().st_uid)
-                text = f"{path} of account {owner} is not a file that everybody can read; remove it"
-                raise LeaseError(text) from error
+                owner = path.lstat().st_uid
+                text = f"{path} of account {account_name(owner)} is not a file that everybody can read"
+                raise LeaseError(f"{text}; {_who_removes(owner)}") from error
             raise LeaseError(f"the ledger cannot be used: {error}") from error
 
 
@@ -159,6 +153,23 @@ def _belongs_to(path: Path, user: int) -> bool:
     with suppress(OSError):
         return files.is_own_folder(path, user=user)
     return False
+
+
+def _why_not_own(path: Path) -> str:
+    """Return why this account cannot have its folder at ``path``, and who can change that."""
+    owner = path.lstat().st_uid
+    if owner == os.getuid():
+        return f"{path} must be a folder that nobody but this account can write to; remove it"
+    return (
+        f"account {account_name(owner)} has made {path}, where this account writes down its leases, so this "
+        f"account gets none; {_who_removes(owner)}"
+    )
+
+
+def _who_removes(owner: int) -> str:
+    if owner == os.getuid():
+        return "remove it"
+    return "an administrator must remove it, as nobody else can in a sticky folder"
 
 
 def _holder(descriptor: int) -> str:

@@ -48,7 +48,8 @@ def meeting_place() -> Iterator[str]:
 
 def remove_left_of_nccl() -> None:
     """Remove the files of sockets that ranks of NCCL had when they were killed."""
-    for path in Path("/tmp").glob("nccl-socket-*"):  # NCCL takes no other folder
+    folder = Path("/tmp")  # NCCL takes no other one
+    for path in [folder / name for name in files.names_with_prefix(folder, "nccl-socket-")]:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             found = path.lstat()
             if found.st_uid == os.getuid() and stat.S_ISSOCK(found.st_mode):

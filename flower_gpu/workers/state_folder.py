@@ -26,7 +26,7 @@ from typing import Any
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.options import STATE_DIR
-from flower_gpu.printable import path_text
+from flower_gpu.printable import account_name, path_text
 from flower_gpu.workers.own_process import facts
 
 
@@ -69,6 +69,11 @@ def state_dir_problem() -> tuple[str, str] | None:
             )
     with suppress(FileNotFoundError):
         if not files.is_own_folder(path):
+            if (owner := path.lstat().st_uid) != os.getuid():
+                return (
+                    f"account {account_name(owner)} has made {path_text(path)}, the folder of this account",
+                    "an administrator must remove it, or set FLOWER_GPU_STATE_DIR to another folder",
+                )
             return (
                 f"{path_text(path)} must be a folder of this user that nobody else can write to",
                 "remove it, or set FLOWER_GPU_STATE_DIR to another folder",

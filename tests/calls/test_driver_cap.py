@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB, NO_PERMISSION
 
+from flower_gpu import control_group
+
 MIB = 2**20
 OUT_OF_MEMORY = driver_cap_tasks.OUT_OF_MEMORY
 
@@ -174,3 +176,27 @@ def test_no_kill_at_any_moment_leaves_anything(host: Host, lasts: list[str]) -> 
         worker.communicate()
     host.run(sys.executable, "-c", SWEEP, str(host.group))
     assert (host.left(), host.reserved()) == ([], 0)
+
+
+_WORKERS_OF_OTHER_THREADS = """
+import sys
+from flower_gpu import control_group
+from flower_gpu.gpu import driver_cap
+
+root = control_group.unified()[-1]
+count = 0
+def note(event, args):  # while the groups in one place are listed, another worker tells its group
+    global count
+    if event in ("os.listdir", "os.scandir") and count < 3:
+        count += 1
+        driver_cap.worker_is_in(root / f"place-{count}" / "worker", ())
+driver_cap.worker_is_in(root / "worker", ())
+sys.addaudithook(note)
+driver_cap.remove_left()
+print(count)
+"""
+
+
+@pytest.mark.skipif(not control_group.unified(), reason="no control groups of version 2")
+def test_workers_of_other_threads_are_no_reason_to_fail(run_script: Any) -> None:
+    assert int(run_script(_WORKERS_OF_OTHER_THREADS).stdout) > 0

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ledger_hosts import LedgerHost, RefusedError
@@ -18,6 +19,7 @@ from nvml_stub import GIB
 from test_ledger_files import fields, put
 
 from flower_gpu.leases import entries
+from flower_gpu.leases.ledger_folder import LedgerFolder
 
 OTHER = 65534
 
@@ -143,11 +145,83 @@ def test_who_can_only_read_a_ticket_does_not_keep_it_alive(open_host: LedgerHost
 
 @as_root
 def test_a_folder_that_another_account_has_made_is_not_used(open_host: LedgerHost) -> None:
+    """The error says who has made the folder, and who alone can remove it."""
     taken = open_host.root / f"flower-gpu-leases-{OTHER}"
     taken.mkdir(mode=0o777)
     [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
-    with pytest.raises(RefusedError, match="must be a folder of this account"):
+    with pytest.raises(RefusedError, match=r"account root has made .* an administrator must remove it"):
         theirs("acquire", memory=GIB)
+    taken.rmdir()
+    assert theirs("acquire", memory=GIB)
+    theirs("release")
+    taken.chmod(0o777)
+    with pytest.raises(RefusedError, match="nobody but this account can write to; remove it"):
+        theirs("acquire", memory=GIB)
+
+
+@as_root
+def test_a_mutex_that_another_account_keeps_to_itself_needs_an_administrator(open_host: LedgerHost) -> None:
+    mutex = open_host.root / "flower-gpu-leases.mutex"
+    mutex.touch(0o600)
+    [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
+    with pytest.raises(RefusedError, match=r"of account root is not a file .* an administrator must remove"):
+        theirs("acquire", memory=GIB)
+
+
+@pytest.mark.parametrize("user", ["0{}", "00{}", "+{}", " {}", "\N{ARABIC-INDIC DIGIT ZERO}{}", "{}_0"])
+def test_an_account_has_one_folder_only(open_host: LedgerHost, user: str) -> None:
+    """In several folders it could have more tickets than count of one account."""
+    [mine] = open_host.start(1)
+    assert mine("acquire", memory=GIB)
+    second = open_host.root / f"flower-gpu-leases-{user.format(os.getuid())}"
+    shutil.copytree(open_host.own, second, ignore=shutil.ignore_patterns("*.wake"))
+    assert [path for _, path in LedgerFolder(open_host.root).all()] == [open_host.own]
+
+
+def test_a_folder_of_a_new_account_is_seen_at_once(open_host: LedgerHost) -> None:
+    """The list of folders is kept, but not beyond the next change."""
+    ledger = LedgerFolder(open_host.root)
+    other = OTHER if os.getuid() == 0 else os.getuid()
+    for _ in range(20):
+        # As if nothing had changed for a while, so that the list is kept.
+        os.utime(open_host.root, (0, 0))
+        assert ledger.all() == []
+        path = open_host.root / f"flower-gpu-leases-{other}"
+        path.mkdir()
+        os.chown(path, other, -1)
+        assert ledger.all() == [(other, path)]
+        path.rmdir()
+        assert ledger.all() == []
+
+
+_LEASES = """
+import os, sys
+from flower_gpu.leases.admission import CORES, HostNeed
+from flower_gpu.leases.ledger import Claimant, Ledger
+root = os.environ["FLOWER_GPU_LEDGER_DIR"]
+listed = []
+def note(event, args):
+    if event in ("os.listdir", "os.scandir"):
+        listed.append(str(args[0]))
+sys.addaudithook(note)
+claimant = Claimant(count=0, host_needs=lambda: (HostNeed(CORES, 10, 10),))
+def lease():
+    ledger = Ledger()
+    ledger.release(ledger.acquire(claimant))
+lease()
+before = listed.count(root)
+os.utime(root, (0, 0))  # as if no program had changed the folder for a while
+for _ in range(10):
+    lease()
+print(before, listed.count(root) - before)
+"""
+
+
+def test_the_files_of_other_programs_are_listed_once(open_host: LedgerHost, run_script: Any) -> None:
+    """The folder is ``/tmp``, where there may be 100,000 of them."""
+    before, then = map(int, run_script(_LEASES, env=open_host.env).stdout.split())
+    assert before > 1, "the folder has just been changed"
+    assert then == 1
 
 
 def test_a_ledger_folder_that_cannot_be_used_is_an_error(open_host: LedgerHost) -> None:
