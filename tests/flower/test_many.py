@@ -200,3 +200,10 @@ def test_what_cannot_be_registered_is_refused() -> None:
     wrong: Any = answers
     with pytest.raises(TypeError, match=r"write @flower_gpu.evaluate_many\(app\)"):
         flower_gpu.evaluate_many(wrong)
+
+
+def test_a_worker_of_gpu_mod_gets_a_list_of_one() -> None:
+    """It travels to the fork server, where the app's module has the function itself under its name."""
+    app = ClientApp(mods=[gpu_mod(start_method="forkserver", gpu="never")])
+    train_many(app)(answers)
+    assert facts(app(message(6), context(6))) == {"is": 6, "of": 1}
