@@ -300,19 +300,20 @@ class LocalHost(QueueHost):
         of_calls: dict[str, Any] = {**work.options, "env": self._variables}
         if not self.gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
+        # One more while messages are short: it is written, or its reply read, while the others are computed.
+        has_spare = work.max_workers is None and not self._leases
+        threads = self.about.concurrency + has_spare
         handler = self.handler = MessageHandler(
             work,
             of_calls,
             lambda: Slot(turns, needs.without, cores_of_run),
-            workers=self.about.concurrency,
+            workers=threads,
             tries=tries,
         )
         self._opened.callback(cores_of_run.close)
         self._opened.callback(turns.close)
         self._opened.callback(handler.close)
-        # One more while messages are short: it is written, or its reply read, while the others are computed.
-        has_spare = work.max_workers is None and not self._leases
-        self.start(handler, self.about.concurrency + has_spare)
+        self.start(handler, threads)
 
     def where(self) -> str:
         """Return a line on the place of messages, or on options without effect."""

@@ -145,6 +145,7 @@ class MessageHandler:
         self._worked_at = 0.0  # when a message was done last
         self._verifier = Verifier() if work.verify_recycling else None
         self._memory = HostMemory()
+        self._differ: dict[str, bool] = {}  # whether clients do, by message type
         self._resolved: dict[int, CallSettings] = {}  # by what a client has of its own
 
     @staticmethod
@@ -308,16 +309,17 @@ class MessageHandler:
         # A call with imports was longer than later ones: their workers are forked with these imports.
         call_s = None if slot.line.had_imports else slot.line.call_s
         message_type = visits[0].message.metadata.message_type
-        if self._may_batch(message_type):
+        if slot.max_messages > 1 and self._may_batch(message_type):
             limit = min(slot.max_messages, self._work.calls_per_worker)
             self.batches.learn(message_type, limit, len(visits), call_s)
         return None if call_s is None else call_s / len(visits)
 
     def _may_batch(self, message_type: str) -> bool:
         """Return True if messages of a type may share an assignment, if the app takes several at once."""
-        work = self._work
-        is_exact = work.is_deterministic or self._verifier is not None
-        return not is_exact and not work.nodes.clients.differ(message_type)
+        if message_type not in self._differ:  # it takes a while where there are many clients
+            self._differ[message_type] = self._nodes.clients.differ(message_type)
+        is_exact = self._work.is_deterministic or self._verifier is not None
+        return not is_exact and not self._differ[message_type]
 
     def _own(self, visit: Visit) -> Own:
         metadata = visit.message.metadata
