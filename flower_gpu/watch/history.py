@@ -265,6 +265,8 @@ class History:
                 if part.told:  # a curve needs no more of it
                     kept = sorted(part.metrics, key=metric_rank)[:_CURVES]
                     part.told, part.metrics = {}, {name: part.metrics[name] for name in kept}
+        drop_oldest(self._last_told, _FEW)
+        drop_oldest(self._open_ends, _FEW)
         drop_oldest(self.hosts, MOST_HOSTS)
         self.workers = list(self._running.values())
         for samples in self.samples.values():
@@ -519,6 +521,7 @@ class History:
     def _note_end(self, part: RoundPart) -> None:
         """Keep up to date what is asked for all the time."""
         if part.told and part.time >= self._last_told.get(part.task, (part.time,))[0]:
+            self._last_told.pop(part.task, None)  # so that the oldest one is the first
             self._last_told[part.task] = part.time, part.told
         if part.round is not None:
             self._open_ends[part.round] = max(part.time, self._open_ends.get(part.round, part.time))
