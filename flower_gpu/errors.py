@@ -156,7 +156,7 @@ class RunEndedError(FlowerGPUError):
 
 
 class ClientsFailedError(RunEndedError):
-    """Every client failed in the first round, or in three rounds in a row, so the run was ended."""
+    """Every client failed in the first round, in three rounds in a row, or in all rounds together."""
 
 
 class NotDeterministicError(RunEndedError):

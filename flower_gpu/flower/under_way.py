@@ -43,8 +43,6 @@ _WAIT_S: Final = 0.25  # then the grid is asked for replies in any case
 _FILL_S: Final = 0.1  # between two looks for free places while the server evaluates
 _TEXT: Final = "under way"  # the record of a checkpoint that says what the others are
 _NEWEST: Final = "newest"  # stands there for the model that a checkpoint has already
-# A message of a simulation never expires by itself.
-_FOREVER_S: Final = 365 * 86400.0
 # A SuperLink keeps messages and replies this long beyond their limit, because the ServerApp may be busy.
 _KEPT_S: Final = 3600.0
 _REFUSED: Final = "the message could not be sent"
@@ -91,7 +89,8 @@ class UnderWay:
         self._is_ours = hasattr(grid, "sums")
         self._in_order = strategy.exact_order or (self._is_ours and grid.sums_in_order)
         self._timeout_s = math.inf if self._in_order or timeout is None else timeout
-        self._ttl = _FOREVER_S if self._is_ours else min(_FOREVER_S, self._timeout_s + _KEPT_S)
+        is_unlimited = self._is_ours or math.isinf(self._timeout_s)
+        self._ttl = None if is_unlimited else self._timeout_s + _KEPT_S
         self._clock: Callable[[], float] = getattr(grid, "clock", time.monotonic)
         self._wait = getattr(grid, "wait_for_replies", _wait)
         self._taken = getattr(grid, "taken", lambda reply, node_id: None)  # for recorded grids

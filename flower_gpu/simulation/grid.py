@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from logging import WARNING
 from typing import Any, Final, cast
 
-from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app import DEFAULT_TTL, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.common.constant import (
     HEARTBEAT_INTERVAL_INF,
@@ -50,6 +50,8 @@ _GATHER_S: Final = 0.05
 _TAKE_S: Final = 10.0  # between two times that sums are fetched: what is lost with a host is younger
 _TAKE_SHARE: Final = 0.05  # of the time may be spent on that
 _LOOK_S: Final = 0.25  # between two looks whether messages wait for what others have
+# The ttl of messages whose app gives none. Flower's is 12 hours, and goes on while a run waits for leases.
+_UNLIMITED_S: Final = 365 * 86400.0
 _KEY_BYTES: Final = 32  # of a virtual node's public key, which nobody signs with
 _UNAVAILABLE: Final = {
     ErrorCode.MESSAGE_UNAVAILABLE: f"{NO_REPLY}: the message's ttl is over, its reply was pulled before, or "
@@ -390,6 +392,8 @@ class SimulationGrid(Grid):
         if message.metadata.ttl <= 0 or message.metadata.reply_to_message_id:
             raise ValueError(f"Invalid message: {message}")  # as Flower's own
         self._asked = 0
+        if message.metadata.ttl == DEFAULT_TTL:
+            message.metadata.ttl = _UNLIMITED_S
         if message.metadata.message_id in self._boxes:  # the same object once more
             metadata = copy(message.metadata)
             message = copy(message)

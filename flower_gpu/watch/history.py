@@ -519,7 +519,7 @@ class History:
             self._note_end(part)
 
     def _note_end(self, part: RoundPart) -> None:
-        """Keep up to date what is asked for all the time."""
+        """Note the metrics and the time of a part, for displays that ask again and again."""
         if part.told and part.time >= self._last_told.get(part.task, (part.time,))[0]:
             self._last_told.pop(part.task, None)  # so that the oldest one is the first
             self._last_told[part.task] = part.time, part.told

@@ -19,7 +19,9 @@ from streaming_grid import PlainTestGrid, content_of, train
 
 from flower_gpu import FedBuff, resumable
 from flower_gpu.errors import ClientsFailedError, ConfigError
+from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.rounds import RoundState
+from flower_gpu.flower.serverapp import GridTime, record
 
 BAD = 13  # the node that fails
 
@@ -257,6 +259,21 @@ def test_messages_that_the_grid_refuses_are_failures(form: str, caplog: pytest.L
     assert set(grid.asked) == {1, 3} and list(result.train_metrics_clientapp) == [1, 2, 3]
     told = [record.getMessage() for record in caplog.records if "error in reply" in record.getMessage()]
     assert len(told) >= 1 and all("node 2: the message could not be sent" in text for text in told)
+
+
+def test_refused_messages_are_in_the_record_of_a_run() -> None:
+    events: list[Any] = []
+    grid = RefusingGrid([1, 2, 3], [2], "left out")
+    with recorded_rounds(events.append) as recorder:
+        record(grid, recorder, GridTime())  # as the ServerApp of `launch` does
+        FedBuff(3, 3).start(grid, initial(), num_rounds=3)
+    replies = [event for event in events if event["event"] == "reply"]
+    failed = [(event["node"], event["error"]) for event in replies if event["error"]]
+    assert set(failed) == {(2, "the message could not be sent")}
+    finished = [event for event in events if event["event"] == "round_finished"]
+    assert [event["round"] for event in finished] == [1, 2, 3]
+    assert sum(event["messages"] for event in finished) == len(replies)
+    assert sum(event["failed"] for event in finished) == len(failed)
 
 
 @pytest.mark.parametrize("form", ["none in its place", "left out"])

@@ -161,6 +161,18 @@ def test_time_without_any_worker_does_not_count(new_grid: Callable[..., GridUnde
     assert list(one.grid.send_and_receive(one.messages(1, "wait"), timeout=0.3)) == [], "else it counts"
 
 
+def test_a_message_without_a_limit_is_handled_after_a_day(new_grid: Callable[..., GridUnderTest]) -> None:
+    """Which a run may wait for leases on a host that it shares; Flower's own limit is 12 hours."""
+    one = new_grid(1)
+    first, limited = one.messages(2)
+    limited.metadata.ttl = 3600.0
+    for message in (first, limited):
+        message.metadata.__dict__["_created_at"] -= 86400
+    replies = list(one.grid.send_and_receive([first, limited], timeout=20))
+    assert [reply.has_error() for reply in replies] == [False, True]
+    assert replies[1].error.code == ErrorCode.MESSAGE_UNAVAILABLE
+
+
 def test_a_stream_yields_what_is_there(new_grid: Callable[..., GridUnderTest]) -> None:
     one = new_grid(2)
     stream = one.grid.stream([*one.messages(1, "gate"), *one.messages(2)])
