@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,39 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 
-_LINE_INTERVAL_S = 10.0  # between plain lines of one loop
+# Seconds between two reports of progress. Where loops begin and end is for the app to say, so all reports
+# count alike: an app may call each step the last one.
 _TRACE_INTERVAL_S = 0.5
+_DRAW_INTERVAL_S = 0.1
+_LINE_INTERVAL_S = 10.0
+_LAST_LINE_INTERVAL_S = 1.0  # for the line at the end of a loop
+
+
+class _Throttle:
+    """Passes on at most one report in an interval, and keeps the last one that it did not pass on."""
+
+    def __init__(self, pass_on: Callable[[Mapping[str, Any]], object]) -> None:
+        self._pass_on = pass_on
+        self._passed_at = float("-inf")
+        self._kept: Mapping[str, Any] | None = None
+
+    def take(self, report: Mapping[str, Any], interval_s: float) -> None:
+        """Take a report; pass it on if the last one was passed on ``interval_s`` ago, or longer."""
+        now = time.monotonic()
+        self._kept = report
+        if now - self._passed_at >= interval_s:
+            self._passed_at = now
+            self.flush()
+
+    def restart(self) -> None:
+        """Pass on nothing until an interval from now is over."""
+        self._passed_at = time.monotonic()
+
+    def flush(self) -> None:
+        """Pass on the report that is kept, if there is one."""
+        report, self._kept = self._kept, None
+        if report is not None:
+            self._pass_on(report)
 
 
 class ProgressDisplay:
@@ -42,46 +73,61 @@ class ProgressDisplay:
         self._record = record
         self._bar: tqdm[Any] | None = None
         self._desc: str | None = None
-        self._line_at = self._trace_at = float("-inf")
+        self._traced = _Throttle(self._trace)
+        self._drawn = _Throttle(self._draw)
+        self._lines = _Throttle(self._print_between)
+        self._last_lines = _Throttle(self._print)
 
     def __enter__(self) -> ProgressDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._traced.flush()
+        with suppress(OSError, ValueError):  # nobody reads stderr
+            self._last_lines.flush()
         self._close()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Take one event of the worker; anything but progress is not for this display."""
         if event.get("event") != "progress":
             return
-        desc, done, total = event.get("desc", ""), event.get("n", 0), event.get("total")
-        at_an_end = done in (0, total)
-        now = time.monotonic()
-        if at_an_end or now - self._trace_at >= _TRACE_INTERVAL_S:
-            self._trace_at = now
-            trace.write("progress", **_about(self._record), desc=desc, n=done, total=total)
+        report = {"desc": event.get("desc", ""), "n": event.get("n", 0), "total": event.get("total")}
+        self._traced.take(report, _TRACE_INTERVAL_S)
         if not self._is_shown:
             return
         with suppress(OSError, ValueError):  # stderr is closed or nobody reads it: no reason to end the call
-            self._show(desc, done, total, now)
+            self._show(report)
 
-    def _show(self, desc: str, done: int, total: int | None, now: float) -> None:
+    def _trace(self, report: Mapping[str, Any]) -> None:
+        trace.write("progress", **_about(self._record), **report)
+
+    def _show(self, report: Mapping[str, Any]) -> None:
         if sys.stderr is not None and sys.stderr.isatty():
-            self._draw(desc, done, total)
-        elif done == 0:
-            self._line_at = now
-        elif done == total or now - self._line_at >= _LINE_INTERVAL_S:
-            self._line_at = now
-            of = "" if total is None else f"/{total}"
-            print(f"{self._label}: {desc} {done}{of}".rstrip(), file=sys.stderr, flush=True)
+            self._drawn.take(report, _DRAW_INTERVAL_S)
+        elif report["n"] == 0:
+            self._lines.restart()  # a loop that is soon over has a line at its end only
+        elif report["n"] == report["total"]:
+            self._lines.restart()
+            self._last_lines.take(report, _LAST_LINE_INTERVAL_S)
+        else:
+            self._lines.take(report, _LINE_INTERVAL_S)
 
-    def _draw(self, desc: str, done: int, total: int | None) -> None:
-        if self._bar is None or desc != self._desc or done == 0:
+    def _print_between(self, report: Mapping[str, Any]) -> None:
+        self._last_lines.flush()  # of the loop before
+        self._print(report)
+
+    def _print(self, report: Mapping[str, Any]) -> None:
+        of = "" if report["total"] is None else f"/{report['total']}"
+        print(f"{self._label}: {report['desc']} {report['n']}{of}".rstrip(), file=sys.stderr, flush=True)
+
+    def _draw(self, report: Mapping[str, Any]) -> None:
+        desc, done = report["desc"], report["n"]
+        if self._bar is None or desc != self._desc or done < self._bar.n:
             from tqdm import tqdm  # late: a client without a terminal never needs it
 
             self._close()
             self._desc = desc
-            self._bar = tqdm(total=total, desc=f"{self._label} {desc}".strip(), leave=False)
+            self._bar = tqdm(total=report["total"], desc=f"{self._label} {desc}".strip(), leave=False)
         self._bar.update(done - self._bar.n)
 
     def _close(self) -> None:
@@ -116,6 +162,7 @@ class Told:
     _times: dict[str, Any] = field(
         default_factory=lambda: dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
     )
+    _traced: set[str] = field(default_factory=set)  # kinds of events that have their line
     _base_bytes: int = 0  # main memory that the worker had when it started
     _began: float = field(default_factory=time.monotonic)
 
@@ -154,7 +201,10 @@ class Told:
             self._times.update({name: event[name] for name in self._times if name in event})
             if self.clients and event.get("cpu_s") is not None:  # None: the task has failed
                 self._times["cpu_s"] = event["cpu_s"] / len(self.clients)
-            if not event.get("stays"):  # else the call is over: the line of its end has all of it
+            # Once, because an app may send any number of them. If the worker stays, the call is over, and the
+            # line of its end has all of it.
+            if kind not in self._traced and not event.get("stays"):
+                self._traced.add(kind)
                 trace.write(kind, **_about(self.record))
         else:
             self.display.on_event(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import Final
 
@@ -15,18 +16,25 @@ _INDEX: Final = MappingProxyType({11: "cu118", 12: "cu126", 13: "cu130"})
 
 
 def is_too_new(cuda: str, driver_cuda: tuple[int, int]) -> bool:
-    """Tell whether a build for ``cuda``, such as ``"13.2"``, is too new for a driver with this CUDA."""
-    return int(cuda.partition(".")[0]) > driver_cuda[0]
+    """Return True if a build for ``cuda``, such as ``"13.2"``, is too new for a driver with this CUDA."""
+    major = _major(cuda)
+    return major is not None and major > driver_cuda[0]
 
 
 def what_to_change(cuda: str, driver_cuda: tuple[int, int]) -> str:
     """Return the solution for :func:`is_too_new`, with commands."""
-    major = int(cuda.partition(".")[0])
-    least = _LEAST_DRIVER.get(major)
+    major = _major(cuda)
+    least = None if major is None else _LEAST_DRIVER.get(major)
     newer = (
         f"update the driver to {least} or later" if least else f"update the driver to one with CUDA {major}"
     )
     return f"{newer}, or replace torch by a build for CUDA {driver_cuda[0]}: {how_to_install(driver_cuda)}"
+
+
+def _major(cuda: str) -> int | None:
+    """Return the major version; None for a text that is no version, as an app may tell."""
+    found = re.match(r"(\d{1,4})(?:\.|$)", cuda, re.ASCII)
+    return int(found[1]) if found else None
 
 
 def how_to_install(driver_cuda: tuple[int, int] | None) -> str:

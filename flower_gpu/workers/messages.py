@@ -16,7 +16,8 @@ from flower_gpu.workers import memory_files
 
 _MAX_MESSAGE = 65536  # bytes
 _MAX_PACKET = 32768  # what is larger travels in a memory file: environments may be long
-_MAX_FILE = 1 << 26
+#: Of a message in a memory file. Nested JSON takes 22 times as much of the reader's memory.
+MOST_FILE_BYTES = 8 << 20
 _IN_FILE = {"in_file": True}
 _encode = json.JSONEncoder(default=str).encode  # made once: json.dumps makes a new one for each message
 _SPACE = socket.CMSG_SPACE(16 * 4)  # for so many descriptors
@@ -99,8 +100,10 @@ def _send_packet(connection: socket.socket, data: bytes, descriptors: Sequence[i
         raise Gone(str(error)) from error
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def receive(connection: socket.socket, most_bytes: int = MOST_FILE_BYTES) -> tuple[dict[str, Any], list[int]]:
     """Wait for one message, and the descriptors that came with it.
+
+    ``most_bytes``: limit of a message that comes in a memory file.
 
     Raises Gone if the other end has closed, or does not answer in time; NotAMessage if it sends something
     else.
@@ -116,7 +119,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     try:
         message = json.loads(data)
         if message == _IN_FILE:
-            message = read_memory_file(descriptors.pop())
+            message = read_memory_file(descriptors.pop(), most_bytes)
         if not isinstance(message, dict) or flags & _CUT:
             raise ValueError
     except (ValueError, IndexError, OSError, RecursionError):
@@ -126,11 +129,11 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return message, list(descriptors)
 
 
-def read_memory_file(file: int) -> Any:
+def read_memory_file(file: int, most_bytes: int = MOST_FILE_BYTES) -> Any:
     """Read a file of :func:`memory_file`, and close it."""
     try:
         size = os.fstat(file).st_size
-        if size > _MAX_FILE:
+        if size > most_bytes:
             raise ValueError(f"a message of {size} bytes")
         return json.loads(os.pread(file, size, 0))
     finally:

@@ -122,6 +122,8 @@ class StartedWorker:
         stays: bool,
     ) -> None:
         self._is_confined = call.confinement is not None
+        limit = confined_replies.MOST_EVENT_BYTES if self._is_confined else messages.MOST_FILE_BYTES
+        self._most_event_bytes = limit
         with ExitStack() as lines:
             if self._is_confined and not method.from_server:  # a fork server does that itself
                 lines.enter_context(ending_left(sockets.is_server))
@@ -285,7 +287,7 @@ class StartedWorker:
 
     def _receive(self) -> None:
         try:
-            told, files = messages.receive(self._line)
+            told, files = messages.receive(self._line, self._most_event_bytes)
         except messages.NotAMessage:
             return
         except messages.Gone:

@@ -75,6 +75,21 @@ def test_a_client_of_an_mps_daemon_reaches_it(
     assert caller(*ask, gpu_memory="1GiB", **options)["read and write"] == "EACCES"
 
 
+def test_no_event_of_an_app_takes_the_place_of_its_result_or_fills_the_trace(calls_host: CallsHost) -> None:
+    """Also not a version of PyTorch that is no version."""
+    told = [
+        {"event": "no_cuda", "reason": "CUDA is absent", "torch": "\x1b[2J", "torch_cuda": odd}
+        for odd in ("x", "\x1b[2J", "9" * 300)
+    ]
+    told += [{"event": "progress", "desc": "a", "n": 0, "total": 0}, {"event": "task_started"}]
+    caller = calls_host.start()
+    write = [calls_host.env["NVML_STUB_DIR"]]
+    assert caller("run_confined", "calls_tasks:tell", *told, write=write, gpu_memory="1GiB") == "done"
+    assert len(calls_host.trace("task_started")) == 1
+    seconds = calls_host.trace("worker_finished")[0]["seconds"]
+    assert 1 <= len(calls_host.trace("progress")) <= 2 + seconds / 0.5
+
+
 def test_what_it_says_is_believed_of_its_own_gpus_and_up_to_their_size() -> None:
     share = Share(index=0, uuid="GPU-1", name="a", memory_bytes=GIB, cap_bytes=GIB, total_bytes=16 * GIB)
     lease = Lease(id="x", shares=(share,), ticket=str(Path("/somewhere")))

@@ -30,6 +30,8 @@ FITS = "that is not the reason, `flower-gpu doctor` looks for others"
         ("12.8", (12, 2), ["has CUDA 12.2 at most", FITS]),  # minor versions work with each other
         ("12.6", (13, 0), [FITS]),
         ("13.2", None, ["CUDA of unknown version", FITS]),
+        # What an app says of its PyTorch may be any text.
+        *[(odd, (12, 4), [FITS]) for odd in ("x", "?[2J", "9" * 300, "-13", "\N{ARABIC-INDIC DIGIT NINE}")],
         (None, (12, 4), ["is built for the CPU only", "change PyTorch, `pip install", "whl/cu126"]),
         (None, (14, 1), ["change PyTorch, see https://pytorch.org/get-started"]),
         (None, None, ["change PyTorch, see https://pytorch.org/get-started"]),

@@ -149,6 +149,59 @@ def test_bytes_that_are_no_reply_are_refused(data: bytes, size: int | None) -> N
             confined_replies.read_reply(file.fileno())
 
 
+_GROWTH = """
+import os, resource, sys
+from flower_gpu.errors import InvalidResultError
+from flower_gpu.workers import confined_replies, memory_files, messages
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+kind, most = sys.argv[1], int(sys.argv[2])
+file = memory_files.create("bomb")
+head = b'{"event": "progress", "kind": "json", "error": null, "cpu_s": 0, "value": ['
+start = confined_replies._START
+at = start.size if kind == "reply" else 0
+end = memory_files.write(file, head, at)
+block = b"[]," * (1 << 16)  # in pieces: this process must not have had the memory before
+while end + len(block) < at + most - 4:
+    end = memory_files.write(file, block, end)
+end = memory_files.write(file, b"0]}", end)
+if kind == "reply":
+    memory_files.write(file, start.pack(confined_replies._MAGIC, end - at), 0)
+before = peak_mib()
+try:
+    if kind == "reply":
+        confined_replies.read_reply(file)
+    else:
+        ours, theirs = messages.pair()
+        messages._send_packet(theirs, b'{"in_file": true}', [file])
+        messages.receive(ours, confined_replies.MOST_EVENT_BYTES)
+    taken = "taken"
+except (InvalidResultError, messages.NotAMessage):
+    taken = "refused"
+print(taken, peak_mib() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_bytes", "taken"),
+    [
+        ("reply", confined_replies.MOST_DESCRIBED_BYTES, "taken"),
+        ("reply", 64 << 20, "refused"),
+        ("event", confined_replies.MOST_EVENT_BYTES, "taken"),
+        ("event", 64 << 20, "refused"),
+    ],
+)
+def test_nested_lists_take_little_memory_of_the_caller(
+    kind: str, most_bytes: int, taken: str, run_script: Any
+) -> None:
+    """A few bytes of JSON may be an object of many: 64 MiB were 1.4 GiB."""
+    found, grown_mib = run_script(_GROWTH, kind, str(most_bytes)).stdout.split()
+    assert found == taken
+    assert int(grown_mib) < 160
+
+
 _ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

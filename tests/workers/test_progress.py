@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -109,6 +110,44 @@ def test_lines_are_thinned_out(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "fit of client 3: epoch 1 100/100"
     assert len(lines) < 100
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [{"desc": "a", "n": 0, "total": 0}],
+        [{"desc": "a", "n": 0, "total": None}],
+        [{"desc": "a", "n": 7, "total": 7}],
+        [{"desc": "a", "n": 0, "total": 7}, {"desc": "b", "n": 7, "total": 7}],
+        [{"desc": str(number), "n": number % 3, "total": number % 2} for number in range(50)],
+    ],
+)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_app_that_calls_each_step_the_last_fills_nothing(
+    reports: list[Event],
+    is_terminal: bool,
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trace and terminal have few of its reports, and the last one."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    last = {"desc": "end", "n": 9, "total": 9}
+    began = time.monotonic()
+    with ProgressDisplay("fit of client 3", {}) as display:
+        for number in range(5000):
+            display.on_event({"event": "progress", **reports[number % len(reports)]})
+        display.on_event({"event": "progress", **last})
+    seconds = time.monotonic() - began
+    traced = run.events("progress")
+    assert {name: traced[-1][name] for name in last} == last
+    assert len(traced) <= 2 + seconds / 0.5
+    shown = capsys.readouterr().err
+    if is_terminal:
+        assert shown.count("\r") <= 10 * (2 + seconds / 0.1)
+    else:
+        assert shown.splitlines()[-1] == "fit of client 3: end 9/9"
+        assert len(shown.splitlines()) <= 2 + seconds
 
 
 class Closed:
