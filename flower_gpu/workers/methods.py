@@ -22,7 +22,7 @@ from pathlib import Path
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
-from flower_gpu.workers import messages, state_folder, threads, transport
+from flower_gpu.workers import messages, state_folder, thread_owners, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.caller_settings import CallerSettings, MainModule
@@ -232,12 +232,14 @@ def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
     no ``flwr-clientapp``                             any             forkserver
     ``flwr-clientapp``                                ``server_first``  forkserver
     ``flwr-clientapp``                                any other one   fork
+    the same, with threads of the app's               any other one   forkserver
     the same, with CUDA initialised, or TensorFlow's  any other one   spawn
     or JAX's threads started
     ================================================  ==============  =================
 
     A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing. A
-    fork could use neither a CUDA that is initialised nor threads that have started.
+    fork could use neither a CUDA that is initialised nor threads that have started. Threads of the app's are
+    those that its modules, or the libraries that they import, have started (:mod:`.thread_owners`).
 
     ``server_first``: the call preloads data, which a fork server keeps; or its function is only named, so it
     needs nothing of this process but libraries, which the server has.
@@ -262,7 +264,10 @@ def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
         return asked
     in_client_app = Path("".join(sys.argv[:1])).name == "flwr-clientapp" and sys.platform == "linux"
     if in_client_app and not (server_first and client.is_supported()):
-        return FORK if gpus is None and runtime is None else SPAWN
+        if gpus is not None or runtime is not None:
+            return SPAWN
+        if not thread_owners.missed_in_fork():
+            return FORK
     return FORKSERVER if client.is_supported() else SPAWN
 
 

@@ -170,6 +170,26 @@ def compile_library(path: Path, source: str, *options: str) -> None:
     subprocess.run(command, input=source, text=True, check=True, timeout=60)
 
 
+# Threads of a library's own, and those of OpenMP.
+THREADS = """
+#include <pthread.h>
+#include <unistd.h>
+
+static void *wait_for_ever(void *unused) { for (;;) pause(); return unused; }
+
+void start_thread(void) { pthread_t thread; pthread_create(&thread, 0, wait_for_ever, 0); }
+
+int sum_in_two_threads(void)
+{
+    int sum = 0;
+#pragma omp parallel for num_threads(2) reduction(+ : sum)
+    for (int number = 0; number < 10; number++)
+        sum += number;
+    return sum;
+}
+"""
+
+
 def leave() -> None:
     """Have this process no longer keep a server from ending."""
     client._memory.stays.close()

@@ -62,6 +62,49 @@ def test_a_function_that_is_an_object_and_what_cannot_be_passed_on_are_forked(ve
             app.call("no_such_module:task")
 
 
+STARTS = {
+    "an executor": "from concurrent import futures; pool = futures.ThreadPoolExecutor(1); pool.submit(int)",
+    "a library": "import ctypes; ctypes.CDLL(os.environ['THREADS']).start_thread()",
+}
+
+
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    library = tmp_path_factory.mktemp("threads") / "libthreads.so"
+    forkservers.compile_library(library, forkservers.THREADS, "-fopenmp")
+    return str(library)
+
+
+@pytest.mark.parametrize("starts", STARTS.values(), ids=STARTS.keys())
+def test_with_threads_of_the_app_it_is_not_forked(venv: Path, threads: str, starts: str) -> None:
+    """A fork would have none of them, and wait for them for ever."""
+    with clientapp(venv, THREADS=threads) as app:
+        app.do("import tasks_forkserver")
+        assert app.do("answer = run_in_worker(tasks_forkserver.server)") == app.pid
+        app.do(starts)
+        assert app.do("answer = run_in_worker(tasks_forkserver.server)") == only_server().pid
+        assert "lower" not in app.errors()
+
+
+def test_with_threads_of_openmp_and_openblas_it_is(threads: str) -> None:
+    with Client(env={"FLOWER_GPU_START_METHOD": "auto", "THREADS": threads}) as app:
+        app.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")
+        begun = app.do(
+            """
+            import ctypes
+            import numpy
+            import tasks_forkserver
+            (numpy.ones((500, 500)) @ numpy.ones((500, 500))).sum()
+            library = ctypes.CDLL(os.environ["THREADS"])
+            library.sum_in_two_threads()
+            answer = len(os.listdir("/proc/self/task"))
+            """
+        )
+        assert begun > 1
+        assert app.do("answer = run_in_worker(tasks_forkserver.server)") == app.pid
+        assert app.do("answer = run_in_worker(lambda: library.sum_in_two_threads())") == 45
+
+
 def test_where_there_can_be_no_fork_server_it_is_forked(venv: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with clientapp(venv, FLOWER_GPU_STATE_DIR=str(tmp_path / "file")) as app:

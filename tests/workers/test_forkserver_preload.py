@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,23 @@ def crash():
 def touch_cuda():
     import ctypes
     ctypes.CDLL(os.environ["DRIVER"]).cuInit(1)
+
+def start_executor():
+    from concurrent.futures import ThreadPoolExecutor
+    DATA["pool"] = ThreadPoolExecutor(1)
+    DATA["pool"].submit(int)
+
+def start_thread():
+    import ctypes
+    ctypes.CDLL(os.environ["THREADS"]).start_thread()
+
+def compute_with_openmp():
+    import ctypes
+    DATA["library"] = ctypes.CDLL(os.environ["THREADS"])
+    DATA["number"] = DATA["library"].sum_in_two_threads()
+
+def sums():
+    return [DATA["number"], DATA["library"].sum_in_two_threads()]
 
 def data():
     return {name: value for name, value in DATA.items() if name != "array"}
@@ -195,6 +213,24 @@ class TestWhatGoesWrong:
         for _ in range(2):  # a process of its own may
             assert caller.call("loading_task:number", **options) == 1
         assert caller.errors().count("workers are spawned, which is slower") == 1
+
+    def test_threads_are_refused_but_not_those_of_openmp(
+        self, start: Callable[..., Client], tmp_path: Path
+    ) -> None:
+        """A worker would wait for them for ever; OpenMP starts new ones there."""
+        library = tmp_path / "libthreads.so"
+        forkservers.compile_library(library, forkservers.THREADS, "-fopenmp")
+        caller = start(THREADS=str(library))
+        for function, whose in (
+            ("start_executor", "thread ThreadPoolExecutor-0_0"),
+            ("start_thread", library.name),
+        ):
+            says = f"{function} starts threads in the process that workers are forked from ({whose})"
+            with pytest.raises(CallError, match=re.escape(says)):
+                caller.call("loading_task:number", preload=f"loading_task:{function}")
+        assert caller.call("loading_task:sums", preload="loading_task:compute_with_openmp") == [45, 45]
+        options = {"preload": ["loading_task:start_executor", "loading_task:load"], "start_method": "auto"}
+        assert caller.call("loading_task:number", **options) == 1  # a process of its own may
 
     def test_it_takes_longer_than_the_call_may(self, start: Callable[..., Client], folder: Path) -> None:
         caller = start()

@@ -30,6 +30,7 @@ from typing import Any, Final
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
+from flower_gpu.workers import thread_owners
 from flower_gpu.workers.call import Preload, run_preload
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
@@ -128,9 +129,10 @@ def _has_libraries_for_gpus() -> bool:
 def preload_on_cpu(functions: Preload) -> None:
     """Call functions of the user's that load data.
 
-    Raises ConfigError if one of them initialised CUDA, or started the threads of TensorFlow or JAX.
+    Raises ConfigError if one of them initialised CUDA, or started threads that a fork would miss.
     Raises Exception: what a function raised.
     """
+    before = thread_owners.native_ids()
     for name, kwargs in functions:
         run_preload([(name, kwargs)])
         if cuda_is_touched():
@@ -144,6 +146,12 @@ def preload_on_cpu(functions: Preload) -> None:
                 f"{name} computes with {library} in the process that workers are forked from. A fork has no "
                 f"threads of {library}, and would wait for them for ever. Load numpy arrays there, and make "
                 "tensors, data sets and models in the task"
+            )
+        if missed := thread_owners.missed_in_fork(before):
+            raise ConfigError(
+                f"{name} starts threads in the process that workers are forked from ({', '.join(missed)}). A "
+                "fork has none of them, and would wait for them for ever. Load the data without threads, or "
+                "in the task"
             )
     gc.collect()  # what loading has left: each fork would have it
 

@@ -6,6 +6,7 @@ And what is ours alone: leases, also where the fork server is missing, broken or
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -292,6 +293,19 @@ def test_what_the_node_says_goes_before_what_messages_and_the_app_say(
         found.append([(share.index, share.memory_bytes >> 20) for share in shares])
     whole = int((16 * 1024 - 256) * SHARED_PART)
     assert found == [[(1, whole // 2)]] * 2 + [[]] * 3 + [[(0, whole // 4)]]
+
+
+@pytest.mark.parametrize("way", [FLOWERS, FAST])
+def test_a_mod_forks_no_app_that_has_started_threads(commands: Commands, node: SuperNode, way: str) -> None:
+    """A fork would wait for them for ever. Flower's own threads do not count."""
+    env = {"WATCHED_APP_ASKS": "1", "FLOWER_GPU_POLICY": "never", "FLOWER_GPU_TIMEOUT_S": "60"}
+    # The telemetry of Flower has an executor, too. It reaches nobody here.
+    env |= {"FLWR_TELEMETRY_ENABLED": "1", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    for more, parent in (({}, "flwr-clientapp"), ({"WATCHED_APP_STARTS_THREADS": "1"}, "forkserver.program")):
+        _, done = commands.tell(way, node, {"submit": True}, env={**env, **more})
+        (line,) = re.findall("a fork of (.*)", done.stdout)
+        assert "done by a thread" in done.stdout
+        assert parent in line or (way, parent) == (FAST, "flwr-clientapp"), line
 
 
 def test_a_required_gpu_that_is_gone_and_a_message_that_takes_too_long_fail(

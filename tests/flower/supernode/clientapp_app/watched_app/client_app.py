@@ -6,6 +6,7 @@ import resource
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -19,6 +20,9 @@ if "WATCHED_APP_ASKS" in os.environ:
     from flower_gpu import gpu_mod
 
     mods = [gpu_mod(num_gpus=int(os.environ["WATCHED_APP_ASKS"]), lease_timeout_s=5)]
+pool = ThreadPoolExecutor(1)
+if "WATCHED_APP_STARTS_THREADS" in os.environ:
+    pool.submit(int)
 app = ClientApp(mods=mods)
 
 
@@ -44,6 +48,9 @@ def train(message: Message, context: Context) -> Message:
     if path := config.get("open"):
         with open(path, "rb"):
             print("it could be opened", flush=True)
+    if config.get("submit"):
+        pool.submit(print, "done by a thread", flush=True).result()
+        print("a fork of", Path(f"/proc/{os.getppid()}/cmdline").read_text(), flush=True)
     umask = os.umask(0o22)
     os.umask(umask)
     seen = {
