@@ -57,6 +57,9 @@ _OF_A_FILE: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 
 _SET_NO_NEW_PRIVS: Final = 38  # linux/prctl.h
 
+#: Whether this process has set ``no_new_privs`` itself, for its rules; a fork inherits both.
+has_set_no_new_privs = False
+
 #: The first version whose rules leave renames and links between folders alone, and its kernel.
 LEAST_VERSION: Final = 2
 _LEAST_KERNEL: Final = "5.19"
@@ -177,6 +180,8 @@ class Ruleset:
                     raise
                 _library().prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
                 _call(_RESTRICT_SELF, self._descriptor, 0)
+                global has_set_no_new_privs
+                has_set_no_new_privs = True
 
     def close(self) -> None:
         """Close the ruleset; restricted processes stay restricted."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
 import random
 import resource
 import signal
@@ -98,6 +100,7 @@ def inherited() -> dict[str, Any]:
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     umask = os.umask(0)
     return {
+        **of_the_kernel(),
         "path": sys.path,
         "folder": Path().stat().st_ino,
         "umask": umask,
@@ -105,6 +108,29 @@ def inherited() -> dict[str, Any]:
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
         "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
         "ignored": [int(n) for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
+    }
+
+
+def of_the_kernel() -> dict[str, Any]:
+    """Return what a child has of privileges, scheduling and the like."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    of_status = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs")
+    library = ctypes.CDLL(None)
+    numbers = {"x86_64": (252, 239), "aarch64": (31, 236)}.get(platform.machine())
+    mode, nodes = ctypes.c_int(), (ctypes.c_ulong * 64)()
+    if numbers:
+        library.syscall(numbers[1], ctypes.byref(mode), nodes, ctypes.c_ulong(4096), None, 0)
+    return {
+        **{name: status[name].split() for name in of_status},
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "class": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
+        "io": library.syscall(numbers[0], 1, 0) if numbers else 0,
+        "numa": [mode.value, list(nodes)],
+        "personality": library.personality(ctypes.c_ulong(0xFFFFFFFF)),
+        "timer slack": library.prctl(30, 0, 0, 0, 0),
+        "huge pages": library.prctl(42, 0, 0, 0, 0),
+        "oom": Path("/proc/self/oom_score_adj").read_text(),
+        "core": Path("/proc/self/coredump_filter").read_text(),
     }
 
 

@@ -224,6 +224,26 @@ class TestShadows:
                 assert caller.call("edited_task:number") == number
 
 
+# What any process may change of itself.
+CHANGES_OF_THE_KERNEL = (
+    "os.nice(1)",
+    "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))",
+    """
+    import ctypes, platform
+    library = ctypes.CDLL(None)
+    set_io, set_numa = {"x86_64": (251, 238), "aarch64": (30, 237)}[platform.machine()]
+    library.syscall(set_io, 1, 0, 3 << 13)  # the idle class
+    """,
+    "library.syscall(set_numa, 4, None, 0)  # MPOL_LOCAL",
+    "library.personality(0x0040000)  # ADDR_NO_RANDOMIZE",
+    "library.prctl(29, 12345, 0, 0, 0)  # PR_SET_TIMERSLACK",
+    "library.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE",
+    "open('/proc/self/oom_score_adj', 'w').write('600')",
+    "open('/proc/self/coredump_filter', 'w').write('0x13')",
+    "library.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS",
+)
+
+
 class TestInherited:
     def test_as_a_spawned_worker(self, python: str) -> None:
         with Client(python) as caller:
@@ -240,12 +260,55 @@ class TestInherited:
                 "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
                 "resource.setrlimit(resource.RLIMIT_STACK, (1 << 22, 1 << 24))",
                 "resource.setrlimit(resource.RLIMIT_AS, (10**9, resource.RLIM_INFINITY))",
+                *CHANGES_OF_THE_KERNEL,
             ):
                 caller.do(change)
                 seen.append(caller.call("tasks_forkserver:inherited"))
                 assert seen[-1] != seen[-2]
+            same = {
+                "blocked",
+                "ignored",
+                *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
+            }
             for name, value in caller.call("tasks_forkserver:inherited", start_method="spawn").items():
-                assert seen[-1][name] == value != seen[0][name] or name in ("blocked", "ignored")
+                assert seen[-1][name] == value != seen[0][name] or name in same, name
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to give up")
+    def test_a_caller_with_fewer_capabilities_gets_a_worker_with_as_few(self, python: str) -> None:
+        with forkservers.own_servers(light=True), Client(python) as usual, Client(python) as hardened:
+            server = usual.call("tasks_forkserver:server")
+            (name,) = (status.name for status in control.status())
+            hardened.do(
+                """
+                import ctypes
+                library = ctypes.CDLL(None)
+                library.prctl(24, 21, 0, 0, 0)  # its programs: no CAP_SYS_ADMIN
+                library.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # itself none
+                """
+            )
+            usuals, forked, spawned = (
+                caller.call("tasks_forkserver:of_the_kernel", start_method=method)
+                for caller, method in ((usual, "forkserver"), (hardened, "forkserver"), (hardened, "spawn"))
+            )
+            assert forked == spawned
+            assert int(usuals["CapEff"][0], 16) ^ int(forked["CapEff"][0], 16) == 1 << 21
+            assert hardened.call("tasks_forkserver:server") != server
+            assert usual.call("tasks_forkserver:server") == server
+            # Nor does it get one by a name that it should not use.
+            refused = hardened.do(
+                f"""
+                from flower_gpu.workers import messages
+                from flower_gpu.workers.forkserver import client, sockets
+                from flower_gpu.workers.call import Call
+                client._connected = lambda *_: ({name!r}, sockets.connect({name!r}, 10))
+                try:
+                    client.find(Call("os:getpid"), None, {{}})
+                    answer = "found"
+                except Exception as error:
+                    answer = str(error)
+                """
+            )
+            assert "no fork server fits this process" in refused
 
     def test_a_removed_working_directory(self, python: str, tmp_path: Path) -> None:
         (tmp_path / "gone").mkdir()
@@ -269,6 +332,9 @@ class TestInherited:
                     os.chdir("/usr")
                     """
             )
+            for change in CHANGES_OF_THE_KERNEL:
+                if "/proc/self" in change:  # the others make it another server
+                    starter.do(change)
             starter.call("tasks_forkserver:server")
             with Client(python) as other:
                 forked = other.call("tasks_forkserver:inherited")

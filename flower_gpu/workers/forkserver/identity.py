@@ -23,6 +23,7 @@ from typing import Any
 
 import flower_gpu
 from flower_gpu.workers import own_process
+from flower_gpu.workers.forkserver import attributes
 
 #: Resource limits of this system, without the one that two names have.
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
@@ -41,6 +42,7 @@ class Inherited:
     umask: int  # file mode creation mask
     cpus: list[int] = field(default_factory=list)  # processors it may run on
     limits: dict[str, list[int]] = field(default_factory=dict)  # soft and hard resource limits by number
+    attributes: dict[str, str] = field(default_factory=dict)  # of :func:`.attributes.settable`
 
     @classmethod
     def of_this_process(cls, env: dict[str, str]) -> Inherited:
@@ -51,6 +53,7 @@ class Inherited:
             umask=_umask(),
             cpus=sorted(os.sched_getaffinity(0)),
             limits={str(number): list(resource.getrlimit(number)) for number in LIMITS},
+            attributes=attributes.settable(),
         )
 
     def apply(self, folder: int) -> None:
@@ -63,6 +66,7 @@ class Inherited:
             _try(step)  # the folder was removed; processors went away
         for number, (soft, hard) in self.limits.items():
             _try(resource.setrlimit, int(number), (soft, hard))
+        attributes.set_anew(self.attributes)
         tempfile.tempdir = None  # TMPDIR may be another one
 
 
@@ -75,14 +79,7 @@ def _try(function: Callable[..., Any], *args: Any) -> None:
 
 def _umask() -> int:
     # os.umask would change it, for other threads too.
-    return int(_status().get("Umask", "022"), 8)
-
-
-def _status() -> dict[str, str]:
-    """Return the kernel's status of this process."""
-    with open("/proc/self/status") as file:
-        fields = (line.partition(":") for line in file)
-        return {name: value.strip() for name, _, value in fields}
+    return int(attributes.status().get("Umask", "022"), 8)
 
 
 # Read by the interpreter or by C libraries when they are loaded, so a fork cannot change them any more.
@@ -96,7 +93,7 @@ _THREADS = "_NUM_THREADS"
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
 #: Of it only matters whether it hides all GPUs: each lease has another value.
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 
 
 def server_name(
@@ -146,14 +143,13 @@ def server_path() -> list[str]:
 
 
 def _this_process(environ: Mapping[str, str]) -> list[Any]:
-    status = _status()
     read_at_start = {
         name: value
         for name, value in environ.items()
         if name.startswith(_READ_AT_START) and name not in _SET_LATER and not name.endswith(_THREADS)
     }
     return [
-        [os.getuid(), os.getegid(), sorted(os.getgroups()), os.getpriority(os.PRIO_PROCESS, 0)],
+        attributes.of_server(),
         # A virtual environment's interpreter has several names: scripts are started by one or another.
         [os.path.dirname(sys.executable), os.path.realpath(sys.executable), sys.version, interpreter_flags()],
         # Our own files as well: they may be those of an editable install.
@@ -162,8 +158,6 @@ def _this_process(environ: Mapping[str, str]) -> list[Any]:
         [environ.get(name) for name in _JOBS],
         [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
         [os.stat("/").st_dev, os.stat("/").st_ino],  # another one in a chroot
-        # By a filter of system calls a process is kept from what a fork of another one could do.
-        [status.get(name) for name in ("Seccomp", "Seccomp_filters")],
         # A process cannot raise its hard limits.
         [resource.getrlimit(number)[1] for number in LIMITS],
         [resource.getrlimit(number) for number in SHAPING_LIMITS],

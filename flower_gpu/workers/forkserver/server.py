@@ -22,7 +22,7 @@ from flower_gpu.frameworks.cuda_answers import ANSWERS
 from flower_gpu.workers import interpreter, messages, state_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
-from flower_gpu.workers.forkserver import identity, libraries, sockets
+from flower_gpu.workers.forkserver import attributes, identity, libraries, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.workers.forkserver.forking import READY, Become, Loop, Session, Start, become, describe
 from flower_gpu.workers.forkserver.identity import Inherited
@@ -173,6 +173,8 @@ class Server:
         session.folder, session.own = descriptors
         descriptors.clear()  # the session closes them, also in a fork
         session.record = message["record"]
+        if not attributes.may_fork_for(session.caller):
+            raise messages.Gone("its worker would have more privileges than the caller")
         whose = session.caller, session.record["kind"]
         if session.record["is_on_gpu"]:
             self._learning.ask_for_gpus(*whose)
