@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 _PROC = Path("/proc/self")
 _MEMORY = Path("/proc/meminfo")
+_VMSTAT = Path("/proc/vmstat")
 _CPUS = Path("/sys/devices/system/cpu")
 # What the kernel can take back from a group before it kills in it: the page cache, and its own caches. Shared
 # memory (tmpfs) is not among these: it counts as anonymous. Version 1 has totals with the groups below.
@@ -130,6 +131,37 @@ def available_memory() -> tuple[int, int]:
     if limit is None:
         return available, total
     return min(available, limit.available_bytes), min(total, limit.total_bytes)
+
+
+def oom_kills(proc: Path = _PROC) -> int:
+    """Return how many processes of this process's group the kernel has killed for want of memory; 0: unknown.
+
+    It counts kills in groups below as well, whichever limit was reached. Without such groups, those of the
+    whole host are counted.
+    """
+    for version, folder in _folders("memory", proc)[:1]:
+        with suppress(OSError, ValueError, StopIteration):
+            return _count(folder / ("memory.events" if version == 2 else "memory.oom_control"))
+    with suppress(OSError, ValueError, StopIteration):
+        return _count(_VMSTAT)
+    return 0
+
+
+def _count(path: Path) -> int:
+    lines = path.read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.split()[:1] == ["oom_kill"])
+
+
+def is_killed_as_one(proc: Path = _PROC) -> bool:
+    """Return True if the kernel kills all processes of this process's group where one would do.
+
+    Kubernetes sets ``memory.oom.group`` for each container.
+    """
+    for version, folder in _folders("memory", proc):
+        with suppress(OSError):
+            if version == 2 and (folder / "memory.oom.group").read_text().strip() == "1":
+                return True
+    return False
 
 
 def process_count(proc: Path = _PROC) -> tuple[int, int] | None:

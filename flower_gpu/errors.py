@@ -88,12 +88,26 @@ class WorkerDiedError(WorkerError):
         Exit status of the worker; ``-n`` when signal ``n`` ended it.
     tail : str
         The last lines the worker wrote.
+    is_out_of_memory : bool
+        Whether the kernel killed the worker because main memory ran out. False where that is not certain.
+    peak_bytes : int
+        The most main memory that the worker had; 0 where that is not known.
     """
 
-    def __init__(self, message: str, exitcode: int = 0, tail: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        exitcode: int = 0,
+        tail: str = "",
+        *,
+        is_out_of_memory: bool = False,
+        peak_bytes: int = 0,
+    ) -> None:
         super().__init__(message)
         self.exitcode = exitcode
         self.tail = tail
+        self.is_out_of_memory = is_out_of_memory
+        self.peak_bytes = peak_bytes
 
 
 class RankError(WorkerError):

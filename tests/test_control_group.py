@@ -149,6 +149,30 @@ def test_cores(quota: float | None, count: int, monkeypatch: pytest.MonkeyPatch)
     assert threads.planned_threads({}) == count
 
 
+def test_kills_for_want_of_memory_are_counted(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc.is_in("0::/pod/container")
+    root = proc.mount()
+    write(root / "pod", memory__events="low 0\noom 9\noom_kill 9")
+    write(root / "pod/container", memory__events="low 0\noom 3\noom_kill 2\noom_group_kill 0")
+    assert control_group.oom_kills(proc.path) == 2
+    assert not control_group.is_killed_as_one(proc.path)
+    write(root / "pod", memory__oom__group=1)
+    assert control_group.is_killed_as_one(proc.path)
+
+
+def test_kills_in_version_1_and_without_groups(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc.is_in("4:memory:/job")
+    write(proc.mount("memory", controllers="memory") / "job", memory__oom_control="under_oom 0\noom_kill 5")
+    assert control_group.oom_kills(proc.path) == 5
+    assert not control_group.is_killed_as_one(proc.path)
+    (proc.path / "cgroup").unlink()
+    (proc.path / "vmstat").write_text("pgfault 1\noom_kill 7\n")
+    monkeypatch.setattr(control_group, "_VMSTAT", proc.path / "vmstat")
+    assert control_group.oom_kills(proc.path) == 7
+    (proc.path / "vmstat").unlink()
+    assert control_group.oom_kills(proc.path) == 0
+
+
 def test_cores_and_memory_are_counted_in_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two countings could differ, as in a container, and a call would wait for a core that nobody has."""
     others = re.compile(r"cpu_count\(|virtual_memory\(|SC_PHYS_PAGES|SC_NPROCESSORS|meminfo|thread_siblings")
@@ -262,7 +286,69 @@ for method in ("fork", "spawn"):
     try:
         flower_gpu.run_in_worker(fill, 2048, start_method=method)
     except flower_gpu.WorkerDiedError as error:
-        print(error.exitcode, str(error).partition("(by")[2].partition(")")[0].partition("dmesg; ")[2])
+        text = str(error)
+        print(error.exitcode, error.is_out_of_memory, error.peak_bytes > {100 * MIB}, "second try" in text)
+        print(text.partition("ran out")[2].partition("; ")[2].partition(")")[0])
     assert flower_gpu.run_in_worker(fill, 10, start_method=method) == 10
 """
-    assert run_in(group, code).splitlines() == ["-9 its control group may have 400 MiB"] * 2
+    assert (
+        run_in(group, code).splitlines()
+        == [
+            "-9 True True True",
+            "its control group may have 400 MiB",
+        ]
+        * 2
+    )
+
+
+@pytest.mark.parametrize("group", ["memory"], indirect=True)
+def test_a_call_that_the_kernel_kills_runs_again_with_all_memory(group: Path, tmp_path: Path) -> None:
+    """The client with the most data: all ask for what the first one took. Its peak is known afterwards."""
+    name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+    (group / name).write_text(str(700 * MIB))
+    (ledger := tmp_path / "ledger").mkdir()
+    ledger.chmod(0o1777)
+    code = """
+import threading, time
+from pathlib import Path
+os.environ["FLOWER_GPU_LEDGER_DIR"], os.environ["FLOWER_GPU_STATE_DIR"] = sys.argv[2], sys.argv[3]
+import flower_gpu
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.ledger import Ledger
+held, go = Path(sys.argv[4], "held"), Path(sys.argv[4], "go")
+
+def take(mib, waits=False):
+    taken = bytearray(b"x") * (mib << 20)
+    if waits:
+        held.touch()
+        while not go.exists():
+            time.sleep(0.01)
+    return len(taken) >> 20
+
+values = []
+def call(*args):
+    values.append(flower_gpu.run_in_worker(take, *args, gpu="never", start_method="spawn"))
+
+call(150)
+small = threading.Thread(target=call, args=(150, True))
+small.start()
+while not held.exists():
+    time.sleep(0.01)
+big = threading.Thread(target=call, args=(560,))
+big.start()
+while not Ledger().status().waiting:  # its second try, as the first one had room
+    assert big.is_alive()
+    time.sleep(0.02)
+go.touch()
+small.join()
+big.join()
+print(values)
+print([one.peak_bytes >= 550 << 20 for key, one in Footprints().entries().items() if "take" in key.task])
+"""
+    program = "import os, sys\nopen(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n" + code
+    folders = [str(ledger), str(tmp_path / "state"), str(tmp_path)]
+    done = run([sys.executable, "-c", program, str(group), *folders], env=ENVIRON)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[150, 150, 560]", "[True]"]
+    assert "was killed by the kernel, since main memory ran out (it had up to" in done.stderr
+    assert "It runs again, with all the main memory that leases can have" in done.stderr

@@ -18,9 +18,9 @@ from flower_gpu.calls.environment import fixed
 from flower_gpu.calls.gpu_use import THIS_WORKER, Use
 from flower_gpu.frameworks.framework import Figures, Hold, Rule
 from flower_gpu.gpu import driver_cap, guard, mps
-from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers import confinement, events, own_process, threads
+from flower_gpu.workers.main_memory import MainMemory
 from flower_gpu.workers.own_process import facts
 
 #: :func:`setup`, as the ``setup`` of a call.
@@ -141,7 +141,7 @@ class _UsageWriter:
         self._is_known = all(use.context_bytes is not None for use in self.uses)
 
     def start(self) -> None:
-        self.base_bytes = host.anonymous_bytes(os.getpid())
+        self.base_bytes = MainMemory.of_process("self").anonymous_bytes
         self.before = _figures()
         if self.before and not own_process.is_inside():
             # The peaks of a call that runs in the user's own process are for the user to reset.
@@ -175,7 +175,11 @@ class _UsageWriter:
             if use.share.uuid in self._used:
                 self._used[use.share.uuid] = use.beyond(reserved)
         if self.lease.ticket and facts.confinement is None:
-            tickets.report(self._used, self.base_bytes, is_idle=True)
+            tickets.report(self._used, self._taken_bytes(), is_idle=True)
+
+    def _taken_bytes(self) -> int:
+        """Return the main memory that this process has taken since the task began."""
+        return max(0, MainMemory.of_process("self").anonymous_bytes - self.base_bytes)
 
     def _run(self) -> None:
         pause_s = _FIRST_LOOK_S
@@ -214,7 +218,7 @@ class _UsageWriter:
             return
         self._used = used
         if self.lease.ticket and facts.confinement is None:
-            tickets.report(used, self.base_bytes)
+            tickets.report(used, self._taken_bytes())
         else:  # of a rank, for which the worker of all of them writes; or confined, for which the caller does
             events.send("gpu_used", used=used)
 

@@ -51,6 +51,7 @@ class Leasing:
     # When the wait for a lease ends, on the clock of time.monotonic; by default lease_timeout_s after it
     # began. It is asked again and again, and what it raises ends the wait.
     deadline: Callable[[], float] | None = None
+    asks_for_all_memory: bool = False  # all main memory that leases can have, after it ran out of that
     footprints: Footprints = field(default_factory=Footprints)
 
     @contextmanager
@@ -139,13 +140,14 @@ class Leasing:
 
     @property
     def _memory(self) -> CallMemory:
-        return CallMemory(self.footprints, self.key, bool(self.uuids), self.host.reserve_bytes)
+        on_gpu, reserve_bytes = bool(self.uuids), self.host.reserve_bytes
+        return CallMemory(self.footprints, self.key, on_gpu, reserve_bytes, self.asks_for_all_memory)
 
-    def learn_memory(self, taken_bytes: int) -> None:
-        """Keep a worker's peak of main memory for the next calls."""
+    def learn_memory(self, taken_bytes: int, *, is_done: bool) -> None:
+        """Keep a worker's peak of main memory for the next calls; as the least, if the call is not done."""
         if self.host.is_leased:
             with _only_warned():
-                self._memory.learn(taken_bytes)
+                self._memory.learn(taken_bytes, is_done=is_done)
 
     def _event(self, what: str) -> str:
         # Whoever reads `lease_granted` looks for its GPU.

@@ -67,7 +67,7 @@ def run_call(
     key = key_of(f"{name or task_name(task)} {kind}", arrays, sizes)
     uuids = decision.uuids if decision.on_gpu else ()
     leases = Leasing(settings.gpu, uuids, label, key, call.fields, settings.host)
-    return call.on_gpu(leases, environ) if uuids else call.on_cpu(leases, environ)
+    return call.run(leases, environ)
 
 
 def run_in_worker(

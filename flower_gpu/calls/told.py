@@ -15,10 +15,10 @@ from flower_gpu import trace
 from flower_gpu.calls import notices
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError, text_of
 from flower_gpu.gpu import driver_cap, guard
-from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.workers import call_end
+from flower_gpu.workers.main_memory import MainMemory
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -150,6 +150,7 @@ class Told:
     ``display``: draws the progress.
     ``ticket``: that of its lease, if it has one.
     ``lease``: the same.
+    ``reports``: whether the worker does not report its memory itself: one on the CPU, or a confined one.
     ``clients``: of a call for several messages. Each client has lines of its own, with its part of the time.
     """
 
@@ -157,18 +158,21 @@ class Told:
     display: ProgressDisplay
     ticket: Ticket | None
     lease: Lease | None
+    reports: bool = True
     clients: Sequence[str] = ()
     events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last of each kind
     _times: dict[str, Any] = field(
         default_factory=lambda: dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
     )
     _traced: set[str] = field(default_factory=set)  # kinds of events that have their line
-    _base_bytes: int = 0  # main memory that the worker had when it started
+    _base: MainMemory = field(default_factory=MainMemory)  # main memory that the worker had at its start
+    _most: MainMemory = field(default_factory=MainMemory)  # the most of each kind that was seen since
+    _used: Mapping[str, int] = field(default_factory=dict)  # of GPUs, as a confined worker reports it
     _began: float = field(default_factory=time.monotonic)
 
     @property
     def memory_bytes(self) -> int:
-        """The worker's peak of main memory, by its last report."""
+        """The worker's peak of main memory beyond what it began with, without pages of mapped files."""
         return int(self._times["memory_bytes"] or 0)
 
     def on_start(self, pid: int, method: str, *, is_process: bool, is_used_again: bool) -> None:
@@ -176,11 +180,32 @@ class Told:
         self.record.update(pid=pid, start_method=method)
         if is_used_again:
             self.record["used_again"] = True
-        if self.ticket is not None and is_process:
-            self._base_bytes = host.anonymous_bytes(pid)
-            self.ticket.report_worker(pid, self._base_bytes)
+        if is_process:
+            self._base = self._most = MainMemory.of_process(pid)
+            if self.ticket is not None:
+                self.ticket.report_worker(pid, 0)
         for record in self._records():
             trace.write("worker_started", **record)
+
+    def on_look(self, pid: int) -> None:
+        """Look at the main memory of the worker, and report it unless the worker does so itself."""
+        now = MainMemory.of_process(pid)
+        self._most = MainMemory(*map(max, now, self._most))
+        if self.ticket is not None and self.reports:
+            taken_bytes = max(0, now.anonymous_bytes - self._base.anonymous_bytes)
+            self.ticket.report_worker(pid, taken_bytes, self._used)
+
+    def _note_peak(self, peak_bytes: int, mapped_bytes: int = 0) -> None:
+        """Note the peak of all resident memory beyond that of the start, for :attr:`memory_bytes`.
+
+        The kernel tells no peak of anonymous memory. At the moment of the peak no more can have been mapped
+        files than was seen of these at any time.
+
+        ``mapped_bytes``: growth of mapped files when the call was done.
+        """
+        mapped_bytes = max(mapped_bytes, self._most.file_bytes - self._base.file_bytes)
+        seen_bytes = self._most.anonymous_bytes - self._base.anonymous_bytes
+        self._times["memory_bytes"] = max(0, peak_bytes - mapped_bytes, seen_bytes)
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Take one event of the worker."""
@@ -188,8 +213,8 @@ class Told:
         if kind in _KEPT:
             self.events[kind] = {key: event[key] for key in event if key != "event"}
         elif kind == "gpu_used" and self.ticket is not None:  # of a confined worker
-            used = used_of_lease(event["used"], self.lease)
-            self.ticket.report_worker(self.record["pid"], self._base_bytes, used)
+            self._used = used_of_lease(event["used"], self.lease)
+            self.on_look(self.record["pid"])
         elif kind == "no_guard":
             self.record["no_guard"] = event["reason"]
             notices.say_no_guard(event["reason"], is_expected=guard.problem() is not None)
@@ -199,6 +224,8 @@ class Told:
         elif kind in _TIMES:
             self._times[_TIMES[kind]] = time.time()
             self._times.update({name: event[name] for name in self._times if name in event})
+            if event.get("memory_bytes"):
+                self._note_peak(event["memory_bytes"], event.get("mapped_bytes") or 0)
             if self.clients and event.get("cpu_s") is not None:  # None: the task has failed
                 self._times["cpu_s"] = event["cpu_s"] / len(self.clients)
             # Once, because an app may send any number of them. If the worker stays, the call is over, and the
@@ -213,6 +240,8 @@ class Told:
         """Write the line of the worker's end, if one had the call."""
         if "pid" not in self.record:
             return
+        if isinstance(error, WorkerDiedError) and error.peak_bytes:
+            self._note_peak(error.peak_bytes - self._base.resident_bytes)
         if "gpu_memory" in self.events:
             self.record["gpus"] = self.events["gpu_memory"]["gpus"]
         seconds = round(time.monotonic() - self._began, 4)

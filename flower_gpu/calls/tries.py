@@ -19,7 +19,7 @@ from flower_gpu.calls import environment, leased_worker, notices, out_of_memory
 from flower_gpu.calls.leasing import Leasing, is_worker
 from flower_gpu.calls.settings import CallSettings, WorkerSettings
 from flower_gpu.calls.told import ProgressDisplay, Told
-from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError
+from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError, WorkerDiedError
 from flower_gpu.frameworks.out_of_memory import says_device_is_busy, says_fault
 from flower_gpu.gpu import driver_cap, guard, mps
 from flower_gpu.leases.lease import Lease, LeaseRequest
@@ -93,8 +93,39 @@ class Tries:
     told: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what the last worker told
     method: StartMethod = start.SPAWN  # by which it was tried last
     memory_bytes: int = 0  # that the last worker took, as far as it has told
+    was_killed: bool = False  # whether the last worker died: then it may have needed more
 
-    def on_gpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
+    def run(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
+        """Run it under a lease; once more with all main memory if the kernel killed its worker for that."""
+        on = self._on_gpu if leasing.uuids else self._on_cpu
+        try:
+            return on(leasing, environ)
+        except WorkerDiedError as error:
+            if not error.is_out_of_memory or not self._may_have_more_memory(leasing):
+                raise
+            first = str(error).partition("\n")[0]
+            # Without its frames: they have the arguments, and this one has them.
+            killed = error.with_traceback(None)
+        notices.say(f"{first}\nIt runs again, with all the main memory that leases can have")
+        try:
+            return on(replace(leasing, asks_for_all_memory=True), environ)
+        except WorkerDiedError as error:
+            if not error.is_out_of_memory:
+                raise
+            raise WorkerDiedError(
+                f"{error} That was its second try, with all the main memory that leases can have. Use "
+                "smaller batches or fewer processes of a DataLoader, or give the host more memory",
+                exitcode=error.exitcode,
+                tail=error.tail,
+                is_out_of_memory=True,
+                peak_bytes=error.peak_bytes,
+            ) from killed
+
+    def _may_have_more_memory(self, leasing: Leasing) -> bool:
+        is_counted = leasing.host.is_leased and self.workers.learns_memory
+        return is_counted and self.settings.gpu.on_oom != "fail"
+
+    def _on_gpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
         """Run it under a lease; again under another one where it ran out of memory."""
         requests = [leasing.settings.request]
         text, ran_out = "", None
@@ -138,14 +169,14 @@ class Tries:
                 finally:
                     if figures := self.told.get("gpu_memory"):
                         leasing.learn(figures, held, is_done=is_done)
-                    leasing.learn_memory(self.memory_bytes)
+                    leasing.learn_memory(self.memory_bytes, is_done=not self.was_killed)
             notices.say(f"{text}. Also there: {others}. It runs {then}")
             if following is None:
                 break
             requests.append(following)
-        return self.on_cpu(replace(leasing, uuids=()), environ)
+        return self._on_cpu(replace(leasing, uuids=()), environ)
 
-    def on_cpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
+    def _on_cpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
         """Run it without a GPU, with a lease on cores and main memory."""
         without_gpu = environment.of_worker(None, environ)
         with self.workers.held_on_cpu(leasing) as found:
@@ -156,7 +187,7 @@ class Tries:
                 with files.passed_on(ticket.descriptor):
                     return self.once(without_gpu, ticket, held)
             finally:
-                leasing.learn_memory(self.memory_bytes)
+                leasing.learn_memory(self.memory_bytes, is_done=not self.was_killed)
 
     def _runs_here(self) -> bool:
         return not self.method.is_own_process  # whose memory no second try gives back
@@ -223,7 +254,9 @@ class Tries:
                 if mps.is_of_run(os.environ):
                     record["mps_percentage"] = mps.percentage(held.processors)
         display = ProgressDisplay(self.label, record, self.workers.shows_progress)
-        told = Told(record, display, ticket, held, self.clients)
+        # A worker with a GPU reports its memory itself, unless it may not write into the ticket.
+        reports = held is None or not held.shares or confinement is not None
+        told = Told(record, display, ticket, held, reports, self.clients)
         self.told = told.events
         workers = self.workers
 
@@ -252,6 +285,7 @@ class Tries:
                     method,
                     timeout_s=settings.timeout_s,
                     on_event=told.on_event,
+                    on_look=told.on_look,
                     on_start=on_start,
                     otherwise=self._otherwise(method),
                 )
@@ -261,8 +295,9 @@ class Tries:
             error = caught
             raise
         finally:
-            self.memory_bytes = told.memory_bytes if workers.learns_memory else 0
             told.write_end(error, is_cancelled=workers.is_cancelled)
+            self.memory_bytes = told.memory_bytes if workers.learns_memory else 0
+            self.was_killed = isinstance(error, WorkerDiedError)
         return self.once(gpu_env, ticket, held)
 
     def _chosen(self) -> StartMethod:

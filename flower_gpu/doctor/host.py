@@ -40,6 +40,14 @@ def system() -> Iterator[Found]:
         yield "note", f"{sys.platform}: workers are spawned, which is slower; there is no fork server"
     available, total = control_group.available_memory()
     yield "ok", f"{format_bytes(available)} of {format_bytes(total)} of main memory can be used"
+    if control_group.is_killed_as_one():
+        yield (
+            "note",
+            "where main memory runs out, the kernel kills all processes of this control group, and not one "
+            "worker (memory.oom.group is 1, as Kubernetes sets it)",
+            "have the administrator set singleProcessOOMKill: true for the kubelet (Kubernetes 1.32), give "
+            "the container more memory, or leave more of it free with FLOWER_GPU_HOST_RESERVE",
+        )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _ENOUGH_FILES:
         level = "problem" if soft < _TOO_FEW_FILES else "note"

@@ -22,16 +22,16 @@ Scalar = bool | bytes | float | int | str
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What of an array that was sent the one that comes back is compared with."""
+class SentArray:
+    """Shape and values of an array that was sent. The array that comes back must match."""
 
-    shape: tuple[int, ...]  # its shape
-    # A copy of it, where some of its values are not finite (masks of ``-inf``); None: all are finite
+    shape: tuple[int, ...]
+    # A copy of the array if some of its values are not finite (masks of ``-inf``), else None.
     values: NDArray[Any] | None = None
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Self:
-        """Note it, before the function can change the array."""
+        """Describe an array before the function can change it."""
         return cls(array.shape, None if _is_finite(array) else array.copy())
 
 
@@ -39,7 +39,7 @@ def fit(
     task: Task, weights: Weights, config: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[Weights, int, dict[str, Scalar]]:
     """Call a user's training function, and check its result against the weights that were sent."""
-    sent = [Sent.of(array) for array in weights]
+    sent = [SentArray.of(array) for array in weights]
     result = load_task(task)(weights, dict(config), **kwargs)
     return check_fit(result, sent, task_name(task))
 
@@ -80,7 +80,7 @@ def server_evaluate(task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return metrics
 
 
-def check_fit(result: Any, sent: Sequence[Sent], name: str) -> tuple[Weights, int, dict[str, Scalar]]:
+def check_fit(result: Any, sent: Sequence[SentArray], name: str) -> tuple[Weights, int, dict[str, Scalar]]:
     """Check ``(weights, num_examples, metrics)``.
 
     ``result``: what the function returned.
@@ -102,7 +102,7 @@ def check_evaluate(result: Any, name: str) -> tuple[float, int, dict[str, Scalar
     return number(loss, name, "loss"), _num_examples(num_examples, name), scalars(metrics, name)
 
 
-def check_weights(weights: Any, sent: Sequence[Sent] | None, name: str) -> Weights:
+def check_weights(weights: Any, sent: Sequence[SentArray] | None, name: str) -> Weights:
     """Return ``weights`` as numpy arrays, shaped like those that were sent, and finite where these were.
 
     ``weights``: what the function returned.
@@ -122,7 +122,7 @@ def check_weights(weights: Any, sent: Sequence[Sent] | None, name: str) -> Weigh
         raise InvalidResultError(f"{name}: {len(arrays)} arrays returned, {len(sent)} were sent")
     for index, array in enumerate(arrays):
         where = f"{name}: array {index + 1} of {len(arrays)}"
-        before = sent[index] if sent else Sent(array.shape)
+        before = sent[index] if sent else SentArray(array.shape)
         if array.shape != before.shape:
             raise InvalidResultError(
                 f"{where} has shape {array.shape}, expected {before.shape} as it was sent"

@@ -15,7 +15,7 @@ import re
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -146,15 +146,13 @@ class Entry(Claim):
         """Tell whether its worker waits for another call, as it says itself."""
         return self._report()[3]
 
-    def own_memory_bytes(self, of_process: Callable[[int], int]) -> int:
-        """Return the main memory that its worker has taken by now; 0 where that is not known.
+    def own_memory_bytes(self) -> int:
+        """Return the main memory that its worker has taken, by its last report; 0 where there is none.
 
-        ``of_process`` returns what a process of this pid namespace has.
+        Other processes cannot look themselves: the worker may be in another pid namespace, or hidden
+        (``hidepid`` of proc(5)).
         """
-        pid, _, base_bytes, _ = self._report()
-        if not pid or self.pid_namespace != pid_namespace():
-            return 0
-        return max(0, of_process(pid) - base_bytes)
+        return self._report()[2]
 
     def _report(self) -> tuple[int, dict[str, int], int, bool]:
         try:
@@ -165,8 +163,8 @@ class Entry(Claim):
                 return 0, {}, 0, False
             told = json.loads(text)
             used = {uuid: _whole(nbytes) for uuid, nbytes in told["used"].items()}
-            base_bytes, is_idle = _whole(told["base_bytes"]), told["idle"] is True
-            return _whole(told["pid"], _MOST_PID), used, base_bytes, is_idle
+            memory_bytes, is_idle = _whole(told["memory_bytes"]), told["idle"] is True
+            return _whole(told["pid"], _MOST_PID), used, memory_bytes, is_idle
         except (OSError, *_NOT_OURS):
             return 0, {}, 0, False
 

@@ -35,7 +35,6 @@ RESERVED_PART: Final = 0.05
 SETTLED_S: Final = 10.0
 
 _MUCH: Final = 1.25  # a call that took so many times less than is known is a reason to write that down
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class HostMeasured:
         for name, (available, total) in self.memory.items():
             # What workers have taken of their leases already is not available, and is theirs.
             ours = sum(
-                min(entry.own_memory_bytes(anonymous_bytes), part.memory_bytes)
+                min(entry.own_memory_bytes(), part.memory_bytes)
                 for entry in holders
                 for part in entry.parts
                 if part.uuid == name
@@ -115,9 +114,14 @@ class CallMemory:
     key: Key  # of its task; the model of GPU does not matter
     on_gpu: bool
     reserve_bytes: int | None  # of main memory, never leased
+    # Whether it asks for all that leases can have, since it ran out of memory
+    asks_for_all: bool = False
 
     def need(self) -> HostNeed | None:
         """Return what it asks for; None: nothing."""
+        if self.asks_for_all:  # more than there is: then it is alone with all of that
+            _, total = control_group.host_memory()
+            return HostNeed(MEMORY, total, least=total)
         known = self.footprints.get(self._key)
         if known is not None:
             needed = needed_bytes(known)
@@ -132,28 +136,20 @@ class CallMemory:
         most = total - reserve_of(total, self.reserve_bytes)
         return HostNeed(task, guess, least=guess, capacity=max(1, most))
 
-    def learn(self, taken_bytes: int) -> None:
+    def learn(self, taken_bytes: int, *, is_done: bool = True) -> None:
         """Keep the call's peak; 0: not known, as its worker stays.
 
-        Not what is nearly known: each writing takes as long as a short call.
+        A value close to the known one is not kept: each writing takes as long as a short call. The peak of a
+        call that is not done (``is_done``) is the least that it needs, so it is kept only if it is higher.
         """
         known = self.footprints.get(self._key)
-        if taken_bytes and (known is None or not known / _MUCH <= taken_bytes <= known):
+        is_news = known is None or taken_bytes > known or (is_done and taken_bytes < known / _MUCH)
+        if taken_bytes and is_news:
             self.footprints.learn(self._key, taken_bytes)
 
     @property
     def _key(self) -> Key:
         return self.key.on(BESIDE_GPU if self.on_gpu else ON_CPU)
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Return how much memory a process has that is no part of a file; 0 where that is not known."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return 0
-    return max(0, resident - shared) * _PAGE_BYTES
 
 
 def _not_taken(holders: Sequence[Entry]) -> Iterator[tuple[str, int]]:
@@ -164,4 +160,4 @@ def _not_taken(holders: Sequence[Entry]) -> Iterator[tuple[str, int]]:
     for entry in holders:
         for part in entry.parts:
             if kind_of(part.uuid) == UNKNOWN_MEMORY and time.time() > entry.since + SETTLED_S:
-                yield part.uuid, max(0, part.memory_bytes - entry.own_memory_bytes(anonymous_bytes))
+                yield part.uuid, max(0, part.memory_bytes - entry.own_memory_bytes())

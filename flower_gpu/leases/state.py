@@ -130,16 +130,19 @@ class Readings:
             part.uuid == gpu.uuid for entry in (*holders, *ended) for part in entry.parts
         ):
             return Card(gpu.uuid, 0)
-        own_namespace = pid_namespace()
         ours = untold = 0
+        # What each process uses, less what leases account for: one may have several, in a program that
+        # calls in its own process.
+        left = {pid: used or 0 for pid, used in listed.items()}
         for entry in (*holders, *ended):
             leased = sum(part.memory_bytes for part in entry.parts if part.uuid == gpu.uuid)
             if leased:
                 pid, told = self.told.get(entry.id, (0, {}))
-                used = min(told.get(gpu.uuid, 0), leased)
-                is_seen = entry.pid_namespace == own_namespace
+                used_by_process = told.get(gpu.uuid, 0)
+                used = min(used_by_process, leased)
+                is_seen = entry.pid_namespace == pid_namespace()
                 if is_seen and listed.get(pid) is not None:
-                    used = min(listed[pid] or 0, leased)
+                    used = self._listed_use(pid, listed[pid] or 0, used_by_process, leased, left)
                 elif entry in ended or (is_seen and pid and not Path(f"/proc/{pid}").exists()):
                     used = 0  # its worker is gone, and what it used may be another program's by now
                 else:
@@ -148,6 +151,26 @@ class Readings:
         others = max(0, gpu.used_bytes - ours)
         most = gpu.total_bytes - (gpu.reserved_bytes or 0) - reserve_bytes
         return Card(gpu.uuid, max(0, most - others), min(untold, others, max(0, most)))
+
+    def _listed_use(
+        self, pid: int, listed_bytes: int, told_bytes: int, leased_bytes: int, left: dict[int, int]
+    ) -> int:
+        """Return what NVML lists of a worker and its children, and take that from ``left``.
+
+        A worker reports the sum of its processes. What it reports beyond its own use is taken to be that of
+        its children, as far as processes are listed that no lease accounts for.
+        """
+        own = min(left[pid], leased_bytes)
+        of_other_leases = listed_bytes - left[pid]
+        left[pid] -= own
+        missing = min(told_bytes - of_other_leases, leased_bytes) - own
+        workers = {pid for pid, _ in self.told.values()}
+        for other in left:
+            if missing > 0 and other not in workers and left[other]:
+                taken = min(missing, left[other])
+                left[other] -= taken
+                own, missing = own + taken, missing - taken
+        return own
 
 
 def other_program(gpu: GPU) -> GPUProcess | None:

@@ -108,14 +108,14 @@ class Ticket:
             os.read(self._wake, 4096)
         return True
 
-    def report_worker(self, pid: int, base_bytes: int, used_bytes: Mapping[str, int] | None = None) -> None:
-        """Report, for a worker that has just started or cannot write here, which process it is.
+    def report_worker(self, pid: int, memory_bytes: int, used_bytes: Mapping[str, int] | None = None) -> None:
+        """Report the use of a worker that does not write here itself.
 
-        ``base_bytes``: main memory that it has by then, in common with the process that it is a fork of.
-        ``used_bytes``: what it uses of each GPU in its lease, by UUID.
+        ``memory_bytes``: main memory that it has taken since its start.
+        ``used_bytes``: memory that it uses of each GPU in its lease, by UUID.
         """
         with suppress(OSError):  # the disk is full
-            os.pwrite(self.descriptor, _report_of(pid, used_bytes or {}, base_bytes), REPORT_AT)
+            os.pwrite(self.descriptor, _report_of(pid, used_bytes or {}, memory_bytes), REPORT_AT)
 
     def let_go(self) -> bool:
         """Give up the lock; return False if another process has it even after a moment.
@@ -182,24 +182,29 @@ def new_entry(folder: Path, order: int, count: int, pack: bool) -> Entry:
     )
 
 
-def _report_of(pid: int, used_bytes: Mapping[str, int], base_bytes: int, *, is_idle: bool = False) -> bytes:
-    told: dict[str, Any] = {"pid": pid, "used": dict(used_bytes), "base_bytes": base_bytes, "idle": is_idle}
+def _report_of(pid: int, used_bytes: Mapping[str, int], memory_bytes: int, *, is_idle: bool = False) -> bytes:
+    told: dict[str, Any] = {
+        "pid": pid,
+        "used": dict(used_bytes),
+        "memory_bytes": memory_bytes,
+        "idle": is_idle,
+    }
     text = json.dumps(told).encode()
     data = b"%08x %s\n" % (zlib.crc32(text), text)
     return data if len(data) <= REPORT_BYTES else b""
 
 
-def report(used_bytes: Mapping[str, int], base_bytes: int = 0, *, is_idle: bool = False) -> None:
-    """Report, in a worker, how much memory it uses of each GPU in its lease.
+def report(used_bytes: Mapping[str, int], memory_bytes: int = 0, *, is_idle: bool = False) -> None:
+    """Report, in a worker, how much memory it uses of each GPU in its lease, and of main memory.
 
     Other processes then know which use is not ours. Unreported use counts as another program's.
 
     ``used_bytes``: by UUID, the CUDA context included.
-    ``base_bytes``: main memory that it had when it started, in common with the process that it is a fork of.
+    ``memory_bytes``: main memory that it has taken since its start.
     ``is_idle``: whether it waits for another call.
     """
     lease = Lease.from_environment(os.environ)
     if lease is None:
         return
     with suppress(OSError), opened(Path(lease.ticket), os.O_WRONLY) as descriptor:  # it is gone, or no room
-        os.pwrite(descriptor, _report_of(os.getpid(), used_bytes, base_bytes, is_idle=is_idle), REPORT_AT)
+        os.pwrite(descriptor, _report_of(os.getpid(), used_bytes, memory_bytes, is_idle=is_idle), REPORT_AT)

@@ -52,6 +52,7 @@ class HostMemory:
         self._available = available
         self._changed = threading.Condition()
         self._running = 0
+        self._alone = 0  # workers that run alone, or wait for that
         #: The most that a worker took so far.
         self.largest_bytes = 0
         self._looked, self._found = -_LOOK_S, available()
@@ -60,15 +61,17 @@ class HostMemory:
         self.waits = 0
 
     @contextmanager
-    def room(self, *, at_once: bool = False) -> Iterator[None]:
+    def room(self, *, at_once: bool = False, alone: bool = False) -> Iterator[None]:
         """Wait until there is room for a worker. There always is for the first one.
 
         ``at_once``: do not wait: the worker is there, and has what others who are let in wait for.
+        ``alone``: wait until no other worker runs here, and let none in during the block.
         """
         with self._changed:
-            if not at_once and not self._has_room():
+            self._alone += alone
+            if not at_once and not self._has_room(alone=alone):
                 self.waits += 1
-                while not self._has_room():
+                while not self._has_room(alone=alone):
                     self._changed.wait(_POLL_S)
             self._running += 1
             began = time.monotonic()
@@ -78,14 +81,17 @@ class HostMemory:
         finally:
             with self._changed:
                 self._running -= 1
+                self._alone -= alone
                 self._started.remove(began)
-                self._changed.notify()
+                self._changed.notify_all()
 
     def learn(self, worker_bytes: int) -> None:
         """Note a worker's memory."""
         self.largest_bytes = max(self.largest_bytes, worker_bytes)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, *, alone: bool) -> bool:
+        if alone or self._alone:
+            return alone and not self._running
         if not self._running:
             return True
         now = time.monotonic()
@@ -283,10 +289,25 @@ class MessageHandler:
         raise AssertionError
 
     def _run_once(self, visits: Sequence[Visit], slot: Slot) -> list[Handled]:
+        """Have messages handled, a single one a second time, alone, if it ran out of main memory."""
+        try:
+            return self._run_in_room(visits, slot)
+        except WorkerDiedError as error:
+            with self._lock:
+                is_wanted = visits[0].message_id in self._running
+            self._memory.learn(error.peak_bytes)
+            # Several messages are handled again in smaller assignments.
+            if len(visits) > 1 or not error.is_out_of_memory or not is_wanted:
+                raise
+            first = str(error).partition("\n")[0].rstrip(".")
+        log(WARNING, "%s. It is handled again while no other message is", first)
+        return self._run_in_room(visits, slot, alone=True)
+
+    def _run_in_room(self, visits: Sequence[Visit], slot: Slot, *, alone: bool = False) -> list[Handled]:
         messages = [visit.message for visit in visits]
         contexts = [self._context_of(visit) for visit in visits]
         own = self._own(visits[0])
-        with self._memory.room(at_once=slot.has_lease):
+        with self._memory.room(at_once=slot.has_lease and not alone, alone=alone):
             replies = message_call.call_many(
                 self._task,
                 (self._work.app, [visit.seed for visit in visits], own.get("slow_down", 1.0)),

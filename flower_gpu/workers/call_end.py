@@ -233,10 +233,11 @@ def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> 
         )
     by = f" (sys.exit in {seen.sys_exit})" if seen.sys_exit and (seen.exitcode or 0) >= 0 else ""
     return WorkerDiedError(
-        f"{label}: {worker} {_describe(seen.exitcode)}{by} after {after_s:.1f} s, before it returned a "
-        f"result.{wrote}",
+        f"{label}: {worker} {_describe(seen)}{by} after {after_s:.1f} s, before it returned a result.{wrote}",
         exitcode=seen.exitcode or 0,
         tail=str(seen.tail),
+        is_out_of_memory=seen.is_out_of_memory,
+        peak_bytes=seen.peak_bytes,
     )
 
 
@@ -248,7 +249,8 @@ def cannot_be_killed(stuck_in: str) -> str:
     )
 
 
-def _describe(exitcode: int | None) -> str:
+def _describe(seen: CallWatch) -> str:
+    exitcode = seen.exitcode
     if exitcode is None:
         return "ended, how is not known (SIGCHLD is ignored here, or something else waits for all children),"
     if exitcode >= 0:
@@ -258,9 +260,15 @@ def _describe(exitcode: int | None) -> str:
     except ValueError:
         name = "signal"
     text = f"was killed by {name} ({-exitcode})"
+    if seen.is_out_of_memory:
+        return f"was killed by the kernel, since main memory ran out (it had {_peak(seen)}{_memory_limit()}),"
     if exitcode == -signal.SIGKILL:
         text += f" (by somebody, or by the kernel for want of memory: see dmesg{_memory_limit()})"
     return text
+
+
+def _peak(seen: CallWatch) -> str:
+    return f"up to {seen.peak_bytes >> 20} MiB" if seen.peak_bytes else "an unknown part"
 
 
 def _memory_limit() -> str:

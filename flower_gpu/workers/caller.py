@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from flower_gpu.workers import (
     call_end,
     confined_replies,
     memory_files,
+    oom_kills,
     own_process,
     started_worker,
     threads,
@@ -158,11 +160,11 @@ class Line:
 
     def _done(self, call: Call, how: _How) -> tuple[CallWatch, Outcome | None]:
         """Run a call; return the facts about it, and its outcome if there is one."""
-        began = time.monotonic()
+        began, kills = time.monotonic(), oom_kills.count()
         files: dict[str, int] = {}
         try:
             worker, is_new = self._sent(call, how, files)
-            seen = CallWatch(call, worker.pid, how.on_event, is_begun=is_new)
+            seen = CallWatch(call, worker.pid, how.on_event, is_begun=is_new, on_look=how.on_look)
             with self._lock:
                 if self.is_cancelled:
                     raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
@@ -181,6 +183,8 @@ class Line:
                     self._end_worker()
             else:
                 self._calls += 1
+            if seen.exitcode == -signal.SIGKILL and seen.has_ended and not self.is_cancelled:
+                seen.is_out_of_memory = oom_kills.claim(kills)
             self.call_s, self.had_imports = time.monotonic() - began, bool(seen.imported)
             self.peak_bytes = max(self.peak_bytes, seen.peak_bytes)
             outcome = None
@@ -301,6 +305,8 @@ class _How:
     #: Seconds after which the worker and its children are ended. Not where the call runs in this process.
     timeout_s: float | None = None
     on_event: Sink | None = None
+    #: Is called now and then with the pid of the worker, to look at its memory.
+    on_look: Callable[[int], None] | None = None
     #: Receives the pid of the worker, and how it was started.
     on_start: Callable[[int, str], None] | None = None
     #: How it starts where there can be no fork server; None: that is an error. FORK: raise ForkInsteadError

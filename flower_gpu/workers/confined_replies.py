@@ -160,7 +160,7 @@ _GPU: Final[Mapping[str, _Take]] = MappingProxyType(
 )
 _EVENTS: Final[Mapping[str, Mapping[str, _Take]]] = MappingProxyType(
     {
-        "result": {"cpu_s": _seconds, "memory_bytes": _count},
+        "result": {"cpu_s": _seconds, "memory_bytes": _count, "mapped_bytes": _count},
         "importing": {"seconds": _seconds},
         "set_too_late": {"variables": lambda _: {}},  # that there are some is enough: none is taken over
         "sys_exit": {"where": lambda value: _short_text(value) or ""},

@@ -47,13 +47,16 @@ _life_ends: set[int] = set()
 
 
 class OwnChild:
-    """A worker that this process started itself."""
+    """A worker that this process started itself.
 
-    peak_bytes = 0  # it tells itself
+    ``reaped``: is called once its status was taken, for an object that would wait for it otherwise.
+    """
 
-    def __init__(self, pid: int, reap: Callable[[], object]) -> None:
+    def __init__(self, pid: int, reaped: Callable[[], object] = lambda: None) -> None:
         self.pid = pid
-        self._reap = reap
+        #: The most memory that it had, once it is reaped; 0 where that is not known.
+        self.peak_bytes = 0
+        self._reaped = reaped
         self._exited = False
         self._exitcode: int | None = None
 
@@ -84,7 +87,9 @@ class OwnChild:
         None where somebody else took the status: the program ignores SIGCHLD, or waits for every child.
         """
         with suppress(ChildProcessError):
-            self._reap()
+            self.peak_bytes = os.wait4(self.pid, 0)[2].ru_maxrss << 10
+        with suppress(ChildProcessError):
+            self._reaped()
         return self._exitcode
 
 

@@ -296,7 +296,7 @@ def spawn(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process
         process_group=0 if call.confinement is None else None,
         start_new_session=call.confinement is not None,
     )
-    return OwnChild(process.pid, reap=process.wait)
+    return OwnChild(process.pid, reaped=process.wait)
 
 
 def fork(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
@@ -316,7 +316,7 @@ def fork(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
         child.leave()
 
     pid = _fork_between_imports(work, f"flower-gpu: {call.label}")
-    return OwnChild(pid, reap=lambda: os.waitpid(pid, 0))
+    return OwnChild(pid)
 
 
 _IMPORT_LIMIT_S = 60.0

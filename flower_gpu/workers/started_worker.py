@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,8 @@ _CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource track
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
 _POLL_S = 0.05  # only where the kernel has no pidfd
 _SIGNAL_S = 0.5  # in the main thread, which a signal that another thread raises does not wake
+# Between two looks at its memory, in the first second and later.
+_FIRST_LOOKS_S, _LATER_LOOKS_S, _FIRST_S = 0.05, 0.25, 1.0
 _LOOK_S = 2.0  # in other threads, which nothing wakes when :meth:`StartedWorker.kill` was called
 _MOST_LATE = 1000  # messages of a worker that is gone: a child of it may go on to write
 
@@ -59,6 +61,11 @@ class CallWatch:
     stuck_in: str = ""
     #: Variables that the task's module set after the fork server's libraries had read them.
     set_too_late: dict[str, str | None] | None = None
+    #: Whether the kernel killed it because main memory ran out, as far as that is certain.
+    is_out_of_memory: bool = False
+    #: Is called now and then with the process id, to look at the worker's memory.
+    on_look: Callable[[int], None] | None = None
+    look_at_s: float = _FIRST_LOOKS_S  # since the begin of the watch
     #: Where its task has called sys.exit.
     sys_exit: str = ""
     #: Seconds that it has been importing, at least.
@@ -183,6 +190,7 @@ class StartedWorker:
         order = -1 if stopped_by is None else stopped_by.descriptor
         if order >= 0:
             self._poll.register(order, select.POLLIN)
+        began = time.monotonic()
         try:
             is_leaving = False
             while not seen.stays and not seen.is_stopped:
@@ -194,7 +202,8 @@ class StartedWorker:
                 if left_s is not None and left_s <= 0:
                     seen.is_cancelled = self._killed_at is not None
                     return
-                if self._wait_once(left_s, order):
+                next_look_s = self._look(seen, time.monotonic() - began)
+                if self._wait_once(next_look_s if left_s is None else min(left_s, next_look_s), order):
                     seen.has_ended = True
                     return
         finally:
@@ -255,6 +264,18 @@ class StartedWorker:
             return
         with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
             os.killpg(self.pid, signal.SIGKILL)
+
+    def _look(self, seen: CallWatch, since_s: float) -> float:
+        """Have somebody look at the worker's memory if it is time; return the seconds until the next look.
+
+        Looks are frequent at first: a call takes most of its memory soon.
+        """
+        if seen.on_look is None:
+            return math.inf
+        if since_s >= seen.look_at_s:
+            seen.on_look(self.pid)
+            seen.look_at_s = since_s + (_FIRST_LOOKS_S if since_s < _FIRST_S else _LATER_LOOKS_S)
+        return seen.look_at_s - since_s
 
     def _wait(self, deadline: float) -> None:
         while (left_s := deadline - time.monotonic()) > 0 and not self._wait_once(left_s):

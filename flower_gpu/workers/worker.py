@@ -40,6 +40,7 @@ from flower_gpu.workers import (
 from flower_gpu.workers.call import Preload, Task, load_task, run_preload, set_up
 from flower_gpu.workers.call_end import Outcome, failure, place_of, unsendable
 from flower_gpu.workers.life import be_killed_first, die_with_the_caller
+from flower_gpu.workers.main_memory import MainMemory
 from flower_gpu.workers.own_process import facts
 
 _SIGNALS = signal.valid_signals()
@@ -203,7 +204,7 @@ class _Calls:
         self._line = line
         self._origin = origin
         self._is_first = True
-        self._base_bytes = _resident_bytes()  # of the process that this one is a fork of
+        self._base = MainMemory.of_process("self")  # of the process that this one is a fork of
 
     def do(self) -> None:
         """Do them."""
@@ -249,7 +250,8 @@ class _Calls:
         event: dict[str, Any] = {"event": "result", "stays": stays, "cpu_s": outcome.cpu_s}
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         if self._is_first and not stays:  # else nobody knows what of it is this task's
-            event["memory_bytes"] = max(0, peak_bytes - self._base_bytes)
+            event["memory_bytes"] = max(0, peak_bytes - self._base.resident_bytes)
+            event["mapped_bytes"] = max(0, MainMemory.of_process("self").file_bytes - self._base.file_bytes)
         messages.send(self._line, {**event, "peak_bytes": peak_bytes})
         return stays
 
@@ -314,15 +316,6 @@ def leave_reply(outcome: Outcome, descriptor: int) -> None:
     except Exception as error:
         os.ftruncate(descriptor, 0)
         write(unsendable(error), descriptor)
-
-
-def _resident_bytes() -> int:
-    """Return how much memory this process has now; 0 where that is not known."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0
 
 
 def _check_environment(env: Mapping[str, str]) -> None:

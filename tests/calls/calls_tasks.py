@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import mmap
 import os
 import sys
 import time
@@ -202,6 +203,16 @@ def _fill(mib: float, seconds: float) -> None:
     del taken
 
 
+def _map(path: str) -> None:
+    """Read a file that is mapped, as data sets are, and keep it mapped."""
+    with open(path, "rb") as file:
+        _mapped.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    assert sum(_mapped[-1][:: mmap.PAGESIZE]) == 0
+
+
+_mapped: list[mmap.mmap] = []
+
+
 def _unlock() -> None:
     """Give up every lock that this process can."""
     for path in list(Path("/proc/self/fd").iterdir()):
@@ -212,6 +223,7 @@ def _unlock() -> None:
 _STEPS = {
     "unlock": _unlock,
     "fill": _fill,
+    "map": _map,
     "tell": _tell,
     "wait": _wait,
     "take": _take,

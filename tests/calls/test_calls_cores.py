@@ -92,6 +92,18 @@ def test_calls_wait_for_main_memory(calls_host: CallsHost) -> None:
     assert all(one["memory_bytes"] >= 290 << 20 for one in calls_host.trace("worker_finished"))
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_mapped_files_are_no_memory_that_a_call_needs(
+    calls_host: CallsHost, method: str, tmp_path: Path
+) -> None:
+    with (data := tmp_path / "data").open("wb") as file:
+        file.truncate(300 << 20)
+    steps: list[Any] = [["map", str(data)], ["fill", 100, 0.0]]
+    calls_host.start()("run", "calls_tasks:follow", steps, gpu="never", start_method=method)
+    [finished] = calls_host.trace("worker_finished")
+    assert 90 << 20 <= finished["memory_bytes"] <= 250 << 20
+
+
 @pytest.mark.parametrize(("gib", "expected"), [(2, 2), (8, 2), (16, 3), (64, 15)])
 def test_few_calls_of_a_task_begin_before_one_is_measured(
     gib: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ from command_shell import Shell
 from nvml_stub import GIB, Host
 from run_programs import run_python
 
+from flower_gpu import control_group
 from flower_gpu.calls import runner
 from flower_gpu.cli import doctor
 from flower_gpu.doctor import Check, Finding, Found, cuda, environment, examine
@@ -336,6 +337,14 @@ def test_few_files_and_a_ledger_that_cannot_be_written_to_are_problems(shell: Sh
     assert finding["todo"] == "ulimit -n 2000, before you start Flower"
     finding = one(found, "ledger", "cannot be written to by this account")
     assert finding["level"] == "problem"
+
+
+def test_a_container_that_the_kernel_kills_as_one_is_noted(
+    here: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubernetes sets it up."""
+    monkeypatch.setattr(control_group, "is_killed_as_one", lambda: True)
+    assert [found.level for found in findings(system.system) if "memory.oom.group" in found.text] == ["note"]
 
 
 def test_a_state_folder_that_others_can_write_to_is_a_problem(here: Shell) -> None:

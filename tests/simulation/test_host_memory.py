@@ -44,8 +44,12 @@ class Workers:
         assert not any(thread.is_alive() for thread in self._threads)
         assert self.inside == 0
 
-    def _work(self) -> None:
-        with self.memory.room():
+    def start_alone(self) -> None:
+        self._threads.append(threading.Thread(target=self._work, kwargs={"alone": True}, daemon=True))
+        self._threads[-1].start()
+
+    def _work(self, *, alone: bool = False) -> None:
+        with self.memory.room(alone=alone):
             with self._lock:
                 self.inside += 1
             self._leave.acquire()
@@ -116,6 +120,23 @@ def test_an_error_gives_the_room_back(workers: Callable[..., Workers]) -> None:
         raise KeyError
     some.start(1)
     assert until(lambda: some.inside == 1)
+
+
+def test_one_that_is_alone_waits_for_all_others_and_lets_none_in(workers: Callable[..., Workers]) -> None:
+    some = workers(50)
+    some.start(2)
+    assert until(lambda: some.inside == 2)
+    some.start_alone()
+    assert until(lambda: some.memory.waits == 1)
+    some.start(1)
+    assert until(lambda: some.memory.waits == 2)
+    some.leave(2)
+    assert until(lambda: some.inside == 1)
+    some.start(1)
+    assert until(lambda: some.memory.waits == 3)
+    assert some.inside == 1
+    some.leave()
+    assert until(lambda: some.inside == 2)
 
 
 def test_this_host_tells() -> None:
