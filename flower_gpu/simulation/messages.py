@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections import deque
@@ -209,8 +208,7 @@ class MessageHandler:
 
     def _smaller(self, error: BaseException | None, visits: Sequence[Visit]) -> int:
         """Return the size of the smaller assignments in which failed messages are handled again; 0 if not."""
-        # SIGKILL comes from the kernel, for want of main memory, or from somebody who frees some.
-        is_killed = isinstance(error, WorkerDiedError) and error.exitcode == -signal.SIGKILL
+        is_killed = isinstance(error, WorkerDiedError) and error.is_out_of_memory
         if len(visits) > 1 and (is_killed or isinstance(error, GPUOutOfMemoryError)):
             size = self.batches.refuse(visits[0].message.metadata.message_type, len(visits))
             log(
@@ -295,9 +293,11 @@ class MessageHandler:
         except WorkerDiedError as error:
             with self._lock:
                 is_wanted = visits[0].message_id in self._running
+            # Several messages are handled again in smaller assignments, which need less.
+            if len(visits) > 1:
+                raise
             self._memory.learn(error.peak_bytes)
-            # Several messages are handled again in smaller assignments.
-            if len(visits) > 1 or not error.is_out_of_memory or not is_wanted:
+            if not error.is_out_of_memory or not is_wanted:
                 raise
             first = str(error).partition("\n")[0].rstrip(".")
         log(WARNING, "%s. It is handled again while no other message is", first)

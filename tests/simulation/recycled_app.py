@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_gpu import GPUOutOfMemoryError, message_seed, train_many
+from flower_gpu import GPUOutOfMemoryError, WorkerDiedError, message_seed, train_many
 
 calls = 0
 app = ClientApp()
@@ -65,8 +64,8 @@ def train_each(messages: list[Message], contexts: list[Context]) -> list[Message
         task = str(message.content["config"]["task"])
         if task == "too large" and len(messages) > 4:
             raise GPUOutOfMemoryError("no room for more than 4")
-        if task == "killed" and len(messages) > 4:
-            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does for want of main memory
+        if task == "killed" and len(messages) > 4:  # as a caller says it whose worker the kernel has killed
+            raise WorkerDiedError("killed for want of main memory", is_out_of_memory=True)
         if task == "refuse":
             replies.append(Message(Error(7, "no data"), reply_to=message))
             continue
