@@ -298,7 +298,7 @@ IDENTITY = {"app": "digits", "number of nodes": 100, "run config": {"lr": 0.1}, 
     [
         ({**IDENTITY, "number of nodes": 50}, "number of nodes was 100 and is 50"),
         ({**IDENTITY, "run config": {"lr": 0.2}}, 'run config was {"lr": 0.1} and is {"lr": 0.2}'),
-        ({**IDENTITY, "seed": 1}, "seed was not set and is 1"),
+        ({**IDENTITY, "seed": 1}, "seed (--seed) was not set and is 1"),
         (
             {key: value for key, value in IDENTITY.items() if key != "app"},
             'app was "digits" and is not set',
