@@ -224,7 +224,7 @@ def remove_left_folders(parent: Path | None = None) -> None:
     folder = parent or Path(tempfile.gettempdir())
     with suppress(OSError):  # there is none, or a confined process may not look
         found = [folder / name for name in names_with_prefix(folder, _TEMPORARY)]
-        # Another account's is left alone, and not locked either.
+        # Folders of other accounts are neither locked nor removed.
         remove_unlocked_folders(path for path in found if _is_private(path))
 
 

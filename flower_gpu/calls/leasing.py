@@ -100,11 +100,14 @@ class Leasing:
             raise
         finally:
             try:
-                if lease is not None:  # first: whoever gets it then writes that down
+                # Before the release, so that the trace has this line before the next holder's.
+                if lease is not None:
                     held_s = round(time.monotonic() - granted, 4)
                     trace.write(self._event("released"), **self.record, lease=lease.id, held_s=held_s)
-                # The worker is gone. Its group still reserves memory that the next lease is to have.
-                driver_cap.remove_left()
+                # The worker is gone, but its group still reserves memory of the next lease. A call on the CPU
+                # leaves no group, so it does not depend on a driver that may hang.
+                if self.uuids:
+                    driver_cap.remove_left()
             finally:
                 ledger.release(ticket)
 

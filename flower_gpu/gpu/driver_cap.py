@@ -105,10 +105,13 @@ _uuids_of: dict[Path, tuple[str, ...]] = {}
 
 
 def join(limits: Mapping[str, int]) -> Path:
-    """Have this worker, and all that it starts, capped by the driver; returns its control group.
+    """Cap this worker and its children by the driver, and return the worker's control group.
 
-    ``limits``: bytes by UUID. A worker of a worker stays in that one's group, as both have one lease.
-    Raises GPUUnavailableError if that fails.
+    A worker that another worker has started stays in that worker's group, because both have one lease. No
+    thread is left that was not there before.
+
+    ``limits``: bytes by UUID.
+    Raises GPUUnavailableError if the driver cannot cap the worker.
     """
     try:
         group = _own()
@@ -148,8 +151,8 @@ def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
 
 
 def remove_left() -> None:
-    """Remove the groups of workers that are gone, also of other processes, with what they still reserve."""
-    places = tuple(_places)  # in one step: another thread may add one
+    """Remove the groups of dead workers, of other processes too, and the memory that they still reserve."""
+    places = tuple(_places)  # a copy, made in one step, because other threads add places meanwhile
     for group in [group for place in places for group in place.glob(f"{_NAME}*")]:
         with suppress(OSError):  # it is gone, or its worker is there
             lock = _locked(group)

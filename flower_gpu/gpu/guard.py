@@ -151,11 +151,9 @@ class _ThisProcess:
     """The guard of this process.
 
     ``files``: the variable with which the guard was set; None before.
-    ``problem``: why it could not be set; empty if it was.
     """
 
     files: str | None = None
-    problem: str = ""
 
 
 _THIS_PROCESS: Final = _ThisProcess()
@@ -171,17 +169,16 @@ def apply(environ: Mapping[str, str]) -> str:
     """
     files = environ.get(DEVICES_VARIABLE)
     if files is not None and files == _THIS_PROCESS.files:
-        return _THIS_PROCESS.problem
-    problem = ""
+        return ""
     try:
         if is_wanted(environ):
             _give_up(device_files.of_host(environ), granted(environ))
     except landlock.LandlockUnavailableError as error:
         if GPU_GUARD.resolve(None, environ) == "require":
             raise _required(str(error)) from None
-        problem = str(error)
-    _THIS_PROCESS.files, _THIS_PROCESS.problem = files, problem
-    return problem
+        return str(error)
+    _THIS_PROCESS.files = files
+    return ""
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:

@@ -62,9 +62,9 @@ class LedgerFolder:
         return cls(root)
 
     def own(self) -> Path:
-        """Return this account's folder; make it where it is missing.
+        """Return this account's folder, which is made if it is missing.
 
-        Raises LeaseError if another account has made it.
+        Raises LeaseError if another account has made it, or can write to it.
         """
         path = self.root / f"{_PREFIX}{os.getuid()}"
         with suppress(FileExistsError):

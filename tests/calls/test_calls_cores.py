@@ -123,23 +123,3 @@ def test_few_calls_of_a_task_begin_before_one_is_measured(
     cards |= {CORES: 1000, MEMORY: gib << 30}
     granted = plan([Card(*card) for card in cards.items()], [], claims)
     assert len(granted) == expected + 1 and "30" in granted
-
-
-_INTERRUPTED = """
-from flower_gpu import run_in_worker
-from flower_gpu.gpu import driver_cap
-from flower_gpu.leases.ledger import Ledger
-
-def interrupt():
-    raise KeyboardInterrupt
-
-driver_cap.remove_left = interrupt  # Ctrl-C comes while groups of dead workers are removed
-try:
-    run_in_worker("os:getpid", gpu="never", num_cpus=1)
-except KeyboardInterrupt:
-    print(len(Ledger().status().holders))
-"""
-
-
-def test_a_lease_goes_back_whatever_fails_after_its_call(run_script: Any) -> None:
-    assert run_script(_INTERRUPTED).stdout == "0\n"

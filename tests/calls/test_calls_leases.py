@@ -321,3 +321,28 @@ def test_evaluation_on_the_server_takes_a_lease_like_everybody(calls_host: Calls
         "lease_granted", "worker_started", "worker_finished", "lease_released"
     ]  # fmt: skip
     assert calls_host.granted() == [3.0]
+
+
+_INTERRUPTED = """
+from flower_gpu import run_in_worker
+from flower_gpu.gpu import driver_cap
+from flower_gpu.leases.ledger import Ledger
+
+def interrupt():
+    raise KeyboardInterrupt
+
+driver_cap.remove_left = interrupt  # Ctrl-C comes while groups of dead workers are removed
+for gpu in ("require", "never"):
+    try:
+        run_in_worker("os:getpid", gpu=gpu, num_gpus=1, num_cpus=1, start_method="spawn")
+        print("done", end=" ")
+    except KeyboardInterrupt:
+        print("interrupted", end=" ")
+    print(len(Ledger().status().holders))
+"""
+
+
+def test_a_lease_goes_back_whatever_fails_after_its_call(calls_host: CallsHost, run_script: Any) -> None:
+    """A call on the CPU leaves no group, so it has nothing to remove."""
+    done = run_script(_INTERRUPTED, env=calls_host.env)
+    assert done.stdout.splitlines() == ["interrupted 0", "done 0"]
