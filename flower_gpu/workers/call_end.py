@@ -252,7 +252,7 @@ def cannot_be_killed(stuck_in: str) -> str:
 def _describe(seen: CallWatch) -> str:
     exitcode = seen.exitcode
     if exitcode is None:
-        return "ended, how is not known (SIGCHLD is ignored here, or something else waits for all children),"
+        return f"ended, how is not known ({seen.why_unknown}),"
     if exitcode >= 0:
         return f"exited with code {exitcode}"
     try:

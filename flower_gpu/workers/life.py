@@ -52,6 +52,9 @@ class OwnChild:
     ``reaped``: is called once its status was taken, for an object that would wait for it otherwise.
     """
 
+    #: Why :meth:`reap` may not know how it ended.
+    why_unknown = "SIGCHLD is ignored here, or something else waits for all children"
+
     def __init__(self, pid: int, reaped: Callable[[], object] = lambda: None) -> None:
         self.pid = pid
         #: The most memory that it had, once it is reaped; 0 where that is not known.

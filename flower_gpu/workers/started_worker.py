@@ -53,6 +53,8 @@ class CallWatch:
     #: Whether it is gone, and how it ended as far as that is known (``-n``: by signal ``n``).
     has_ended: bool = False
     exitcode: int | None = None
+    #: The reason for no exit code.
+    why_unknown: str = ""
     #: Whether it was to be ended because its caller was told to.
     is_stopped: bool = False
     #: Whether another thread has killed it, and it was still there after KILLED_S.
@@ -244,7 +246,7 @@ class StartedWorker:
             state_folder.remove_socket_folder(self.pid)
             exitcode = self._process.reap(self._imported)
         if self._seen is not None:
-            self._seen.exitcode = exitcode
+            self._seen.exitcode, self._seen.why_unknown = exitcode, self._process.why_unknown
             self._seen.peak_bytes = max(self._seen.peak_bytes, self._process.peak_bytes)
         for stream in self._streams.values():
             stream.drain()

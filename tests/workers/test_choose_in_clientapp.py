@@ -64,6 +64,12 @@ def test_a_function_that_is_an_object_and_what_cannot_be_passed_on_are_forked(ve
 
 STARTS = {
     "an executor": "from concurrent import futures; pool = futures.ThreadPoolExecutor(1); pool.submit(int)",
+    # OpenBLAS waits for a lock of that thread before a fork, which hangs sometimes.
+    "matrix products": """
+import itertools, threading, numpy
+matrix = numpy.ones((200, 200))
+threading.Thread(target=lambda: [matrix @ matrix for _ in itertools.count()], daemon=True).start()
+""",
     "a library": "import ctypes; ctypes.CDLL(os.environ['THREADS']).start_thread()",
 }
 

@@ -139,8 +139,9 @@ class TestReplacement:
             os.kill(server, signal.SIGKILL)
             go.touch()
             assert result.result() == server
-            with pytest.raises(WorkerDiedError, match="the last words"):
+            with pytest.raises(WorkerDiedError, match="the last words") as caught:
                 crash.result()
+            assert "how is not known (the fork server that forked it was ended" in str(caught.value)
         assert call() != server
 
     def test_one_that_hangs(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

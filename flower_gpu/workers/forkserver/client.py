@@ -137,6 +137,9 @@ def likeness(call: Call) -> tuple[Any, ...]:
 class Forked:
     """A process that the fork server has forked for this one."""
 
+    #: Why :meth:`reap` may not know how it ended.
+    why_unknown = "the fork server that forked it was ended before it"
+
     def __init__(self, pid: int, place: ServerPlace) -> None:
         self.pid = pid
         #: The most memory that it had, once it is reaped; 0 where that is not known.
@@ -153,7 +156,7 @@ class Forked:
         return messages.can_be_read(self.pidfd, 0)
 
     def reap(self, imported: Sequence[str] = ()) -> int | None:
-        """Give its pid back and return the exit status; None where the server is gone that knew it."""
+        """Give its pid back and return the exit status, or None if the server has ended."""
         try:
             answer = self._place.ask({"op": "reap", "imported": list(imported)})
         except Gone:

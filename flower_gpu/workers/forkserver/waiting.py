@@ -19,11 +19,12 @@ class Wait:
     """One wait of a caller, which may be for several things in turn."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._last = time.monotonic()  # when something was logged, or the wait began
         self._said: set[str] = set()
 
     def say(self, reason: str) -> None:
-        """Log the reason for the wait, once, if the wait takes longer than :data:`SAY_S`."""
-        if reason not in self._said and time.monotonic() - self._began > SAY_S:
+        """Log the reason for the wait, once, if nothing was logged for longer than :data:`SAY_S`."""
+        if reason not in self._said and time.monotonic() - self._last > SAY_S:
             self._said.add(reason)
+            self._last = time.monotonic()
             _log.warning("still waiting: %s", reason)
