@@ -8,7 +8,7 @@ import re
 import shlex
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
@@ -120,7 +120,8 @@ def told_if_slow(say: Callable[[str], Any], text: str) -> Iterator[None]:
     """Log a line about the block, if it takes longer than a second."""
     timer = threading.Timer(_SLOW_S, say, [text])
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # no more threads: then it is not said
+        timer.start()
     try:
         yield
     finally:

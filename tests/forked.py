@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -19,6 +18,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from flower_gpu.polling import readable
 
 TESTS = Path(__file__).parent
 WAIT_S = 60  # for what should take an instant; the machine may be busy
@@ -78,13 +79,13 @@ class Forked:
 
     def has_answer(self) -> bool:
         """Tell whether there is something to read."""
-        return bool(self._left or select.select([self._out], [], [], 0)[0])
+        return bool(self._left or readable([self._out], 0))
 
     def read(self) -> str:
         """Wait for a line."""
         deadline = time.monotonic() + WAIT_S
         while b"\n" not in self._left:
-            ready, _, _ = select.select([self._out], [], [], max(0.0, deadline - time.monotonic()))
+            ready = readable([self._out], max(0.0, deadline - time.monotonic()))
             data = os.read(self._out, 65536) if ready else b""
             if not data:
                 raise AssertionError("it ended" if ready else "no answer")
@@ -96,7 +97,7 @@ class Forked:
         """Kill it, and wait until it is gone."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
-        select.select([self._process], [], [], WAIT_S)
+        readable([self._process], WAIT_S)
 
     def close(self) -> None:
         self.kill()

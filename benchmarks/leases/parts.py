@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import signal
 import statistics
 import sys
@@ -28,6 +27,7 @@ from benchmarks.shared.member import serve
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY, HostNeed
 from flower_gpu.leases.ledger import Claimant, Ledger
+from flower_gpu.polling import readable
 
 _CROWD_TIMEOUT_S = 300.0
 _CROWD_HOLD_S = 0.1  # on average
@@ -141,7 +141,7 @@ def _watch(stop: int, report: int) -> None:
     """Look until told to stop, then report what was seen."""
     ledger = Ledger(reserve_bytes=RESERVE_BYTES)
     seen = _Seen(ledger.sizes(inventory.take().usable))
-    while not select.select([stop], [], [], 0.001)[0]:
+    while not readable([stop], 0.001):
         seen.look(ledger)
     figures = {"capacity_bytes": sum(seen.capacity.values()), **vars(seen)}
     del figures["capacity"]
@@ -234,7 +234,7 @@ def _wait(granted: int) -> None:
 def _lines(descriptor: int) -> list[bytes]:
     """Read lines until all who write there are gone."""
     data = b""
-    while select.select([descriptor], [], [], _TIMEOUT_S)[0]:
+    while readable([descriptor], _TIMEOUT_S):
         more = os.read(descriptor, 65536)
         if not more:
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections import defaultdict, deque
@@ -19,6 +18,7 @@ from flower_gpu.leases.entries import Entry, Reader, pid_namespace
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.tickets import Ticket
+from flower_gpu.polling import readable
 from flower_gpu.simulation.workers import waiting
 from flower_gpu.workers.caller import Line
 
@@ -268,7 +268,7 @@ class LeaseTurns:
                     return
                 watched = [self._woken, *(number for place in self._idle for number in place.descriptors())]
             left_s = looked_at + _LOOK_S - time.monotonic()
-            _wait(watched, max(0.0, left_s) if len(watched) > 1 else None)
+            readable(watched, max(0.0, left_s) if len(watched) > 1 else None)
             is_late = time.monotonic() > looked_at + _LOOK_S
             ending = self._to_end(is_late=is_late)
             looked_at = time.monotonic() if is_late else looked_at
@@ -355,14 +355,6 @@ class LeaseTurns:
 
 def _size(leasing: Leasing) -> object:
     return leasing.settings.request, leasing.settings.compute, leasing.host.num_cpus
-
-
-def _wait(watched: Sequence[int], timeout_s: float | None) -> None:
-    """Wait until one of these can be read."""
-    poll = select.poll()
-    for descriptor in watched:
-        poll.register(descriptor, select.POLLIN)
-    poll.poll(None if timeout_s is None else timeout_s * 1000)
 
 
 def _is_alike(one: GPUNeed, other: GPUNeed) -> bool:

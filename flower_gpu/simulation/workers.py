@@ -142,7 +142,8 @@ class Needs:
             with suppress(FlowerGPUError, OSError):  # who needs a worker tries again, and tells
                 client.learn(self.modules, self.without, client.LEARN_FOR_LIMITED_S)
 
-        threading.Thread(target=learn, daemon=True).start()
+        with suppress(RuntimeError):  # no more threads: the first worker waits for it
+            threading.Thread(target=learn, daemon=True).start()
 
 
 def _may_use_torch(libraries: Sequence[str]) -> bool:

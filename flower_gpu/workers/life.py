@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_gpu import control_group
+from flower_gpu.polling import readable
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -314,6 +315,7 @@ def end_adopted(
 
 
 _TRACKER_S = 30.0  # on a busy host it waits for a core
+_TRACKER_HERE_S = 0.5  # where there is no thread for that
 _TRACKER = b".resource_tracker import main"  # Python's, and joblib's
 
 
@@ -349,21 +351,25 @@ def is_tracker(pid: int) -> bool:
 
 
 def end_later(pids: Collection[int]) -> None:
-    """Give trackers of a worker that is gone the time to end; then kill them. Returns at once."""
+    """Give trackers of a worker that is gone the time to end; then kill them. Returns at once, or soon."""
     descriptors = []
     for pid in pids:
         with suppress(OSError):
             descriptors.append(os.pidfd_open(pid))
 
-    def end() -> None:
-        deadline = time.monotonic() + _TRACKER_S
+    def end(patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
         for descriptor in descriptors:
-            if not select.select([descriptor], [], [], max(0, deadline - time.monotonic()))[0]:
+            if not readable([descriptor], max(0, deadline - time.monotonic())):
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
 
-    threading.Thread(target=end, name="flower-gpu-trackers", daemon=True).start()
+    thread = threading.Thread(target=end, args=(_TRACKER_S,), name="flower-gpu-trackers", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads: what most trackers need is waited for here
+        end(_TRACKER_HERE_S)
 
 
 @contextmanager

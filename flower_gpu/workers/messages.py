@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flower_gpu.polling import readable
 from flower_gpu.workers import memory_files
 
 _MAX_MESSAGE = 65536  # bytes
@@ -56,9 +57,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 def can_be_read(descriptor: int, timeout_s: float | None) -> bool:
     """Wait for something to read, or the other end's end; None: as long as it takes."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+    return bool(readable([descriptor], timeout_s))
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from kill_at_line import kill_at_line
 from nvml_stub import GIB
 
 from flower_gpu.leases.ledger import Ledger
+from flower_gpu.polling import readable
 
 
 def end_at(line: int, action: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ def main() -> None:
         while not any(entry.pid == waiter for entry in ledger.status().waiting):
             time.sleep(0.001)
         os.write(go, b"1")
-        if not select.select([read], [], [], 30)[0]:
+        if not readable([read], 30):
             problems.append(f"line {at}: the one that waits got nothing")
             os.kill(waiter, signal.SIGKILL)
         else:

@@ -408,7 +408,8 @@ def test_an_index_with_any_other_byte_is_told_or_means_the_same(
 
 #: Starts of scripts: rounds that a process of its own writes until it is killed.
 WRITER = """
-import itertools, os, random, select, signal, sys, time
+import itertools, os, random, signal, sys, time
+from flower_gpu.polling import readable
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from checkpoint_rounds import change_states, check_complete, round_state
@@ -464,7 +465,7 @@ for _ in range(5):
     begun = b""
     rounds = numbers.randrange(3)
     while len(begun) < 4 * (rounds + 1):
-        assert select.select([reader], [], [], 30)[0]
+        assert readable([reader], 30)
         begun += os.read(reader, 1 << 16)
     time.sleep(numbers.uniform(0, 0.03))
     os.kill(child, signal.SIGKILL)

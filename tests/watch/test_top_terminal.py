@@ -7,22 +7,23 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli.command_shell import Shell
+from many_files import WITH_MANY_FILES
 from nvml_stub import GIB, Host
 
+from flower_gpu.polling import readable
 from flower_gpu.trace import VERSION
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,13 +37,20 @@ _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 class Terminal:
     """A terminal of a certain size, and a command that has it to itself."""
 
-    def __init__(self, env: dict[str, str], *arguments: str, width: int = 80, height: int = 24) -> None:
+    def __init__(
+        self,
+        env: dict[str, str],
+        *arguments: str,
+        width: int = 80,
+        height: int = 24,
+        before: Sequence[str] = (),
+    ) -> None:
         self.master, self._slave = pty.openpty()
         self.output = b""
         self.resize(width, height)
         self.before = self.attributes()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flower_gpu.cli", "top", *arguments],
+            [*before, sys.executable, "-m", "flower_gpu.cli", "top", *arguments],
             stdin=self._slave,
             stdout=self._slave,
             stderr=self._slave,
@@ -71,15 +79,15 @@ class Terminal:
         while not re.search(
             pattern, self.output if raw else _ESCAPES.sub(b"", self.output[since:]), re.DOTALL
         ):
-            assert select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0], self.output
+            assert readable([self.master], max(0, deadline - time.monotonic())), self.output
             self.output += os.read(self.master, 65536)
 
     def end(self) -> int:
         """Wait for the end of the command; return its exit status."""
         deadline = time.monotonic() + WAIT_S
-        while self.process.poll() is None or select.select([self.master], [], [], 0)[0]:
+        while self.process.poll() is None or readable([self.master], 0):
             assert time.monotonic() < deadline
-            if select.select([self.master], [], [], 0.05)[0]:
+            if readable([self.master], 0.05):
                 self.output += os.read(self.master, 65536)
         return self.process.returncode
 
@@ -135,6 +143,13 @@ def test_signals_end_it(terminal: Terminal, how: str) -> None:
 def test_a_lost_connection_ends_it(terminal: Terminal) -> None:
     os.close(terminal.master)
     assert terminal.process.wait(WAIT_S) == 128 + signal.SIGHUP
+
+
+def test_any_number_of_open_files(shell: Shell) -> None:
+    with closing(Terminal(shell.env, before=WITH_MANY_FILES)) as made:
+        made.read_until(b"Waiting  nobody")
+        made.press(b"q")
+        assert made.end() == 0, made.output
 
 
 def test_a_terminal_that_knows_no_size_has_the_exported_one(shell: Shell) -> None:

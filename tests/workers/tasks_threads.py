@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import files
 from pathlib import Path
@@ -66,3 +68,9 @@ def set_in_torch(threads: int) -> int:
 
     torch.set_num_threads(threads)
     return torch.get_num_threads()
+
+
+def ends_late() -> int:
+    """Return a result, and take more than a second to exit."""
+    atexit.register(time.sleep, 1.5)
+    return 42

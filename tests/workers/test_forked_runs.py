@@ -16,6 +16,7 @@ from typing import Any
 
 import forkservers
 import pytest
+from many_files import WITH_MANY_FILES
 from processes import is_running
 from waiting import until
 
@@ -119,6 +120,15 @@ def test_it_is_one_with_what_the_command_was_started_with(app: Path, tmp_path: P
     assert found["argv"][1:3] == ["simulate", str(app)]
     assert found["main"] == found["argv"][0]
     assert (found["line"], found["mask"], found["value"]) == ("typed", 0o027, "b")
+
+
+def test_the_command_may_have_many_open_files(app: Path) -> None:
+    """It waits for the run, whatever number the descriptor for that has."""
+    done = subprocess.run(
+        [*WITH_MANY_FILES, *command(app, "tell()")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and told(done.stdout)["parent"] != os.getpid(), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_under_a_debugger_or_with_another_start_method_it_is_in_the_command_itself(app: Path) -> None:

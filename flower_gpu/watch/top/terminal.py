@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import sys
@@ -14,6 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final
 
+from flower_gpu.polling import readable
 from flower_gpu.watch.followed_run import FollowedRuns
 from flower_gpu.watch.top.browsing import Browsing, keys_of
 from flower_gpu.watch.top.lines import coloured
@@ -84,7 +84,7 @@ class Terminal:
 
     def wait(self, seconds: float) -> None:
         """Wait for keys and signals, and do what they ask for."""
-        ready, _, _ = select.select([self._keyboard, self._wake], [], [], max(0.0, seconds))
+        ready = readable([self._keyboard, self._wake], max(0.0, seconds))
         if self._wake in ready:
             self._obey(os.read(self._wake, 4096))
         if self._keyboard in ready:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.gpu import device_files, guard
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, SERVER_IDLE
+from flower_gpu.polling import readable
 from flower_gpu.workers import messages, own_process, threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import control, identity, program, sockets
@@ -409,6 +409,6 @@ def _end_if_it_hangs(connection: socket.socket) -> None:
             # Not another process that has got its pid.
             if control.is_forked(pid):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                select.select([pidfd], [], [], 5)
+                readable([pidfd], 5)
         finally:
             os.close(pidfd)

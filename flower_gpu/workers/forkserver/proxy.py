@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from flower_gpu.errors import WorkerStartError
+from flower_gpu.polling import readable
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.forkserver.client import Forked
@@ -63,7 +63,7 @@ def _wait(label: str, forked: Forked, life: int) -> int:
     ``life``: the write end of the pipe by which it ends with this process.
     """
     with _passing_on_to(forked.pidfd):
-        select.select([forked.pidfd], [], [])
+        readable([forked.pidfd], None)
     os.close(life)
     status = forked.reap()
     if status is None:
