@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import sysconfig
 import threading
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import flower_gpu
+from flower_gpu import standard_streams
 from flower_gpu.errors import shortened
 from flower_gpu.printable import printable
 
@@ -111,7 +111,7 @@ class FailureLog:
 
     def __init__(self, path: Path | None, say: Callable[[str], None] | None = None) -> None:
         self._path = path
-        self._say = say or _print
+        self._say = say or standard_streams.tell
         self._kinds: set[tuple[str, str]] = set()
         self._known: dict[bytes, str] = {}
         self._first: Failure | None = None
@@ -235,9 +235,3 @@ def _lines(text: str) -> list[str]:
 def _first_line(text: str) -> str:
     lines = text.strip().splitlines()
     return printable(shortened(lines[0])) if lines else ""
-
-
-def _print(text: str) -> None:
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):  # closed, or nobody reads it: no reason to end a run
-            print(text, file=sys.stderr, flush=True)

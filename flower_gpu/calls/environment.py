@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from flower_gpu import frameworks
+from flower_gpu import frameworks, standard_streams
 from flower_gpu.frameworks.framework import Cap, Rule
 from flower_gpu.gpu import guard, mps
 from flower_gpu.leases.lease import VARIABLE, Lease
@@ -131,8 +130,7 @@ def _ruled(name: Any, value: Any) -> Any:
     if asked not in used and name not in _said:
         _said.add(name)
         has = os.environ.get(name, "")
-        print(
-            f"flower-gpu: {name}={asked} is not used: this worker keeps to its lease, which has {has!r}",
-            file=sys.stderr,
+        standard_streams.tell(
+            f"flower-gpu: {name}={asked} is not used: this worker keeps to its lease, which has {has!r}"
         )
     return used if isinstance(value, str) else os.fsencode(used)

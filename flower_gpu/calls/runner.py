@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flower_gpu import standard_streams
 from flower_gpu.calls import environment, leasing
 from flower_gpu.calls.leasing import Leasing
 from flower_gpu.calls.settings import CallSettings, call_settings, split
@@ -48,6 +49,7 @@ def run_call(
     WorkerError
         If the worker could not be started, died, or took too long.
     """
+    standard_streams.fill()
     client = settings.worker.name or SERVER
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
     if server_round is None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-from flower_gpu import __version__
+from flower_gpu import __version__, standard_streams
 from flower_gpu.cli import (
     doctor,
     footprint,
@@ -125,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0: done. 1: something that was started failed. 2: the input cannot be used. 128 + n: ended by
     signal n.
     """
+    standard_streams.open_missing()
     try:
         parser = build_parser()
         ours, for_sbatch = slurm.split(sys.argv[1:] if argv is None else argv)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final
 
+from flower_gpu import standard_streams
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import methods, threads
@@ -37,6 +38,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 def main() -> None:
     """Handle one message; exits with the status of Flower's own command."""
+    standard_streams.open_missing()
     arguments = sys.argv[1:]
     with_lease = takes_lease(os.environ)
     if not client.is_supported():

@@ -20,6 +20,7 @@ from typing import Any, Final
 from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
+from flower_gpu import standard_streams
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower import environments, waits
 from flower_gpu.flower.node_logs import ClientOrder
@@ -44,6 +45,7 @@ _FOREVER_S: Final = 3600.0
 
 def main() -> None:
     """Run Flower's command."""
+    standard_streams.open_missing()
     (command,) = entry_points(group="console_scripts", name=_NAME)
     clock = GridTime(waits.group_of(os.environ))
     if find(f"{HTTP_GRID}:time") is not None:  # else it is another Flower, and keeps its own waits

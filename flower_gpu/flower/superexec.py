@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
+from flower_gpu import standard_streams
 from flower_gpu.flower import objects, waits
 from flower_gpu.flower.private_names import LINK_STATES, SUPEREXEC, find
 
@@ -46,6 +47,7 @@ def superlink() -> None:
 
 def main() -> None:
     """Run Flower's SuperExec."""
+    standard_streams.open_missing()
     loop: Any = importlib.import_module(SUPEREXEC)
     from flwr.supercore.cli import flower_superexec
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any, Final
 
+from flower_gpu import standard_streams
 from flower_gpu.flower import objects, waits
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.private_names import HEARTBEAT_INTERVALS, NODE_LOOP, NODE_STATE, OBJECT_STORE, find
@@ -48,6 +49,7 @@ _SPREAD: Final = (0.1, 1.9)  # of a wait: SuperNodes that wake each other ask on
 
 def main() -> None:
     """Run Flower's SuperNode."""
+    standard_streams.open_missing()
     from flwr.supernode.cli import flower_supernode
 
     fork_own(_IMPORTED_BELOW)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, Final
 
+from flower_gpu import standard_streams
 from flower_gpu.frameworks.framework import AfterImport
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.nvml import NO_DRIVER
@@ -101,11 +102,9 @@ ANSWERS: Final = CUDAAnswers()
 @cache
 def _say_none(reason: str) -> None:
     if not reason.startswith(NO_DRIVER):
-        print(
+        standard_streams.tell(
             "flower-gpu: a module asked for GPUs when it was imported for all workers, and there is "
-            f"none ({reason}). If it chooses its device at its import, that is the CPU",
-            file=sys.stderr,
-            flush=True,
+            f"none ({reason}). If it chooses its device at its import, that is the CPU"
         )
 
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from flower_gpu import standard_streams
 from flower_gpu.frameworks.framework import Cap, Framework, Hold, is_of
 
 _MIB: Final = 1 << 20
@@ -91,7 +92,7 @@ class TensorFlow(Framework):
         try:
             return hold_to(caps)
         except (ImportError, AttributeError) as error:  # a release whose parts are elsewhere
-            print(f"flower-gpu: this TensorFlow is not held to its lease ({error})", file=sys.stderr)
+            standard_streams.tell(f"flower-gpu: this TensorFlow is not held to its lease ({error})")
             return None
 
 

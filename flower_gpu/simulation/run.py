@@ -20,7 +20,7 @@ from flwr.supercore.object_ref import load_app
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_gpu import files, frameworks, trace
+from flower_gpu import files, frameworks, standard_streams, trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.errors import ConfigError
@@ -174,6 +174,7 @@ def simulate(
         "deterministic": deterministic,
         "ray_address": ray_address,
     }
+    standard_streams.fill()
     plan = RunPlan.of(app, given, run_config or {}, trackers, options)
     with ExitStack() as stack:
         stack.enter_context(_alone())

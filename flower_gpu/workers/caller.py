@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from flower_gpu import standard_streams
 from flower_gpu.errors import (
     InvalidResultError,
     WorkerDiedError,
@@ -207,6 +208,7 @@ class Line:
 
         ``files`` takes the memory files of the call, once they are open.
         """
+        standard_streams.fill()
         try:
             with deferred_interrupts():
                 files["reply"] = memory_files.create("flower-gpu-reply")
@@ -287,14 +289,17 @@ class Line:
         if worker.held >= 0:
             last.append(duplicated(worker.held))
 
-        def end() -> None:
+        def end(patience_s: float | None = None) -> None:
             with ExitStack() as stack:
                 for each in reversed(last):
                     stack.callback(each.close)
+                stack.callback(worker.end, patience_s)
                 worker.leave(time.monotonic() + leave_s)
-                worker.end()
 
-        threading.Thread(target=end, name="flower-gpu-leaving", daemon=True).start()
+        try:
+            threading.Thread(target=end, name="flower-gpu-leaving", daemon=True).start()
+        except RuntimeError:  # no more threads: the call has its result, and waits for the worker here
+            end(KILLED_S)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from flower_gpu import standard_streams
 from flower_gpu.workers import messages
 from flower_gpu.workers.forkserver.identity import fresh_interpreter
 from flower_gpu.workers.interpreter import UNKNOWN
@@ -30,7 +31,7 @@ _OPTIONS: Final = {"start_new_session", "stdout", "stderr"}  # of Popen, that a 
 
 def say_slow(reason: str) -> None:
     """Say that a program of Flower's is started as without a server."""
-    print(f"flower-gpu: Flower's programs are started one by one, which is slower: {reason}", file=sys.stderr)
+    standard_streams.tell(f"flower-gpu: Flower's programs are started one by one, which is slower: {reason}")
 
 
 def is_flowers(name: str) -> bool:

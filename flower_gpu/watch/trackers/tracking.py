@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from flower_gpu import trace
+from flower_gpu import standard_streams, trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError, shortened
 from flower_gpu.options import TRACKERS
@@ -201,14 +200,9 @@ class _TrackerFeed(threading.Thread):
 
     def warn(self, about: str, why: str) -> None:
         """Print a warning, unless there was one about the same before."""
-        if about not in self._said and sys.stderr is not None:
+        if about not in self._said:
             self._said.add(about)
-            with suppress(OSError, ValueError):
-                print(
-                    shortened(f"flower-gpu: warning: tracker {self._label}: {why}"),
-                    file=sys.stderr,
-                    flush=True,
-                )
+            standard_streams.tell(shortened(f"flower-gpu: warning: tracker {self._label}: {why}"))
 
     def _send(self) -> None:
         is_all_read = False

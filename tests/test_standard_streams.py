@@ -1,0 +1,166 @@
+"""Commands, runs and calls in programs that were started with closed standard streams, as cron does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+from run_programs import TIMEOUT_S, run_python
+from shared_servers import SHARED_STATE
+
+pytestmark = pytest.mark.timeout(300)
+
+CLI = (sys.executable, "-m", "flower_gpu.cli")
+PLAIN = Path(__file__).parent / "simulation/apps/plain"
+CLOSED = tuple(chain.from_iterable(combinations((0, 1, 2), count) for count in (1, 2, 3)))
+ALL = (0, 1, 2)
+
+
+def run(closed: tuple[int, ...], *command: object) -> subprocess.CompletedProcess[str]:
+    """Run a command with some of its standard descriptors closed."""
+    how = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {how}', "sh", *map(str, command)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=TIMEOUT_S,
+        env={**os.environ, **SHARED_STATE},
+    )
+
+
+def text_for(closed: tuple[int, ...], text: str) -> str:
+    """Return what a command writes to stdout; nothing where that is closed."""
+    return "" if 1 in closed else text
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_look_at_the_host(closed: tuple[int, ...]) -> None:
+    done = run(closed, *CLI, "top", "--once")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (1 not in closed)
+
+
+@pytest.mark.parametrize(
+    ("status", "line"),
+    [
+        (0, "gpus"),
+        (0, "leases"),
+        (0, "workers status"),
+        (0, "footprint"),
+        (0, "metrics --help"),
+        (0, "slurm --help"),
+        (0, "supernode --help"),
+        (0, "--version"),
+        (2, "nonsense"),
+        (2, "report /nowhere"),
+        (2, "launch /nowhere"),
+    ],
+)
+def test_each_command_ends_as_with_open_streams(status: int, line: str) -> None:
+    assert run(ALL, *CLI, *line.split()).returncode == status
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_simulation_and_its_report(closed: tuple[int, ...], tmp_path: Path) -> None:
+    done = run(closed, *CLI, "simulate", PLAIN, "--clients", "2", "--rounds", "1", "--log-dir", tmp_path)
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert ("outcome" in done.stderr) == (2 not in closed)
+    assert "outcome" not in done.stdout, "it is no output"
+    [folder] = tmp_path.iterdir()
+    assert json.loads((folder / "result.json").read_text())["outcome"] == "completed"
+    if closed == ALL:
+        assert run(closed, *CLI, "report", folder).returncode == 0
+        assert (folder / "report.html").is_file()
+
+
+@pytest.mark.e2e
+def test_a_launch(tmp_path: Path) -> None:
+    app = Path(__file__).parent / "launch/tiny_app"
+    assert run(ALL, *CLI, "launch", app, "--log-dir", tmp_path).returncode == 0
+    [folder] = tmp_path.iterdir()
+    assert json.loads((folder / "result.json").read_text())["outcome"] == "completed"
+
+
+LIBRARY = """
+import json, os, sys
+from pathlib import Path
+
+def descriptors():
+    return [os.readlink(f"/proc/self/fd/{number}").partition(":")[0] for number in range(3)]
+
+def work(fails=False):
+    print("written by the worker")
+    print("and by it to stderr", file=sys.stderr)
+    if fails:
+        raise ValueError("of the task")
+    return descriptors()
+
+if __name__ == "__main__":
+    from flower_gpu import run_in_worker, simulate
+
+    found = {"streams": [sys.stdin is None, sys.stdout is None, sys.stderr is None]}
+    for method in ("forkserver", "spawn", "fork"):
+        found[method] = run_in_worker(work, gpu="never", start_method=method)
+        try:
+            run_in_worker(work, True, gpu="never", start_method=method)
+        except ValueError as error:
+            found[method].append(str(error))
+    found["caller"] = descriptors()
+    simulate(sys.argv[1], 2, run_config={"num-server-rounds": 1}, log_dir=sys.argv[2])
+    Path(sys.argv[2], "found.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), ALL])
+def test_calls_and_simulate_in_a_program(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """The streams of the program stay as they are, and no descriptor of ours has their numbers."""
+    script = tmp_path / "script.py"
+    script.write_text(LIBRARY)
+    done = run(closed, sys.executable, script, PLAIN, tmp_path / "runs")
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    found = json.loads((tmp_path / "runs/found.json").read_text())
+    assert found.pop("streams") == [number in closed for number in range(3)]
+    caller = found.pop("caller")
+    assert [caller[number] for number in closed] == ["/dev/null"] * len(closed)
+    assert found == {
+        method: ["/dev/null", "pipe", "pipe", "of the task"] for method in ("forkserver", "spawn", "fork")
+    }
+    assert done.stdout.count("written by the worker") == (0 if 1 in closed else 6)
+    assert done.stderr.count("and by it to stderr") == (0 if 2 in closed else 6)
+    assert "stderr" not in done.stdout
+
+
+OWN_FILE = """
+import os, sys
+from flower_gpu import standard_streams
+
+own = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+standard_streams.open_missing()
+print("a line")
+print("an error", file=sys.stderr)
+os.write(own, b"data")
+"""
+
+
+def test_a_file_that_has_such_a_number_gets_no_output(tmp_path: Path) -> None:
+    """A module may have opened it before the command begins."""
+    done = run((1, 2), sys.executable, "-c", OWN_FILE, tmp_path / "own")
+    assert done.returncode == 0
+    assert (tmp_path / "own").read_text() == "data"
+
+
+def test_the_streams_that_are_open_stay_the_same() -> None:
+    code = """
+import sys
+from flower_gpu import standard_streams
+before = sys.stdin, sys.stdout, sys.stderr
+standard_streams.open_missing()
+print(before == (sys.stdin, sys.stdout, sys.stderr))
+"""
+    assert run_python(code).stdout == "True\n"
