@@ -29,6 +29,8 @@ UNITS: Final = MappingProxyType(
 )
 
 _SLOW_S: Final = 1.0
+_STUCK_S: Final = 10.0
+_AGAIN_S: Final = 60.0
 
 
 def printable(text: str) -> str:
@@ -116,13 +118,28 @@ def account_name(user: int) -> str:
 
 
 @contextmanager
-def told_if_slow(say: Callable[[str], Any], text: str) -> Iterator[None]:
-    """Log a line about the block, if it takes longer than a second."""
-    timer = threading.Timer(_SLOW_S, say, [text])
-    timer.daemon = True
-    with suppress(RuntimeError):  # no more threads: then it is not said
-        timer.start()
+def told_if_slow(
+    say: Callable[[str], Any], text: str, missing: Callable[[], str] | None = None
+) -> Iterator[None]:
+    """Say what the block does if it takes longer than a second, and later what it waits for.
+
+    ``missing``: returns a line about what the block waits for. It is called in a thread of its own: after ten
+    seconds, and then once a minute.
+    """
+    ended = threading.Event()
+
+    def tell() -> None:
+        if ended.wait(_SLOW_S):
+            return
+        say(text)
+        pause_s = _STUCK_S - _SLOW_S
+        while missing is not None and not ended.wait(pause_s):
+            say(missing())
+            pause_s = _AGAIN_S
+
+    with suppress(RuntimeError):  # this process can start no more threads, so nothing is said
+        threading.Thread(target=tell, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()

@@ -52,8 +52,13 @@ def test_names_in_the_map_are_in_the_files_that_it_links() -> None:
 
 
 def test_the_tests_that_the_checks_name_are_there() -> None:
-    words = re.findall(r"(?<![\w/])tests/[\w/{},*]+(?:\.py)?(?:::\w+)?", (REPOSITORY / ".ci/run").read_text())
-    shown = ["bash", "-c", "printf '%s\\n' " + " ".join(word for word in words if word != "tests/run")]
+    scripts = "".join((REPOSITORY / ".ci" / name).read_text() for name in ("run", "test_versions.sh"))
+    words = re.findall(r"(?<![\w/])tests/[\w/{},*]+(?:\.py)?(?:::\w+)?", scripts)
+    shown = [
+        "bash",
+        "-c",
+        "printf '%s\\n' " + " ".join(word for word in words if word not in ("tests/run", "tests/nightly")),
+    ]
     named = subprocess.check_output(shown, cwd=REPOSITORY, text=True).splitlines()
     assert len(named) > 30
     for path, _, test in (line.partition("::") for line in named):
@@ -84,6 +89,13 @@ def test_the_workflow_runs_all_checks_on_each_python_of_the_metadata() -> None:
     for command in (".ci/run", "scripts/site.sh"):
         assert f"- run: {command}" in workflow and (REPOSITORY / command).exists()
     assert "FLOWER_GPU_REPOSITORY" in workflow
+
+
+def test_the_next_version_of_flower_is_tried_each_week() -> None:
+    workflow = (REPOSITORY / ".github/workflows/nightly.yml").read_text()
+    script = (REPOSITORY / "tests/nightly.sh").read_text()
+    assert "cron:" in workflow and "- run: tests/nightly.sh" in workflow
+    assert "install --pre flwr-nightly\n" in script and "\ntest_versions " in script
 
 
 def test_the_citation_has_the_version_and_the_licence_of_the_package() -> None:

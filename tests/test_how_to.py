@@ -25,6 +25,7 @@ INSTALL = {"cluster.md", "lora.md", "tensorflow-and-jax.md", "trackers.md"}
 ELSEWHERE = {
     "asynchronous.md": "tests/examples/test_fedbuff_example.py",
     "confine.md": "tests/flower/supernode/test_confined_apps.py",
+    "federation.md": "tests/flower/supernode/test_federation_page.py",
     "from-start-client.md": "tests/test_first_pages.py",
     "resume.md": "tests/launch/test_launch_resumed.py",
     "simulate.md": "tests/test_simulate_docs.py",

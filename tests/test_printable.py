@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
+from flower_gpu import printable
 from flower_gpu.printable import duration_text, told_if_slow
 
 
@@ -32,3 +35,13 @@ def test_only_what_takes_long_is_said() -> None:
     with told_if_slow(lambda text: (said.append(text), told.set()), "importing the app"):
         assert told.wait(30)
     assert said == ["importing the app"]
+
+
+def test_what_a_long_wait_is_for_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_SLOW_S", "_STUCK_S", "_AGAIN_S"):
+        monkeypatch.setattr(printable, name, 0.01)
+    said: list[str] = []
+    asked = itertools.count()
+    with told_if_slow(said.append, "starting the SuperLink", lambda: f"waiting for {next(asked)}"):
+        until(lambda: len(said) >= 3, "the third line")
+    assert said[:3] == ["starting the SuperLink", "waiting for 0", "waiting for 1"]

@@ -67,17 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
             f"--keys needs --count, such as --count 1. Without --count give {node_keys.OPTION} FILE after "
             "the two dashes"
         )
-    from flower_gpu.flower import commands  # here: --help works without the dependencies of workers
+    from flower_gpu.flower import commands, superlink  # here: --help works without workers' dependencies
 
     env = environment(arguments, os.environ)
     _check_required([_checked_node_config(arguments, env)], env)
-    _tell(arguments, _limits(arguments, env))
+    address = superlink.address_of(arguments.flower)
+    _tell(arguments, [*_limits(arguments, env), f"connecting to the SuperLink at {printable(address)}"])
     commands.warm_up_in_background(env)
+    superlink.wait_until_it_listens(address, _print)
     os.execvpe(_FLOWERS, [_FLOWERS, *arguments.flower], env)
 
 
 def _run_several(arguments: argparse.Namespace) -> int:
-    from flower_gpu.flower import commands
+    from flower_gpu.flower import commands, superlink
 
     count = arguments.count
     given, _ = without_option(arguments.flower, _NODE_CONFIG)
@@ -98,11 +100,12 @@ def _run_several(arguments: argparse.Namespace) -> int:
         print(f"{count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
         for number, key in enumerate(keys):
             print(f"SuperNode {number}: {key.register_command}\n  {key.public_text}", flush=True)
+    address = superlink.address_of(given)
     limits = _limits(arguments, env)
     for number in range(count):  # what its apps can do, for who reads its log alone
         with logs.log(f"supernode-{number}").open("a") as log:
             log.writelines(f"{line}\n" for line in limits)
-    _tell(arguments, limits)
+    _tell(arguments, [*limits, f"connecting to the SuperLink at {printable(address)}"])
     with (
         recorded_run(logs.path, "supernodes", f"{count} SuperNodes", clients=count) as run,
         Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
@@ -115,6 +118,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
         ]
         notices = Notices(count, _print, with_warnings=not is_quiet(arguments))
         try:
+            superlink.wait_until_it_listens(address, _print, supervisor.wait)
             while True:
                 for each in nodes:
                     each.look(supervisor, notices)
@@ -358,13 +362,13 @@ Run Flower's SuperNode so that each message is handled in a worker that first ge
 held to it. Apps stay as they are, and cannot change it. Messages start in milliseconds, because workers are
 forks of a process that has imported Flower and torch.
 
-    flower-gpu supernode --gpu-memory 4GiB -- --insecure --superlink 127.0.0.1:9092 --port 9101 \\
+    flower-gpu supernode --gpu-memory 4GiB -- --insecure --superlink 127.0.0.1:8000 --port 9101 \\
         --node-config 'partition-id=0 num-partitions=2'
 
 With --count N it runs N SuperNodes until Ctrl-C. They get ports of their own, and partition-id and
 num-partitions in their node configs. A SuperNode that ends is started again.
 
-    flower-gpu supernode --count 20 --gpu-ids 0,1 -- --insecure --superlink 127.0.0.1:9092""",
+    flower-gpu supernode --count 20 --gpu-ids 0,1 -- --insecure --superlink 127.0.0.1:8000""",
     run,
     {
         "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),

@@ -15,7 +15,7 @@ from pathlib import Path
 import flower_gpu
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.doctor import Found
-from flower_gpu.flower import private_names
+from flower_gpu.flower import distribution, private_names
 from flower_gpu.leases.lease import VARIABLE as LEASE
 from flower_gpu.options import INTERNAL_VARIABLES, SCRIPT_VARIABLES, VARIABLES
 from flower_gpu.printable import path_text
@@ -30,18 +30,26 @@ def packages() -> Iterator[Found]:
     folder = Path(flower_gpu.__file__).parent
     python = ".".join(map(str, sys.version_info[:3]))
     yield "ok", f"flower-gpu {flower_gpu.__version__} in {path_text(folder)}, Python {python}"
-    try:
-        version = metadata.version("flwr")
-    except metadata.PackageNotFoundError:
+    if not (found := distribution.installed()):
         yield "problem", "Flower is not installed beside flower-gpu", "pip install flwr"
         return
-    wanted = _wanted_flower()
-    if _fits(version, wanted):
-        yield "ok", f"flwr {version}"
-    else:
-        yield "problem", f"flwr {version}, but flower-gpu needs {wanted}", f"pip install '{wanted}'"
+    yield _flowers(found)
     yield from _private_names()
     yield from _commands()
+
+
+def _flowers(found: Mapping[str, metadata.Distribution]) -> Found:
+    """Check the installed distributions of Flower: there may be one, in a version that will do."""
+    shown = [f"{name} {each.version}" for name, each in found.items()]
+    wanted = _wanted_flower()
+    if len(found) > 1:
+        places = sorted({path_text(str(each.locate_file(""))) for each in found.values()})
+        both = f"{' and '.join(shown)} are both installed, in {' and '.join(places)}"
+        text = f"{both}: each has overwritten files of the other"
+        return "problem", text, f"pip uninstall -y {' '.join(found)} && pip install '{wanted or 'flwr'}'"
+    if not _fits(next(iter(found.values())).version, wanted):
+        return "problem", f"{shown[0]}, but flower-gpu needs {wanted}", f"pip install '{wanted}'"
+    return "ok", shown[0]
 
 
 def _wanted_flower() -> str:
@@ -81,8 +89,8 @@ def _lacking() -> dict[str, str]:
 def _commands() -> Iterator[Found]:
     """Check that Flower's commands on PATH are those of this environment."""
     # pip install --target puts them into a folder beside the packages.
-    beside = Path(str(metadata.distribution("flwr").locate_file("bin")))
-    folders = [folder for folder in (*map(Path, script_folders()), beside) if folder.exists()]
+    beside = [Path(str(each.locate_file("bin"))) for each in distribution.installed().values()]
+    folders = [folder for folder in (*map(Path, script_folders()), *beside) if folder.exists()]
     found = {name: shutil.which(name) for name in _COMMANDS}
     missing = [name for name, path in found.items() if path is None]
     foreign = [path for path in found.values() if path and not any(map(Path(path).parent.samefile, folders))]

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ClientCallError, ConfigError, encodable, text_of
-from flower_gpu.flower import environments, message_call
+from flower_gpu.flower import distribution, environments, message_call
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import CLIENT_RUNTIME, INSTALLER, find
@@ -109,7 +108,7 @@ def _folder_of(*app: str) -> Path:
 
 def _unknown(what: str, so: str) -> ConfigError:
     return ConfigError(
-        f"flwr {version('flwr')} {what} in another way than the versions that flower-gpu knows, so {so}: "
+        f"{distribution.described()} {what} in another way than the versions that flower-gpu knows, so {so}: "
         "install flwr 1.41, or a newer flower-gpu"
     )
 

@@ -40,7 +40,7 @@ from packaging.version import InvalidVersion, Version
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, FlowerGPUError
-from flower_gpu.flower import package_sources
+from flower_gpu.flower import distribution, package_sources
 from flower_gpu.flower.private_names import find
 from flower_gpu.options import ENVIRONMENTS_DIR, SERVER_IDLE
 from flower_gpu.printable import path_text, without_secrets
@@ -52,7 +52,7 @@ from flower_gpu.workers.forkserver import client, identity
 #: Flower's option of a SuperNode and of what it starts.
 OPTION: Final = "--allow-runtime-dependency-installation"
 
-_OURS: Final = ("flwr", "flower-gpu")  # in no environment: what is here is what is used
+_OURS: Final = (*distribution.NAMES, "flower-gpu")  # in no environment: what is here is what is used
 _INSTALLER: Final = "install_app_dependencies"  # Flower's
 _FAILURE: Final = "RuntimeDependencyInstallationError"
 _KEPT_S: Final = 7 * 24 * 3600.0  # unused

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu.apps.folder import RunFolder
@@ -27,6 +28,14 @@ def clients_of_nodes(folder: RunFolder) -> dict[int, int]:
                 {int(each[1]): client for each in _NODE_ID.finditer(path.read_text(errors="replace"))}
             )
     return found
+
+
+def has_connected(log: Path) -> bool:
+    """Return True if the SuperLink has let in the SuperNode that was started last with this log."""
+    with suppress(OSError):
+        # The launcher begins the output of each start with the command line.
+        return _NODE_ID.search(log.read_text(errors="replace").rpartition("\n$ ")[2]) is not None
+    return False
 
 
 class InOrder(list[Any]):

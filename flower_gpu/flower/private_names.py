@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import logging
 from functools import cache
-from importlib.metadata import version
 from typing import Any, Final
+
+from flower_gpu.flower import distribution
 
 UTILS: Final = "flwr.supercore.inflatable.inflatable_utils"
 RUNTIME_HANDLERS: Final = "flwr.superlink.servicer.runtime.runtime_handlers"
@@ -39,12 +40,13 @@ GENERATORS: Final = (
 CLIENT_RUNTIME: Final = "flwr.supernode.runtime.run_clientapp"
 INSTALLER: Final = "flwr.cli.install:validate_and_install"
 EMPTY_LIFESPAN: Final = "flwr.clientapp.client_app:_empty_lifespan"
+DEFAULT_SUPERLINK: Final = "flwr.supercore.constant:SUPERLINK_DEFAULT_CLIENT_ADDRESS"
 
 _ALONE: Final = "each object of a message travels in a request of its own"
 _ASKS: Final = "a SuperNode looks for messages and replies at Flower's intervals"
 _SILENT: Final = "the server is not told of an app that gives no reply, and no message can have a lease"
 
-#: What is so without a name, by that: ``module:attribute``. Seen in flwr 1.40 to 1.42.
+#: What is so without a name, by that: ``module:attribute``. Seen in flwr 1.40 to 1.43.
 NAMES: Final = {
     **{f"{UTILS}:{name}": _ALONE for name in ("pull_objects", "push_object_contents_from_iterable")},
     f"{UTILS}:pull_and_inflate_object_from_tree": "who asks too early for an object waits for a second",
@@ -74,6 +76,7 @@ NAMES: Final = {
     },
     INSTALLER: "a confined app could be installed anywhere, so none is",
     EMPTY_LIFESPAN: "a lifespan function runs in each worker of gpu_mod again; train_many gets lists of one",
+    DEFAULT_SUPERLINK: "port 8000 is taken for a SuperLink's default",
 }
 
 _log = logging.getLogger("flwr.flower_gpu")
@@ -105,4 +108,4 @@ def _find(name: str) -> Any:
 
 @cache
 def _say(name: str) -> None:
-    _log.debug("flwr %s has no %s: %s", version("flwr"), name.replace(":", "."), NAMES[name])
+    _log.debug("%s has no %s: %s", distribution.described(), name.replace(":", "."), NAMES[name])

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -23,6 +23,7 @@ from flwr.serverapp import Grid, ServerApp
 from flower_gpu import standard_streams
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower import environments, waits
+from flower_gpu.flower.commands import flowers
 from flower_gpu.flower.node_logs import ClientOrder
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import HTTP_GRID, SERVER_RUNTIME, find
@@ -46,7 +47,7 @@ _FOREVER_S: Final = 3600.0
 def main() -> None:
     """Run Flower's command."""
     standard_streams.open_missing()
-    (command,) = entry_points(group="console_scripts", name=_NAME)
+    command = EntryPoint(_NAME, flowers()[_NAME], "console_scripts")
     clock = GridTime(waits.group_of(os.environ))
     if find(f"{HTTP_GRID}:time") is not None:  # else it is another Flower, and keeps its own waits
         sys.modules[HTTP_GRID].time = clock  # type: ignore[attr-defined]
@@ -94,8 +95,8 @@ def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
         clock.sent()
         return ids
 
-    def pull_messages(message_ids: Iterable[str]) -> Iterable[Message]:
-        replies = list(recorded.pull_messages(message_ids))
+    def pull_messages(*wanted: Iterable[str] | None, **named: Iterable[str] | None) -> Iterable[Message]:
+        replies = list(recorded.pull_messages(*wanted, **named))
         if replies:
             clock.received()
         return replies

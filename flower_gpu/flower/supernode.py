@@ -10,18 +10,16 @@ Within a SuperNode nothing is asked again and again: its SuperExec is woken when
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from ipaddress import ip_address
+from collections.abc import Callable
 from typing import Any, Final
 
 from flower_gpu import standard_streams
-from flower_gpu.flower import objects, waits
+from flower_gpu.flower import objects, superlink, waits
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.private_names import HEARTBEAT_INTERVALS, NODE_LOOP, NODE_STATE, OBJECT_STORE, find
 from flower_gpu.flower.programs.server import fork_own
@@ -55,7 +53,8 @@ def main() -> None:
     fork_own(_IMPORTED_BELOW)
     least_s = POLL.resolve(None, os.environ)
     if find(f"{NODE_LOOP}:time") is not None:  # else it is another Flower, and keeps its own waits
-        if is_on_this_host(sys.argv[1:]):  # over a network, it may be out of reach for a while, and come back
+        # Over a network the SuperLink may be out of reach for a while, and come back.
+        if superlink.is_on_this_host(superlink.address_of(sys.argv[1:])):
             send_heartbeats_often()
         idle_s = IDLE_POLL.resolve(None, os.environ)
         clock = SuperNodeTime(least_s, idle_s, group_of(os.environ), _look_after(CommandFolder()))
@@ -65,18 +64,6 @@ def main() -> None:
         objects.answer_for_many(objects.SUPERNODE)
     sys.argv[0] = "flower-supernode"
     flower_supernode()
-
-
-def is_on_this_host(arguments: Sequence[str]) -> bool:
-    """Tell by the options of a ``flower-supernode`` whether its SuperLink is on this host."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--superlink", default="127.0.0.1:9092")  # Flower's default
-    address: str = parser.parse_known_args(arguments)[0].superlink
-    host = address.rpartition("//")[2].rpartition(":")[0].strip("[]")
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def send_heartbeats_often() -> None:

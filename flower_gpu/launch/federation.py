@@ -14,7 +14,7 @@ from typing import Final
 from flower_gpu import frameworks, options, trace
 from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.apps.app_imports import libraries_of
-from flower_gpu.apps.folder import RunFolder
+from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.commands import (
     SERVER_COMMANDS,
@@ -24,11 +24,18 @@ from flower_gpu.flower.commands import (
     with_flowers,
 )
 from flower_gpu.flower.environments import OPTION, environments_folder
-from flower_gpu.flower.node_logs import clients_of_nodes
+from flower_gpu.flower.node_logs import clients_of_nodes, has_connected
 from flower_gpu.flower.waits import with_group
 from flower_gpu.launch import ports
 from flower_gpu.launch.plan import Plan
-from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor, last_traceback, new_lines
+from flower_gpu.launch.supervisor import (
+    LaunchFailedError,
+    Service,
+    Supervisor,
+    last_traceback,
+    new_lines,
+    tail,
+)
 from flower_gpu.options import (
     CALL,
     CLIENT_VARIABLE,
@@ -37,13 +44,15 @@ from flower_gpu.options import (
     RUN_DIR_VARIABLE,
     CallOptions,
 )
-from flower_gpu.printable import told_if_slow
+from flower_gpu.printable import printable, told_if_slow
 from flower_gpu.workers.threads import planned_threads
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
 #: How often a process is started again with another port when another process took the one it was given.
 PORT_ATTEMPTS: Final = 4
+# What flwr run prints when the SuperLink has accepted the app.
+_SUBMITTED: Final = "Successfully started run"
 _NOT_INSTALLED: Final = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
@@ -131,6 +140,7 @@ class Federation:
         self._supervisor = supervisor
         self._say = say
         self._port = 0  # of the SuperLink
+        self._nodes: list[Service] = []
         self._node_attempts = [1] * plan.clients
         self._clients_of_nodes: dict[int, int] = {}
         self._asked: Service | None = None  # `flwr list`, once the run has ended
@@ -149,7 +159,7 @@ class Federation:
         if self.plan.fast_start:
             self._warm_up()
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
-        with told_if_slow(self._say, "starting the SuperLink"):
+        with told_if_slow(self._say, "starting the SuperLink", self.missing):
             self._start_link()
         (self.folder.flwr_home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
@@ -164,6 +174,24 @@ class Federation:
         self._run = Service("flwr run", command, self._env, self.server_log)
         # The run first: Flower builds and submits it while the SuperNodes start; its strategy waits for them.
         self._supervisor.start(self._run, *self._nodes)
+
+    def missing(self, then: str = "the ServerApp to send its first message") -> str:
+        """Return a line about what the run waits for at its start, with the end of the log that says why.
+
+        ``then``: what it waits for when the run is submitted and all SuperNodes are connected.
+        """
+        away = [client for client, node in enumerate(self._nodes) if not has_connected(node.log)]
+        if not self._nodes:
+            what, log = f"the SuperLink to answer on port {self._port}", self.folder.log("superlink")
+        elif _SUBMITTED not in tail(self.server_log, 1000):
+            what, log = "flwr run to submit the app", self.server_log
+        elif away:
+            clients = f"client{'s' * (len(away) > 1)} {', '.join(map(str, away[:5]))}"
+            more = f" and {len(away) - 5} more" if len(away) > 5 else ""
+            what, log = f"the SuperLink to let in the SuperNodes of {clients}{more}", self._nodes[away[0]].log
+        else:
+            what, log = then, self.server_log
+        return f"waiting for {what}. The end of {short(log)}: {printable(tail(log, 1)) or 'nothing yet'}"
 
     def use_our_commands(self) -> None:
         """Let SuperLink and SuperNodes find our commands; if these cannot be used, log the effect."""

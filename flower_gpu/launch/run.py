@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 from flower_gpu import trace
@@ -27,12 +28,19 @@ _NO_ROUNDS: Final = (
     "No rounds are known: the app runs none of Flower's strategies. What an app evaluates in "
     "flower_gpu.gpu_evaluate is shown in any case."
 )
-#: What takes so long before the first call, by the event with which it begins; none: that call has begun.
+#: Stages before the first call, by the event with which each begins: the line about it, and what the run
+#: waits for in it. Empty texts: the first call has begun.
 _STAGES: Final = {
-    "strategy_started": "the server runs, and waits for its clients",
-    "round_started": "messages are sent to clients, which import the app",
-    "worker_started": "",
-    "reply": "",
+    "strategy_started": (
+        "the server runs, and waits for its clients",
+        "the ServerApp to send its first message",
+    ),
+    "round_started": (
+        "messages are sent to clients, which import the app",
+        "the first client to begin with its message",
+    ),
+    "worker_started": ("", ""),
+    "reply": ("", ""),
 }
 _TICK_S: Final = 0.2
 # Flower has said how the run ended: what is still there has nothing left to do.
@@ -160,10 +168,11 @@ def _follow(
     def show() -> None:
         for event in events.read_new():
             display.show(event)
-            if (text := stages.pop(event["event"], None)) is not None:
+            if (begun := stages.pop(event["event"], None)) is not None:
                 stage.close()
+                text, then = begun
                 if text:
-                    stage.enter_context(told_if_slow(display.line, text))
+                    stage.enter_context(told_if_slow(display.line, text, partial(federation.missing, then)))
                 else:
                     stages.clear()
             failures.see(event)
@@ -174,9 +183,8 @@ def _follow(
             raise LaunchFailedError(f"{failures.why_over}; --keep-going lets such a run go on")
 
     federation.start()
-    stage.enter_context(
-        told_if_slow(display.line, f"starting {federation.plan.clients} SuperNodes and the ServerApp")
-    )
+    starting = f"starting {federation.plan.clients} SuperNodes and the ServerApp"
+    stage.enter_context(told_if_slow(display.line, starting, federation.missing))
     try:
         while not federation.has_finished():
             show()

@@ -27,6 +27,7 @@ from typing import Any, Final
 import flower_gpu
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower import distribution
 from flower_gpu.frameworks.framework import Framework, Setting
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.workers import threads
@@ -129,7 +130,7 @@ def _flags(framework: Framework) -> Iterator[Setting]:
 
 #: Settings that a deterministic run goes on with.
 KEYS: Final = ("cpu", "gpus", "versions")
-_LIBRARIES: Final = ("flwr", "numpy", "torch", "tensorflow", "jax")
+_LIBRARIES: Final = ("numpy", "torch", "tensorflow", "jax")
 
 
 def described(gpus: Sequence[GPU]) -> dict[str, Any]:
@@ -139,7 +140,8 @@ def described(gpus: Sequence[GPU]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of this package, of libraries that a model depends on, and of Python."""
-    found = {name: told for name in _LIBRARIES if (told := _version(name)) is not None}
+    installed = {"flwr": distribution.version(), **{name: _version(name) for name in _LIBRARIES}}
+    found = {name: version for name, version in installed.items() if version is not None}
     return {"flower-gpu": flower_gpu.__version__, **found, "python": sys.version.split()[0]}
 
 

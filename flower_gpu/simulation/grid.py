@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import os
@@ -53,6 +54,8 @@ _LOOK_S: Final = 0.25  # between two looks whether messages wait for what others
 # The ttl of messages whose app gives none. Flower's is 12 hours, and goes on while a run waits for leases.
 _UNLIMITED_S: Final = 365 * 86400.0
 _KEY_BYTES: Final = 32  # of a virtual node's public key, which nobody signs with
+# Since flwr 1.43 a ServerApp may reply to a client's message. Before, Flower's grid refused such a message.
+_CAN_SEND_REPLIES: Final = "reply_to_message_ids" in inspect.signature(Grid.pull_messages).parameters
 _UNAVAILABLE: Final = {
     ErrorCode.MESSAGE_UNAVAILABLE: f"{NO_REPLY}: the message's ttl is over, its reply was pulled before, or "
     "it was never sent",
@@ -211,9 +214,21 @@ class SimulationGrid(Grid):
         slow_down: float = self._nodes.own(node_id).get("slow_down", 1.0)
         return slow_down
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there, once; for a message that nobody knows (any more), an error."""
-        boxes = {message_id: self._boxes.get(message_id) for message_id in message_ids}
+    def pull_messages(  # type: ignore[override] # the parameter has this name since flwr 1.43
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> Iterable[Message]:
+        """Return the replies that have arrived, each once, and an error for a message that is not known.
+
+        ``reply_to_message_ids``: ids of the messages, by default of all that are pending. This parameter is
+        called ``message_ids`` up to flwr 1.42.
+        """
+        wanted = reply_to_message_ids if message_ids is None else message_ids
+        if wanted is None:
+            wanted = list(self._boxes)
+        boxes = {message_id: self._boxes.get(message_id) for message_id in wanted}
         for each in set(boxes.values()) - {None}:
             self._expire(cast(Box, each))
         self.clock()
@@ -389,7 +404,8 @@ class SimulationGrid(Grid):
 
     def _named(self, message: Message, box: Box) -> Message:
         """Give a message its id, by which its box is found."""
-        if message.metadata.ttl <= 0 or message.metadata.reply_to_message_id:
+        is_reply = bool(message.metadata.reply_to_message_id)
+        if message.metadata.ttl <= 0 or (is_reply and not _CAN_SEND_REPLIES):
             raise ValueError(f"Invalid message: {message}")  # as Flower's own
         self._asked = 0
         if message.metadata.ttl == DEFAULT_TTL:

@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import cuda_stub
 import pytest
 from command_shell import Shell
+from installed_again import installed_again
 from nvml_stub import GIB, Host
 from run_programs import run_python
 
@@ -29,6 +30,7 @@ from flower_gpu.cli import doctor
 from flower_gpu.doctor import Check, Finding, Found, cuda, environment, examine
 from flower_gpu.doctor import host as system
 from flower_gpu.errors import ConfigError, LeaseError, LeaseTimeoutError
+from flower_gpu.flower import distribution
 from flower_gpu.flower.private_names import NAMES
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.options import SCRIPT_VARIABLES, VARIABLES
@@ -79,7 +81,7 @@ def test_a_machine_without_a_gpu_is_fine_and_every_check_documented(shell: Shell
     assert of(found, "policy") == [("ok", "policy offer: calls run on the CPU")]
     assert of(found, "cuda") == []
     assert of(found, "packages")[1:] == [
-        ("ok", f"flwr {metadata.version('flwr')}"),
+        ("ok", distribution.described()),
         ("ok", f"{len(NAMES)} of {len(NAMES)} private names of Flower that are used here are there"),
     ]
     assert one(found, "state folder", "is made with the first call")["level"] == "ok"
@@ -103,6 +105,26 @@ def test_text_and_json_say_the_same_in_lines_that_fit(shell: Shell, host: Host) 
     assert {level for level, _ in of(found, "gpu")} == {"ok"}
     text = "policy offer: calls use GPU 0, 1, one GPU, as much of it as is needed (auto)"
     assert of(found, "policy") == [("ok", f"{text} where the code names nothing else")]
+
+
+def test_two_distributions_of_flower_are_a_problem(
+    here: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name, installed), *_ = distribution.installed().items()
+    (other,) = {*distribution.NAMES} - {name}
+    folder = installed_again(tmp_path, other)
+    monkeypatch.syspath_prepend(str(folder))
+    (finding, *_) = [one for one in findings(environment.packages) if other in one.text]
+    assert finding.level == "problem"
+    assert f"{name} {installed.version}" in finding.text and f"{other} 1.99" in finding.text
+    assert str(folder) in finding.text and str(installed.locate_file("")) in finding.text
+    assert re.fullmatch(r"pip uninstall -y flwr flwr-nightly && pip install 'flwr[<>=].*'", finding.todo)
+    # Either one alone is Flower.
+    monkeypatch.setattr(distribution, "NAMES", (other,))
+    assert (distribution.version(), distribution.described()) == ("1.99", f"{other} 1.99")
+    assert ("ok", f"{other} 1.99") in [(one.level, one.text) for one in findings(environment.packages)]
+    monkeypatch.setattr(distribution, "NAMES", ())
+    assert [one.todo for one in findings(environment.packages)][1:] == ["pip install flwr"]
 
 
 def test_commands_of_another_environment_are_a_problem(

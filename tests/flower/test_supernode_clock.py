@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from run_programs import run_python
 
 from flower_gpu.flower import waits
-from flower_gpu.flower.supernode import SuperNodeTime, is_on_this_host
+from flower_gpu.flower.supernode import SuperNodeTime
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,21 +69,6 @@ def test_nodes_of_a_group_wake_each_other_once() -> None:
 
 def test_it_is_the_module_time_otherwise() -> None:
     assert SuperNodeTime(0.5, 1.0).time is time.time
-
-
-@pytest.mark.parametrize(
-    ("arguments", "is_there"),
-    [
-        ([], True),
-        (["--insecure", "--superlink", "127.0.0.1:9092"], True),
-        (["--superlink=localhost:9092", "--node-config", "a=1"], True),
-        (["--superlink", "[::1]:9092"], True),
-        (["--superlink", "10.0.0.7:9092"], False),
-        (["--superlink", "superlink.example.org:9092"], False),
-    ],
-)
-def test_only_a_superlink_on_this_host_is_told_more_often(arguments: list[str], is_there: bool) -> None:
-    assert is_on_this_host(arguments) is is_there
 
 
 def test_flower_has_what_our_supernode_uses() -> None:

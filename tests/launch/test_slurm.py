@@ -128,7 +128,7 @@ def test_supernodes_are_started_as_the_page_says(slurm: Cluster, tmp_path: Path)
     script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", PAGE.read_text(), re.DOTALL)
     assert script is not None
     with keyed_superlink(tmp_path) as superlink:
-        text = script[1].replace("fl.example.org:9092", f"{HOST}:{superlink.port}")
+        text = script[1].replace("fl.example.org:8000", f"{HOST}:{superlink.port}")
         text = re.sub(r"--nodes=\d+", "--nodes=2", text)
         text = re.sub(r"--cpus-per-task=\d+", "--cpus-per-task=1", text)
         (tmp_path / "supernodes.sh").write_text(text)

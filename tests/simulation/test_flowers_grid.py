@@ -159,6 +159,8 @@ def answers(grid: Grid, made: list[Message]) -> Iterator[tuple[str, object]]:
     yield "pulled again", sorted(pulled(pushed, sent), key=str)
     yield "twice in one", len(pulled([pushed[0], pushed[0]], sent))
     yield "unknown", pulled(["unknown"], sent)
+    # flwr 1.43 has another name for this parameter, and still takes the old one.
+    yield "by name", [reply.error.code for reply in grid.pull_messages(message_ids=["unknown"])]
 
     sent = messages("short")
     made.clear()
@@ -200,6 +202,14 @@ def test_the_same_answers(ours: tuple[Grid, list[Message], GridUnderTest]) -> No
     # Flower's workers go on with what has expired.
     assert until(lambda: one.handling.running == 0)
     assert len(one.handling.cancelled) == 3 and not any(box.count_waiting for box in one.dispatcher._waiting)
+
+
+def test_replies_can_be_pulled_as_with_flower_1_43(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:
+    grid: Any = ours[0]
+    (id_,) = grid.push_messages([Message(RecordDict(), grid.get_node_ids()[0], "train", group_id="answer")])
+    assert until(lambda: bool(list(grid.pull_messages()))) and not list(grid.pull_messages())
+    (reply,) = grid.pull_messages(reply_to_message_ids=[id_])
+    assert reply.has_error(), "it was pulled before"
 
 
 def test_ours_have_whatever_flowers_have(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:

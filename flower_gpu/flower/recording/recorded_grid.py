@@ -53,19 +53,28 @@ class RecordedGrid:
         batch = _Batch(self._recorder)
         phases: list[tuple[Phase, int]] = []
         ids = list(self._grid.push_messages(batch.sent(messages, phases)))
-        # Flower's own grid has no id for a message that it could not push, and none at all if they are too
-        # large together.
+        # Flower's own grid returns None for a message that it could not push (an empty text since flwr 1.43),
+        # and no ids at all if the messages are too large together.
         for id_, (phase, node_id) in zip_longest(ids, phases):
-            if id_ is None:
+            if not id_:
                 self._recorder.missed(phase, node_id, "the message could not be sent")
                 continue
             with self._lock:
                 self._awaited[id_] = (phase, node_id, batch)
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there, once."""
-        replies: list[Message] = list(self._grid.pull_messages(message_ids))
+    def pull_messages(
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> Iterable[Message]:
+        """Return the replies that have arrived, each once.
+
+        The parameter's name is that of flwr 1.43, or ``message_ids`` as in earlier versions.
+        """
+        wanted = reply_to_message_ids if message_ids is None else message_ids
+        replies: list[Message] = list(self._grid.pull_messages(wanted))
         for reply in replies:
             with self._lock:
                 found = self._awaited.pop(reply.metadata.reply_to_message_id, None)

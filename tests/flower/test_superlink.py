@@ -1,0 +1,118 @@
+"""The address of a SuperNode's SuperLink, and what is said when no program listens there."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from flwr.supercore import constant
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from run_programs import run_python
+
+from flower_gpu.flower import superlink
+
+pytestmark = pytest.mark.timeout(60)
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        yield made
+
+
+def address_of(made: socket.socket) -> str:
+    return "{}:{}".format(*made.getsockname())
+
+
+@pytest.mark.parametrize(
+    ("options", "address", "is_there"),
+    [
+        ([], constant.SUPERLINK_DEFAULT_CLIENT_ADDRESS, True),
+        (["--insecure", "--superlink", "127.0.0.1:8001"], "127.0.0.1:8001", True),
+        (["--superlink=localhost:8000", "--node-config", "a=1"], "localhost:8000", True),
+        (["--superl", "[::1]:8000", "--ssl-certfile", "x"], "[::1]:8000", True),
+        (["--superlink", "10.0.0.7:8000"], "10.0.0.7:8000", False),
+        (["--superlink", "superlink.example.org:8000"], "superlink.example.org:8000", False),
+    ],
+)
+def test_the_address_is_that_of_flowers_option(options: list[str], address: str, is_there: bool) -> None:
+    assert superlink.address_of(options) == address
+    assert superlink.is_on_this_host(address) is is_there
+
+
+def test_the_port_of_the_docs_is_the_one_on_which_a_superlink_listens() -> None:
+    """Ports of all SuperLinks in pages and help are the default of Flower's own command."""
+    port = _parse_args_run_superlink().get_default("port")
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+    files = [*pages, REPOSITORY / "flower_gpu" / "cli" / "supernode.py"]
+    ports = [each for file in files for each in re.findall(r"--superlink \S+?:(\d+)", file.read_text())]
+    assert len(ports) > 15 and {*ports} == {str(port)}
+    assert superlink.address_of([]).endswith(f":{port}")
+
+
+def test_a_missing_superlink_is_named_with_the_port_that_one_would_have(listener: socket.socket) -> None:
+    said: list[str] = []
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        time.sleep(seconds)
+
+    address = address_of(listener)  # It is bound, but does not listen.
+    superlink.wait_until_it_listens(address, said.append, sleep)
+    (line,) = said
+    assert line.startswith(f"no program listens at {address}. The SuperNode keeps trying. A SuperLink of ")
+    assert line.endswith("listens on port 8000 by default") and len(pauses) > 2
+
+
+def test_a_superlink_that_starts_a_moment_later_is_waited_for(listener: socket.socket) -> None:
+    said: list[str] = []
+    superlink.wait_until_it_listens(address_of(listener), said.append, lambda _: listener.listen())
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("no-such-host.invalid:8000", "no-such-host.invalid:8000 cannot be reached ("),
+        ("127.0.0.1", None),  # Flower refuses these two.
+        ("127.0.0.1:80000", None),
+    ],
+)
+def test_other_reasons(listener: socket.socket, address: str, reason: str | None) -> None:
+    found = superlink.unreachable_because(address)
+    assert found is None if reason is None else found is not None and found.startswith(reason)
+
+
+def test_a_proxy_opens_connections_to_other_hosts(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert superlink.unreachable_because("no-such-host.invalid:8000") is None
+    assert superlink.unreachable_because(address_of(listener)) is not None
+
+
+def test_the_command_says_where_it_connects_before_it_becomes_flowers(listener: socket.socket) -> None:
+    address = address_of(listener)
+    code = """
+import os, sys
+os.execvpe = lambda *_: sys.exit("became it")
+from flower_gpu.cli.main import main
+main(sys.argv[1:])
+"""
+    words = ["supernode", "--", "--insecure", "--superlink", address]
+    done = run_python(code, *words)
+    lines = done.stdout.splitlines()
+    assert lines[-2] == f"connecting to the SuperLink at {address}" and "became it" in done.stderr
+    assert lines[-1].startswith(f"no program listens at {address}. ")
