@@ -194,7 +194,7 @@ class TestReplacement:
             assert not is_running(stuck)
             said = other.errors()
             assert said.count(f"is being started by another process (pid {stuck})") == 1
-            assert "still waiting: the fork server has not started yet, within 300 s" in said
+            assert "still waiting: the fork server is not ready yet (it may take 300 s)" in said
 
     def test_one_whose_start_does_not_come_to_an_end(self) -> None:
         """No caller waits for ever, for example where the starter was stopped."""

@@ -49,6 +49,7 @@ _OF_PRCTL: Final = (_GET_SECUREBITS, _GET_TIMERSLACK, _MCE_KILL_GET, _GET_THP_DI
 # The numbers of ioprio_get(2) and get_mempolicy(2), which the C library has no functions for.
 _SYSTEM_CALLS: Final = {"x86_64": (252, 239), "aarch64": (31, 236)}
 _IOPRIO_WHO_PROCESS: Final = 1
+_RT_PRIORITY: Final = 37  # the place of this field of proc(5)'s stat after the name; the class follows
 _NODE_BITS: Final = 4096  # at least as many as the kernel was built for
 _ASK_PERSONALITY: Final = 0xFFFFFFFF
 
@@ -75,9 +76,16 @@ def of_server() -> list[Any]:
         [found.get(name) for name in (*_PRIVILEGES, *_MITIGATIONS, "NoNewPrivs", "Mems_allowed_list")],
         sorted(os.getgroups()),
         label,
-        [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
+        [os.getpriority(os.PRIO_PROCESS, 0), *_scheduling()],
         _of_libc(),
     ]
+
+
+def _scheduling() -> list[str]:
+    """Return the real-time priority and the scheduling class of the calling thread."""
+    # Not by os.sched_getscheduler(): musl does not have it.
+    with open("/proc/thread-self/stat", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[_RT_PRIORITY : _RT_PRIORITY + 2]
 
 
 def may_fork_for(process: int) -> bool:

@@ -110,7 +110,7 @@ def said_ready(deadline: float | None, limit_s: float | None, what: str, wait: W
         while not messages.can_be_read(read, 0):
             with allowed_interrupts():
                 messages.can_be_read(read, _POLL_S)
-            wait.say(f"{what} has not started yet" + (f", within {limit_s:g} s" if limit_s else ""))
+            wait.say(f"{what} is not ready yet" + (f" (it may take {limit_s:g} s)" if limit_s else ""))
             now = time.monotonic()
             if deadline is not None and now > deadline:
                 raise TimeoutError(f"{what} was not ready in time")
