@@ -1,8 +1,8 @@
 """Waiting for descriptors, whatever their numbers.
 
 ``select.select`` takes numbers below 1,024 only (``FD_SETSIZE``), and raises ValueError for others. A server
-with many connections, or a run with thousands of clients, has more open files than that. So nothing here uses
-it, and a rule of ruff (``banned-api``) refuses it.
+with many connections, or a run with thousands of clients, has more open files than that. So the package uses
+``poll``, and a rule of ruff (``banned-api``) rejects ``select.select``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 
 def readable(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:
-    """Return those of the descriptors that can be read, or whose other end is closed.
+    """Return the readable descriptors; a descriptor is readable, too, when its other end is closed.
 
-    Waits until there is one, but no longer than ``timeout_s``; None: as long as it takes.
+    Blocks until a descriptor is readable, or until the timeout. ``timeout_s``: seconds; None for no timeout.
     """
     poll = select.poll()
     for descriptor in descriptors:

@@ -1,15 +1,15 @@
-"""The content of declared packages that come from a folder or from git, where a name says nothing of it.
+"""The content of declared packages that come from a folder or from git.
 
-An environment is kept for as long as an app declares the same. A folder or a branch can change below the same
-name, so that is not enough to know which environment is the right one:
+An environment is kept by what the app declares. But a folder or a branch can change without a change of its
+name, so the key of the environment also depends on the content:
 
-- Of a file or folder of this host, a digest of the content is part of the environment's key. So are the
-  folders that such a package names as sources of its own.
-- A branch, a tag or a repository's default branch is replaced by the commit that it has now. ``git
-  ls-remote`` tells it: once for each run, so that all messages of the run get the same packages, also those
-  that come after a push. If the repository cannot be reached, the last known commit is used.
+- For a file or folder of this host, a digest of the content is part of the key. The same holds for folders
+  that the package itself names as sources.
+- A branch, a tag or a repository's default branch is replaced by its current commit. ``git ls-remote`` is
+  asked once for each run, so all messages of a run get the same packages, even after a push. If the
+  repository cannot be reached, the last known commit is used.
 
-Archives at a URL are taken to stay as they are.
+The content of an archive at a URL is assumed to be constant.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SUFFIX: Final = ".commits"
 
 _GIT: Final = "git+"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_RUNS: Final = 16  # whose commits are kept
-_ASK_S: Final = 60.0  # until a repository counts as out of reach
-_LARGE_BYTES: Final = 16 << 20  # the date of a larger file stands for its content
-# What a build leaves in the folder of a package: it would make an installed package look changed.
+_RUNS: Final = 16  # number of runs with known commits
+_ASK_S: Final = 60.0  # seconds until a repository counts as out of reach
+_LARGE_BYTES: Final = 16 << 20  # size from which size and date of a file are used instead of its content
+# Builds leave these in the folder of a package. They must not make an installed package look changed.
 _LEFT_BY_BUILDS: Final = re.compile(r"build|dist|.*\.egg-info")
 _NOT_CONTENT: Final = re.compile(r"\.git|\.venv|__pycache__|.*\.pyc")
 
@@ -50,7 +50,7 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 
 def requirement(text: str) -> Requirement:
-    """Return a declared requirement; raises ConfigError, without what may be secret in the text."""
+    """Return a parsed requirement. Raises ConfigError with the name only, since a URL may be secret."""
     try:
         return Requirement(text)
     except InvalidRequirement:
@@ -90,7 +90,7 @@ def _paths(declared: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 
 
 def _add_path(found: dict[Path, str], path: Path, name: str) -> None:
-    """Add a path and, of a folder, those that its own pyproject.toml names."""
+    """Add a path, and the paths in the pyproject.toml of a folder."""
     path = path.resolve()
     if path in found:
         return
@@ -161,7 +161,7 @@ def pinned(
 
 
 def commits(references: Sequence[Reference]) -> dict[Reference, str]:
-    """Ask repositories for the commits of references; the result has only those that were told."""
+    """Return the commits of references. A repository that cannot be reached is left out."""
     found = {}
     for url, reference in references:
         names = [f"{reference}^{{}}", reference]  # the commit of an annotated tag comes before the tag
@@ -186,7 +186,7 @@ def commits(references: Sequence[Reference]) -> dict[Reference, str]:
 
 
 def _references(declared: Mapping[str, Any]) -> list[Reference]:
-    """Return the git references that are no commits, each once."""
+    """Return the branches, tags and default branches of git sources, each once."""
     found: dict[Reference, None] = {}
 
     def note(url: str, reference: str) -> None:

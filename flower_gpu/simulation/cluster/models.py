@@ -1,17 +1,16 @@
 """Models on their way to the hosts of a cluster: each goes to each host once.
 
-The driver puts a model where Ray can fetch it, and a message carries its number. The host fetches a model
-when the first message with it comes, and keeps it for those that follow.
+The driver puts a model into Ray's object store, and messages carry the model's number. A host fetches a model
+when the first message with this number arrives, and keeps the model for later messages.
 
-Fetching can take minutes: a model of 10 GB needs 80 s at 1 Gbit/s. The driver takes an agent that gives no
-answer for a minute for dead, because it may be stopped, or its disk may hang. So no method of an agent that
-is asked for an answer fetches anything. Threads do, and a message is handed to the host once its models are
-there; messages with other models do not wait for that. For the same reason, what is large in a message
-itself (the state of a client, a record of bytes) is put and fetched as well: Ray carries out calls of an
-agent in their order, and a call waits until its arguments have arrived.
+Fetching can take minutes: a model of 10 GB needs 80 s at 1 Gbit/s. The driver considers an agent dead after a
+minute without an answer, because the agent may be stopped, or its disk may hang. So the agent's methods never
+fetch. Threads fetch, and pass a message on to the host when its models have arrived. Messages with other
+models do not wait for that. Large client states and large records of bytes are fetched in the same way,
+because Ray runs the calls of an agent in order, and a call waits until its arguments have arrived.
 
-Strategies have several models under way. With FedBuff, these are as many versions as messages were sent in,
-and hosts ask for them in any order. Models are kept while they fit into a part of the memory.
+Several models are in use at the same time. With FedBuff, messages in flight have different versions of the
+model, and hosts need these in any order. So models are kept as long as they fit into a part of the memory.
 """
 
 from __future__ import annotations
@@ -29,18 +28,22 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flower_gpu import control_group
 from flower_gpu.simulation.host import Visit
 
-_LEAST_MODELS: Final = 4  # that are kept, however large: of this round and the last, and what strategies add
-_KEPT_PART: Final = 16  # of the memory; beyond the first few, models are kept while they take less of it
-_FETCHES: Final = 4  # at a time
-_LARGE_BYTES: Final = 64 << 10  # Ray sends smaller arguments with the call itself
+#: Number of models that are kept, however large they are.
+_LEAST_MODELS: Final = 4
+#: More models are kept while all of them take less than the memory divided by this number.
+_KEPT_PART: Final = 16
+#: Number of concurrent fetches.
+_FETCHES: Final = 4
+#: Ray sends smaller arguments with the call itself.
+_LARGE_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Something that was put where hosts can fetch it.
+class StoredObject:
+    """An object in Ray's object store, for hosts to fetch.
 
-    ``number``: of a model, which hosts keep; None for what one message has.
-    ``where``: an ObjectRef in a list: as an argument of its own, Ray would fetch it for each message.
+    ``number``: the model's number, by which hosts keep it; None for an object of one message only.
+    ``where``: an ObjectRef in a list. As a direct argument of a call, Ray would fetch it for each message.
     """
 
     number: int | None
@@ -50,36 +53,36 @@ class Sent:
 
 @dataclass(frozen=True)
 class PackedVisit:
-    """A visit whose message has no content.
+    """A visit with an empty message.
 
-    ``content``: its records; a :class:`Sent` in the place of models and of what is large.
-    ``state``: the client's state, if that is large.
+    ``content``: records of the message. A :class:`StoredObject` stands for a model or a large record.
+    ``state``: the client's state if it is large, else None.
     """
 
     visit: Visit
     content: list[tuple[str, Any]]
-    state: Sent | None = None
+    state: StoredObject | None = None
 
     @property
-    def sent(self) -> list[Sent]:
-        """What is to be fetched."""
-        found = [record for _, record in self.content if isinstance(record, Sent)]
+    def sent(self) -> list[StoredObject]:
+        """The objects to fetch, in the order of the records."""
+        found = [record for _, record in self.content if isinstance(record, StoredObject)]
         return found if self.state is None else [*found, self.state]
 
 
 class SentModels:
-    """Models that were put where hosts can fetch them.
+    """The driver's models in the object store.
 
-    ``put``: puts an object there; returns what it is found by.
-    ``kept_bytes``: how much models may take, beyond the first few; by default a part of the memory.
+    ``put``: stores an object, and returns a reference to it.
+    ``kept_bytes``: size up to which more than the first few models are kept. Default: a part of the memory.
     """
 
     def __init__(self, put: Callable[[Any], Any], kept_bytes: int | None = None) -> None:
         self._put = put
         self._kept_bytes = _kept_bytes() if kept_bytes is None else kept_bytes
         self._lock = threading.Lock()
-        # With the arrays' bytes, by whose identity a model is known: so they stay where they are.
-        self._there: OrderedDict[tuple[Any, ...], tuple[Sent, list[bytes]]] = OrderedDict()
+        # A model is known by the identities of its arrays' bytes, so these must not be freed.
+        self._there: OrderedDict[tuple[Any, ...], tuple[StoredObject, list[bytes]]] = OrderedDict()
         self._count = 0
 
     def packed(self, visit: Visit) -> PackedVisit:
@@ -89,22 +92,22 @@ class SentModels:
         empty.content = RecordDict()
         if len(visit.state) <= _LARGE_BYTES:
             return PackedVisit(replace(visit, message=empty), content)
-        state = Sent(None, [self._put(visit.state)], len(visit.state))
+        state = StoredObject(None, [self._put(visit.state)], len(visit.state))
         return PackedVisit(replace(visit, message=empty, state=b""), content, state)
 
     def _packed(self, record: ArrayRecord | MetricRecord | ConfigRecord) -> Any:
         if isinstance(record, ArrayRecord):
             return self._model(record)
         size = record.count_bytes()
-        return Sent(None, [self._put(record)], size) if size > _LARGE_BYTES else record
+        return StoredObject(None, [self._put(record)], size) if size > _LARGE_BYTES else record
 
-    def _model(self, record: ArrayRecord) -> Sent:
+    def _model(self, record: ArrayRecord) -> StoredObject:
         data = [array.data for array in record.values()]
         key = (tuple(record), tuple(map(id, data)))
         with self._lock:
             if key not in self._there:
                 self._count += 1
-                sent = Sent(self._count, [self._put(record)], sum(map(len, data)))
+                sent = StoredObject(self._count, [self._put(record)], sum(map(len, data)))
                 self._there[key] = sent, data
                 total = sum(sent.size_bytes for sent, _ in self._there.values())
                 while len(self._there) > _LEAST_MODELS and total > self._kept_bytes:
@@ -116,7 +119,7 @@ class SentModels:
 class FetchedModels:
     """Models that a host fetches, several at a time, and keeps.
 
-    ``get``: returns what was put; it may take minutes.
+    ``get``: returns a stored object; may take minutes.
     ``kept_bytes``: as for :class:`SentModels`.
     """
 
@@ -133,10 +136,10 @@ class FetchedModels:
         take: Callable[[list[Visit]], object],
         fail: Callable[[BaseException], object],
     ) -> None:
-        """Have visits taken once their models are here; those with the same models are taken together.
+        """Call ``take`` with visits when their models have arrived. Visits with equal models stay together.
 
-        Returns at once. ``take`` and ``fail`` may be called in another thread. ``fail`` gets the exception if
-        something cannot be fetched.
+        Does not block. ``take`` and ``fail`` may be called in another thread. If a fetch fails, ``fail`` is
+        called with the exception.
         """
         groups: dict[tuple[int | None, ...], list[tuple[PackedVisit, list[Future[Any]]]]] = {}
         for packed in visits:
@@ -164,8 +167,8 @@ class FetchedModels:
         else:
             take(visits)
 
-    def _future(self, sent: Sent) -> Future[Any]:
-        """Return the future of something that was sent; a model is fetched once for all messages."""
+    def _future(self, sent: StoredObject) -> Future[Any]:
+        """Return the future of a stored object. A model is fetched once for all messages."""
         number = sent.number
         if number is None:
             return self._pool.submit(self._fetch, sent.where[0])
@@ -180,12 +183,12 @@ class FetchedModels:
             return self._there[number][0]
 
     def close(self) -> None:
-        """Fetch nothing more."""
+        """Cancel pending fetches."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _unpacked(packed: PackedVisit, futures: Sequence[Future[Any]]) -> Visit:
-    """Return a visit as it was. Messages with the same model share its arrays.
+    """Return the original visit. Messages with the same model share its arrays.
 
     ``futures``: of :attr:`PackedVisit.sent`, all of them done.
     """
@@ -193,7 +196,7 @@ def _unpacked(packed: PackedVisit, futures: Sequence[Future[Any]]) -> Visit:
     message = copy(packed.visit.message)
     message.content = RecordDict(
         {
-            name: next(fetched).result() if isinstance(record, Sent) else record
+            name: next(fetched).result() if isinstance(record, StoredObject) else record
             for name, record in packed.content
         }
     )

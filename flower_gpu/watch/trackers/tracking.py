@@ -32,9 +32,9 @@ from flower_gpu.watch.trackers.points import (
 INTERVAL_S: Final = 0.5
 #: Seconds that the end of a run waits for its trackers, all of them together.
 PATIENCE_S: Final = 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before a tracker that has failed is tried again
-_LAST_PAUSES_S: Final = (1.0, 2.0)  # the same at the end of the run
-_PROBES: Final = 3  # points by which a refused point is told from a tracker out of reach
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between two tries, while a tracker fails
+_LAST_PAUSES_S: Final = (1.0, 2.0)  # between the tries at the end of the run
+_PROBES: Final = 3  # points to try before a tracker counts as out of reach
 _CHUNK_BYTES: Final = 256 << 10
 #: Events with which a tracker's run begins.
 _BEGIN: Final = ("round_started", "round_finished", "round", "run_finished")
@@ -172,7 +172,7 @@ class _TrackerFeed(threading.Thread):
             self.warn("end", f"{_text(error)}; its copy of the run is not complete")
 
     def _try_to_send(self) -> bool:
-        """Send what is new; after an error wait before the next try. Return True if nothing is left."""
+        """Send new points. Return False after an error, which delays the next try."""
         try:
             self._send()
         except Exception as error:
@@ -185,7 +185,7 @@ class _TrackerFeed(threading.Thread):
         return True
 
     def _finish(self) -> None:
-        """Send what is left, in a few tries, and close the tracker's run."""
+        """Send the last points, in a few tries, and close the tracker's run."""
         for pause_s in (*_LAST_PAUSES_S, None):
             if self._try_to_send() or pause_s is None:
                 break
@@ -218,7 +218,7 @@ class _TrackerFeed(threading.Thread):
             self._deliver()
 
     def _deliver(self) -> None:
-        """Deliver the points that are waiting; raises the tracker's exception if it takes none."""
+        """Deliver the waiting points. Raises the tracker's exception if it is out of reach."""
         while self._waiting:
             try:
                 self._tracker.log(self._waiting)
@@ -226,11 +226,11 @@ class _TrackerFeed(threading.Thread):
                 self._pass_over(error)
 
     def _pass_over(self, error: Exception) -> None:
-        """Deliver one point, and leave out those before it that the tracker refuses.
+        """Deliver one point, and drop the refused points before it.
 
-        A tracker may refuse a point, or be out of reach. If it takes one of the first points, or the last
-        one, it is within reach: points that it refuses then, in a second try, are left out. Otherwise
-        ``error`` is raised, and all points are kept.
+        After an error, the tracker either refuses a point or is out of reach. If it accepts one of the first
+        points, or the last point, it is within reach. Then a point that it refuses twice is dropped.
+        Otherwise ``error`` is raised, and all points are kept.
         """
         probes = list(islice(self._waiting, _PROBES))
         if len(self._waiting) > _PROBES:
@@ -247,7 +247,7 @@ class _TrackerFeed(threading.Thread):
         raise error
 
     def _error_of(self, point: Point) -> Exception | None:
-        """Deliver one point; return the tracker's exception, or None if it took the point."""
+        """Deliver one point. Return the tracker's exception, or None after success."""
         try:
             self._tracker.log(deque([point]))
         except Exception as error:
