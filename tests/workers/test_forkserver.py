@@ -155,6 +155,19 @@ class TestReplacement:
         assert not is_running(server)
         assert f"the fork server (pid {server}) has not answered for 0.1 s: it is stopped" in caplog.text
 
+    def test_one_that_hangs_and_cannot_be_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another one takes its place, although its socket still takes connections."""
+        monkeypatch.setattr(client, "_SAY_S", 0.1)
+        monkeypatch.setattr(client, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(client, "KILLED_S", 0.1)
+        server = call()
+        os.kill(server, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+            assert call() != server
+        assert is_running(server)
+        os.kill(server, signal.SIGKILL)
+
     def test_one_that_hangs_between_finding_and_forking(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)

@@ -19,10 +19,10 @@ from typing import Any
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.gpu import device_files, guard
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, SERVER_IDLE
-from flower_gpu.polling import readable
+from flower_gpu.unkillable import KILLED_S
 from flower_gpu.workers import messages, own_process, threads
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.forkserver import control, identity, program, sockets
+from flower_gpu.workers.forkserver import identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.waiting import Wait
@@ -201,7 +201,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
                 continue
             now = time.monotonic() > patience
             message = {"op": "open", "now": now, "record": offer}
-            answer = _ask_or_end(connection, message, [folder, own], deadline, wait)
+            answer = _ask_or_end(name, connection, message, [folder, own], deadline, wait)
             if "fit" in answer:
                 _memory.stays.ask(name)
                 return ServerPlace(connection, call)
@@ -258,6 +258,7 @@ def learn(
 
 
 def _ask_or_end(
+    name: str,
     connection: socket.socket,
     message: dict[str, Any],
     descriptors: Sequence[int],
@@ -272,7 +273,7 @@ def _ask_or_end(
     try:
         return ask(connection, message, descriptors, in_line, waiting=allowed_interrupts)
     except Gone:
-        _end_if_it_hangs(connection)
+        _end_if_it_hangs(name, connection)
         return {}
     except BaseException:
         connection.close()
@@ -355,7 +356,8 @@ def _connected(
             program.said_ready(deadline, None, what, wait) as ready,
             _connect_or_start(kind, environ, deadline, wait) as base,
         ):
-            if not _ask_or_end(base, message, [folder, ready, lock, own.fileno()], deadline, wait):
+            descriptors = [folder, ready, lock, own.fileno()]
+            if not _ask_or_end(kind.name(environ), base, message, descriptors, deadline, wait):
                 raise Gone("the server with the libraries has ended")
 
     # Without a limit: the user's functions may load data for hours.
@@ -398,8 +400,12 @@ def _connect_or(start: Callable[[int], None], name: str, deadline: float | None,
         return sockets.connect(name, _ANSWER_S)
 
 
-def _end_if_it_hangs(connection: socket.socket) -> None:
-    """Kill a server that has taken a connection but does not answer; a new one takes its place."""
+def _end_if_it_hangs(name: str, connection: socket.socket) -> None:
+    """Kill a server that has taken a connection but does not answer; a new one takes its place.
+
+    Also where the kernel cannot kill it at once, see :mod:`flower_gpu.unkillable`: its socket would go on to
+    take connections. For that reason its command line is not read either.
+    """
     if messages.is_closed(connection):
         return
     with suppress(OSError):
@@ -407,8 +413,10 @@ def _end_if_it_hangs(connection: socket.socket) -> None:
         pidfd = os.pidfd_open(pid)
         try:
             # Not another process that has got its pid.
-            if control.is_forked(pid):
+            if sockets.is_server(pid):
+                socket_file = sockets.identity(name)
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                readable([pidfd], 5)
+                if not messages.can_be_read(pidfd, KILLED_S):
+                    sockets.remove(name, socket_file)
         finally:
             os.close(pidfd)
