@@ -121,7 +121,8 @@ def test_imports_do_not_count_for_a_slow_client(tmp_path: Path, monkeypatch: pyt
     message_call.assume({"_run_id": 5, "_node_id": 1, "_task_id": 1})
     message = Message(RecordDict(), nodes.ids[0], "train")
     with events.SeenImports(lambda _: None, None):
-        handle(app, 1, 200.0, message, nodes.context_of(nodes.ids[0], b""), message_call.identity())
+        contexts = [nodes.context_of(nodes.ids[0], b"")]
+        handle(app, [1], 200.0, [message], contexts, message_call.identity())
     assert "slow_library" in sys.modules
 
 
