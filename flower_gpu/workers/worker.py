@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.frameworks import set_by_modules
 from flower_gpu.workers import (
+    caller_settings,  # noqa: F401 - requests have objects of it, and a fork server must have it already
     confined_replies,
     confinement,
     events,
