@@ -16,7 +16,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.leases.footprint_rule import ShapedArray, key_of
 from flower_gpu.options import OnOomWord, PolicyWord, StartMethodWord
 from flower_gpu.workers import methods
-from flower_gpu.workers.call import Task, task_name
+from flower_gpu.workers.call import Task, task_key, task_name
 
 
 def run_call(
@@ -66,7 +66,7 @@ def run_call(
     _check_confined(settings)
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     sizes = {**settings.gpu.run_config, **(config or {})}
-    key = key_of(f"{name or task_name(task)} {kind}", arrays, sizes)
+    key = key_of(f"{name or task_key(task)} {kind}", arrays, sizes)
     uuids = decision.uuids if decision.on_gpu else ()
     leases = Leasing(settings.gpu, uuids, label, key, call.fields, settings.host)
     return call.run(leases, environ)

@@ -32,7 +32,7 @@ from flower_gpu.calls.settings import call_settings, split
 from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError, shortened
 from flower_gpu.flower import results
 from flower_gpu.options import CallOptions, OnOomWord, PolicyWord, StartMethodWord
-from flower_gpu.workers.call import Task, check_task, load_task, task_name
+from flower_gpu.workers.call import Task, check_task, load_task, task_key, task_name
 
 Weights = list[NDArray[Any]]
 Config = dict[str, Any]
@@ -215,7 +215,7 @@ class GPUClient(NumPyClient):
             args,
             settings=settings,
             kind=kind,
-            name=task_name(named),
+            name=task_key(named),
             arrays=weights,
             config=config,
             by_name=isinstance(named, str),

@@ -18,7 +18,7 @@ from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import results
 from flower_gpu.flower.recording.recorder import finite
 from flower_gpu.options import CallOptions
-from flower_gpu.workers.call import Task, check_task, task_name
+from flower_gpu.workers.call import Task, check_task, task_key, task_name
 
 _SHOWN = ("loss", "accuracy", "f1")
 
@@ -68,7 +68,7 @@ class GPUEvaluate:
             (self._fn, args, self._kwargs),
             settings=self._settings,
             kind="evaluate",
-            name=task_name(self._fn),
+            name=task_key(self._fn),
             arrays=list(arrays.values()) if is_message_api else arrays,
             config=config or {},
             server_round=server_round,

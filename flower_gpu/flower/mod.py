@@ -20,7 +20,7 @@ from flower_gpu.flower import message_call
 from flower_gpu.flower.message_call import PARTITION_KEY
 from flower_gpu.flower.private_names import EMPTY_LIFESPAN, find
 from flower_gpu.options import CallOptions, joined
-from flower_gpu.workers.call import task_name
+from flower_gpu.workers.call import task_key
 
 #: Options of the calls of one client, by its Context; or a table of them by its ``partition-id``.
 Resources = Callable[[Context], Mapping[str, Any] | None] | Mapping[Any, Mapping[str, Any]]
@@ -221,8 +221,7 @@ def _innermost(function: Any) -> Any:
 
 def _name(function: Any) -> str:
     """Return the name of the user's own function, by which its footprint is known."""
-    function = _innermost(function)
-    return f"{getattr(function, '__module__', '')}:{task_name(function)}"
+    return task_key(_innermost(function))
 
 
 _Lifespan = Callable[[Context], AbstractContextManager[None]]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
+from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flower_gpu.errors import ConfigError, WorkerStartError
@@ -59,15 +63,20 @@ class Call:
         check_task(self.task)
 
     @property
-    def names(self) -> list[str]:
-        """The name of its task, and of the user's, where that is the first argument of one of ours."""
-        return [task_name(self.task), *(name for name in self.args[:1] if isinstance(name, str))]
+    def keys(self) -> list[str]:
+        """Keys of its task, and of the user's task if that is the first argument of one of ours."""
+        is_task = [callable(each) or _is_reference(each) for each in self.args[:1]]
+        return [task_key(self.task), *(task_key(each) for each in compress(self.args, is_task))]
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
 def check_task(task: Task) -> None:
     """Raise ConfigError if this cannot be a task: at the user's line of code, not later in a worker."""
     if isinstance(task, str):
-        if not _REFERENCE.fullmatch(task):
+        if not _is_reference(task):
             raise ConfigError(f"{task!r} does not name a function; write it as 'package.module:function'")
     elif not callable(task):
         raise ConfigError(
@@ -80,6 +89,33 @@ def task_name(task: Task) -> str:
     if isinstance(task, str):
         return task
     return getattr(task, "__qualname__", None) or type(task).__qualname__
+
+
+def task_key(task: Task) -> str:
+    """Return a name that tells ``task`` from tasks of other programs, ``"package.module:function"``.
+
+    Modules of different programs may have the same name. So a module that lies beside the script that runs is
+    named by its path, and ``__main__`` by the path of the script.
+    """
+    if isinstance(task, partial):
+        return task_key(task.func)
+    if isinstance(task, str):
+        module, _, name = task.partition(":")
+    else:
+        described = task if hasattr(task, "__qualname__") else type(task)
+        module, name = str(described.__module__), described.__qualname__
+    return f"{_place_of(module)}:{name}"
+
+
+def _place_of(module: str) -> str:
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if module == "__main__" and file:
+        return str(Path(file).resolve())
+    folder = Path(file).resolve().parent if file else Path.cwd()  # a notebook's, or an interpreter's
+    top = module.partition(".")[0]
+    # Not Path.exists(): that raises an error for a folder that cannot be searched.
+    is_beside = any(os.access(folder / each, os.F_OK) for each in (f"{top}.py", f"{top}/__init__.py"))
+    return str(folder / module) if is_beside or module == "__main__" else module
 
 
 def load_task(task: Task) -> Callable[..., Any]:

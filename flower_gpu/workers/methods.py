@@ -98,7 +98,7 @@ _set_by_modules: dict[str, dict[str, str]] = {}
 
 
 def _key(call: Call) -> str:
-    return repr([*call.names, call.preload])
+    return repr([*call.keys, call.preload])
 
 
 def _found_place(

@@ -5,10 +5,17 @@ The allocator is simulated by its figures; all the rest is real but the GPU.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 from calls_host import GIB, CallsHost
 
-from flower_gpu.leases.footprint_rule import needed_bytes
+from flower_gpu.leases.footprint_rule import Key, needed_bytes
+from flower_gpu.workers.call import Call, task_key
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,3 +65,47 @@ def test_another_library_beside_pytorch_counts_for_its_task_only(calls_host: Cal
     )  # or the two would take more than the lease
     [cap] = caller.follow(["train", 1.0, 1.1], gpu_memory="4GiB", **OPTIONS)["answers"]
     assert cap == 4.0 - CONTEXT
+
+
+SCRIPT = """
+import calls_tasks
+import flower_gpu
+
+def train(gib):
+    calls_tasks.follow([["train", gib, 1.0]])
+
+if __name__ == "__main__":
+    flower_gpu.run_in_worker(train, {gib}, start_method="fork")
+    flower_gpu.run_in_worker("task:train", {gib}, start_method="fork")
+"""
+MODULE = "import calls_tasks\n\ndef train(gib):\n    calls_tasks.follow([['train', gib, 1.0]])\n"
+
+
+def test_functions_of_one_name_in_two_programs_have_two_footprints(calls_host: CallsHost) -> None:
+    """In scripts, and in modules beside them, as ``train`` of task.py is in many projects."""
+    folders = [calls_host.folder / "small", calls_host.folder / "large"]
+    for folder, gib in zip(folders, (1.0, 6.0), strict=True):
+        folder.mkdir()
+        (folder / "client.py").write_text(SCRIPT.format(gib=gib))
+        (folder / "task.py").write_text(MODULE)
+    for folder in folders * 2:  # from another folder, too
+        line = [sys.executable, str(folder / "client.py")]
+        done = subprocess.run(line, env=calls_host.env, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    small, large = lease_for(CONTEXT + 1.0), lease_for(CONTEXT + 6.0)
+    assert calls_host.granted() == [0.0] * 4 + [small] * 2 + [large] * 2
+
+
+def test_the_key_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "script.py")
+    exec("def train(): ...\nclass Callable:\n    def __call__(self): ...", vars(main))
+    (tmp_path / "task.py").touch()
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert task_key("package.module:function") == "package.module:function"
+    assert task_key(Key.on) == task_key(partial(Key.on)) == "flower_gpu.leases.footprint_rule:Key.on"
+    assert task_key("task:train") == f"{tmp_path}/task:train"
+    assert task_key("tasks:train") == "tasks:train"
+    assert task_key(main.train) == f"{tmp_path}/script.py:train"
+    assert task_key(main.Callable()) == f"{tmp_path}/script.py:Callable"
+    assert Call("os:getenv", ("no reference " * 1000,)).keys == ["os:getenv"]

@@ -21,7 +21,7 @@ from flower_gpu.gpu import device_files, guard
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, SERVER_IDLE
 from flower_gpu.unkillable import KILLED_S
 from flower_gpu.workers import messages, own_process, threads
-from flower_gpu.workers.call import Call
+from flower_gpu.workers.call import Call, task_key
 from flower_gpu.workers.forkserver import identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
 from flower_gpu.workers.forkserver.identity import Inherited
@@ -183,7 +183,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
         "is_confined": CONFINED_VARIABLE in call.env,
         "is_on_gpu": bool(call.env.get(identity.VISIBLE_DEVICES)),
         "setup": call.setup,
-        "kind": _kind(call.names, inherited.environ),
+        "kind": _kind(call.keys, inherited.environ),
     }
     folder = own = -1
     try:
@@ -241,6 +241,7 @@ def learn(
     ``tasks``: names of the tasks whose calls in this run need the libraries. Workers for them wait, too.
     """
     patience, wait = time.monotonic() + patience_s, Wait()
+    keys = [task_key(task) for task in tasks]
     missing = list(names)
     while time.monotonic() < patience:
         kind = _memory.known_kind()
@@ -250,7 +251,7 @@ def learn(
             suppress(Gone),  # a successor has taken its place just now
             _connect_or_start(kind, environ, patience, wait) as connection,
         ):
-            message = {"op": "learn", "names": list(names), "kind": _kind(tasks, environ)}
+            message = {"op": "learn", "names": list(names), "kind": _kind(keys, environ)}
             missing = ask(connection, message)["learning"]
             if not missing:
                 return
