@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import logging
 import os
 import random
-import signal
-import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,13 +21,12 @@ from flwr.supercore.object_ref import load_app
 
 from flower_gpu import frameworks
 from flower_gpu.flower import many, message_call
-from flower_gpu.frameworks.framework import Framework, Setting
+from flower_gpu.frameworks.framework import Framework
+from flower_gpu.simulation.process_state import ProcessState
 from flower_gpu.workers import events, threads
 from flower_gpu.workers.own_process import facts
 
 _SEED_WORDS: Final = 8  # of 32 bits
-
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -80,11 +74,8 @@ def handle(
         events.send(TAKES_MANY, max_messages=handler.max_messages)
     with as_first(seeds[0]):
         began_s = time.monotonic() - facts.import_s
-        if handler is not None and len(messages) > 1:
-            handled = many.run_many(handler, messages, contexts, identity)
-        else:
-            pairs = zip(messages, contexts, strict=True)
-            handled = [message_call.replied(loaded, *pair, identity) for pair in pairs]
+        # In a context of its own, so that context variables are those of a new worker as well.
+        handled = copy_context().run(_replies, loaded, handler, messages, contexts, identity)
         took_s = time.monotonic() - facts.import_s - began_s
         if slow_down > 1:
             events.send("progress", desc="slow-down", n=0, total=1)  # top and the trace show it
@@ -105,6 +96,19 @@ def handle_deterministically(
 
     with frameworks.each_loaded(prepare):
         return handle(app, seeds, *args)
+
+
+def _replies(
+    app: ClientApp,
+    handler: many.ManyHandler | None,
+    messages: Sequence[Message],
+    contexts: Sequence[Context],
+    identity: Mapping[str, Any],
+) -> list[message_call.Replied]:
+    if handler is not None and len(messages) > 1:
+        return many.run_many(handler, messages, contexts, identity)
+    pairs = zip(messages, contexts, strict=True)
+    return [message_call.replied(app, *pair, identity) for pair in pairs]
 
 
 _loaded: dict[AppReference, ClientApp] = {}
@@ -138,34 +142,10 @@ def as_first(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if any(next(new.settings(), None) for new in frameworks.loaded() if new not in had):
-            facts.has_to_leave = True  # nobody knows what flags it had before this client
-
-
-class ProcessState:
-    """The state of a process that each call finds anew: environment, folder, flags of Python and frameworks.
-
-    Modules and what is in their globals stay as they are.
-    """
-
-    def __init__(self) -> None:
-        self._found: list[tuple[Setting, Any]] = []
-        of_frameworks = (framework.settings() for framework in frameworks.loaded())
-        for setting in chain(_of_process(), *of_frameworks):
-            # What torch has two names for cannot be read by one when it was set by the other.
-            with suppress(RuntimeError, AttributeError, TypeError):
-                self._found.append((setting, setting.get()))
-
-    def restore(self) -> None:
-        """Give this process the state again that it had."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for setting, value in self._found:
-            try:  # not suppress(), which would take as long as all else here
-                if setting.get() == value:
-                    continue
-            except (RuntimeError, AttributeError):
-                pass
-            setting.set(value)
+        # The flags of a framework that this client has imported are unknown as they were before.
+        has_new = any(next(new.settings(), None) for new in frameworks.loaded() if new not in had)
+        if has_new or (_found is not None and not _found.can_be_restored()):
+            facts.has_to_leave = True
 
 
 def seed_of(place: str) -> int:
@@ -179,42 +159,3 @@ def seed_all(seed: int) -> None:
     np.random.seed([seed >> 32 * word & 0xFFFFFFFF for word in range(_SEED_WORDS)])
     for framework in frameworks.loaded():
         framework.seed(seed)
-
-
-def _of_process() -> Iterator[Setting]:
-    # What os.environ keeps: to decode all of it takes longer than all else here.
-    variables = getattr(os.environb, "_data", os.environb)
-    yield Setting(lambda: dict(variables), _set_environ)
-    yield Setting(os.getcwd, os.chdir)
-    yield Setting(lambda: dict(np.geterr()), lambda value: np.seterr(**value))
-    yield Setting(lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value))
-    yield Setting(lambda: (sys.stdout, sys.stderr), _set_streams)
-    filters: Any = warnings.filters
-    yield Setting(lambda: list(filters), lambda value: filters.__setitem__(slice(None), value))
-    yield Setting(gc.isenabled, lambda value: gc.enable() if value else gc.disable())
-    yield Setting(sys.getrecursionlimit, sys.setrecursionlimit)
-    yield Setting(_umask, os.umask)
-    yield Setting(lambda: logging.root.manager.disable, logging.disable)
-    yield Setting(lambda: logging.root.level, logging.root.setLevel)
-    if hasattr(os, "sched_getaffinity"):
-        yield Setting(lambda: os.sched_getaffinity(0), lambda value: os.sched_setaffinity(0, value))
-    yield Setting(
-        lambda: {number: signal.getsignal(number) for number in _SIGNALS},
-        lambda value: [signal.signal(number, handler) for number, handler in value.items()],
-    )
-
-
-def _set_environ(value: dict[bytes, bytes]) -> None:
-    for name in os.environb.keys() - value.keys():
-        del os.environb[name]
-    os.environb.update(value)
-
-
-def _set_streams(value: tuple[Any, Any]) -> None:
-    sys.stdout, sys.stderr = value
-
-
-def _umask() -> int:
-    value = os.umask(0o077)
-    os.umask(value)
-    return value

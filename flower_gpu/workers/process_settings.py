@@ -8,7 +8,9 @@ travel.
 
 from __future__ import annotations
 
-import _signal  # signal.getsignal turns each handler into an enum, which takes 20 times as long
+# The public functions turn each number into an enum, which takes 20 times as long.
+import _signal  # type: ignore[import-not-found]
+import ctypes
 import decimal
 import gc
 import locale
@@ -24,6 +26,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Final
 
 from flower_gpu.frameworks.framework import Setting
@@ -33,6 +36,7 @@ _SIGNALS: Final = tuple(sorted(int(number) for number in signal.valid_signals() 
 _TIMERS: Final = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _LIMITS: Final = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
+_GET_NO_NEW_PRIVS: Final = 39  # linux/prctl.h
 _NUMPY_ERRORS: Final = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 
 # The bytes behind os.environ: decoding all variables takes longer than reading all other settings.
@@ -108,7 +112,8 @@ def _set_logging(value: tuple[int, int]) -> None:
 
 
 def _decimal() -> tuple[Any, ...]:
-    *fields, _flags, traps = decimal.getcontext().__reduce__()[1]  # type: ignore[misc]
+    fields: Any = decimal.getcontext().__reduce__()[1]
+    *fields, _flags, traps = fields
     return (*fields, [], traps)
 
 
@@ -142,7 +147,8 @@ def _set_handlers(value: list[Any]) -> None:
 
 
 def _blocked() -> set[Any]:
-    return _signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    blocked: set[Any] = _signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return blocked
 
 
 def _set_blocked(value: set[Any]) -> None:
@@ -233,6 +239,16 @@ def _set_scheduling(value: tuple[int, int]) -> None:
     os.sched_setscheduler(0, value[0], os.sched_param(value[1]))
 
 
+def _privileges() -> tuple[Any, ...]:
+    no_new_privileges: int = _program().prctl(_GET_NO_NEW_PRIVS, 0, 0, 0, 0)
+    return os.getresuid(), os.getresgid(), os.getgroups(), no_new_privileges
+
+
+@cache
+def _program() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def _refuse(_: Any) -> None:
     raise PermissionError("this cannot be set anew")
 
@@ -247,7 +263,7 @@ LASTING: Final[Mapping[str, Setting]] = {
     **(
         {
             "scheduling class": Setting(_scheduling, _set_scheduling),
-            "user and groups": Setting(lambda: (os.getresuid(), os.getresgid(), os.getgroups()), _refuse),
+            "user, groups, `no_new_privs`": Setting(_privileges, _refuse),
         }
         if sys.platform == "linux"
         else {}

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import decimal
 import gc
+import locale
+import logging
+import multiprocessing
 import os
 import random
+import resource
 import signal
+import socket
 import sys
+import tempfile
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +61,14 @@ def _replace_stdout() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
+def _handler(number: int, handler: Any) -> Item:
+    return lambda: signal.getsignal(number), lambda: signal.signal(number, handler)
+
+
+def _trace(*_: object) -> None:
+    return None
+
+
 #: How to look at something, and how to change it.
 OF_TORCH: dict[str, Item] = {
     "cudnn.enabled": _flag("backends.cudnn.enabled", False),
@@ -81,6 +99,7 @@ OF_TORCH: dict[str, Item] = {
     "gradients": (_call("is_grad_enabled"), _call("set_grad_enabled", False)),
     "anomalies": (_call("is_anomaly_enabled"), _call("autograd.set_detect_anomaly", True)),
     "autocast": (_call("is_autocast_enabled", "cpu"), _call("set_autocast_enabled", "cpu", True)),
+    "small numbers": (lambda: sys.float_info.min / 2, _call("set_flush_denormal", True)),
     "sharing strategy": (
         _call("multiprocessing.get_sharing_strategy"),
         _call("multiprocessing.set_sharing_strategy", "file_system"),
@@ -116,8 +135,74 @@ OF_PYTHON: dict[str, Item] = {
         lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
     ),
     "output": (lambda: sys.stdout.fileno(), _replace_stdout),
+    "input": (lambda: sys.stdin is None, lambda: setattr(sys, "stdin", None)),
+    "arguments": (lambda: list(sys.argv), lambda: sys.argv.append("--of-a-client")),
+    "path": (lambda: list(sys.path), lambda: sys.path.append("/of/a/client")),
+    "SIGCHLD": _handler(signal.SIGCHLD, signal.SIG_IGN),
+    "SIGINT": _handler(signal.SIGINT, signal.default_int_handler),
+    "SIGPROF": _handler(signal.SIGPROF, signal.SIG_IGN),
+    "SIGTERM": _handler(signal.SIGTERM, signal.SIG_IGN),
+    "SIGRTMIN": _handler(signal.SIGRTMIN, print),
+    "blocked signals": (
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]),
+    ),
+    "timer of the profiler": (
+        lambda: signal.getitimer(signal.ITIMER_PROF)[0] > 0,
+        lambda: signal.setitimer(signal.ITIMER_PROF, 600),
+    ),
+    "virtual timer": (
+        lambda: signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0,
+        lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 600),
+    ),
+    "locale": (
+        lambda: locale.setlocale(locale.LC_ALL),
+        lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"),
+    ),
+    "precision": (lambda: decimal.getcontext().prec, lambda: setattr(decimal.getcontext(), "prec", 5)),
+    "socket timeout": (socket.getdefaulttimeout, lambda: socket.setdefaulttimeout(3)),
+    "thresholds of the collector": (gc.get_threshold, lambda: gc.set_threshold(5, 5, 5)),
+    "excepthook": (lambda: sys.excepthook, lambda: setattr(sys, "excepthook", print)),
+    "hook of threads": (lambda: threading.excepthook, lambda: setattr(threading, "excepthook", print)),
+    "trace function": (sys.gettrace, lambda: sys.settrace(_trace)),
+    "profile function of threads": (threading.getprofile, lambda: threading.setprofile(_trace)),
+    "switch interval": (sys.getswitchinterval, lambda: sys.setswitchinterval(0.1)),
+    "recursion limit": (sys.getrecursionlimit, lambda: sys.setrecursionlimit(1111)),
+    "level of the root logger": (lambda: logging.root.level, lambda: logging.root.setLevel(3)),
+    "folder for files": (lambda: tempfile.tempdir, lambda: setattr(tempfile, "tempdir", "/of/a/client")),
+    "start method": (
+        lambda: multiprocessing.get_start_method(allow_none=True),
+        lambda: multiprocessing.set_start_method("spawn", force=True),
+    ),
+    "time zone": (
+        lambda: time.strftime("%z", time.localtime(0)),
+        lambda: (os.environ.update(TZ="UTC+7"), time.tzset()),
+    ),
 }
-ALL = {**OF_TORCH, **OF_NEW_TORCH, **OF_PYTHON}
+#: Settings that a process may be unable to set anew: then its worker ends.
+LASTING: dict[str, Item] = {
+    "niceness": (lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda: os.nice(3)),
+    "soft limit": (
+        lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
+        lambda: resource.setrlimit(
+            resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        ),
+    ),
+    "hard limit": (
+        lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
+        lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+    ),
+    "scheduling class": (
+        lambda: os.sched_getscheduler(0),
+        lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
+    ),
+    # No process can go back from it.
+    "no_new_privs": (
+        lambda: ctypes.CDLL(None).prctl(39, 0, 0, 0, 0),
+        lambda: ctypes.CDLL(None).prctl(38, 1, 0, 0, 0),
+    ),
+}
+ALL = {**OF_TORCH, **OF_NEW_TORCH, **OF_PYTHON, **LASTING}
 
 
 def look_and_change(name: str) -> tuple[int, str, str]:

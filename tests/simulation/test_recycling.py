@@ -19,7 +19,7 @@ from flower_gpu.errors import NotDeterministicError
 from flower_gpu.simulation import verifying
 from flower_gpu.simulation.host import MANY, Answer, CallError
 from flower_gpu.simulation.verifying import difference
-from flower_gpu.workers import threads
+from flower_gpu.workers import process_settings, threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
 
@@ -54,6 +54,19 @@ def test_what_a_client_changes_is_as_before_for_the_next(with_torch: Line) -> No
         assert changed != before == first[name], name
         # The same worker, or one that is new because nobody can set this anew.
         assert run(with_torch, "look_at", names) == first, name
+    with_torch.retire()
+
+
+def test_what_cannot_be_set_anew_ends_the_worker(with_torch: Line) -> None:
+    """A privileged process can set some of it anew; then the worker stays."""
+    names = [*recycling_tasks.LASTING]
+    first = run(with_torch, "look_at", names)
+    for name in names:
+        pid, before, changed = run(with_torch, "look_and_change", name)
+        assert changed != before == first[name], name
+        assert run(with_torch, "look_at", names) == first, name
+        stays = run(with_torch, "look_and_change", "folder")[0] == pid
+        assert stays if name == "soft limit" else not stays or name != "no_new_privs", name
     with_torch.retire()
 
 
@@ -288,3 +301,10 @@ def test_used_workers_are_verified(
 )
 def test_how_much_values_differ(one: Any, other: Any, expected: float) -> None:
     assert difference(one, other) == difference(other, one) == expected
+
+
+def test_the_page_names_all_settings() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs/explanation/simulation.md").read_text().split())
+    names = [*process_settings.SETTINGS, *process_settings.LASTING]
+    words = [word for name in names for word in re.split(r", | and the other hooks", name) if word]
+    assert [word for word in words if word not in page] == []
