@@ -56,9 +56,6 @@ def told(name):
         fit = [fits(3 << 30), fits(5 << 30)]
         told = {"before": before, "fit": fit, "in_force": hold.in_force_bytes(), "started": started}
         told["free"] = frameworks.figures()[0].free_bytes
-    for framework in frameworks.loaded():
-        for setting in framework.taken_over():  # as for a call's worker
-            setting.get()
     return {**told, "after": fits(5 << 30), "lacks": frameworks.lacks()}
 
 for name in sys.argv[1:]:

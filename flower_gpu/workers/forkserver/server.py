@@ -19,13 +19,7 @@ from typing import Any, NoReturn
 from flower_gpu import __version__, frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.cuda_answers import ANSWERS
-from flower_gpu.workers import (
-    caller_settings,  # noqa: F401 - each worker needs it
-    interpreter,
-    messages,
-    state_folder,
-    threads,
-)
+from flower_gpu.workers import interpreter, messages, state_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
 from flower_gpu.workers.forkserver import attributes, identity, libraries, sockets
