@@ -35,7 +35,7 @@ from flower_gpu.workers import (
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
 from flower_gpu.workers.call_end import Outcome
-from flower_gpu.workers.events import LOGGER, Sink, send, sending_to
+from flower_gpu.workers.events import Sink, send, sending_to
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.interrupts import deferred_interrupts
 from flower_gpu.workers.life import StopOrder
@@ -43,7 +43,7 @@ from flower_gpu.workers.started_worker import CallWatch, StartedWorker
 
 _TRIES = 3
 
-_log = logging.getLogger(LOGGER)
+_log = logging.getLogger("flwr.flower_gpu")
 
 
 class SupportsClose(Protocol):

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,23 +87,32 @@ def test_existing_client_needs_no_rewriting(client_class: Any, method: str) -> N
     assert properties["partition"] == 2 and properties["pid"] != os.getpid()
 
 
-@pytest.mark.parametrize(
-    ("make", "what", "method"),
-    [
-        (GPUClient, "flower_tasks:add_one", "forkserver"),
-        (GPUClient, flower_tasks.add_one, "fork"),
-        (partial(gpu_client, step=4.0), "flower_tasks:ExistingClient", "forkserver"),
-        (partial(gpu_client, step=4.0), flower_tasks.ExistingClient, "fork"),
-    ],
-)
+# In a Python of its own: the test runner has threads, and a process with threads of an app is not forked.
+CLIENT_APP = """
+import sys
+from functools import partial
+
+import flower_tasks
+import numpy as np
+
+from flower_gpu import GPUClient, gpu_client
+
+sys.argv[0] = "/some/where/flwr-clientapp"
+for make, name in ((GPUClient, "add_one"), (partial(gpu_client, step=4.0), "ExistingClient")):
+    for what in (f"flower_tasks:{name}", getattr(flower_tasks, name)):
+        make(what).fit([np.zeros((2, 3), np.float32)], {})
+"""
+
+
 def test_in_a_clientapp_what_is_only_named_gets_the_fork_server(
-    make: Callable[..., GPUClient], what: Any, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_script: Callable[..., Any]
 ) -> None:
-    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["/some/where/flwr-clientapp"])
-    make(what).fit(weights(), {})
-    events = trace.read(tmp_path / trace.FILE_NAME)
-    assert {event["start_method"] for event in events if "start_method" in event} == {method}
+    env = {"FLOWER_GPU_RUN_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    run_script(CLIENT_APP, env=env)
+    started = [
+        event for event in trace.read(tmp_path / trace.FILE_NAME) if event["event"] == "worker_started"
+    ]
+    assert [event["start_method"] for event in started] == ["forkserver", "fork"] * 2
 
 
 def test_only_what_is_implemented_is_offered_to_the_server() -> None:
