@@ -398,6 +398,9 @@ ENVIRONMENTS_DIR: Final = Option(
 SERVER_IDLE: Final = Option(
     "seconds after which an unused fork server ends", SECONDS_OR_0, "FLOWER_GPU_SERVER_IDLE_S", 300.0
 )
+SAY_WAIT: Final = Option(
+    "seconds after which a caller says what it waits for", SECONDS_OR_0, "FLOWER_GPU_SAY_WAIT_S", 5.0
+)
 CONCURRENCY: Final = Option(
     "how many workers may run at the same time; they share the cores", COUNT, "FLOWER_GPU_CONCURRENCY", 1
 )
@@ -439,6 +442,7 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
             LEDGER_DIR,
             ENVIRONMENTS_DIR,
             SERVER_IDLE,
+            SAY_WAIT,
             CONCURRENCY,
             CPU_LEASES,
             HOST_RESERVE,

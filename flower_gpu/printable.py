@@ -117,6 +117,11 @@ def account_name(user: int) -> str:
         return str(user)
 
 
+def and_others(count: int) -> str:
+    """Return the end of a list that leaves out ``count`` names: ``" and 1 other"``, or "" for 0 or less."""
+    return f" and {count} other{'s' if count > 1 else ''}" if count > 0 else ""
+
+
 @contextmanager
 def told_if_slow(
     say: Callable[[str], Any], text: str, missing: Callable[[], str] | None = None

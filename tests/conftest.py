@@ -44,6 +44,8 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 STATE_DIR = Path(tempfile.mkdtemp(prefix="flower-gpu-tests-"))
 os.environ["FLOWER_GPU_STATE_DIR"] = str(STATE_DIR)
 os.environ["FLOWER_GPU_SERVER_IDLE_S"] = "180"
+# A busy machine may take long to start one, and tests compare what a program writes.
+os.environ["FLOWER_GPU_SAY_WAIT_S"] = "120"
 # Nor do their calls wait for cores that others have.
 (STATE_DIR / "ledger").mkdir(mode=0o1777)
 os.environ["FLOWER_GPU_LEDGER_DIR"] = str(STATE_DIR / "ledger")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from waiting import until
 
 from flower_gpu import printable
-from flower_gpu.printable import duration_text, told_if_slow
+from flower_gpu.printable import and_others, duration_text, told_if_slow
 
 
 @settings(deadline=None)
@@ -25,6 +25,10 @@ def test_durations_are_written_as_one_would_say_them(seconds: float) -> None:
     # Half of the last digit that is shown.
     assert shown == pytest.approx(seconds, abs={"s": 0.051, "min": 0.51, "h": 30.1}[units[0]])
     assert all(number < 60 for number, unit in zip(numbers, units, strict=True) if unit != "h")
+
+
+def test_a_list_that_is_cut_says_how_many_are_left_out() -> None:
+    assert [and_others(count) for count in (-1, 0, 1, 12)] == ["", "", " and 1 other", " and 12 others"]
 
 
 def test_only_what_takes_long_is_said() -> None:

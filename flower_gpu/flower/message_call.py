@@ -25,6 +25,7 @@ from flower_gpu.errors import (
 )
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.printable import and_others
 from flower_gpu.workers.confined_replies import PlainBytes
 from flower_gpu.workers.own_process import facts
 
@@ -138,10 +139,7 @@ def errors_of_each(
 
 
 def _names(clients: Sequence[str]) -> str:
-    if len(clients) == 1:
-        return clients[0]
-    others = len(clients) - 1
-    return f"{clients[0]} and {others} other{'s' if others > 1 else ''}"
+    return f"{clients[0]}{and_others(len(clients) - 1)}"
 
 
 def _label(message_type: str, clients: Sequence[str]) -> str:

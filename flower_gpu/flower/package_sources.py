@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import re
+import stat
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,9 +107,9 @@ def digest(path: Path) -> str:
     for file in [path] if path.is_file() else _files(path):
         sha.update(f"{file.relative_to(path)}\0".encode(errors="surrogateescape"))
         with suppress(OSError):
-            state = file.lstat()
-            if file.is_symlink():
-                sha.update(os.fsencode(file.readlink()))
+            state = file.stat()
+            if not stat.S_ISREG(state.st_mode):  # reading a pipe would wait for its writer
+                sha.update(f"{state.st_mode}".encode())
             elif state.st_size > _LARGE_BYTES:
                 sha.update(f"{state.st_size} {state.st_mtime_ns}".encode())
             else:
@@ -117,14 +118,25 @@ def digest(path: Path) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        skipped = _LEFT_BY_BUILDS if parent == str(folder) else None
+    """Yield all files of a folder, those behind links to folders too."""
+    seen: set[Path] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if (real := Path(parent).resolve()) in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        skipped = _is_left_by_build if parent == str(folder) else None
         folders[:] = sorted(
             name
             for name in folders
-            if not _NOT_CONTENT.fullmatch(name) and not (skipped and skipped.fullmatch(name))
+            if not _NOT_CONTENT.fullmatch(name) and not (skipped and skipped(Path(parent, name)))
         )
         yield from (Path(parent, name) for name in sorted(names) if not _NOT_CONTENT.fullmatch(name))
+
+
+def _is_left_by_build(folder: Path) -> bool:
+    """Return True if a build has left this folder, unless it is a package with one of these names."""
+    return bool(_LEFT_BY_BUILDS.fullmatch(folder.name)) and not (folder / "__init__.py").exists()
 
 
 def pinned(

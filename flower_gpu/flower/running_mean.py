@@ -72,11 +72,16 @@ class RunningMean:
         Raises InvalidResultError if an array does not fit the one before.
         """
         for key, value in record.items():
-            earlier = view_of(before[key])
+            array, earlier = view_of(value), view_of(before[key])
             try:
+                if array.shape != earlier.shape:
+                    raise _CannotBeAddedError(
+                        f"has shape {array.shape}, and {earlier.shape} in the model that was sent: do all "
+                        "clients train the same model?"
+                    )
                 if self._count == 0:
                     self._sums[key] = _Sum(earlier, self._zeros, self._keeps_integers)
-                self._sums[key].add(view_of(value), weight, self._scratch, earlier)
+                self._sums[key].add(array, weight, self._scratch, earlier)
             except _CannotBeAddedError as error:
                 raise InvalidResultError(f"array {key!r} of {source} {error}") from None
         self._count += 1

@@ -206,7 +206,7 @@ class PyTorch(Framework):
 
     def taken_over(self) -> Iterator[Setting]:
         """Yield its flags and its default device; the threads of a worker are those of its lease."""
-        yield Setting(_default_device, sys.modules["torch"].set_default_device)
+        yield Setting(_default_device, _set_default_device)
         yield from self._flags()
 
     def _flags(self) -> Iterator[Setting]:
@@ -247,6 +247,12 @@ def _default_device() -> Any:
     """
     context = getattr(pytorch_memory.private("_GLOBAL_DEVICE_CONTEXT"), "device_context", None)
     return None if context is None else context.device.type
+
+
+def _set_default_device(kind: Any) -> None:
+    """Set the default device, unless it is a GPU and this worker has none."""
+    if kind != "cuda" or os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        sys.modules["torch"].set_default_device(kind)
 
 
 @cache

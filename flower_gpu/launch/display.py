@@ -51,8 +51,11 @@ class LaunchDisplay:
 
     def show(self, event: Event) -> None:
         """Show one event of the run's trace."""
+        is_first = self.history.strategy is None
         self.history.feed([event])
         self._progress.show(event)
+        if event.get("event") == "strategy_started" and event.get("resumes") is None and is_first:
+            self.line("note: this run has no checkpoint, so it cannot be resumed; run.log says why")
         if event.get("event") == "out_of_memory":
             say = self.error if event.get("then") == "failed" else self.line
             say(self._out_of_memory(event))

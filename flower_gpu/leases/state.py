@@ -157,8 +157,9 @@ class Readings:
     ) -> int:
         """Return what NVML lists of a worker and its children, and take that from ``left``.
 
-        A worker reports the sum of its processes. What it reports beyond its own use is taken to be that of
-        its children, as far as processes are listed that no lease accounts for.
+        A worker reports the sum of its processes. The part beyond its own use is that of its children, as far
+        as processes of its process group are listed that no lease accounts for. Other programs never count as
+        children, because a report may be stale, or written by the code of an app.
         """
         own = min(left[pid], leased_bytes)
         of_other_leases = listed_bytes - left[pid]
@@ -166,11 +167,19 @@ class Readings:
         missing = min(told_bytes - of_other_leases, leased_bytes) - own
         workers = {pid for pid, _ in self.told.values()}
         for other in left:
-            if missing > 0 and other not in workers and left[other]:
+            if missing > 0 and other not in workers and left[other] and _has_same_group(other, pid):
                 taken = min(missing, left[other])
                 left[other] -= taken
                 own, missing = own + taken, missing - taken
         return own
+
+
+def _has_same_group(process: int, worker: int) -> bool:
+    """Return True if a process is in the process group of a worker, as its children are."""
+    try:
+        return os.getpgid(process) == os.getpgid(worker)
+    except OSError:  # one of them has ended
+        return False
 
 
 def other_program(gpu: GPU) -> GPUProcess | None:

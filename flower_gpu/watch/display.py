@@ -120,6 +120,8 @@ class RoundLines(Display):
         one = self.history.open_round
         if one is None or time.monotonic() - self._line_at_s < _LINE_INTERVAL_S:
             return
+        if one.replies == one.messages:  # the line of the round's end follows
+            return
         failed = [f"{one.failed} failed"] if one.failed else []
         clients = f"{one.replies}/{'?' if one.messages is None else one.messages} clients"
         seconds = max(0.0, time.time() - one.started_at)

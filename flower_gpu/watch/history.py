@@ -292,6 +292,7 @@ class History:
         # A run that is resumed begins again; its times are those of the first.
         self.started_at = time if self.started_at is None else self.started_at
         self.begun_at = time
+        self.waited_s = 0.0  # like `seconds`, of the last part of a resumed run
         self.finished_at, self.outcome, self.error, self.facts, self.all_failed = None, "", "", {}, ""
         if not self._keep_finished:  # what the one before has left open was killed with it
             self._waiting, self._granted, self._running = {}, {}, {}

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from flower_gpu.apps.failures import outcome_text
 from flower_gpu.apps.folder import RunFolder, write_json
-from flower_gpu.printable import duration_text
+from flower_gpu.printable import and_others, duration_text
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE
 from flower_gpu.watch.fields import client_key, metrics_text
 from flower_gpu.watch.history import History
@@ -211,5 +211,4 @@ def _failures(result: Mapping[str, Any]) -> list[str]:
 
 
 def _listed(noun: str, names: Sequence[str], most: int) -> str:
-    others = f" and {len(names) - most} others" if len(names) > most else ""
-    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:most])}{others}"
+    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:most])}{and_others(len(names) - most)}"

@@ -109,9 +109,14 @@ def task_key(task: Task) -> str:
 
 def _place_of(module: str) -> str:
     file = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        # In a notebook or an interpreter, modules lie in the working directory.
+        place = Path(file or "__main__").resolve()
+    except FileNotFoundError:  # the working directory was removed
+        return module
     if module == "__main__" and file:
-        return str(Path(file).resolve())
-    folder = Path(file).resolve().parent if file else Path.cwd()  # a notebook's, or an interpreter's
+        return str(place)
+    folder = place.parent
     top = module.partition(".")[0]
     # Not Path.exists(): that raises an error for a folder that cannot be searched.
     is_beside = any(os.access(folder / each, os.F_OK) for each in (f"{top}.py", f"{top}/__init__.py"))

@@ -73,9 +73,8 @@ class CallerSettings:
         for name, value in self.process.items():
             setting = SETTINGS[name]
             if setting.get() != value:
-                with suppress(
-                    Exception
-                ):  # for example, a locale that is missing: the task can run without it
+                # The task can run without it, for example if the worker lacks a locale.
+                with suppress(Exception):
                     setting.set(value)
         for name, level in self.log_levels.items():
             logging.getLogger(name).setLevel(level)
@@ -105,13 +104,23 @@ def _log_levels() -> dict[str, int]:
 
 def _console_handlers() -> Iterator[ConsoleHandler]:
     for handler in logging.root.handlers:
-        # Not of derived classes, and not with a formatter of the user's own: these may be unable to travel.
-        if type(handler) is not logging.StreamHandler:
-            continue
-        is_plain = type(handler.formatter) is logging.Formatter
-        is_stdout = handler.stream in (sys.stdout, sys.__stdout__)
-        if is_stdout or handler.stream in (sys.stderr, sys.__stderr__):
-            yield ConsoleHandler(is_stdout, handler.level, handler.formatter if is_plain else None)
+        is_stdout = getattr(handler, "stream", None) in (sys.stdout, sys.__stdout__)
+        is_stderr = getattr(handler, "stream", None) in (sys.stderr, sys.__stderr__)
+        # Derived classes may be unable to travel. Filters stay behind, and the format may need their fields.
+        if type(handler) is logging.StreamHandler and not handler.filters and (is_stdout or is_stderr):
+            yield ConsoleHandler(is_stdout, handler.level, _that_travels(handler.formatter))
+
+
+def _that_travels(formatter: logging.Formatter | None) -> logging.Formatter | None:
+    """Return a formatter that another process can use, or None for the default one."""
+    if type(formatter) is not logging.Formatter:
+        return None
+    try:
+        formatter.format(logging.makeLogRecord({}))
+        pickle.dumps(formatter)
+    except Exception:  # a field of the user's own, or a default that cannot be pickled
+        return None
+    return formatter
 
 
 def _made(handler: ConsoleHandler) -> logging.Handler:
@@ -138,7 +147,9 @@ class MainModule:
         main = sys.modules["__main__"]
         file = getattr(main, "__file__", None)
         module = getattr(getattr(main, "__spec__", None), "name", None)
-        return cls(str(Path(file).absolute()) if file else None, module)
+        with suppress(OSError):  # the working directory was removed
+            file = str(Path(file).absolute()) if file else None
+        return cls(file, module)
 
     def note(self, pickled: Any) -> None:
         """Keep a function or class that is being pickled, if it is an attribute of ``__main__``."""

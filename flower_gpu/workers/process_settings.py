@@ -132,7 +132,13 @@ def _set_numpy_errors(value: dict[str, Any] | None) -> None:
     if value is not None or "numpy" in sys.modules:
         import numpy
 
-        numpy.seterr(**(value or _NUMPY_ERRORS))
+        # The function for "call" and "log" belongs to the process that has set it, and may be missing here.
+        has_function = numpy.geterrcall() is not None
+        wanted: dict[str, Any] = {
+            name: "warn" if how in ("call", "log") and not has_function else how
+            for name, how in (value or _NUMPY_ERRORS).items()
+        }
+        numpy.seterr(**wanted)
 
 
 def _handlers() -> list[Any]:
@@ -249,6 +255,18 @@ def _program() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
+def _standard_files() -> list[tuple[int, int] | None]:
+    """Return device and inode of the files of descriptors 0, 1 and 2; None for one that is closed."""
+    found: list[tuple[int, int] | None] = []
+    for descriptor in range(3):
+        try:
+            state = os.fstat(descriptor)
+            found.append((state.st_dev, state.st_ino))
+        except OSError:
+            found.append(None)
+    return found
+
+
 def _refuse(_: Any) -> None:
     raise PermissionError("this cannot be set anew")
 
@@ -260,6 +278,7 @@ LASTING: Final[Mapping[str, Setting]] = {
     ),
     "resource limits": Setting(_limits, _set_limits),
     "process group": Setting(os.getpgrp, _refuse),
+    "files of descriptors 0 to 2": Setting(_standard_files, _refuse),
     **(
         {
             "scheduling class": Setting(_scheduling, _set_scheduling),

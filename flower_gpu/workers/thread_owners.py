@@ -33,8 +33,9 @@ _SURVIVE: Final = ("libgomp", "libiomp5", "libomp", "libscipy_openblas", "libope
 _SURVIVE_TOO: Final = ("cv2.", "libopencv_", "libarrow.", "cygrpc.")
 # Every thread waits in one of these, whatever library calls it.
 _OF_ALL: Final = ("libc.", "libc-", "ld-", "libpthread", "libstdc++", "libm.", "[")
-# Packages whose Python threads may be missing in a worker: it calls nothing of them.
-_OF_PROGRAM: Final = ("flwr", "flower_gpu")
+# Packages with Python threads that a worker does without. It calls nothing of Flower's and ours. tqdm's
+# monitor only redraws slow bars, and a fork starts a new one with its first bar.
+_OF_PROGRAM: Final = ("flwr", "flower_gpu", "tqdm")
 
 _STACK_BYTES: Final = 8192  # a thread that waits needs some hundred
 _SETTLE_S: Final = 2.0  # for OpenBLAS's threads, which compute without work when they start

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from streaming_grid import PlainTestGrid, content_of, train
 
 from flower_gpu import FedBuff, resumable
-from flower_gpu.errors import ClientsFailedError, ConfigError
+from flower_gpu.errors import ClientsFailedError, ConfigError, InvalidResultError
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.serverapp import GridTime, record
@@ -155,6 +155,22 @@ def test_other_arrays_than_were_sent_end_the_run(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("test_fedbuff.train", part)
     with pytest.raises(InconsistentMessageReplies, match="other arrays than it was sent"):
+        FedBuff(1, 1).start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), ()])
+def test_an_array_of_another_shape_than_was_sent_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """Even if numpy could broadcast it."""
+
+    def smaller(message: Message) -> RecordDict:
+        sent = next(iter(message.content.array_records.values()))
+        arrays = {name: np.ones(shape, np.float32) for name in sent}
+        return content_of(arrays, {"num-examples": 1})
+
+    monkeypatch.setattr("test_fedbuff.train", smaller)
+    with pytest.raises(InvalidResultError, match="in the model that was sent: do all clients train the same"):
         FedBuff(1, 1).start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
 
 

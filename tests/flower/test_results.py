@@ -30,7 +30,7 @@ def sent() -> list[Any]:
     )
 )
 def test_finite_arrays_of_the_sent_shapes_pass_unchanged(arrays: list[Any]) -> None:
-    checked = results.check_weights(arrays, [results.Sent.of(a) for a in arrays], "f")
+    checked = results.check_weights(arrays, [results.SentArray.of(a) for a in arrays], "f")
     for before, after in zip(arrays, checked, strict=True):
         assert after.dtype == before.dtype and np.array_equal(before, after)
 
@@ -57,7 +57,7 @@ NOT_FINITE = [np.nan, np.inf, -np.inf]
     st.data(),
 )
 def test_only_what_became_not_finite_in_the_call_is_refused(array: Any, data: Any) -> None:
-    before = results.Sent.of(array)
+    before = results.SentArray.of(array)
     array[np.isfinite(array)] += 1  # in place, as an optimizer does
     assert results.check_weights([array], [before], "f")[0] is array
     at = data.draw(st.integers(0, array.size - 1))
@@ -94,7 +94,7 @@ def test_weights_that_nobody_has_trained_may_have_masks() -> None:
 )
 def test_wrong_fit_result(result: Any, message: str) -> None:
     with pytest.raises(InvalidResultError, match=message):
-        results.check_fit(result, [results.Sent.of(array) for array in sent()], "train")
+        results.check_fit(result, [results.SentArray.of(array) for array in sent()], "train")
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,16 @@ def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str], tm
     assert last.startswith("train of client 0 ran out of memory")
 
 
+def test_a_run_without_a_checkpoint_says_so_once() -> None:
+    display = Shown()
+    for resumes in (None, None):
+        display.show(of("strategy_started", strategy="Mine", num_rounds=2, resumes=resumes))
+    assert display.texts == ["note: this run has no checkpoint, so it cannot be resumed; run.log says why"]
+    display = Shown()
+    display.show(of("strategy_started", strategy="FedAvg", num_rounds=2, resumes="flower_gpu.FedAvg"))
+    assert display.texts == []
+
+
 def test_lines_say_what_follows_when_memory_ran_out(capsys: pytest.CaptureFixture[str]) -> None:
     display = LaunchDisplay(None)
     gpu = {"uuid": "GPU-0", "index": 0, "name": "Stub", "memory_bytes": 2**31}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,17 @@ from flower_gpu.leases.state import Readings
 from flower_gpu.leases.tickets import Ticket
 
 UUID = "GPU-0"
-# Processes of this pid namespace that run: this one, its parent, and the first one.
-WORKER, OTHER, CHILD = os.getpid(), os.getppid(), 1
+# Processes of this pid namespace that run. The first one is never in the process group of a test.
+WORKER, OTHER, FOREIGN = os.getpid(), os.getppid(), 1
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
+    """A child of this process in its process group, as a worker's children are."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process.pid
+    process.kill()
+    process.wait()
 
 
 def lease(number: int, leased_gib: int) -> Entry:
@@ -52,10 +62,16 @@ def of_others_gib(
     return 24 - card.capacity_bytes / GIB
 
 
-def test_a_workers_child_processes_are_the_workers() -> None:
+def test_a_workers_child_processes_are_the_workers(child: int) -> None:
     first = lease(1, 8)
-    assert of_others_gib([(WORKER, 2), (CHILD, 6)], [first], {first.id: (WORKER, 8)}) == 0
-    assert of_others_gib([(WORKER, 2), (CHILD, 9)], [first], {first.id: (WORKER, 8)}) == 3
+    assert of_others_gib([(WORKER, 2), (child, 6)], [first], {first.id: (WORKER, 8)}) == 0
+    assert of_others_gib([(WORKER, 2), (child, 9)], [first], {first.id: (WORKER, 8)}) == 3
+
+
+def test_a_worker_that_reports_too_much_takes_nothing_from_other_programs() -> None:
+    """Its report is stale, or it was written by an app. Another program uses 12 GiB."""
+    first = lease(1, 8)
+    assert of_others_gib([(WORKER, 1), (FOREIGN, 12)], [first], {first.id: (WORKER, 8)}) == 12
 
 
 def test_what_a_worker_has_given_back_is_not_taken_from_others() -> None:
@@ -70,8 +86,8 @@ def test_a_process_with_two_leases_counts_once() -> None:
     """Calls that run in the client's own process. Another program uses 4 GiB."""
     leases = [lease(1, 8), lease(2, 8)]
     told = {each.id: (WORKER, 8) for each in leases}
-    assert of_others_gib([(WORKER, 8), (CHILD, 4)], leases, told) == 4
-    assert of_others_gib([(WORKER, 12), (CHILD, 4)], leases, dict.fromkeys(told, (WORKER, 12))) == 4
+    assert of_others_gib([(WORKER, 8), (FOREIGN, 4)], leases, told) == 4
+    assert of_others_gib([(WORKER, 12), (FOREIGN, 4)], leases, dict.fromkeys(told, (WORKER, 12))) == 4
 
 
 @pytest.mark.parametrize("namespace", ["own", "another"])

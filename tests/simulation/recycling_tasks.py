@@ -13,6 +13,7 @@ import random
 import resource
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -195,6 +196,10 @@ LASTING: dict[str, Item] = {
     "scheduling class": (
         lambda: os.sched_getscheduler(0),
         lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
+    ),
+    "files of descriptors 0 to 2": (
+        lambda: [stat.S_IFMT(os.fstat(descriptor).st_mode) for descriptor in range(3)],
+        lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 1),
     ),
     # No process can go back from it.
     "no_new_privs": (

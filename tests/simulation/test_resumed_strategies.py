@@ -324,9 +324,8 @@ def test_a_run_that_cannot_be_resumed_says_so_at_its_start(
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
     run("", Derived(), tmp_path / "checkpoint")
     (line,) = [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()]
-    assert line.startswith(
-        "There will be no checkpoint, so this run cannot be resumed: the state of Derived is"
-    )
+    assert line.startswith("There will be no checkpoint, so this run cannot be resumed: the state of ")
+    assert "test_resumed_strategies.Derived is not known" in line
     assert "each strategy with state_dict() and load_state_dict()" in line
     caplog.clear()
     run("", FedAdam(), tmp_path / "known")

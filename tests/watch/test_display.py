@@ -232,6 +232,8 @@ def test_within_a_long_round_there_is_a_line_now_and_then(
     line = capfd.readouterr().err
     # How fast they are says nothing yet.
     assert re.fullmatch(r"round 2/3  train                3/4 clients  [\d.]+ s  1 failed\n", line)
+    shown.tell("reply", **which, error=None)
+    assert capfd.readouterr().err == "", "the line of the round's end has the last reply"
 
 
 def test_a_notebook_has_bars(capfd: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,14 @@ def summary(failures: list[Event], **facts: Any) -> dict[str, Any]:
     return result_of(history)
 
 
+def test_the_wait_of_a_resumed_run_is_that_since_it_went_on() -> None:
+    history = History(keep_finished=False)
+    started = trace.make("run_started", kind="simulate", clients=2)
+    waits = [trace.make("run_waited", seconds=seconds) for seconds in (41.5, 2.5)]
+    history.feed([started, waits[0], trace.make("run_finished", outcome="interrupted"), started, waits[1]])
+    assert history.waited_s == 2.5
+
+
 def test_the_summary_has_what_one_wants_to_know() -> None:
     lines = result_lines(
         summary([], workers_started=12, peak_worker_bytes=300 << 20, model_sha256="0f3c"),

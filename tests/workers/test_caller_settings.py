@@ -126,6 +126,45 @@ def test_a_process_that_a_task_starts(start: str, tmp_path: Path) -> None:
     assert module == ("__main__" if used == "fork" else "__mp_main__")
 
 
+#: A script with settings that a worker cannot take over as they are.
+ODD = """
+import logging, sys, threading
+import numpy, torch
+from flower_gpu import run_in_worker
+
+class Identity(logging.Filter):
+    def filter(self, record):
+        record.request = "r1"
+        return True
+
+def look():
+    import logging, numpy, torch
+    logging.getLogger("of.script").error("a line of the worker")
+    return float(numpy.float64(1) / 0), str(torch.zeros(1).device)
+
+if __name__ == "__main__":
+    numpy.seterrcall(print)
+    numpy.seterr(divide="call")
+    torch.set_default_device("cuda")
+    for number, formatter in enumerate((
+        logging.Formatter("%(request)s says %(message)s"),
+        logging.Formatter("says %(message)s", defaults={"lock": threading.Lock()}),
+    )):
+        handler = logging.StreamHandler()
+        handler.setFormatter(formatter)
+        if number == 0:
+            handler.addFilter(Identity())
+        logging.root.handlers[:] = [handler]
+        print(run_in_worker(look, start_method="forkserver", gpu="never"), flush=True)
+"""
+
+
+def test_settings_that_cannot_be_taken_over_fail_no_call(tmp_path: Path) -> None:
+    done = run(tmp_path, ODD)
+    assert done.stdout.splitlines() == ["(inf, 'cpu')"] * 2, done.stderr
+    assert done.stderr.count("a line of the worker") == 2 and "Logging error" not in done.stderr
+
+
 def test_a_script_without_a_main_guard_cannot_run_away(tmp_path: Path) -> None:
     """multiprocessing imports it in the new process, where the same call must not start anew."""
     done = run(

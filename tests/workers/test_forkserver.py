@@ -195,7 +195,7 @@ class TestReplacement:
         """It ends by itself, also if its starter is gone; other callers say what they wait for."""
         with forkservers.own_servers(light=True) as folder, Client() as starter, Client() as other:
             starter.do("from flower_gpu.workers.forkserver import program; program._START_S = 5.0")
-            other.do("from flower_gpu.workers.forkserver import waiting; waiting.SAY_S = 0.2")
+            other.do("os.environ['FLOWER_GPU_SAY_WAIT_S'] = '0.2'")
             lock = folder / f"{name_of_server(other)}.lock"
             known = ("", str(starter.pid), lock.read_text())
             starter.send("tasks_forkserver:server")
@@ -214,8 +214,9 @@ class TestReplacement:
         with (
             forkservers.own_servers(light=True),
             Client() as other,
-            sockets.locked(name_of_server(other), None),
+            sockets.locked(name_of_server(other), None) as lock,
         ):
+            sockets.name_starter(lock)
             other.do("from flower_gpu.workers.forkserver import program; program.LONGEST_START_S = 1.0")
             says = rf"WorkerStartError.*another process \(pid {os.getpid()}\), for more than 1 s"
             with pytest.raises(forkservers.CallError, match=says):

@@ -231,8 +231,8 @@ class TestLibraries:
         with forkservers.own_servers(light=True), Client(python) as caller:
             caller.do(
                 """
-                from flower_gpu.workers.forkserver import client, waiting
-                client.LEARN_S, waiting.SAY_S = 1.0, 0.2
+                from flower_gpu.workers.forkserver import client
+                client.LEARN_S, os.environ["FLOWER_GPU_SAY_WAIT_S"] = 1.0, "0.2"
                 """
             )
             for _ in range(3):

@@ -83,5 +83,5 @@ def test_who_waits_in_line_minds_the_time_limit() -> None:
         for _ in range(3):
             messages.send(there, messages.BUSY)
         with pytest.raises(TimeoutError, match="serves other callers first"):
-            client._ask_or_end(here, {"op": "open"}, [], time.monotonic() - 1, Wait())
+            client._ask_or_end("0" * 20, here, {"op": "open"}, [], time.monotonic() - 1, Wait())
         assert here.fileno() == -1

@@ -82,9 +82,9 @@ def test_a_server_that_loads_them_slowly_is_none_that_hangs(host: cuda_stub.Host
     with Client(env=env) as caller:
         caller.do(
             """
-            from flower_gpu.workers.forkserver import client, waiting
+            from flower_gpu.workers.forkserver import client
             client._SAY_S = client._ANSWER_S = 2.0
-            waiting.SAY_S = 0.2
+            os.environ["FLOWER_GPU_SAY_WAIT_S"] = "0.2"
             """
         )
         first = caller.call("tasks_forkserver:server")

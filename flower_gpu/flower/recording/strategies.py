@@ -318,7 +318,7 @@ def _say_no_checkpoint(strategy: Any) -> None:
         log(
             WARNING,
             "There will be no checkpoint, so this run cannot be resumed: the state of %s is not known. %s",
-            type(strategy).__name__,
+            f"{type(strategy).__module__}.{type(strategy).__qualname__}",
             RESUMABLE,
         )
 

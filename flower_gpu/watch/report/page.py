@@ -17,7 +17,7 @@ from flower_gpu.apps import recording
 from flower_gpu.apps.failures import COMPLETED, outcome_text
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.printable import duration_text, format_bytes, path_text, printable
+from flower_gpu.printable import and_others, duration_text, format_bytes, path_text, printable
 from flower_gpu.watch.fields import client_key, mapping, metric_rank
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report import pictures
@@ -175,7 +175,7 @@ def task_name(task: str) -> str:
 def _names(clients: Set[str]) -> str:
     """Name the clients of a failure: ``"client 3"``, ``"clients 3, 4 and 12 others"``."""
     names = [one[:_NAME_CHARACTERS] for one in sorted(clients, key=client_key)[:_MOST_NAMES] if one]
-    others = f" and {len(clients) - _MOST_NAMES} others" if len(clients) > _MOST_NAMES else ""
+    others = and_others(len(clients) - _MOST_NAMES)
     return f"client{'s' if len(clients) > 1 else ''} {', '.join(names)}{others}" if names else ""
 
 

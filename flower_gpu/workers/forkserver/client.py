@@ -397,6 +397,7 @@ def _connect_or(start: Callable[[int], None], name: str, deadline: float | None,
     with sockets.locked(name, deadline, wait.say) as lock:
         with suppress(Gone):  # somebody else was first
             return sockets.connect(name, _ANSWER_S)
+        sockets.name_starter(lock)
         start(lock)
         return sockets.connect(name, _ANSWER_S)
 

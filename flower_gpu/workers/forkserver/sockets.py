@@ -210,7 +210,6 @@ def locked(name: str, deadline: float | None, say: Callable[[str], object] = lam
             except TimeoutError:
                 raise BeingStartedError(_is_starting(descriptor, name)) from None
             if files.still_has_name(descriptor, path):  # else it was removed as an old file
-                name_starter(descriptor)
                 yield descriptor
                 return
         finally:

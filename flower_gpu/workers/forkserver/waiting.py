@@ -7,10 +7,10 @@ that waits for it in silence looks as if it hung.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from typing import Final
 
-SAY_S: Final = 5.0  # a usual wait is shorter
+from flower_gpu.options import SAY_WAIT
 
 _log = logging.getLogger("flwr.flower_gpu")
 
@@ -19,12 +19,13 @@ class Wait:
     """One wait of a caller, which may be for several things in turn."""
 
     def __init__(self) -> None:
+        self._say_s: float = SAY_WAIT.resolve(None, os.environ)
         self._last = time.monotonic()  # when something was logged, or the wait began
         self._said: set[str] = set()
 
     def say(self, reason: str) -> None:
-        """Log the reason for the wait, once, if nothing was logged for longer than :data:`SAY_S`."""
-        if reason not in self._said and time.monotonic() - self._last > SAY_S:
+        """Log the reason for the wait, once, after ``FLOWER_GPU_SAY_WAIT_S`` without a line."""
+        if reason not in self._said and time.monotonic() - self._last > self._say_s:
             self._said.add(reason)
             self._last = time.monotonic()
             _log.warning("still waiting: %s", reason)

@@ -29,7 +29,7 @@ from waiting import until
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower import environments
+from flower_gpu.flower import environments, package_sources
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -239,6 +239,20 @@ class Declaring:
 @pytest.fixture
 def declaring(tmp_path: Path) -> Declaring:
     return Declaring(tmp_path)
+
+
+def test_the_digest_of_a_folder_follows_links_and_reads_no_pipe(tmp_path: Path) -> None:
+    package, shared = tmp_path / "package", tmp_path / "shared"
+    for folder in (package / "build", shared):
+        folder.mkdir(parents=True)
+    (package / "src").symlink_to(shared)
+    (shared / "back").symlink_to(package)
+    os.mkfifo(package / "pipe")
+    digests = [package_sources.digest(package)]
+    for file in (shared / "module.py", package / "build" / "__init__.py"):
+        file.touch()
+        digests.append(package_sources.digest(package))
+    assert len({*digests}) == 3 and package_sources.digest(package) == digests[-1]
 
 
 @pytest.mark.parametrize("is_url", [False, True])
