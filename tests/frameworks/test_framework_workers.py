@@ -44,7 +44,7 @@ def quiet() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def learned(quiet: None) -> None:
     """Have the fork server import both, as it does once a worker had to."""
-    client.learn(["tensorflow", "jax"])
+    client.learn(["tensorflow", "jax"], patience_s=240)  # a busy machine imports them slowly
 
 
 def call(
