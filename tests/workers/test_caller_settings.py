@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from forkservers import WITH_TASKS
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 #: A script that sets everything below its main guard, and looks at it in a worker of each kind.
 SETS = """
@@ -100,7 +100,7 @@ def run(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str
     (folder / "script.py").write_text(text)
     line = [sys.executable, "script.py", *words]
     return subprocess.run(
-        line, cwd=folder, env={**os.environ, **WITH_TASKS}, capture_output=True, text=True, timeout=110
+        line, cwd=folder, env={**os.environ, **WITH_TASKS}, capture_output=True, text=True, timeout=280
     )
 
 

@@ -230,7 +230,7 @@ def test_exception_class_of_main(run_script: Callable[..., Any]) -> None:
 
 def test_killed_from_outside(start_method: str, run: Run) -> None:
     def kill_soon() -> None:
-        assert wait_until(lambda: bool(run.pids()))
+        assert wait_until(lambda: bool(run.pids()), timeout_s=60)
         os.kill(run.pids()[0], signal.SIGTERM)
 
     thread = threading.Thread(target=kill_soon)
