@@ -27,7 +27,7 @@ from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Key, needed_bytes
 from flower_gpu.leases.host import CallMemory
 from flower_gpu.leases.lease import VARIABLE, Lease, LeaseRequest, Share
-from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, waited_for
+from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, reason_for_wait
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.printable import format_bytes
 from flower_gpu.workers import events, own_process
@@ -246,7 +246,7 @@ class Leasing:
         def deadline() -> float:
             if at and time.monotonic() >= at[0]:
                 at.clear()
-                if text := waited_for((os.getpid(),)):
+                if text := reason_for_wait((os.getpid(),)):
                     notices.say(f"{self.label} is {text}")
             return timeout_at
 

@@ -169,7 +169,7 @@ def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) ->
     needed = format_bytes(admission.LEAST_SHARE_BYTES)
     text = f"that is less than {needed}, too little for CUDA itself: {have}"
     shares = (hundredth / 100 for hundredth in range(1, 101))
-    fits = (x for x in shares if admission.possible(sizes, [GPUNeed(uuid, share=x) for uuid in sizes]))
+    fits = (x for x in shares if admission.satisfiable(sizes, [GPUNeed(uuid, share=x) for uuid in sizes]))
     least = next(fits, None)
     return text if least is None else f"{text}; ask for at least {least:g}"
 
@@ -186,7 +186,7 @@ def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, in
         )
         for gpu in gpus
     ]
-    found = admission.possible(sizes, asked)
+    found = admission.satisfiable(sizes, asked)
     if request.memory_bytes is None:
         return found
     contexts = _contexts(gpus)

@@ -1,16 +1,17 @@
-"""Who may have how much of the GPUs of this host. There is no daemon: files and locks that the kernel keeps.
+"""Leases on GPUs, cores and main memory, counted host-wide without a daemon.
 
 ::
 
-    settings ──> lease request ("0.25", "2GiB" or auto)   footprint: what earlier calls of the task took
+    settings ──> lease request ("0.25", "2GiB" or auto)   footprint: memory of the task's earlier calls
                          │                                      │
                          └───────────> claimant <───────────────┘
-                                           │  ledger: mutex (ledger_folder), line, waking up
-    tickets: a file for each claim of this process; entries: what those of all processes say
-                                           │  state: entries, and what the driver tells
+                                           │  ledger: mutex (ledger_folder), queue, wake-ups
+    tickets: one locked file for each claim of this process; entries: the tickets of all processes
+                                           │  state: the entries, and the memory that NVML reports
                admission.plan(cards, leases, waiting): pure, the same in every process
                                            │
-                           lease ──> the worker holds its ticket's lock until it is gone
+                           lease ──> the worker holds the lock of its ticket until it ends
 
-``wording`` says of a state what a claim waits for. ``host`` counts cores and main memory.
+``ledger`` explains the design and its races. ``wording`` says what a claim waits for. ``host`` measures cores
+and main memory.
 """

@@ -1,9 +1,13 @@
-"""Decides the grants of GPUs, cores and main memory: one pure function over all claims and cards.
+"""Admission: a pure function that decides which claims get GPUs, cores and main memory.
 
-Every process of a host runs it for itself and must come to the same result: it depends on its arguments only.
+No daemon decides. Every process of a host runs :func:`plan` for itself, and all must come to the same result.
+So the result depends on the arguments only: no clock, no randomness, no I/O.
 
-Cores and main memory are cards like GPUs, with a name in the place of a uuid. A claim names what it needs of
-them beside its GPUs, and gets all of it together or nothing.
+Cores and main memory are cards like GPUs, with a name instead of a UUID. A claim lists its needs of them
+beside its GPUs, and gets all parts at once or waits.
+
+``plan`` walks the queue once, in the order of arrival. A claim that fits takes its parts. A claim that does
+not fit reserves the cards that become free for it soonest, so that smaller claims behind it cannot starve it.
 """
 
 from __future__ import annotations
@@ -13,108 +17,113 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-#: Of what is free on a GPU, the part that shares divide: other programs' use goes up and down a little.
+#: Fraction of a GPU's free memory that shares divide. The rest absorbs small changes in other programs' use.
 SHARED_PART = 0.99
 
-#: A share smaller than this could hardly hold a CUDA context; the GPU counts as full.
+#: Smallest share of a GPU. A CUDA context alone needs nearly this much.
 LEAST_SHARE_BYTES = 640 << 20
 
-#: The cores of the host, as a card; amounts are in thousandths of a core.
+#: Name of the card that stands for the host's cores. Amounts are in thousandths of a core.
 CORES = "cores"
-#: The main memory of the host, as a card; amounts are in bytes.
+#: Name of the card that stands for the host's main memory. Amounts are in bytes.
 MEMORY = "memory"
 
-#: What calls of one task are taken to need of main memory before it is measured; a card for each task of an
-#: account.
+#: Prefix of the cards that limit calls before their main memory has been measured. Each task of an account
+#: has its own card.
 UNKNOWN_MEMORY = "unknown-memory"
 
 _TASK_BITS = 32
-_OF_GROUP = ":"  # between one of these names and a control group, whose limit is a card of its own
-_SAME_BUDGET = 0.05  # a new lease that comes this near to the budget of present leases shares that budget
+# Separates one of the names above from a control group. The limit of a control group is a card of its own.
+_GROUP_SEPARATOR = ":"
+# A new lease joins the budget of the present leases if the two differ by less than this fraction.
+_SAME_BUDGET = 0.05
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as admission sees it; or :data:`CORES`, or :data:`MEMORY`, of the host or of a control group."""
+    """A GPU as admission sees it, or :data:`CORES` or :data:`MEMORY` of the host or of a control group."""
 
     uuid: str
-    # What leases may take of it: its memory, without the reserve and what other programs use
+    # Memory for leases: all of it, less the reserve and the use of other programs
     capacity_bytes: int
-    # Part of other programs' use that may belong to workers with a lease: they have not reported it yet
-    untold_bytes: int = 0
+    # Part of the other programs' use that may belong to leased workers, because they have not reported it yet
+    unreported_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class GPUNeed:
-    """What a claim asks for on one GPU."""
+    """The request of a claim on one GPU: an amount of memory, or a share of the memory for leases."""
 
     uuid: str
-    memory_bytes: int | None = None  # so much memory, or ...
-    share: float | None = None  # ... this part of what the GPU has left for leases
-    alone: bool = False  # nobody else may have a lease on the GPU at the same time
+    memory_bytes: int | None = None
+    share: float | None = None  # fraction of the GPU's memory for leases, up to 1
+    alone: bool = False  # no other lease may be on the GPU at the same time
 
 
 @dataclass(frozen=True)
 class HostNeed:
-    """What a claim needs of cores or main memory, whichever GPUs it gets.
+    """The request of a claim for cores or main memory, whichever GPUs it gets.
 
-    If it asks for more than there is, it gets all that there is, and is alone with that.
+    A request for more than the host has gets everything, and no other claim has a part meanwhile.
     """
 
-    resource: str  # a card's name, see :func:`of_group`
+    resource: str  # name of the card, see :func:`card_of_group`
     amount: int
-    # With so much of it, the claim goes on, and gets what is free. The same as ``amount``: all or nothing
+    # Smallest acceptable amount. The claim gets all free memory between ``least`` and ``amount``
     least: int
-    # What there is in all, where only the asker can tell: in its control group, or for its task
+    # Size of the card, for a card that only the claimant can measure: of its control group or task
     capacity: int = 0
 
 
 @dataclass(frozen=True)
 class Part:
-    """A granted share of one GPU, or of cores or main memory."""
+    """The grant of a claim on one card."""
 
     uuid: str
-    memory_bytes: int  # memory granted; of cores: thousandths of a core
-    budget_bytes: int  # what shares of this GPU were parts of, when it was granted
-    alone: bool = False  # whether nobody else gets a lease there meanwhile
+    memory_bytes: int  # granted memory; on the card of cores, thousandths of a core
+    budget_bytes: int  # memory divided by shares at the time of the grant
+    alone: bool = False  # no other lease may be on the card at the same time
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is of a GPU."""
+        """True if the card is a GPU."""
         return kind_of(self.uuid) is None
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A place in the line: with parts it is a lease, without them it waits."""
+    """A place in the queue. A claim with parts is a lease, a claim without parts waits."""
 
-    id: str  # its ticket
-    order: int  # its place in the line; smaller ones came first
-    gpu_needs: tuple[GPUNeed, ...] = ()  # one for each GPU it may be on
-    count: int = 1  # how many of these GPUs it needs, all at once; 0: none
-    pack: bool = False  # prefer the GPU with the least room that is enough, and not the one with the most
-    host_needs: tuple[HostNeed, ...] = ()  # what it needs besides, at the same time
-    parts: tuple[Part, ...] = ()  # what it holds
-
-
-def of_group(resource: str, group: int) -> str:
-    """Return the name of the card that stands for the limit of a control group or a task."""
-    return f"{resource}{_OF_GROUP}{group}"
+    id: str  # name of its ticket
+    order: int  # place in the queue, smallest first
+    gpu_needs: tuple[GPUNeed, ...] = ()  # one entry for each acceptable GPU
+    count: int = 1  # number of GPUs needed at the same time; 0 for none
+    pack: bool = False  # prefer the fullest GPU with enough room, instead of the emptiest
+    host_needs: tuple[HostNeed, ...] = ()  # needed at the same time as the GPUs
+    parts: tuple[Part, ...] = ()  # granted parts
 
 
-def of_task(user: int, task: int) -> str:
-    """Return the name of :data:`UNKNOWN_MEMORY` of a task, a number of 32 bits, of an account."""
-    return of_group(UNKNOWN_MEMORY, user << _TASK_BITS | task)
+def card_of_group(resource: str, group: int) -> str:
+    """Return the name of the card that stands for a control group's limit of a resource."""
+    return f"{resource}{_GROUP_SEPARATOR}{group}"
 
 
-def is_of_account(group: int, user: int) -> bool:
-    """Tell whether a number in a name of :func:`of_task` is of an account's tasks."""
+def card_of_task(user: int, task: int) -> str:
+    """Return the name of the card of :data:`UNKNOWN_MEMORY` for a task of an account.
+
+    ``task``: a number of 32 bits.
+    """
+    return card_of_group(UNKNOWN_MEMORY, user << _TASK_BITS | task)
+
+
+def belongs_to_account(group: int, user: int) -> bool:
+    """Return True if the number in a name from :func:`card_of_task` belongs to a task of the account."""
     return group >> _TASK_BITS == user
 
 
 def kind_of(uuid: str) -> str | None:
-    """Return the kind of a card that is not a GPU, also of a control group or a task; None for a GPU."""
-    kind = uuid.partition(_OF_GROUP)[0]
+    """Return CORES, MEMORY or UNKNOWN_MEMORY for a card of that resource, or None for a GPU."""
+    kind = uuid.partition(_GROUP_SEPARATOR)[0]
     return kind if kind in (CORES, MEMORY, UNKNOWN_MEMORY) else None
 
 
@@ -124,60 +133,64 @@ def plan(
     """Decide which claims can be granted now.
 
     First come, first served. A claim that cannot be granted yet reserves the GPUs that become free for it
-    soonest, and what it needs of cores and memory: later claims get there only what it cannot use. While the
-    use of other programs does not change, a claim waits for earlier claims only. So later, smaller claims
-    never starve it, however many they are.
+    soonest, and its cores and memory. Later claims get only what the reservation leaves. As long as
+    the use of other programs does not change, a claim waits for earlier claims only. So later, smaller claims
+    never starve it.
 
     ``cards``: the usable GPUs, cores and main memory.
     ``leases``: the claims that hold their parts.
-    ``waiting``: the others, in any order.
-    Returns the parts of each claim that is granted, all at once. The other claims wait.
+    ``waiting``: the waiting claims, in any order.
+    Returns the parts of each granted claim by the claim's id. The other claims go on waiting.
     """
-    room = _Room(cards, leases)
+    host = _HostState(cards, leases)
     granted: dict[str, tuple[Part, ...]] = {}
-    # All processes must use the same order, also if a broken ticket repeats an order.
-    line = sorted(waiting, key=lambda claim: (claim.order, claim.id))
-    least_bytes = min((_least_bytes(need) for claim in line for need in claim.gpu_needs), default=0)
-    all_want_gpus = all(claim.count for claim in line)
-    for claim in line:
-        # Saves time with a long line: nothing after this fits.
-        if all_want_gpus and room.most_bytes() < least_bytes:
+    # The id decides between claims with the same order, which a broken ticket may cause. Otherwise processes
+    # could come to different results.
+    queue = sorted(waiting, key=lambda claim: (claim.order, claim.id))
+    smallest_bytes = min((_smallest_bytes(need) for claim in queue for need in claim.gpu_needs), default=0)
+    all_need_gpus = all(claim.count for claim in queue)
+    for claim in queue:
+        # A shortcut for long queues: no later claim can fit either.
+        if all_need_gpus and host.largest_free_bytes() < smallest_bytes:
             break
-        parts = room.grant(claim)
+        parts = host.parts_for(claim)
         if parts is None:
-            room.reserve(claim)
+            host.reserve(claim)
         else:
-            room.take(claim.order, parts)
+            host.add(claim.order, parts)
             granted[claim.id] = parts
     return granted
 
 
-class _Spot:
-    """One GPU while ``plan`` goes through the claims."""
+class _CardState:
+    """One card while ``plan`` goes through the queue."""
 
     def __init__(self, card: Card) -> None:
-        # Something, so that whoever is alone with memory that others have all of can have it, and go on
+        # At least 1 for cores and main memory: a claim of all memory is granted when no other lease holds
+        # memory, even if other programs use all of it.
         self.capacity = card.capacity_bytes if kind_of(card.uuid) is None else max(1, card.capacity_bytes)
-        self.most = card.capacity_bytes + card.untold_bytes  # once all workers have told what they use
-        self.held: list[tuple[int, Part]] = []  # by the order of their holders
+        # The capacity once all workers have reported their use
+        self.reported_capacity = card.capacity_bytes + card.unreported_bytes
+        self.held: list[tuple[int, Part]] = []  # sorted by the order of the holders
         self.held_bytes = 0
         self.reservations = 0
-        # Memory for claims that are later than every reservation here
-        self._open_bytes = self.capacity
+        # Free memory for claims behind every reservation on this card
+        self._unreserved_bytes = self.capacity
 
-    def take(self, order: int, part: Part) -> None:
+    def add(self, order: int, part: Part) -> None:
+        """Record a part that a claim holds."""
         insort(self.held, (order, part), key=itemgetter(0))
         self.held_bytes += part.memory_bytes
-        self._open_bytes -= part.memory_bytes
+        self._unreserved_bytes -= part.memory_bytes
 
     @property
     def free_bytes(self) -> int:
         """Memory that the next claim can get."""
-        left = self.capacity - self.held_bytes
-        return min(left, self._open_bytes) if self.reservations else left
+        free = self.capacity - self.held_bytes
+        return min(free, self._unreserved_bytes) if self.reservations else free
 
-    def part(self, need: GPUNeed, order: int) -> Part | None:
-        """Return the share that a need comes to on this GPU; None if it is too small to be of use."""
+    def part_for_gpu(self, need: GPUNeed, order: int) -> Part | None:
+        """Return the part for a need on this GPU, or None if the part would be too small to be useful."""
         budget = self._budget(order)
         if need.memory_bytes is not None:
             return Part(need.uuid, need.memory_bytes, budget, need.alone)
@@ -186,135 +199,141 @@ class _Spot:
             return None
         return Part(need.uuid, memory_bytes, budget, need.alone)
 
-    def part_for(self, need: HostNeed) -> Part | None:
-        """Return the part that a need gets now; None if that is too little."""
-        amount = self.most_for(need)
+    def part_for_host(self, need: HostNeed) -> Part | None:
+        """Return the part of cores or memory that a need gets now, or None if too little is free."""
+        amount = self.limited_amount(need)
         free = max(0, self.free_bytes)
         if free < min(need.least, amount):
             return None
         return Part(need.resource, min(amount, free), self.capacity)
 
-    def most_for(self, need: HostNeed) -> int:
-        """Return a need limited to all of the card, so that it can be met some day."""
+    def limited_amount(self, need: HostNeed) -> int:
+        """Return the amount of a need, limited to the whole card. A larger amount could never be granted."""
         return min(need.amount, self.capacity)
 
     def fits(self, part: Part) -> bool:
-        """Tell whether a part fits beside the leases and the reservations of earlier claims."""
+        """Return True if a part fits beside the leases and the reservations of earlier claims."""
         if part.alone and (self.held or self.reservations):
             return False
         if any(other.alone for _, other in self.held):
             return False
         return part.memory_bytes <= self.free_bytes
 
-    def needs(self, part: Part) -> int:
-        """Return how much to reserve for a part: the whole GPU if its claim must be alone there."""
+    def reserved_bytes(self, part: Part) -> int:
+        """Return the bytes to reserve for a part: the whole GPU if the claim must be alone there."""
         return max(self.capacity, part.memory_bytes) if part.alone else part.memory_bytes
 
-    def in_the_way(self, part: Part, order: int) -> tuple[int, int]:
-        """Return the bytes leased by earlier claims, and by later claims beyond their share."""
-        before = sum(other.memory_bytes for at, other in self.held if at < order)
-        after = self.held_bytes - before
+    def blocking_bytes(self, part: Part, order: int) -> tuple[int, int]:
+        """Return the bytes leased to earlier claims, and the bytes by which later claims block the part."""
+        earlier = sum(other.memory_bytes for at, other in self.held if at < order)
+        later = self.held_bytes - earlier
         if any(other.alone for at, other in self.held if at > order):
-            after = self.capacity
-        return before, max(0, after + self.needs(part) - self.most)
+            later = self.capacity
+        return earlier, max(0, later + self.reserved_bytes(part) - self.reported_capacity)
 
     def reserve(self, part: Part, order: int) -> None:
-        after = sum(other.memory_bytes for at, other in self.held if at > order)
-        open_bytes = self.capacity - self.needs(part) - after
-        self._open_bytes = min(self._open_bytes, open_bytes) if self.reservations else open_bytes
+        """Deny memory to later claims until the part fits."""
+        later = sum(other.memory_bytes for at, other in self.held if at > order)
+        unreserved_bytes = self.capacity - self.reserved_bytes(part) - later
+        if self.reservations:
+            unreserved_bytes = min(self._unreserved_bytes, unreserved_bytes)
+        self._unreserved_bytes = unreserved_bytes
         self.reservations += 1
 
     def _budget(self, order: int) -> int:
-        """Return the bytes that shares are parts of: the same for all shares held at one time.
+        """Return the memory that shares divide. All shares held at one time have the same budget.
 
-        Only earlier leases count. If later ones did, what a claim needs would change with them, and its
+        Only earlier leases count. Otherwise the need of a claim would change with each later lease, and its
         reservation would be wrong.
         """
-        # What may be our workers' use is not another program's: a share would stay too small by that.
-        budget = int(self.most * SHARED_PART)
+        # Includes unreported use, which may be that of our own workers. Without it, shares would be too
+        # small.
+        budget = int(self.reported_capacity * SHARED_PART)
         for at, part in self.held:
             if at >= order:
                 break
-            near = abs(part.budget_bytes - budget) <= _SAME_BUDGET * budget
-            if near and part.budget_bytes <= self.most:
+            is_near = abs(part.budget_bytes - budget) <= _SAME_BUDGET * budget
+            if is_near and part.budget_bytes <= self.reported_capacity:
                 return part.budget_bytes
         return budget
 
 
-class _Room:
-    """What is left of all GPUs while ``plan`` goes through the claims."""
+class _HostState:
+    """All cards of the host while ``plan`` goes through the queue."""
 
     def __init__(self, cards: Iterable[Card], leases: Iterable[Claim]) -> None:
-        self._spots = {card.uuid: _Spot(card) for card in cards}
+        self._cards = {card.uuid: _CardState(card) for card in cards}
         for lease in leases:
-            self.take(lease.order, lease.parts)
+            self.add(lease.order, lease.parts)
 
-    def most_bytes(self) -> int:
-        """Return the most that a claim could still get of one GPU."""
-        gpus = (spot.free_bytes for uuid, spot in self._spots.items() if kind_of(uuid) is None)
+    def largest_free_bytes(self) -> int:
+        """Return the largest amount of memory that a claim could still get on one GPU."""
+        gpus = (card.free_bytes for uuid, card in self._cards.items() if kind_of(uuid) is None)
         return max(gpus, default=-1)
 
-    def take(self, order: int, parts: Iterable[Part]) -> None:
+    def add(self, order: int, parts: Iterable[Part]) -> None:
+        """Record the parts that a claim holds."""
         for part in parts:
-            if part.uuid in self._spots:
-                self._spots[part.uuid].take(order, part)
+            if part.uuid in self._cards:
+                self._cards[part.uuid].add(order, part)
 
-    def grant(self, claim: Claim) -> tuple[Part, ...] | None:
+    def parts_for(self, claim: Claim) -> tuple[Part, ...] | None:
         """Return the parts that the claim can have now, or None."""
-        fitting = [(spot, part) for spot, part in self._parts(claim) if spot.fits(part)]
+        fitting = [(card, part) for card, part in self._gpu_parts(claim) if card.fits(part)]
         if len(fitting) < claim.count:
             return None
-        fitting.sort(key=lambda found: found[0].capacity - found[0].held_bytes, reverse=not claim.pack)
+        fitting.sort(key=lambda pair: pair[0].capacity - pair[0].held_bytes, reverse=not claim.pack)
         parts = [part for _, part in fitting[: claim.count]]
         for need in claim.host_needs:
-            spot = self._spots.get(need.resource)
-            part = spot.part_for(need) if spot else None
+            card = self._cards.get(need.resource)
+            part = card.part_for_host(need) if card else None
             if part is None:
                 return None
             parts.append(part)
         return tuple(parts)
 
     def reserve(self, claim: Claim) -> None:
-        """Reserve for a claim that has to wait the GPUs that become free for it soonest, and its needs.
+        """Reserve cards for a waiting claim: the GPUs that become free for it soonest, cores and memory.
 
-        GPUs where only earlier claims are in its way come first. The GPU that it reserved in the last plan is
-        always one of them, so the claim never waits for a later one.
+        GPUs blocked by earlier claims only come first. The GPU reserved in the previous plan is always among
+        them, so the claim never waits for a later claim.
         """
-        found = []
-        for spot, part in self._parts(claim):
-            # Where other programs are in the way, a reservation would not help.
-            if part.memory_bytes <= spot.most:
-                before, after = spot.in_the_way(part, claim.order)
-                found.append(((after > 0, spot.reservations, before + after), spot, part))
-        if len(found) < claim.count:
+        candidates = []
+        for card, part in self._gpu_parts(claim):
+            # A reservation does not help against other programs.
+            if part.memory_bytes <= card.reported_capacity:
+                earlier, later = card.blocking_bytes(part, claim.order)
+                candidates.append(((later > 0, card.reservations, earlier + later), card, part))
+        if len(candidates) < claim.count:
             return
-        found.sort(key=itemgetter(0))
-        for _, spot, part in found[: claim.count]:
-            spot.reserve(part, claim.order)
+        candidates.sort(key=itemgetter(0))
+        for _, card, part in candidates[: claim.count]:
+            card.reserve(part, claim.order)
         for need in claim.host_needs:
-            if need.least and need.resource in self._spots:
-                spot = self._spots[need.resource]
-                amount = min(need.least, spot.most_for(need))
-                spot.reserve(Part(need.resource, amount, spot.capacity), claim.order)
+            if need.least and need.resource in self._cards:
+                card = self._cards[need.resource]
+                amount = min(need.least, card.limited_amount(need))
+                card.reserve(Part(need.resource, amount, card.capacity), claim.order)
 
-    def _parts(self, claim: Claim) -> list[tuple[_Spot, Part]]:
-        found = []
+    def _gpu_parts(self, claim: Claim) -> list[tuple[_CardState, Part]]:
+        """Return the GPUs that the claim may use, each with the part for the claim."""
+        pairs = []
         for need in claim.gpu_needs:
-            spot = self._spots.get(need.uuid)
-            part = spot.part(need, claim.order) if spot else None
-            if spot and part:
-                found.append((spot, part))
-        return found
+            card = self._cards.get(need.uuid)
+            part = card.part_for_gpu(need, claim.order) if card else None
+            if card and part:
+                pairs.append((card, part))
+        return pairs
 
 
-def _least_bytes(need: GPUNeed) -> int:
+def _smallest_bytes(need: GPUNeed) -> int:
     return LEAST_SHARE_BYTES if need.memory_bytes is None else need.memory_bytes
 
 
-def possible(sizes: Mapping[str, int], needs: Sequence[GPUNeed]) -> list[GPUNeed]:
-    """Return the needs of one claim that could be met on an otherwise empty host.
+def satisfiable(sizes: Mapping[str, int], needs: Sequence[GPUNeed]) -> list[GPUNeed]:
+    """Return the needs of a claim that an otherwise empty host could meet.
 
-    ``sizes``: memory of each GPU without the reserve, in bytes.
+    ``sizes``: memory of each GPU in bytes, without the reserve, by UUID.
     """
     return [
         need

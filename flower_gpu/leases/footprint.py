@@ -1,7 +1,7 @@
-"""Learned footprints: how much memory a task took on a GPU, kept for its next calls and runs.
+"""The file of learned footprints: the memory of earlier calls, kept for later calls and runs.
 
-One file for each user and host. Many processes read it and learn at the same time: a writer holds a lock and
-replaces the file as a whole, so that a reader finds the old one or the new one, without a lock.
+There is one file for each user and host. Many processes read it and learn at the same time. A writer holds a
+lock and replaces the whole file, so a reader needs no lock and sees either the old file or the new one.
 """
 
 from __future__ import annotations
@@ -24,205 +24,209 @@ from flower_gpu.workers import state_folder
 FILE_NAME: Final = "footprints.json"
 VERSION: Final = 2
 
-#: A footprint is the highest of so many last measurements: growth is known at once, a task that shrank after
-#: so many calls.
+#: Number of remembered measurements. A footprint is the highest of them, so growth is known at once, and a
+#: task that shrank after this many calls.
 REMEMBERED: Final = 32
-#: Size of a CUDA context where none was measured: more than the 0.3 to 0.5 GiB seen with current drivers.
+#: Assumed size of a CUDA context before one was measured: more than the 0.3 to 0.5 GiB seen with current
+#: drivers.
 DEFAULT_CONTEXT_BYTES: Final = 512 << 20
-_MOST_ENTRIES = 500  # the oldest are forgotten
+# Largest number of entries in the file. The oldest are removed first.
+_MAX_ENTRIES = 500
 
-# What a file of ours does not exceed: 1 EiB, the year 5138.
-_MOST_BYTES, _LATEST_S = 1 << 60, 1e11
+# Limits of valid numbers in the file: 1 EiB, the year 5138
+_MAX_BYTES, _LATEST_S = 1 << 60, 1e11
 
 
-# What stands for the task in the footprints of CUDA contexts, one for each model of GPU.
+# Task name of the entries for CUDA contexts, one for each model of GPU
 _CONTEXT: Final = "CUDA context"
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What was measured of the calls of one task, or of CUDA contexts on one model of GPU."""
+    """Measurements of one task's calls, or of CUDA contexts on one model of GPU."""
 
-    recent_bytes: tuple[int, ...]  # the last measurements, oldest first, at most :data:`REMEMBERED`
-    measured: int  # how many there were in all
-    updated_s: float  # when the last one was taken, Unix time
-    # What an allocator needs for a byte of tensors, see :func:`footprint_rule.spare_after`
+    recent_bytes: tuple[int, ...]  # the last :data:`REMEMBERED` measurements, oldest first
+    measured: int  # number of all measurements
+    updated_s: float  # Unix time of the last measurement
+    # Bytes of the allocator for each byte of tensors, see :func:`footprint_rule.spare_after`
     spare: float = LEAST_SPARE
-    # What the last call had outside of its allocator: the context, and what other libraries took
+    # Memory of the last call outside of its allocator: the context and other libraries
     outside_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        """The highest of the recent ones."""
+        """The highest recent measurement."""
         return max(self.recent_bytes)
 
     @property
     def context_bytes(self) -> int:
-        """The smallest of the recent ones, of contexts: others may have had something else counted in."""
+        """The smallest recent measurement of a context, because larger ones may include other memory."""
         return min(self.recent_bytes, default=DEFAULT_CONTEXT_BYTES)
 
-    def and_now(self, number_bytes: int, **fields: Any) -> Peaks:
-        """Return it with one more measurement, and other fields changed."""
+    def with_measurement(self, number_bytes: int, **fields: Any) -> Peaks:
+        """Return a copy with one more measurement, and with ``fields`` replaced."""
         recent = (*self.recent_bytes, number_bytes)[-REMEMBERED:]
         return replace(self, recent_bytes=recent, measured=self.measured + 1, updated_s=time.time(), **fields)
 
     def after(self, call: Measured) -> Peaks:
-        """Return it with one more call."""
-        return self.and_now(
+        """Return a copy with the measurement of one more call."""
+        return self.with_measurement(
             footprint_rule.footprint_bytes(call, self.spare),
             spare=footprint_rule.spare_after(call, self.spare),
             outside_bytes=call.outside_bytes,
         )
 
     def after_out_of_memory(self, needed_bytes: int, in_allocator: tuple[int, int] | None) -> Peaks:
-        """Return it with one more call, which needed so much; see :meth:`Footprints.learn_need`."""
+        """Return a copy with the need of a call that ran out of memory; see :meth:`Footprints.learn_need`."""
         spare = footprint_rule.more_spare(self.spare, *(in_allocator or (0, 0)))
-        return self.and_now(needed_bytes, spare=spare)
+        return self.with_measurement(needed_bytes, spare=spare)
 
 
-_Known = Mapping[Key, Peaks]  # all that is in the file
+# The content of the file
+_PeaksByKey = Mapping[Key, Peaks]
 
 
 class Footprints:
     """The footprints of this user's tasks on this host.
 
-    ``path``: the file, in the state folder by default. It is made when something is learned, readable by its
-    owner only. One that is not ours, or torn by a crash, is renamed with a warning, and a new one is begun:
-    nothing is lost that cannot be measured again. A file that cannot be written is a warning, too.
+    ``path``: the file, by default in the state folder. It is created with the first measurement and can be
+    read by its owner only. A file that is damaged or not ours is renamed with a warning, and a new one is
+    started. A file that cannot be written causes a warning as well.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or state_folder.state_dir() / FILE_NAME
-        self._read: tuple[object, _Known] = (None, {})
+        # Version and content of the file when it was last read
+        self._cached: tuple[object, _PeaksByKey] = (None, {})
 
     def get(self, key: Key) -> int | None:
-        """Return the highest recent footprint in bytes, context included; None where there is none yet."""
-        found = self._load().get(key)
-        return found.peak_bytes if found else None
+        """Return the highest recent footprint in bytes, including the context, or None."""
+        peaks = self._load().get(key)
+        return peaks.peak_bytes if peaks else None
 
     def learn(self, key: Key, peak_bytes: int) -> None:
-        """Keep the peak of a call, its context included.
+        """Record the peak of a call, including the context.
 
-        Raises ConfigError if it is no number of bytes from 1 on, or the folder is not this user's alone.
+        Raises ConfigError if the peak is not a positive number of bytes, or if other users can write to the
+        folder.
         """
-        self._learn(key, lambda known: known.and_now(peak_bytes), peak_bytes)
+        self._learn(key, lambda peaks: peaks.with_measurement(peak_bytes), peak_bytes)
 
     def learn_call(self, key: Key, call: Measured, *, is_done: bool = True) -> None:
-        """Keep the footprint of a call; errors as for :meth:`learn`.
+        """Record the footprint of a call. Raises the same errors as :meth:`learn`.
 
-        ``key``: what it is of.
-        ``call``: what it took.
-        ``is_done``: whether the task has come to its end. One that failed before is kept only if it took more
-        than is known.
+        ``is_done``: False if the task failed before its end. Its footprint is recorded only if it is higher
+        than all recent ones.
         """
-        known = self._load().get(key, _NEW)
-        number = footprint_rule.footprint_bytes(call, known.spare)
-        if not is_done and number <= max(known.recent_bytes, default=number):
+        peaks = self._load().get(key, _NEW)
+        footprint = footprint_rule.footprint_bytes(call, peaks.spare)
+        if not is_done and footprint <= max(peaks.recent_bytes, default=footprint):
             return
-        self._learn(key, lambda known: known.after(call), number)
+        self._learn(key, lambda peaks: peaks.after(call), footprint)
 
     def learn_need(self, key: Key, needed_bytes: int, in_allocator: tuple[int, int] | None) -> None:
-        """Keep the need of a call that ran out of memory; errors as for :meth:`learn`.
+        """Record the need of a call that ran out of memory. Raises the same errors as :meth:`learn`.
 
-        ``key``: what it is of.
-        ``needed_bytes``: what it would have needed to go on, context included.
-        ``in_allocator``: what of that the allocator would have had, and tensors in it; None where no
-        allocator tells.
+        ``needed_bytes``: memory that the call needed to go on, including the context.
+        ``in_allocator``: the part of it in the allocator, and the part of that in tensors. None for
+        frameworks without such figures.
         """
-        self._learn(key, lambda known: known.after_out_of_memory(needed_bytes, in_allocator), needed_bytes)
+        self._learn(key, lambda peaks: peaks.after_out_of_memory(needed_bytes, in_allocator), needed_bytes)
 
-    def _learn(self, key: Key, change: Callable[[Peaks], Peaks], number_bytes: int) -> None:
+    def _learn(self, key: Key, update: Callable[[Peaks], Peaks], number_bytes: int) -> None:
         _check_bytes(number_bytes)
 
-        def change_all(known: _Known) -> _Known:
-            peaks = {**known, key: change(known.get(key, _NEW))}
-            kept = sorted(peaks, key=lambda one: peaks[one].updated_s)[-_MOST_ENTRIES:]
-            return {one: peaks[one] for one in kept}
+        def updated(previous: _PeaksByKey) -> _PeaksByKey:
+            peaks = {**previous, key: update(previous.get(key, _NEW))}
+            newest = sorted(peaks, key=lambda other: peaks[other].updated_s)[-_MAX_ENTRIES:]
+            return {key: peaks[key] for key in newest}
 
-        self._change(change_all)
+        self._update(updated)
 
     def outside(self, key: Key) -> int:
-        """Return the bytes that the last call of a task had outside of its allocator; 0 if not known."""
+        """Return the bytes outside of the allocator in the last call of a task, or 0 if unknown."""
         return self._load().get(key, _NEW).outside_bytes
 
     def context(self, gpu: str) -> int:
-        """Return how large a CUDA context is on this model of GPU, in bytes."""
+        """Return the size of a CUDA context on this model of GPU in bytes."""
         return self._load().get(_context_on(gpu), _NEW).context_bytes
 
     def learn_context(self, gpu: str, context_bytes: int) -> None:
-        """Keep how large a CUDA context was on this model of GPU; errors as for :meth:`learn`.
+        """Record the size of a CUDA context on this model of GPU. Raises the same errors as :meth:`learn`.
 
-        What cannot be the size of a context is not kept, see :data:`footprint_rule.MOST_CONTEXT_BYTES`.
+        Implausible sizes are ignored, see :data:`footprint_rule.MOST_CONTEXT_BYTES`.
         """
         _check_bytes(context_bytes)
         if is_context(context_bytes):
             self.learn(_context_on(gpu), context_bytes)
 
     def entries(self) -> dict[Key, Peaks]:
-        """Return the footprints of all tasks, those measured last at the end."""
-        found = sorted(self._load().items(), key=lambda item: item[1].updated_s)
-        return {key: one for key, one in found if key.task != _CONTEXT}
+        """Return the footprints of all tasks. The last measured one is at the end."""
+        items = sorted(self._load().items(), key=lambda item: item[1].updated_s)
+        return {key: peaks for key, peaks in items if key.task != _CONTEXT}
 
     def contexts(self) -> dict[str, Peaks]:
-        """Return the measured sizes of contexts, by model of GPU."""
-        return {key.gpu: one for key, one in sorted(self._load().items(), key=str) if key.task == _CONTEXT}
+        """Return the measured sizes of contexts by model of GPU."""
+        items = sorted(self._load().items(), key=str)
+        return {key.gpu: peaks for key, peaks in items if key.task == _CONTEXT}
 
     def clear(self, task: str | None = None) -> int:
-        """Forget the footprints of a task, or all of them and the contexts. Return how many footprints."""
+        """Remove the footprints of a task, or all footprints and contexts. Return the number removed."""
         removed = 0
 
-        def change(known: _Known) -> _Known:
+        def updated(previous: _PeaksByKey) -> _PeaksByKey:
             nonlocal removed
-            kept = {key: one for key, one in known.items() if task is not None and key.task != task}
-            removed = sum(key.task != _CONTEXT for key in known.keys() - kept.keys())
+            kept = {key: peaks for key, peaks in previous.items() if task is not None and key.task != task}
+            removed = sum(key.task != _CONTEXT for key in previous.keys() - kept.keys())
             return kept
 
-        if self.path.exists() and not self._change(change):
+        if self.path.exists() and not self._update(updated):
             raise ConfigError(f"{self.path} could not be changed; the warning says why")
         return removed
 
     def version(self) -> tuple[int, ...] | None:
-        """Return something that changes when the file does; None where there is none. One system call."""
+        """Return a value that changes with the file, or None without a file. Takes one system call."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return None
-        # Replaced files differ in their inode, until the number is used again: then in the time, most likely.
-        return (found.st_ino, found.st_mtime_ns, found.st_size)
+        # A replaced file has another inode. When the kernel reuses the number, the time differs.
+        return (status.st_ino, status.st_mtime_ns, status.st_size)
 
-    def _load(self) -> _Known:
+    def _load(self) -> _PeaksByKey:
         version = self.version()
         if version is None:
             return {}
-        if self._read[0] != version:
+        if self._cached[0] != version:
             self._check_folder()
             try:
-                self._read = (version, _parse(self.path.read_bytes()))
-            except FileNotFoundError:  # just cleared or put aside
+                self._cached = (version, _parse(self.path.read_bytes()))
+            except FileNotFoundError:  # cleared or renamed by another process
                 return {}
             except (OSError, ValueError):
-                self._change(lambda known: known)  # under the lock: another process may be doing the same
-                return self._read[1]
-        return self._read[1]
+                # Renames the file with the lock held, because another process may be doing the same.
+                self._update(lambda previous: previous)
+                return self._cached[1]
+        return self._cached[1]
 
-    def _change(self, change: Callable[[_Known], _Known]) -> bool:
-        """Replace the file by what ``change`` makes of its content. False, after a warning, if that fails."""
+    def _update(self, updated: Callable[[_PeaksByKey], _PeaksByKey]) -> bool:
+        """Replace the content of the file by ``updated(content)``. Return False on failure, and warn."""
         try:
             self._check_folder()
             with files.locked(self.path.with_name(f"{self.path.name}.lock")):
-                before = self._read_or_put_aside()
-                known = change(before)
-                if known != before:
-                    # One name will do: the lock is held.
+                previous = self._read_or_put_aside()
+                peaks = updated(previous)
+                if peaks != previous:
+                    # The lock is held, so one temporary name is enough.
                     with files.replaced(self.path, mode=0o600, has_one_writer=True) as new:
-                        new.write_bytes(_format(known))
-                self._read = (self.version(), known)
+                        new.write_bytes(_format(peaks))
+                self._cached = (self.version(), peaks)
         except OSError as error:
             warnings.warn(f"footprints cannot be kept in {self.path}: {error}", RuntimeWarning, stacklevel=3)
             return False
         return True
 
-    def _read_or_put_aside(self) -> _Known:
+    def _read_or_put_aside(self) -> _PeaksByKey:
         try:
             return _parse(self.path.read_bytes())
         except FileNotFoundError:
@@ -231,7 +235,8 @@ class Footprints:
             aside = self.path.with_name(f"{self.path.name}.unreadable")
             self.path.replace(aside)
             warnings.warn(
-                f"{self.path} could not be read ({error}); it is {aside.name} now, and all is learned anew",
+                f"{self.path} could not be read ({error}); it was renamed to {aside.name}, and footprints "
+                "are learned anew",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -246,7 +251,7 @@ class Footprints:
             folder.mkdir(mode=0o700, parents=True)
         if not files.is_own_folder(folder):
             raise ConfigError(
-                f"{folder} must be a folder of this user that nobody else can write to; remove it, or set "
+                f"{folder} must be a folder that only this user can write to; remove it, or set "
                 "FLOWER_GPU_STATE_DIR to another folder"
             )
 
@@ -260,43 +265,42 @@ def _context_on(gpu: str) -> Key:
 
 def _check_bytes(number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
-        raise ConfigError(f"a measured size must be a number of bytes from 1 on, not {number!r}")
+        raise ConfigError(f"a measured size must be a positive number of bytes, not {number!r}")
 
 
-def _format(known: _Known) -> bytes:
-    return json.dumps(
-        {"v": VERSION, "peaks": [{**vars(key), **vars(one)} for key, one in known.items()]}
-    ).encode()
+def _format(peaks_by_key: _PeaksByKey) -> bytes:
+    entries = [{**vars(key), **vars(peaks)} for key, peaks in peaks_by_key.items()]
+    return json.dumps({"v": VERSION, "peaks": entries}).encode()
 
 
-def _parse(data: bytes) -> _Known:
-    """Read a file; ValueError if it is not one of ours."""
+def _parse(data: bytes) -> _PeaksByKey:
+    """Parse the content of a file. Raises ValueError if it is not a file of footprints."""
     try:
         content = json.loads(data)
         if content["v"] != VERSION:
             raise ValueError(f"version {content['v']!r} instead of {VERSION}")
-        return {_parse_key(one): _parse_peaks(one) for one in content["peaks"]}
+        return {_parse_key(entry): _parse_peaks(entry) for entry in content["peaks"]}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a file of footprints, {type(error).__name__}: {error}") from None
 
 
-def _parse_key(one: dict[str, Any]) -> Key:
-    sizes = tuple((_a(str, name), _a((int, str), value)) for name, value in one["sizes"])
-    return Key(_a(str, one["task"]), _a(str, one["weights"]), _a(str, one["gpu"]), sizes)
+def _parse_key(entry: dict[str, Any]) -> Key:
+    sizes = tuple((_typed(str, name), _typed((int, str), value)) for name, value in entry["sizes"])
+    return Key(_typed(str, entry["task"]), _typed(str, entry["weights"]), _typed(str, entry["gpu"]), sizes)
 
 
-def _parse_peaks(one: dict[str, Any]) -> Peaks:
-    recent = tuple(_a(int, number) for number in one["recent_bytes"])
-    spare, updated_s = float(one["spare"]), float(one["updated_s"])
-    outside_bytes = _a(int, one["outside_bytes"])
-    if not (recent and 0 < min(recent) <= max(recent) <= _MOST_BYTES and 0 <= outside_bytes <= _MOST_BYTES):
-        raise ValueError("a size that cannot be")
+def _parse_peaks(entry: dict[str, Any]) -> Peaks:
+    recent = tuple(_typed(int, number) for number in entry["recent_bytes"])
+    spare, updated_s = float(entry["spare"]), float(entry["updated_s"])
+    outside_bytes = _typed(int, entry["outside_bytes"])
+    if not (recent and 0 < min(recent) <= max(recent) <= _MAX_BYTES and 0 <= outside_bytes <= _MAX_BYTES):
+        raise ValueError("an impossible size")
     if not (LEAST_SPARE <= spare <= MOST_SPARE and 0 <= updated_s <= _LATEST_S):
-        raise ValueError("a share or a time that cannot be")
-    return Peaks(recent[-REMEMBERED:], _a(int, one["measured"]), updated_s, spare, outside_bytes)
+        raise ValueError("an impossible spare or time")
+    return Peaks(recent[-REMEMBERED:], _typed(int, entry["measured"]), updated_s, spare, outside_bytes)
 
 
-def _a(kind: Any, value: Any) -> Any:
+def _typed(kind: Any, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is no {kind}")
+        raise TypeError(f"{value!r} is not {kind}")
     return value

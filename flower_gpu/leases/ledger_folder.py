@@ -1,7 +1,7 @@
-"""Where the host's leases are written down: a folder for each account, and one mutex for all of them.
+"""The folders of the ledger: one for each account, and one mutex file for all accounts.
 
-An account writes into its own folder only, and no other account can change it: the folders lie in a sticky
-folder of the system, such as ``/tmp``. Every account reads all of them.
+The folders lie in a sticky folder of the system, such as ``/tmp``. So each account can write to its own
+folder only, and read all folders.
 """
 
 from __future__ import annotations
@@ -23,53 +23,54 @@ from flower_gpu.printable import account_name
 
 _PREFIX = "flower-gpu-leases-"
 _MUTEX = "flower-gpu-leases.mutex"
-# A user id in one form only. By leading zeros, or digits of other scripts, an account could have many folders
-# and so any number of tickets that count.
+# A user id in canonical form. With leading zeros or digits of other scripts, an account could have many
+# folders and evade the limit of tickets for each account.
 _USER = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
-_PAUSES_S = (0.0002, 0.02)  # between two tries to get the mutex: the first, the longest
+# Shortest and longest pause between two attempts to lock the mutex
+_PAUSES_S = (0.0002, 0.02)
 
 
 @dataclass(frozen=True)
 class LedgerFolder:
-    """The ledger of a host."""
+    """The folder of a host's ledger."""
 
-    root: Path  # the folder that all users of the ledger share
-    # How long to wait for the mutex, in seconds. It is held for milliseconds; a process that was stopped
-    # may hold it for ever.
+    root: Path  # shared by all accounts
+    # Longest wait for the mutex. It is normally held for milliseconds, but a stopped process holds it for
+    # ever
     mutex_wait_s: float = 60.0
 
     @classmethod
     def find(cls) -> LedgerFolder:
         """Return the host's ledger (``FLOWER_GPU_LEDGER_DIR``).
 
-        Raises LeaseError if its folder is not there, or this account cannot write to it. Leases in another
-        folder would be of the same GPUs.
+        Raises LeaseError if the folder does not exist, or this account cannot write to it. A fallback to
+        another folder would be wrong: its leases would be of the same GPUs.
         """
         root = Path(LEDGER_DIR.resolve(None, os.environ)).absolute()
         try:
-            is_there = root.is_dir()
+            is_folder = root.is_dir()
         except PermissionError as error:
             raise LeaseError(
                 f"FLOWER_GPU_LEDGER_DIR={root} cannot be opened by this account: {error}"
             ) from error
-        if not is_there:
-            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={root} is not a folder; make it, with mode 1777")
+        if not is_folder:
+            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={root} is not a folder; create it with mode 1777")
         if not os.access(root, os.W_OK | os.X_OK | os.R_OK):
             raise LeaseError(
-                f"FLOWER_GPU_LEDGER_DIR={root} cannot be written to by this account; give it mode 1777, or "
-                "have all accounts of this host use another folder"
+                f"this account cannot write to FLOWER_GPU_LEDGER_DIR={root}; give it mode 1777, or "
+                "let all accounts of this host use another folder"
             )
         return cls(root)
 
     def own(self) -> Path:
-        """Return this account's folder, which is made if it is missing.
+        """Return this account's folder. It is created if it is missing.
 
-        Raises LeaseError if another account has made it, or can write to it.
+        Raises LeaseError if the folder belongs to another account, or another account can write to it.
         """
         path = self.root / f"{_PREFIX}{os.getuid()}"
         with suppress(FileExistsError):
             path.mkdir(mode=0o755)
-            path.chmod(0o755)  # whatever the umask is
+            path.chmod(0o755)  # independent of the umask
         if not _belongs_to(path, os.getuid()):
             raise LeaseError(_why_not_own(path))
         return path
@@ -82,32 +83,33 @@ class LedgerFolder:
 
     @staticmethod
     def stamps(folders: Iterable[tuple[int, Path]]) -> tuple[object, ...]:
-        """Return values that differ from earlier ones if a ticket was made, changed or removed since."""
-        found: list[object] = []
+        """Return values that change whenever a ticket is created, changed or removed."""
+        stamps: list[object] = []
         for _, path in folders:
             try:
                 changed_ns = path.stat().st_mtime_ns
             except OSError:
                 changed_ns = 0
-            # Another change may have the same time as this one: then the stamp equals nothing.
-            found.append((path, object() if files.changed_just_now(changed_ns) else changed_ns))
-        return tuple(found)
+            # A later change may get the same time as a recent one, so the stamp of a recent change equals no
+            # other.
+            stamps.append((path, object() if files.changed_just_now(changed_ns) else changed_ns))
+        return tuple(stamps)
 
     @contextmanager
     def locked(self, before_try: Callable[[], object] = lambda: None) -> Iterator[Callable[[], bool]]:
-        """Hold the mutex: no other process changes the ledger.
+        """Hold the mutex, so that no other process changes the ledger.
 
-        Yields a function that tells whether that is so up to now. The account that has made the file can put
-        another one in its place at any time, and another process could lock that one.
+        Yields a function that returns True if the mutex has been held without a gap. The account that created
+        the mutex file can replace it at any time, and another process can lock the new file.
 
-        ``before_try``: called before each try to get it.
-        Raises LeaseError if another process does not give it back.
+        ``before_try``: called before each attempt to lock the mutex.
+        Raises LeaseError if another process holds the mutex for longer than ``mutex_wait_s``.
         """
         descriptor = self._lock(before_try)
         try:
             yield lambda: files.still_has_name(descriptor, self.root / _MUTEX)
         finally:
-            # Not left to close: a fork in another thread may have a copy of the descriptor for a moment.
+            # Closing the descriptor is not enough: a fork in another thread may hold a copy for a moment.
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             descriptor.close()
@@ -128,23 +130,23 @@ class LedgerFolder:
                     f"{path} has been locked for {self.mutex_wait_s:g} s by {holder}; "
                     "if it was stopped (Ctrl-Z), let it go on or end it"
                 ) from None
-            descriptor.close()  # another process has removed the file and made a new one
+            descriptor.close()  # another process has replaced the file, so try again with the new one
 
 
 def _open(path: Path) -> files.Descriptor:
-    # Not with O_CREAT at once: fs.protected_regular forbids that for another account's file in /tmp.
+    # Not with O_CREAT at once: fs.protected_regular forbids it for another account's file in /tmp.
     while True:
         try:
             return files.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             with suppress(FileExistsError):
-                made = files.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-                os.fchmod(made, 0o644)  # to lock it, others need to read it only
-                made.close()
+                created = files.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                os.fchmod(created, 0o644)  # read access is enough to lock the file
+                created.close()
         except OSError as error:
             if error.errno in (errno.EACCES, errno.ELOOP):
                 owner = path.lstat().st_uid
-                text = f"{path} of account {account_name(owner)} is not a file that everybody can read"
+                text = f"{path} of account {account_name(owner)} is not a file that all accounts can read"
                 raise LeaseError(f"{text}; {_who_removes(owner)}") from error
             raise LeaseError(f"the ledger cannot be used: {error}") from error
 
@@ -156,24 +158,24 @@ def _belongs_to(path: Path, user: int) -> bool:
 
 
 def _why_not_own(path: Path) -> str:
-    """Return why this account cannot have its folder at ``path``, and who can change that."""
+    """Return why this account cannot use the folder at ``path``, and who can remove it."""
     owner = path.lstat().st_uid
     if owner == os.getuid():
-        return f"{path} must be a folder that nobody but this account can write to; remove it"
+        return f"{path} must be a folder that only this account can write to; remove it"
     return (
-        f"account {account_name(owner)} has made {path}, where this account writes down its leases, so this "
-        f"account gets none; {_who_removes(owner)}"
+        f"account {account_name(owner)} has created {path}, the folder for this account's leases, so this "
+        f"account cannot get a lease; {_who_removes(owner)}"
     )
 
 
 def _who_removes(owner: int) -> str:
     if owner == os.getuid():
         return "remove it"
-    return "an administrator must remove it, as nobody else can in a sticky folder"
+    return "an administrator must remove it, because the folder is sticky"
 
 
 def _holder(descriptor: int) -> str:
-    """Name the process that holds the lock of a file, as far as this account can see it."""
+    """Return a name for the process with the lock of a file, if this account can see it."""
     inode = f":{os.fstat(descriptor).st_ino} "
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

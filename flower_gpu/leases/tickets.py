@@ -1,7 +1,8 @@
-"""Tickets of this process: one file for each claim and lease, locked by its owner while that lives.
+"""Tickets of this process: one locked file for each claim or lease.
 
-Nothing needs to be given back: the kernel lets go of the lock when the last process that has the file open is
-gone, whatever ended it. Only its owner writes it; :mod:`.entries` reads those of all.
+A lease is a file because the kernel releases the file's lock when the last process with the file open ends.
+So a killed process cannot leave a lease behind, and no daemon has to watch over processes. Only the owner
+writes a ticket; :mod:`.entries` reads the tickets of all accounts.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ from flower_gpu.leases.entries import (
 )
 from flower_gpu.leases.lease import Lease
 
-_DYING_S = 2.0  # a killed process needs a moment, on a busy host a long one
-_LOOK_S = 0.002
+# Seconds to wait until a killed process has ended. On a busy host that takes long.
+_EXIT_WAIT_S = 2.0
+_POLL_S = 0.002
 
 
 class Ticket:
-    """A ticket of this process, made and changed with the ledger's mutex held."""
+    """A ticket of this process.
+
+    The ledger's mutex must be held to create, write or remove it.
+    """
 
     def __init__(self, entry: Entry, descriptor: files.Descriptor, wake: files.Descriptor) -> None:
         self.entry = entry
@@ -51,21 +56,24 @@ class Ticket:
 
     @classmethod
     def create(cls, folder: Path, entry: Entry, label: str) -> Ticket:
-        """Write a ticket into ``folder``. It is locked before any process can see it."""
+        """Write a ticket into ``folder``. It is locked before other processes can see it."""
         new = folder / f"{entry.name}{NEW}"
         wake_path = folder / f"{entry.name}{WAKE}"
         try:
-            said = files.opened(folder / f"{entry.name}{LABEL}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            os.write(said, label.encode(errors="replace")[:LABEL_BYTES])
-            said.close()
+            label_file = files.opened(
+                folder / f"{entry.name}{LABEL}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+            )
+            os.write(label_file, label.encode(errors="replace")[:LABEL_BYTES])
+            label_file.close()
             os.mkfifo(wake_path, 0o622)
-            os.chmod(wake_path, 0o622)  # whatever the umask is: others may wake, not read
-            # Open for writing as well: otherwise poll reports the missing writer all the time.
+            # Independent of the umask: other accounts may write to the pipe but not read it.
+            os.chmod(wake_path, 0o622)
+            # Also open for writing. Otherwise poll reports a hang-up whenever no writer has the pipe open.
             wake = files.opened(wake_path, os.O_RDWR | os.O_NONBLOCK)
-            made = files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            lock(made)
-            os.fchmod(made, 0o644)
-            ticket = cls(replace(entry, path=new), made, wake)
+            descriptor = files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            lock(descriptor)
+            os.fchmod(descriptor, 0o644)
+            ticket = cls(replace(entry, path=new), descriptor, wake)
             ticket.write(entry)
             return ticket
         except BaseException:
@@ -73,7 +81,7 @@ class Ticket:
             raise
 
     def write(self, entry: Entry) -> None:
-        """Change the content under a new name: readers that know the old name read the file again."""
+        """Change the content, under a new name so that readers with the old name read the file again."""
         fields = {
             "v": VERSION,
             "pid": entry.pid,
@@ -88,18 +96,19 @@ class Ticket:
         data = json.dumps(fields).encode() + b"\n"
         self._revision += 1
         path = self.entry.path.parent / f"{entry.order:015d}-{self._revision}-{entry.name}{TICKET}"
-        # No process reads it meanwhile: the mutex is held. If this process ends here, the ticket is free.
+        # The mutex is held, so no process reads the file between the two calls. If this process is killed
+        # here, the ticket loses its lock.
         os.pwrite(self.descriptor, data, 0)
         self.entry.path.rename(path)
         self.entry = replace(entry, path=path)
 
     @property
     def wake_descriptor(self) -> int:
-        """What can be read when another process has woken this one, until the next :meth:`wait`."""
+        """Descriptor that is readable after another process has woken this one, until :meth:`wait`."""
         return self._wake
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for another process to wake this one; tell whether one did."""
+        """Wait until another process wakes this one. Return False after ``timeout_s`` seconds."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         if not poll.poll(max(0.0, timeout_s) * 1000):
@@ -109,34 +118,35 @@ class Ticket:
         return True
 
     def report_worker(self, pid: int, memory_bytes: int, used_bytes: Mapping[str, int] | None = None) -> None:
-        """Report the use of a worker that does not write here itself.
+        """Report the memory use of a worker that cannot write the report itself.
 
-        ``memory_bytes``: main memory that it has taken since its start.
-        ``used_bytes``: memory that it uses of each GPU in its lease, by UUID.
+        ``memory_bytes``: main memory used by the worker since its start.
+        ``used_bytes``: memory used on each GPU of its lease, by UUID.
         """
         with suppress(OSError):  # the disk is full
-            os.pwrite(self.descriptor, _report_of(pid, used_bytes or {}, memory_bytes), REPORT_AT)
+            os.pwrite(self.descriptor, _report_text(pid, used_bytes or {}, memory_bytes), REPORT_AT)
 
-    def let_go(self) -> bool:
-        """Give up the lock; return False if another process has it even after a moment.
+    def release_lock(self) -> bool:
+        """Release the lock. Return False if another process still holds it after :data:`_EXIT_WAIT_S`.
 
-        Processes of a worker have it too, and are being killed. One that the kernel cannot kill keeps it.
+        The processes of a worker inherit the lock. They are being killed when this is called, but the kernel
+        cannot kill a process in uninterruptible sleep.
         """
         self.descriptor.close()
-        deadline = time.monotonic() + _DYING_S
+        deadline = time.monotonic() + _EXIT_WAIT_S
         while self.entry.is_alive():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return True
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove the files and close the descriptors."""
         remove(self.entry.path.parent, self.entry.name, self.entry.path)
-        self.leave()
+        self.close()
 
-    def leave(self) -> None:
-        """Close it, and leave its files to the processes that have its lock; see :func:`clean`."""
+    def close(self) -> None:
+        """Close the descriptors. The files stay, and :func:`remove_stale` removes them later."""
         self._wake.close()
         self.descriptor.close()
 
@@ -149,26 +159,26 @@ def remove(folder: Path, name: str, path: Path | None = None) -> None:
                 file.unlink()
 
 
-def clean(folder: Path, alive: Iterable[Entry]) -> None:
-    """Remove files of this account's ended processes. The mutex must be held."""
-    kept = {entry.name for entry in alive}
-    left = []
+def remove_stale(folder: Path, alive: Iterable[Entry]) -> None:
+    """Remove the files of this account's ended processes. The ledger's mutex must be held."""
+    kept_names = {entry.name for entry in alive}
+    stale = []
     for file in os.listdir(folder):
         stem, suffix = os.path.splitext(file)
         name = stem.rpartition("-")[2]
-        if suffix in (TICKET, WAKE, LABEL, NEW) and name not in kept:
+        if suffix in (TICKET, WAKE, LABEL, NEW) and name not in kept_names:
             if suffix == TICKET and is_locked(folder / file):
-                kept.add(name)  # another version of this package has written it
+                kept_names.add(name)  # a ticket written by another version of this package
             else:
-                left.append((name, folder / file))
-    for name, path in left:
-        if name not in kept:
+                stale.append((name, folder / file))
+    for name, path in stale:
+        if name not in kept_names:
             with suppress(OSError):
                 path.unlink()
 
 
 def new_entry(folder: Path, order: int, count: int, pack: bool) -> Entry:
-    """Return the content of a new ticket of this process, without its needs."""
+    """Return the entry of a new ticket of this process, without needs."""
     return Entry(
         id=f"{os.getuid()}-{os.urandom(8).hex()}",
         order=min(order, LAST_ORDER),
@@ -182,29 +192,33 @@ def new_entry(folder: Path, order: int, count: int, pack: bool) -> Entry:
     )
 
 
-def _report_of(pid: int, used_bytes: Mapping[str, int], memory_bytes: int, *, is_idle: bool = False) -> bytes:
-    told: dict[str, Any] = {
+def _report_text(
+    pid: int, used_bytes: Mapping[str, int], memory_bytes: int, *, is_idle: bool = False
+) -> bytes:
+    fields: dict[str, Any] = {
         "pid": pid,
         "used": dict(used_bytes),
         "memory_bytes": memory_bytes,
         "idle": is_idle,
     }
-    text = json.dumps(told).encode()
+    text = json.dumps(fields).encode()
     data = b"%08x %s\n" % (zlib.crc32(text), text)
     return data if len(data) <= REPORT_BYTES else b""
 
 
 def report(used_bytes: Mapping[str, int], memory_bytes: int = 0, *, is_idle: bool = False) -> None:
-    """Report, in a worker, how much memory it uses of each GPU in its lease, and of main memory.
+    """Report the memory use of this worker in the ticket of its lease.
 
-    Other processes then know which use is not ours. Unreported use counts as another program's.
+    Other processes subtract it from the use of a GPU. Without a report, they count it as another program's
+    use.
 
-    ``used_bytes``: by UUID, the CUDA context included.
-    ``memory_bytes``: main memory that it has taken since its start.
-    ``is_idle``: whether it waits for another call.
+    ``used_bytes``: memory used on each GPU of the lease, by UUID, including the CUDA context.
+    ``memory_bytes``: main memory used since the start of the worker.
+    ``is_idle``: True if the worker waits for another call.
     """
     lease = Lease.from_environment(os.environ)
     if lease is None:
         return
-    with suppress(OSError), opened(Path(lease.ticket), os.O_WRONLY) as descriptor:  # it is gone, or no room
-        os.pwrite(descriptor, _report_of(os.getpid(), used_bytes, memory_bytes, is_idle=is_idle), REPORT_AT)
+    # An OSError means that the ticket was removed, or that the disk is full.
+    with suppress(OSError), opened(Path(lease.ticket), os.O_WRONLY) as descriptor:
+        os.pwrite(descriptor, _report_text(os.getpid(), used_bytes, memory_bytes, is_idle=is_idle), REPORT_AT)

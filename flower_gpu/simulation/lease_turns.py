@@ -321,7 +321,7 @@ class LeaseTurns:
             if any(entry.could_use(ticket.entry.parts) for entry in late)
         }
         with suppress(OSError, GPUError):  # the ledger cannot be used, or NVML hangs
-            found |= ledger.status().in_the_way(list(idle), {entry.id for entry in waiting})
+            found |= ledger.status().leases_to_release(list(idle), {entry.id for entry in waiting})
         return found
 
     def _asking_by(self, entry: Entry) -> _LeaseAsker | None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Container
 from typing import Any
 
-from flower_gpu.leases.ledger import SAID_AFTER_S, waited_for
+from flower_gpu.leases.ledger import SAID_AFTER_S, reason_for_wait
 
 
 class WorkerWaits:
@@ -41,7 +41,7 @@ class WorkerWaits:
                 self._seconds = max(0.0, now - since)
                 if not self._is_said and self._seconds >= self._asked_s:
                     self._asked_s += SAID_AFTER_S  # where nothing of it is in the ledger yet
-                    if text := waited_for(pids):
+                    if text := reason_for_wait(pids):
                         self._is_said = True
                         self._tell("run_waits", text=text)
             return self._before_s + self._seconds

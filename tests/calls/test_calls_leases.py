@@ -130,7 +130,7 @@ def test_no_lease_in_time_names_who_has_it(calls_host: CallsHost) -> None:
 def test_what_no_gpu_can_give_fails_at_once(calls_host: CallsHost) -> None:
     caller = calls_host.start()
     for options, text in (
-        ({"gpu_memory": "20GiB"}, "asks for 20.0 GiB of one GPU, which none can ever give"),
+        ({"gpu_memory": "20GiB"}, "asks for 20.0 GiB of one GPU, more than any GPU has"),
         ({"num_gpus": 3}, "asks for 3 GPUs and may use 1"),
         ({"num_gpus": 0.01}, "too little for CUDA itself"),
     ):

@@ -357,7 +357,7 @@ def test_few_files_and_a_ledger_that_cannot_be_written_to_are_problems(shell: Sh
     finding = one(found, "system", "may open 200 files only")
     assert finding["level"] == "problem"
     assert finding["todo"] == "ulimit -n 2000, before you start Flower"
-    finding = one(found, "ledger", "cannot be written to by this account")
+    finding = one(found, "ledger", "cannot write to")
     assert finding["level"] == "problem"
 
 

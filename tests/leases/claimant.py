@@ -25,7 +25,7 @@ from flower_gpu.errors import GPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases import state as state_module
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed, of_task
+from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed, card_of_task
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
@@ -56,7 +56,7 @@ def claimant(
     if host_memory is not None:
         needs.append(HostNeed(MEMORY, host_memory, host_memory))
     if guess is not None:  # of a task that nobody has measured, and of which one such call begins at a time
-        needs.append(HostNeed(of_task(os.getuid(), 1), guess, guess, capacity=guess))
+        needs.append(HostNeed(card_of_task(os.getuid(), 1), guess, guess, capacity=guess))
     return Claimant(options, host_needs=lambda: tuple(needs), **fields)
 
 

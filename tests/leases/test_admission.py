@@ -20,9 +20,9 @@ from flower_gpu.leases.admission import (
     GPUNeed,
     HostNeed,
     Part,
-    of_group,
+    card_of_group,
     plan,
-    possible,
+    satisfiable,
 )
 
 GIB = 1 << 30
@@ -147,7 +147,7 @@ def test_shares_fit_while_other_programs_use_a_little_more_or_less(count: int) -
 
 def test_a_share_is_of_all_that_is_left_also_of_what_workers_have_not_told_yet() -> None:
     assert plan(cards(16), [], [share(1, None)])["t1"][0].memory_bytes == WHOLE_SHARE
-    card = Card(A, 12 * GIB, untold_bytes=4 * GIB)
+    card = Card(A, 12 * GIB, unreported_bytes=4 * GIB)
     [part] = plan([card], [], [share(1, 0.25)])["t1"]
     assert part.memory_bytes == int(WHOLE_SHARE * 0.25)
 
@@ -231,7 +231,7 @@ def test_gpus_cores_and_memory_are_granted_together_or_not_at_all() -> None:
 
 
 def test_a_control_group_has_limits_of_its_own() -> None:
-    group = of_group(CORES, 77)
+    group = card_of_group(CORES, 77)
 
     def inside(order: int) -> Claim:
         return replace(
@@ -252,7 +252,7 @@ def test_options_that_can_never_be_granted_are_left_out() -> None:
         GPUNeed(B),
         GPUNeed(C, memory_bytes=1),
     ]
-    assert possible(sizes, options) == [options[0], options[2], options[4]]
+    assert satisfiable(sizes, options) == [options[0], options[2], options[4]]
 
 
 # --- properties ---
@@ -376,7 +376,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Card], list[Claim | int]]:
     events: list[Claim | int] = []
     for order in range(1, draw(st.integers(2, 30))):
         claim = draw(claims_of(order))
-        options = tuple(possible(sizes, claim.gpu_needs))
+        options = tuple(satisfiable(sizes, claim.gpu_needs))
         if len(options) >= claim.count:
             events.append(replace(claim, gpu_needs=options))
         events += draw(st.lists(st.integers(0, 1000), max_size=2))

@@ -131,7 +131,7 @@ def test_no_size_is_not_learned(path: Path, peak: Any) -> None:
         lambda: Footprints(path).learn(KEY, peak),
         lambda: Footprints(path).learn_context("gpu", peak),
     ):
-        with pytest.raises(ConfigError, match="must be a number of bytes from 1 on"):
+        with pytest.raises(ConfigError, match="must be a positive number of bytes"):
             learn()
     assert not path.exists()
 
@@ -169,7 +169,7 @@ def test_what_a_call_that_ran_out_would_have_needed_is_kept_for_good(path: Path)
 
 
 def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprint, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(footprint, "_MAX_ENTRIES", 3)
     footprints = Footprints(path)
     keys = [Key(f"task-{number}", "no weights", "gpu") for number in range(5)]
     for key in keys:

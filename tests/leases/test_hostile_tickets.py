@@ -20,7 +20,7 @@ from flower_gpu.cli import leases
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases import entries
-from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed, Part, of_group, of_task
+from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed, Part, card_of_group, card_of_task
 from flower_gpu.leases.entries import Entry, lock, pid_namespace
 from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
@@ -40,10 +40,12 @@ anything = st.recursive(
 # Little, so that it leaves room for the request.
 amounts = st.sampled_from([0, 1, 100])
 gpus = st.sampled_from([A, "GPU-b"])
-resources = st.sampled_from([CORES, MEMORY, of_group(CORES, 7), of_group(MEMORY, 7), of_task(OTHER, 7)])
+resources = st.sampled_from(
+    [CORES, MEMORY, card_of_group(CORES, 7), card_of_group(MEMORY, 7), card_of_task(OTHER, 7)]
+)
 # What no ticket says; as an amount, an amount of much would keep the request waiting.
 numbers = [-1, 1.5, True, 1 << 51, 10**400, float("nan"), float("inf")]
-texts = ["", "1", "\x1b[2J", "\ud800", CORES, A, "cores:x", "unknown-memory", of_task(3, 7), "x" * 101]
+texts = ["", "1", "\x1b[2J", "\ud800", CORES, A, "cores:x", "unknown-memory", card_of_task(3, 7), "x" * 101]
 wrong = st.sampled_from([None, *numbers, *texts]) | st.builds(list) | st.builds(dict)
 sizes = {"memory_bytes": amounts, "alone": st.just(False)}
 parts = st.fixed_dictionaries({"uuid": gpus | resources, "budget_bytes": st.just(GIB), **sizes})
@@ -145,14 +147,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @example([("1-1-a", waits(CORES, 10**400), b"")])
 @example([("1-1-a", holds(CORES, 10**400, GIB), b"")])
-@example([("1-1-a", holds(of_task(OTHER, 7), 1, 0), b"")])
+@example([("1-1-a", holds(card_of_task(OTHER, 7), 1, 0), b"")])
 @given(found=st.lists(files, min_size=1, max_size=4, unique_by=itemgetter(0)))
 def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple[str, bytes, bytes]]) -> None:
     def needed() -> tuple[HostNeed, ...]:
         return (
             HostNeed(CORES, 500, 500),
             HostNeed(MEMORY, 1 << 20, 1 << 20),
-            HostNeed(of_task(os.getuid(), 7), 1 << 20, 1 << 20, capacity=GIB),
+            HostNeed(card_of_task(os.getuid(), 7), 1 << 20, 1 << 20, capacity=GIB),
         )
 
     ledger = Ledger(LedgerFolder(root.parent))
@@ -208,7 +210,7 @@ def test_a_grant_counts_only_if_the_mutex_was_not_replaced_meanwhile(
 def test_what_is_no_ticket_is_said_once_with_its_path_and_owner(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entries, "_said", set())
+    monkeypatch.setattr(entries, "_warned_accounts", set())
     for number in range(2):
         path = root / f"{number}-1-{number}.ticket"
         path.write_bytes(b"{}")

@@ -149,13 +149,13 @@ def test_a_folder_that_another_account_has_made_is_not_used(open_host: LedgerHos
     taken = open_host.root / f"flower-gpu-leases-{OTHER}"
     taken.mkdir(mode=0o777)
     [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
-    with pytest.raises(RefusedError, match=r"account root has made .* an administrator must remove it"):
+    with pytest.raises(RefusedError, match=r"account root has created .* an administrator must remove it"):
         theirs("acquire", memory=GIB)
     taken.rmdir()
     assert theirs("acquire", memory=GIB)
     theirs("release")
     taken.chmod(0o777)
-    with pytest.raises(RefusedError, match="nobody but this account can write to; remove it"):
+    with pytest.raises(RefusedError, match="only this account can write to; remove it"):
         theirs("acquire", memory=GIB)
 
 
@@ -229,7 +229,7 @@ def test_a_ledger_folder_that_cannot_be_used_is_an_error(open_host: LedgerHost) 
     user = {"CLAIMANT_USER": str(OTHER)} if os.getuid() == 0 else {}
     refused = open_host.start_refused(**user)
     assert refused.kind == "LeaseError"
-    assert f"{open_host.root} cannot be written to by this account" in refused.message
+    assert f"this account cannot write to FLOWER_GPU_LEDGER_DIR={open_host.root}" in refused.message
     refused = open_host.start_refused(FLOWER_GPU_LEDGER_DIR="/nowhere/at/all")
     assert refused.kind == "LeaseError"
     assert "FLOWER_GPU_LEDGER_DIR=/nowhere/at/all" in refused.message

@@ -56,7 +56,7 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
         "part",
     ]
     # Of the tasks of this account, and of the other one. Without a budget, there would be nothing in all.
-    names = ("cores", "memory:7", *(admission.of_task(user, 7) for user in (os.getuid(), OTHER)))
+    names = ("cores", "memory:7", *(admission.card_of_task(user, 7) for user in (os.getuid(), OTHER)))
     of_host = [{**part, "uuid": name} for name in names]
     options = [
         {**option, "memory_bytes": -GIB},

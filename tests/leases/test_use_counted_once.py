@@ -15,7 +15,7 @@ from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory
 from flower_gpu.leases import tickets
 from flower_gpu.leases.admission import MEMORY, Part
 from flower_gpu.leases.entries import Entry, pid_namespace
-from flower_gpu.leases.host import HostMeasured
+from flower_gpu.leases.host import HostReading
 from flower_gpu.leases.state import Readings
 from flower_gpu.leases.tickets import Ticket
 
@@ -57,7 +57,7 @@ def of_others_gib(
     processes = tuple(GPUProcess(pid, nbytes * GIB) for pid, nbytes in listed)
     gpu = GPU(0, UUID, "Test", 24 * GIB, used * GIB, (24 - used) * GIB, 0, 0, processes)
     reports = {name: (pid, {UUID: nbytes * GIB}) for name, (pid, nbytes) in told.items()}
-    readings = Readings(Inventory((gpu,), "x", None), HostMeasured({}, {}), leases, reports, 0.0)
+    readings = Readings(Inventory((gpu,), "x", None), HostReading({}, {}), leases, reports, 0.0)
     [card] = readings.cards(leases, 0)
     return 24 - card.capacity_bytes / GIB
 
@@ -101,7 +101,7 @@ def test_main_memory_of_a_worker_that_cannot_be_seen(tmp_path: Path, namespace: 
     )
     try:
         ticket.report_worker(1 << 30, 2 * GIB)
-        measured = HostMeasured({}, {MEMORY: (13 * GIB, 16 * GIB)})
+        measured = HostReading({}, {MEMORY: (13 * GIB, 16 * GIB)})
         [card] = measured.cards([ticket.entry], [], 0)
         assert card.capacity_bytes == 15 * GIB
         ticket.report_worker(1 << 30, 9 * GIB)  # not more than its lease

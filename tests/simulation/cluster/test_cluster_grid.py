@@ -237,7 +237,8 @@ def under(nodes: int, *hosts: InThread, **options: Any) -> Iterator[Under]:
         test.close()
 
 
-# After how many calls each of four hosts dies. At most two die, because a message that costs three hosts becomes an error.
+# After how many calls each of four hosts dies. At most two die, because a message that costs three hosts
+# becomes an error.
 DEATHS = st.tuples(st.integers(0, 150), st.none() | st.integers(0, 150)).flatmap(
     lambda calls: st.permutations([*calls, None, None])
 )
