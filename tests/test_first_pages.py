@@ -120,7 +120,8 @@ def test_the_commands_of_both_pages_one_after_the_other(tmp_path: Path) -> None:
 
 def test_start_client_scripts_before_and_after(tmp_path: Path) -> None:
     """The script as it was, with one line changed, and without processes of its own."""
-    before, server, line, task, after, _ = blocks(START_CLIENT, "python")
+    first, before, server, line, task, after, _ = blocks(START_CLIENT, "python")
+    assert first == line, "the page begins with the line that it explains later"
     port = str(ports.free_ports(1)[0])
     assert before.count(line.partition("# was: ")[2]) == 1, "the line that is replaced"
     changed = before.replace(f"client = {line.partition('# was: ')[2]}", line.partition("  #")[0] + "\n")
