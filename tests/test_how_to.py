@@ -124,7 +124,7 @@ def test_first_commands_one_after_the_other(env: dict[str, str], tmp_path: Path)
     script = script.replace("\nclient", "\nweights = [np.zeros(2)]\nclient", 1)
     (tmp_path / "my_script.py").write_text(f"{script}print('trained')\n")
 
-    lines = [commands("ray.md")[1], commands("trackers.md")[1]]
+    lines = [commands("ray.md")[0], commands("trackers.md")[1]]
     for page in sorted(HERE - {"ray.md"}):
         lines += commands(page)
     lines.remove("flower-gpu metrics")  # goes on for ever; its tests look at it

@@ -250,6 +250,6 @@ def test_a_job_that_slurm_does_not_take_is_an_error(run: Run, answer: str) -> No
 
 
 def test_the_reference_has_the_command_s_own_options() -> None:
-    page = " ".join((Path(__file__).parents[2] / "docs/how-to/slurm.md").read_text().split())
+    page = " ".join((Path(__file__).parents[2] / "docs/reference/slurm.md").read_text().split())
     for name, option in command.OPTIONS.items():
         assert option.described in page and name.replace("_", "-") in page
