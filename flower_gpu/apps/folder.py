@@ -14,6 +14,7 @@ from typing import Any, Final
 from flower_gpu import files, trace
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
+from flower_gpu.workers.output import LOG_NAME
 
 #: In the folder of a checkpoint: without it there is none.
 CHECKPOINT_INDEX = "checkpoint.json"
@@ -33,6 +34,7 @@ class RunFolder:
         self.metrics = path / "metrics.csv"  # by round
         self.report = path / "report.html"  # a page with pictures
         self.failures = path / "failures.log"  # why messages to clients failed; there if any did
+        self.client_log = path / LOG_NAME  # what clients of a simulation write
         self.model = path / "model.safetensors"  # the final one
         self.checkpoint = path / "checkpoint"  # folder of the last finished round
         self.states = path / "states"  # folder of what virtual clients keep and the memory has no room for

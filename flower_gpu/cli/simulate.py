@@ -32,7 +32,7 @@ from flower_gpu.options import (
 )
 from flower_gpu.printable import path_text, told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
-from flower_gpu.simulation.options import OPTIONS
+from flower_gpu.simulation.options import OPTIONS, ClientOutputWord
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.interrupts import ended_by_signals
 from flower_gpu.workers.own_process import facts
@@ -40,7 +40,9 @@ from flower_gpu.workers.own_process import facts
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _MODULES: Final = ("flower_gpu.simulation.run", "flower_gpu.simulation.reporting")
 # What the run itself is given; the others are the command's own.
-_OF_THE_RUN: Final = tuple(name for name in OPTIONS if name not in ("num_supernodes", "progress"))
+_OF_THE_RUN: Final = tuple(
+    name for name in OPTIONS if name not in ("num_supernodes", "progress", "client_output")
+)
 _TABLE: Final = {
     **OPTIONS,
     "rounds": replace(RUN_CONFIG["rounds"], group="federation"),
@@ -112,7 +114,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     clients = None if table is None else _toml("--clients-table", table)
     if arguments.resume is None:
         check_log_dir(arguments.log_dir)
-    shown = _Shown(arguments.progress, is_quiet(arguments))
+    shown = _Shown(arguments.progress, is_quiet(arguments), arguments.client_output)
     if getattr(arguments, "may_fork", False):
         with told_if_slow(shown.say, f"importing what {app.name} needs"):
             wait = _forked(app)
@@ -124,6 +126,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         shown,
         run_config=run_config,
         progress=shown.has_bars,
+        client_output=shown.client_output,
         trackers=list(chain(*arguments.tracker)) or None,
         preload=preload,
         clients=clients,
@@ -219,6 +222,12 @@ class _Shown:
 
     progress: bool  # unless --no-progress
     is_quiet: bool  # --quiet
+    chosen_output: ClientOutputWord  # --client-output
+
+    @property
+    def client_output(self) -> ClientOutputWord:
+        """The lines of clients that are shown: by default none with --quiet."""
+        return "file" if self.is_quiet and self.chosen_output == "auto" else self.chosen_output
 
     @property
     def has_bars(self) -> bool:

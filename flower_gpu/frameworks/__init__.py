@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -144,6 +144,19 @@ def each_loaded(then: Callable[[Framework, bool], None]) -> Iterator[None]:
     finally:
         for finder in finders:
             finder.end()
+
+
+@contextmanager
+def at_first_step(then: Callable[[], object]) -> Iterator[None]:
+    """Call a function at the first step of an optimizer in the block, if a framework tells of steps."""
+    with ExitStack() as hooks:
+
+        def watch(framework: Framework, _: bool) -> None:
+            if (end := framework.on_first_step(then)) is not None:
+                hooks.callback(end)
+
+        with each_loaded(watch):
+            yield
 
 
 def deterministic_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -168,6 +168,13 @@ class Framework:
         """Return its operation without a deterministic algorithm that an error names, or None."""
         return None
 
+    def on_first_step(self, then: Callable[[], object]) -> Callable[[], None] | None:
+        """Have a function called at the next step of any of its optimizers.
+
+        Returns what ends that; None if the framework cannot tell when an optimizer makes a step.
+        """
+        return None
+
     def taken_over(self) -> Iterator[Setting]:
         """Yield the settings that a worker takes over from its caller. To read them starts nothing."""
         return iter(())

@@ -195,6 +195,20 @@ class PyTorch(Framework):
         """Seed the CPU's generator; CUDA's is made in the worker."""
         sys.modules["torch"].default_generator.seed()
 
+    def on_first_step(self, then: Callable[[], object]) -> Callable[[], None] | None:
+        """Have a function called at the next step of any optimizer. A hook must not remove itself."""
+        has_stepped = False
+
+        def hook(*_: object) -> None:
+            nonlocal has_stepped
+            if not has_stepped:
+                has_stepped = True
+                then()
+
+        # Not torch.optim.optimizer: torch.optim deletes that name.
+        register = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_pre_hook", None)
+        return None if register is None else register(hook).remove  # type: ignore[no-any-return]
+
     def settings(self) -> Iterator[Setting]:
         """Yield its flags, its threads and its default device."""
         torch: Any = sys.modules["torch"]

@@ -49,6 +49,9 @@ class AppReference:
 
 #: The event by which a worker says that the app handles several messages of this type at once.
 TAKES_MANY: Final = "takes_many"
+#: The event by which a worker that is there for one message says that the app's function begins, and that the
+#: function has come to the first step of an optimizer: ``is_step`` tells these apart.
+READY: Final = "ready"
 
 
 def handle(
@@ -75,13 +78,25 @@ def handle(
     with as_first(seeds[0]):
         began_s = time.monotonic() - facts.import_s
         # In a context of its own, so that context variables are those of a new worker as well.
-        handled = copy_context().run(_replies, loaded, handler, messages, contexts, identity)
+        with _ready_told():
+            handled = copy_context().run(_replies, loaded, handler, messages, contexts, identity)
         took_s = time.monotonic() - facts.import_s - began_s
         if slow_down > 1:
             events.send("progress", desc="slow-down", n=0, total=1)  # top and the trace show it
         # With its lease: a slow device would be busy all that time.
         time.sleep((slow_down - 1) * max(0.0, took_s))
         return handled
+
+
+@contextmanager
+def _ready_told() -> Iterator[None]:
+    """Tell in the block when a worker that is there for one message is ready to train."""
+    if facts.may_stay:  # others have been ready for long
+        yield
+        return
+    events.send(READY, is_step=False)
+    with frameworks.at_first_step(lambda: events.send(READY, is_step=True)):
+        yield
 
 
 def handle_deterministically(

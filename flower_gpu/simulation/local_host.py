@@ -33,6 +33,7 @@ from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.workers import state_folder
+from flower_gpu.workers.output import AdmitLines, all_lines
 from flower_gpu.workers.own_process import restored_environment
 from flower_gpu.workers.threads import cores, planned_threads
 
@@ -246,13 +247,15 @@ class LocalHost(QueueHost):
     """The machine that this process is on, for one run.
 
     ``work``: what is to be done.
+    ``admit_lines``: decides which lines of clients are shown.
     ``gpus``: its GPUs that can be used.
     """
 
     can_be_lost: ClassVar = False
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, admit_lines: AdmitLines = all_lines) -> None:
         self._run = work
+        self._admit_lines = admit_lines
         self._settings = settings = call_settings(work.options, named=flag)
         env = dict(work.options.get("env") or {})
         self.gpus = workers.gpus()
@@ -306,7 +309,7 @@ class LocalHost(QueueHost):
         handler = self.handler = MessageHandler(
             work,
             of_calls,
-            lambda: Slot(turns, needs.without, cores_of_run),
+            lambda: Slot(turns, needs.without, cores_of_run, self._admit_lines),
             workers=threads,
             tries=tries,
         )

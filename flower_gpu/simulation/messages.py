@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from logging import WARNING
+from logging import INFO, WARNING
 from typing import Any, Final
 
 from flwr.app import Context
@@ -35,6 +35,7 @@ from flower_gpu.simulation.host import Answer, Visit, Work, failed
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
+from flower_gpu.simulation.worker_starts import WorkerStarts
 
 _LOOK_S = 0.1  # asking the kernel takes longer than a small message
 _POLL_S = 0.2  # others on the host give memory back, too
@@ -150,6 +151,7 @@ class MessageHandler:
         self._worked_at = 0.0  # when a message was done last
         self._verifier = Verifier() if work.verify_recycling else None
         self._memory = HostMemory()
+        self._starts = WorkerStarts(has_preload=bool(self._options.get("preload")))
         self._differ: dict[str, bool] = {}  # whether clients do, by message type
         self._resolved: dict[int, CallSettings] = {}  # by what a client has of its own
 
@@ -326,6 +328,8 @@ class MessageHandler:
     def _learn(self, visits: Sequence[Visit], slot: Slot) -> float | None:
         """Learn from a call that is done. Return its seconds per message, or None if they say nothing."""
         self._memory.learn(slot.line.peak_bytes)
+        if (advice := self._starts.learn(slot.ready_s, slot.line.call_s)) is not None:
+            log(INFO, "%s", advice)
         self._has_used = self._has_used or slot.is_used_again
         # A call with imports was longer than later ones: their workers are forked with these imports.
         call_s = None if slot.line.had_imports else slot.line.call_s
@@ -409,6 +413,7 @@ class MessageHandler:
             "workers_started": self._others_started + sum(slot.workers_started for slot in self._slots),
             "peak_worker_bytes": self._memory.largest_bytes,
             "waits_for_host_memory": self._memory.waits,
+            **self._starts.facts(),
             "batches": self.batches.facts(),
             "recycling": {
                 "calls_per_worker": self._work.calls_per_worker,

@@ -16,6 +16,12 @@ from flower_gpu.options import KEEP_GOING, LOG_DIR, RESUME, Option
 #: Which messages of a round are handled first: those that take longest, or those that are sent first.
 OrderWord = Literal["longest", "sent"]
 
+#: Which lines of clients are shown: the first ones of each round, all, or none.
+ClientOutputWord = Literal["auto", "all", "file"]
+
+#: Number of lines of clients that ``auto`` shows after each start of a round.
+LINES_PER_ROUND: Final = 20
+
 _FEDERATION: Final = "federation"
 _WORKERS: Final = "workers"
 
@@ -85,6 +91,14 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
             "log_dir": replace(LOG_DIR, excludes="resume"),
             "resume": RESUME,
             "progress": Option("show no bars and no summary", SWITCH, default=True, group="output"),
+            "client_output": Option(
+                f"which lines of clients are shown: the first {LINES_PER_ROUND} of each round, so that the "
+                "rounds stay in sight; all; or none. All of them are in clients.log in the run's folder "
+                "(default: {default}, but file with -q and all with --no-progress)",
+                words(*get_args(ClientOutputWord)),
+                default="auto",
+                group="output",
+            ),
             "mps": Option(
                 "have workers compute on a GPU at the same time, each on its share of the processors, by an "
                 "MPS daemon of this run; a fault of one ends the calls of all",

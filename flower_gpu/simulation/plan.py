@@ -24,7 +24,7 @@ from flower_gpu.simulation.clients import Clients, plain, told_by_app
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.options import OPTIONS, OrderWord
+from flower_gpu.simulation.options import OPTIONS, ClientOutputWord, OrderWord
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.call import checked_preload
 from flower_gpu.workers.threads import cores
@@ -43,7 +43,8 @@ class RunPlan:
     ``server_env``: variables of a deterministic ServerApp.
     ``folder``, ``before``: of the earlier run that goes on; else None, and empty.
     ``log_dir``: where the folder of a new run is made.
-    ``order``, ``keep_going``, ``trackers``, ``ray_address``: as :func:`flower_gpu.simulate` has them.
+    ``order``, ``keep_going``, ``trackers``, ``ray_address``, ``client_output``: as
+    :func:`flower_gpu.simulate` has them.
     ``state_memory_bytes``: what nodes' states may take in memory.
     ``clients_table``: what clients have of their own, as a file holds it.
     """
@@ -62,6 +63,7 @@ class RunPlan:
     state_memory_bytes: int
     clients_table: Mapping[str, Mapping[str, Any]]
     options: CallOptions
+    client_output: ClientOutputWord
 
     @property
     def resumes(self) -> bool:
@@ -148,6 +150,7 @@ class RunPlan:
             values["state_memory"],
             plain(table),
             options,
+            values["client_output"],
         )
 
     def identity(self, hosts: Hosts) -> dict[str, Any]:

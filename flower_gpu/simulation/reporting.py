@@ -12,7 +12,7 @@ from typing import Any, Final, TextIO
 
 from flower_gpu import trace
 from flower_gpu.apps.failures import COMPLETED, Failure, FailureLog
-from flower_gpu.apps.folder import RunFolder
+from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, finite, write_event
@@ -21,6 +21,8 @@ from flower_gpu.flower.resuming.states import disk_error
 from flower_gpu.flower.strategy_state import RESUMABLE
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import verifying
+from flower_gpu.simulation.client_output import ClientOutput
+from flower_gpu.simulation.options import LINES_PER_ROUND
 from flower_gpu.simulation.simulation_result import SimulationStoppedError, model_sha256, write_model
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
@@ -46,9 +48,9 @@ _SMALL_BYTES: Final = 4096  # of a table or a result, about
 class Report:
     """What is known of a run. ``recorder`` has the model; ``summary`` is empty until the run is over.
 
-    ``run`` records it in the trace of ``folder``; without a folder nothing is written. ``resumes``:
-    the kind of strategy of an earlier run that goes on. With ``is_tracked`` all events are in the trace, for
-    those who follow it.
+    ``run`` records it in the trace of ``folder``; without a folder nothing is written. ``output`` decides
+    which lines of clients are shown. ``resumes``: the kind of strategy of an earlier run that goes on. With
+    ``is_tracked`` all events are in the trace, for those who follow it.
     """
 
     recorder: Recorder
@@ -57,6 +59,7 @@ class Report:
         self,
         folder: RunFolder | None,
         run: RecordedRun | None,
+        output: ClientOutput,
         *,
         progress: bool = True,
         resumes: str | None = None,
@@ -69,6 +72,7 @@ class Report:
         self.summary: dict[str, Any] = {}  # as in ``result.json``
         self.is_refused = False
         self._run = run
+        self._output = output
         self._is_shown = progress
         self._resumes = resumes
         self._on_resume = on_resume
@@ -77,6 +81,7 @@ class Report:
         self._is_disk_full = False
         self._table: MetricsTable | None = None  # once a round is over
         self._display = make_display(self.history, _stream(), is_shown=progress)
+        output.on_first_hidden = self._say_what_is_hidden
         self.failures = FailureLog(None if folder is None else folder.failures, self._display.say)
         self._has_begun = resumes is None
         if self._has_begun and folder is not None:
@@ -92,12 +97,20 @@ class Report:
         if not self._has_begun:
             self._resume(event)
         self.history.feed([event])
+        if event["event"] == "round_started":
+            self._output.begin_round()
         if self.folder is not None:
             self._keep(event, self.folder)
         self._display.show(event)
         if event["event"] == "reply" and (error := event["error"]) is not None:
             client = "unknown" if event["node"] is None else str(event["node"])
             self.failures.add(Failure.from_event(event, client), is_said=error != NOT_PULLED)
+
+    def _say_what_is_hidden(self) -> None:
+        """Say where the other lines of clients are, unless the user has chosen that none is shown."""
+        if self._output.word == "auto":
+            told = f"the first {LINES_PER_ROUND} lines of clients are shown in each round"
+            self.say(f"{told}: {_all_lines(self.folder)}. --client-output all shows them here")
 
     def _resume(self, event: Event) -> None:
         """Go on with what the trace tells so far; nothing is changed in the folder of a run that cannot."""
@@ -155,6 +168,7 @@ class Report:
             return
         model, full = self.recorder.model, None
         facts = {**self.facts, "model": None, "model_sha256": model_sha256(model)}
+        facts["client_lines_hidden"] = self._output.hidden
         try:
             if self.folder is not None:
                 facts["model"] = write_model(model, self.folder)
@@ -260,7 +274,18 @@ def lines_of(summary: Mapping[str, Any], folder: RunFolder | None) -> list[str]:
     batches = summary.get("batches") or {}
     if batches.get("count"):
         more.append(("batches", _batches_text(batches)))
+    if hidden := summary.get("client_lines_hidden"):
+        more.append(("client output", f"{hidden} lines are not shown here: {_all_lines(folder)}"))
     return result_lines(summary, None if folder is None else folder.shown, more)
+
+
+def _all_lines(folder: RunFolder | None) -> str:
+    """Return where all lines of clients are."""
+    return (
+        "a run without a folder keeps no others"
+        if folder is None
+        else f"all are in {short(folder.client_log)}"
+    )
 
 
 def _batches_text(batches: Mapping[str, Any]) -> str:

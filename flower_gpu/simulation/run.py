@@ -33,12 +33,13 @@ from flower_gpu.flower.rounds import RoundState
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism, verifying
+from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import Hosts
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.local_host import LocalHost
-from flower_gpu.simulation.options import OPTIONS, OrderWord
+from flower_gpu.simulation.options import OPTIONS, ClientOutputWord, OrderWord
 from flower_gpu.simulation.plan import RunPlan
 from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.simulation.simulation_result import SimulationResult
@@ -69,6 +70,7 @@ def simulate(
     deterministic: bool = False,
     ray_address: str | None = None,
     trackers: str | Sequence[str] | None = None,
+    client_output: ClientOutputWord = OPTIONS["client_output"].default,
     **options: Unpack[CallOptions],
 ) -> SimulationResult:
     """Run a Flower app on virtual nodes of this machine.
@@ -133,6 +135,9 @@ def simulate(
         Where figures of rounds, clients and GPUs are sent while the run goes on: ``"tensorboard"``,
         ``"wandb"``, ``"mlflow"``. A resumed run goes on in the trackers' own runs, by default in all of those
         that it had.
+    client_output : str
+        Which lines of clients are shown: ``"auto"``, the first 20 of each round, or all if no progress is
+        shown; ``"all"``; or ``"file"``, none. All of them are in ``clients.log`` in the run's folder.
     **options
         How each message's worker runs, and how much of a GPU it gets: see :class:`flower_gpu.CallOptions`.
 
@@ -173,12 +178,16 @@ def simulate(
         "keep_going": keep_going,
         "deterministic": deterministic,
         "ray_address": ray_address,
+        "client_output": client_output,
     }
     standard_streams.fill()
     plan = RunPlan.of(app, given, run_config or {}, trackers, options)
     with ExitStack() as stack:
         stack.enter_context(_alone())
-        hosts = _hosts(plan, stack)
+        # Without progress there are no lines of rounds that have to stay in sight.
+        shows_all = plan.client_output == "auto" and not progress
+        output = ClientOutput("all" if shows_all else plan.client_output)
+        hosts = _hosts(plan, stack, output)
         if plan.work.is_deterministic:
             determinism.check_same(plan.before, hosts.about.described, is_strict=plan.work.is_strict)
         record = _Record(plan, hosts, stack)
@@ -186,7 +195,7 @@ def simulate(
         if plan.work.is_deterministic:
             stack.enter_context(determinism.here(plan.server_env))
         stack.enter_context(_identity(nodes.run_id))
-        report = record.report(plan, hosts, stack, progress=progress, verbose=verbose)
+        report = record.report(plan, hosts, stack, output, progress=progress, verbose=verbose)
         grid = _grid(plan, record, hosts, report, stack)
         context = Context(nodes.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(nodes.run_config))
         recorded = RecordedGrid(grid, report.recorder, record.checkpoints, record.state)
@@ -254,6 +263,7 @@ class _Record:
         plan: RunPlan,
         hosts: Hosts,
         stack: ExitStack,
+        output: ClientOutput,
         *,
         progress: bool,
         verbose: bool | None,
@@ -268,6 +278,7 @@ class _Record:
         self._report = report = Report(
             self.folder,
             self._run,
+            output,
             progress=progress,
             resumes=None if self.state is None else self.state.strategy,
             on_resume=begin_again,
@@ -346,10 +357,10 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _hosts(plan: RunPlan, stack: ExitStack) -> Hosts:
+def _hosts(plan: RunPlan, stack: ExitStack, output: ClientOutput) -> Hosts:
     """Return the hosts: this machine, or those of a cluster."""
     if plan.ray_address is None:
-        return LocalHost(plan.work)
+        return LocalHost(plan.work, output.admit)
     from flower_gpu.simulation.cluster.hosts import RayHosts, connected
 
     stack.enter_context(connected(plan.ray_address, plan.work.app))

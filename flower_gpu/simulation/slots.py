@@ -14,13 +14,14 @@ from flower_gpu.calls.tries import Workers
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.simulation.in_worker import TAKES_MANY
+from flower_gpu.simulation.in_worker import READY, TAKES_MANY
 from flower_gpu.simulation.lease_turns import LeasedLine, LeaseTurns
 from flower_gpu.simulation.workers import CoreLeases
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
 from flower_gpu.workers.methods import StartMethod
+from flower_gpu.workers.output import AdmitLines, all_lines
 
 
 class WorkerIdlesError(Exception):
@@ -33,9 +34,12 @@ class Slot(Workers):
     ``turns``: the leases of the run.
     ``without``: as of a :class:`flower_gpu.workers.call.Call`.
     ``cores``: the cores of the run; None: they are not counted.
+    ``admit_lines``: decides which lines of its clients are shown.
     ``is_used_again``: whether the last call had a worker that had run others before.
     ``workers_started``: how many workers there were.
     ``max_messages``: number of messages that the app handles at once, as the worker said in the last call.
+    ``ready_s``: seconds from asking for a worker of the last call until the worker was ready to train, by
+    ``is_step`` of the event; empty if the worker may have another call.
     ``waits_since``: since when the call that was begun waits for its worker, on the clock of
     ``time.monotonic``.
     """
@@ -48,18 +52,24 @@ class Slot(Workers):
     takes_over = False
 
     def __init__(
-        self, turns: LeaseTurns, without: frozenset[str] = frozenset(), cores: CoreLeases | None = None
+        self,
+        turns: LeaseTurns,
+        without: frozenset[str] = frozenset(),
+        cores: CoreLeases | None = None,
+        admit_lines: AdmitLines = all_lines,
     ) -> None:
         self._turns = turns
         self._without = without
         self._place = LeasedLine(Line(), turns)
         self._cores = cores
+        self._admit_lines = admit_lines
         self._calls = 1  # of a worker, at most
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
         self._replacing = threading.Lock()
         self.is_used_again = False
         self.workers_started = 0
         self.max_messages = 1
+        self.ready_s: dict[bool, float] = {}
         self.waits_since: float | None = None
 
     @property
@@ -91,7 +101,7 @@ class Slot(Workers):
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
         """Run a call in a worker."""
-        call = replace(call, names_output=True, without=self._without)
+        call = replace(call, admit_lines=self._admit_lines, without=self._without)
         self.waits_since = None
         if call.held < 0 and self.has_lease:
             self.retire()  # it has no use for a GPU
@@ -99,6 +109,8 @@ class Slot(Workers):
         self.is_used_again = False
         most = 1 if place.is_for_one_call else self._calls
         self.max_messages = 1
+        self.ready_s = {}
+        asked_s = time.monotonic()
         idle_pid, on_start, on_event = place.line.idle_pid, options.pop("on_start"), options.pop("on_event")
 
         def on_worker(pid: int, used: str) -> None:
@@ -109,6 +121,8 @@ class Slot(Workers):
         def on_told(event: dict[str, Any]) -> None:
             if event.get("event") == TAKES_MANY:
                 self.max_messages = event["max_messages"]
+            elif event.get("event") == READY:
+                self.ready_s[event["is_step"]] = time.monotonic() - asked_s
             else:
                 on_event(event)
 

@@ -158,6 +158,8 @@ def result_lines(
         text = f"{result['workers_started']} started"
         if result.get("peak_worker_bytes"):
             text += f", with {result['peak_worker_bytes'] / 2**20:.0f} MiB at most"
+        if result.get("worker_ready_s"):
+            text += f"; each took {duration_text(result['worker_ready_s'])} {result['worker_ready']} (median)"
         rows.append(("workers", text))
     if leases["count"]:
         rows.append(("leases", _waits_text(leases)))

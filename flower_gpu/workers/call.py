@@ -20,6 +20,7 @@ from flower_gpu.workers.own_process import facts
 
 if TYPE_CHECKING:
     from flower_gpu.workers.confinement import Confinement
+    from flower_gpu.workers.output import AdmitLines
 
 #: A function, or where to find it: ``"package.module:function"``.
 Task = Callable[..., Any] | str
@@ -51,8 +52,9 @@ class Call:
     without: frozenset[str] = frozenset()
     # Put in front of log lines, Flower's and ours, of the task; for example ``"client 3, round 2: "``
     log_prefix: str = ""
-    # Whether other lines that the task writes begin with that as well, and stand in a file of the run
-    names_output: bool = False
+    # If set, all lines that the task writes begin with ``log_prefix`` and stand in a file of the run. Those
+    # that it admits are shown as well.
+    admit_lines: AdmitLines | None = None
     # What its worker keeps of this host: then nothing that comes from the worker is unpickled
     confinement: Confinement | None = None
     # Whether its worker takes over the caller's settings, see :mod:`flower_gpu.workers.caller_settings`. The

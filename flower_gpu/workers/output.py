@@ -26,6 +26,15 @@ _TAIL_COLUMNS = 500
 _STACK_LINES = 15
 _STACK_HEADING = "(most recent call first):"  # faulthandler's
 
+#: Takes the number of lines that a worker has written, and returns how many of them are shown: the first
+#: ones. Threads of several workers may call it at the same time.
+AdmitLines = Callable[[int], int]
+
+
+def all_lines(count: int) -> int:
+    """Admit every line."""
+    return count
+
 
 class Stream:
     """A pipe from the worker, read in whole chunks without blocking."""
@@ -100,12 +109,15 @@ def _is_frame(line: str) -> bool:
     return line.startswith("  ")
 
 
-def echo(target: TextIO | None, tail: Tail, name: str | None = None) -> Callable[[bytes], None]:
+def echo(
+    target: TextIO | None, tail: Tail, name: str | None = None, admit_lines: AdmitLines = all_lines
+) -> Callable[[bytes], None]:
     """Pass a worker's output on to the caller's stream, and remember the last lines of it.
 
     A file, such as the log of a run, gets :data:`MOST_IN_A_FILE` of one stream of a call: a loop that prints
     without end would fill the disk. A terminal or a pipe gets all.
-    With a ``name`` lines are whole, begin with it, and go into the run's folder as well.
+    With a ``name``, lines are whole and begin with it. All of them go into the run's folder; the caller's
+    stream gets those that ``admit_lines`` admits.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     remember = tail.reader()
@@ -122,12 +134,20 @@ def echo(target: TextIO | None, tail: Tail, name: str | None = None) -> Callable
             text, begun = _named_lines(begun + text, name, is_end=not data)
         kept = text[:left] + _CUT * (0 < left < len(text))
         left = max(0, left - len(text))
-        _write(target, kept if is_file else text)
+        shown = kept if is_file else text
+        _write(target, shown if name is None else _first_lines(shown, admit_lines))
         if folder and kept:
             with suppress(OSError), open(os.path.join(folder, LOG_NAME), "ab", buffering=0) as file:  # noqa: PTH118
                 file.write(kept.encode(errors="backslashreplace"))
 
     return on_data
+
+
+def _first_lines(text: str, admit_lines: AdmitLines) -> str:
+    """Return as many of the lines of a text as are admitted."""
+    count = text.count("\n")
+    admitted = admit_lines(count) if count else 0
+    return text if admitted >= count else "".join(f"{line}\n" for line in text.split("\n")[:admitted])
 
 
 def _named_lines(text: str, name: str, *, is_end: bool) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from flower_gpu.workers.events import Sink, note_imported
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.forkserver.client import ServerPlace
 from flower_gpu.workers.life import StopOrder, end_group, end_later, ending_left
-from flower_gpu.workers.output import Stream, Tail, echo
+from flower_gpu.workers.output import Stream, Tail, all_lines, echo
 
 EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
 WAIT_FOR_EXIT_S = 1.0  # of that, before the next call may begin; all of it for a worker with a lease
@@ -186,9 +186,11 @@ class StartedWorker:
     def watch(self, seen: CallWatch, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
         """Wait for the end of the worker, or for the result where it stays; or for a limit or an order."""
         self._seen = seen
-        name = seen.call.log_prefix if seen.call.names_output else None
+        admit_lines = seen.call.admit_lines
+        name = None if admit_lines is None else seen.call.log_prefix
         for descriptor, target in ((self._stdout, sys.stdout), (self._stderr, sys.stderr)):
-            self._streams[descriptor] = Stream(descriptor, echo(target, seen.tail, name))
+            on_data = echo(target, seen.tail, name, admit_lines or all_lines)
+            self._streams[descriptor] = Stream(descriptor, on_data)
         order = -1 if stopped_by is None else stopped_by.descriptor
         if order >= 0:
             self._poll.register(order, select.POLLIN)

@@ -31,6 +31,7 @@ from flower_gpu.flower.recording.recorder import Recorder
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import About, Answer, Visit, failed
@@ -217,7 +218,9 @@ def run_reported(
         with recorded_run(
             folder.path, "simulate", "app", clients=CLIENTS, settings={"seed": 3}, begins=resumes is None
         ) as run:
-            report = Report(folder, run, progress=False, resumes=resumes, on_resume=run.begin)
+            report = Report(
+                folder, run, ClientOutput("all"), progress=False, resumes=resumes, on_resume=run.begin
+            )
             with reported(report, nodes.partition_of, keep_going=False):
                 run_on_grid(main, report.recorder, handle, nodes)
                 report.facts.update(facts or {})

@@ -40,6 +40,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
     return run("exact", NODES, tmp_path_factory.mktemp("alone"), *options)
 
 
+def test_the_summary_says_how_long_new_workers_take(alone: Simulation) -> None:
+    """This app has no optimizer, whose first step would be told."""
+    assert alone.status == 0, alone.output
+    found = alone.summary
+    assert found["worker_ready_s"] > 0 and found["worker_ready"] == "until the app's function begins"
+    assert re.search(
+        r"^workers .*; each took .+ until the app's function begins \(median\)$", alone.output, re.M
+    )
+
+
 def test_the_model_is_the_same_after_a_client_and_the_run_were_killed(
     alone: Simulation, tmp_path: Path
 ) -> None:

@@ -1,0 +1,75 @@
+"""Which lines of clients are shown, and where the others are."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from simulations import Simulation, run
+
+from flower_gpu.simulation.client_output import ClientOutput
+from flower_gpu.simulation.options import LINES_PER_ROUND
+
+pytestmark = pytest.mark.timeout(300)
+CLIENTS = 9  # each prints three lines in a round
+LINE = re.compile(r"^client \d, round (\d): ", re.MULTILINE)
+
+
+def lines_by_round(text: str) -> dict[str, int]:
+    rounds = LINE.findall(text)
+    return {number: rounds.count(number) for number in sorted(set(rounds))}
+
+
+def run_of_clients(tmp_path: Path, *options: str) -> Simulation:
+    done = run("plain", CLIENTS, tmp_path, *options)
+    assert done.status == 0, done.output
+    assert lines_by_round((done.folder / "clients.log").read_text()) == {"1": 27, "2": 27}
+    return done
+
+
+def test_each_round_shows_its_first_lines_and_the_run_says_where_all_are(tmp_path: Path) -> None:
+    done = run_of_clients(tmp_path)
+    assert lines_by_round(done.output) == {"1": LINES_PER_ROUND, "2": LINES_PER_ROUND}
+    told = f"the first {LINES_PER_ROUND} lines of clients are shown in each round: all are in "
+    (notice,) = [line for line in done.output.splitlines() if line.startswith(told)]
+    assert notice.endswith("/clients.log. --client-output all shows them here")
+    hidden = 2 * (27 - LINES_PER_ROUND)
+    assert re.search(rf"^client output +{hidden} lines are not shown here: all are in ", done.output, re.M)
+    assert done.summary["client_lines_hidden"] == hidden
+
+
+def test_a_quiet_run_shows_the_result_only(tmp_path: Path) -> None:
+    done = run_of_clients(tmp_path, "-q")
+    first, *rest = done.output.splitlines()
+    assert first.startswith("outcome ") and rest[-1].startswith("results ")
+    assert "54 lines are not shown here: all are in " in done.output
+
+
+@pytest.mark.parametrize("options", [("-q", "--client-output", "all"), ("--no-progress",)])
+def test_all_lines_are_shown_if_asked_for_or_if_no_rounds_are_shown(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = run_of_clients(tmp_path, *options)
+    assert lines_by_round(done.output) == {"1": 27, "2": 27}
+    assert "not shown" not in done.output
+
+
+def test_lines_that_threads_write_at_the_same_time_are_counted_once() -> None:
+    output = ClientOutput("auto")
+    notices: list[int] = []
+    output.on_first_hidden = lambda: notices.append(output.hidden)
+    admitted: list[int] = []
+
+    def write() -> None:
+        for _ in range(100):
+            admitted.append(output.admit(3))
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(admitted) == LINES_PER_ROUND
+    assert output.hidden == 1200 - LINES_PER_ROUND and len(notices) == 1
