@@ -327,8 +327,10 @@ def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, st
 
     Raises GPUUnavailableError if the node requires a GPU that cannot be used.
     """
-    nobody = Inventory((), None, None)
-    host = nobody if settings.policy.gpu == "never" else inventory.take(processes=False)
+    host = settings.inventory
+    if host is None:
+        nobody = Inventory((), None, None)
+        host = nobody if settings.policy.gpu == "never" else inventory.take(processes=False)
     decision, _ = decided(settings, use_gpu, host, environ)
     for text in decision.warnings:
         notices.say_once(text, logging.ERROR if decision.is_serious else logging.WARNING)

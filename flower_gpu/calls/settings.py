@@ -31,6 +31,7 @@ from flower_gpu.workers.call import checked_preload
 from flower_gpu.workers.threads import available_cores, cores, openmp_threads, threads_for
 
 if TYPE_CHECKING:
+    from flower_gpu.gpu.gpus import Inventory
     from flower_gpu.workers.confinement import Confinement
 
 #: Every keyword that is an option.
@@ -64,6 +65,7 @@ class GPUSettings:
     placement: str  # "spread": on the GPU with the most room. "pack": on the fullest that has enough
     reserve_bytes: int  # of each GPU, never leased
     compute: float | None = None  # the share of a GPU's processors, where MPS can give it; None: as of memory
+    inventory: Inventory | None = None  # what the caller has seen of the host; None: each call looks itself
 
     def requested(self, config: Mapping[str, Any]) -> bool | None:
         """Return whether the server wants a GPU for a call with this config; None where it does not say.

@@ -30,6 +30,8 @@ _TRACE_INTERVAL_S = 0.5
 _DRAW_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 10.0
 _LAST_LINE_INTERVAL_S = 1.0  # for the line at the end of a loop
+_MOST_ENDS: Final = 1000
+_ends: set[str] = set()  # lines at ends of loops that this process has printed for calls of the server
 
 
 class _Throttle:
@@ -65,10 +67,15 @@ class ProgressDisplay:
     ``label``: the call, for example ``"fit of client 3"``.
     ``record``: the call's fields in the trace; its ``pid`` is known once the worker runs.
     ``is_shown``: False: the trace gets them, and nothing is drawn.
+    ``ends_once``: whether a line at the end of a loop is left out if an earlier call of this process had the
+    same line: the server evaluates in each round, and the line of the round says that it has.
     """
 
-    def __init__(self, label: str, record: Mapping[str, Any], is_shown: bool = True) -> None:
+    def __init__(
+        self, label: str, record: Mapping[str, Any], is_shown: bool = True, *, ends_once: bool = False
+    ) -> None:
         self._is_shown = is_shown
+        self._ends_once = ends_once
         self._label = label
         self._record = record
         self._bar: tqdm[Any] | None = None
@@ -76,7 +83,7 @@ class ProgressDisplay:
         self._traced = _Throttle(self._trace)
         self._drawn = _Throttle(self._draw)
         self._lines = _Throttle(self._print_between)
-        self._last_lines = _Throttle(self._print)
+        self._last_lines = _Throttle(self._print_end)
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -116,9 +123,20 @@ class ProgressDisplay:
         self._last_lines.flush()  # of the loop before
         self._print(report)
 
+    def _print_end(self, report: Mapping[str, Any]) -> None:
+        line = self._line(report)
+        if self._ends_once and line in _ends:
+            return
+        if self._ends_once and len(_ends) < _MOST_ENDS:
+            _ends.add(line)
+        self._print(report)
+
     def _print(self, report: Mapping[str, Any]) -> None:
+        print(self._line(report), file=sys.stderr, flush=True)
+
+    def _line(self, report: Mapping[str, Any]) -> str:
         of = "" if report["total"] is None else f"/{report['total']}"
-        print(f"{self._label}: {report['desc']} {report['n']}{of}".rstrip(), file=sys.stderr, flush=True)
+        return f"{self._label}: {report['desc']} {report['n']}{of}".rstrip()
 
     def _draw(self, report: Mapping[str, Any]) -> None:
         desc, done = report["desc"], report["n"]

@@ -253,7 +253,8 @@ class Tries:
                 record["cap"] = "driver" if held.by_driver else "allocator"
                 if mps.is_of_run(os.environ):
                     record["mps_percentage"] = mps.percentage(held.processors)
-        display = ProgressDisplay(self.label, record, self.workers.shows_progress)
+        is_of_server = self.fields["client"] == SERVER
+        display = ProgressDisplay(self.label, record, self.workers.shows_progress, ends_once=is_of_server)
         # A worker with a GPU reports its memory itself, unless it may not write into the ticket.
         reports = held is None or not held.shares or confinement is not None
         told = Told(record, display, ticket, held, reports, self.clients)

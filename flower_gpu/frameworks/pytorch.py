@@ -207,7 +207,7 @@ class PyTorch(Framework):
 
         # Not torch.optim.optimizer: torch.optim deletes that name.
         register = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_pre_hook", None)
-        return None if register is None else register(hook).remove  # type: ignore[no-any-return]
+        return None if register is None else register(hook).remove
 
     def settings(self) -> Iterator[Setting]:
         """Yield its flags, its threads and its default device."""

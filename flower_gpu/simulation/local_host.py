@@ -258,7 +258,8 @@ class LocalHost(QueueHost):
         self._admit_lines = admit_lines
         self._settings = settings = call_settings(work.options, named=flag)
         env = dict(work.options.get("env") or {})
-        self.gpus = workers.gpus()
+        self._inventory = workers.look_at_gpus()
+        self.gpus = list(self._inventory.usable)
         self._decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
         if work.is_deterministic:
             determinism.check_gpus(settings.gpu.on_oom, self.gpus, self._decision.uuids)
@@ -301,8 +302,6 @@ class LocalHost(QueueHost):
         turns = LeaseTurns(self._leases or None if is_known else None)
         cores_of_run = workers.core_leases(settings, self._usual, self.about.concurrency, work.name)
         of_calls: dict[str, Any] = {**work.options, "env": self._variables}
-        if not self.gpus:
-            of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
         # One more while messages are short: it is written, or its reply read, while the others are computed.
         has_spare = work.max_workers is None and not self._leases
         threads = self.about.concurrency + has_spare
@@ -312,6 +311,8 @@ class LocalHost(QueueHost):
             lambda: Slot(turns, needs.without, cores_of_run, self._admit_lines),
             workers=threads,
             tries=tries,
+            # Without a GPU, messages need not look for one again and again.
+            inventory=None if self.gpus else self._inventory,
         )
         self._opened.callback(cores_of_run.close)
         self._opened.callback(turns.close)

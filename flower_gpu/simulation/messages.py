@@ -27,6 +27,7 @@ from flower_gpu.errors import (
 )
 from flower_gpu.flower import message_call, record_bytes
 from flower_gpu.flower.records import round_of
+from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.host import RESERVED_PART
 from flower_gpu.options import CALL, joined
 from flower_gpu.simulation.batch_size import Batches
@@ -121,6 +122,7 @@ class MessageHandler:
     ``new_slot``: makes what runs the calls of one thread.
     ``workers``: number of assignments that are handled at the same time.
     ``tries``: how often a message is handled, at most, whose worker dies; three times in a deterministic run.
+    ``inventory``: the GPUs of this host, if messages need not look at them.
     """
 
     def __init__(
@@ -131,12 +133,14 @@ class MessageHandler:
         *,
         workers: int = 1,
         tries: int = 1,
+        inventory: Inventory | None = None,
     ) -> None:
         self._work = work
         self._task = handle_deterministically if work.is_deterministic else handle
         self._tries = _TRIES if work.is_deterministic else tries
         self._nodes = work.nodes
         self._options = dict(options)
+        self._inventory = inventory
         self._new_slot = new_slot
         self._here = threading.local()
         self._lock = threading.Lock()
@@ -363,7 +367,9 @@ class MessageHandler:
             options = {**joined(self._options, resources(own)), "context": context}
             if "gpu" in own:  # else the variable of this process comes before it
                 options["env"] = {**(options.get("env") or {}), CALL["gpu"].variable: own["gpu"]}
-            self._resolved[id(own)] = replace(call_settings(options), own=as_written(own))
+            found = call_settings(options)
+            gpu = replace(found.gpu, inventory=self._inventory)
+            self._resolved[id(own)] = replace(found, gpu=gpu, own=as_written(own))
         return self._resolved[id(own)]
 
     def idle(self) -> None:

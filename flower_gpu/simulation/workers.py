@@ -15,7 +15,7 @@ from flower_gpu.calls import notices
 from flower_gpu.calls.settings import CallSettings, HostSettings
 from flower_gpu.errors import FlowerGPUError, GPUError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.gpus import GPU
+from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.admission import CORES, HostNeed, kind_of
 from flower_gpu.leases.entries import Entry, Reader
 from flower_gpu.leases.ledger import Claimant, Ledger
@@ -61,16 +61,17 @@ def most_leases(settings: CallSettings, uuids: Sequence[str]) -> int:
     """Return how many leases a run can have at a time on these GPUs; a guess where it names no size."""
     if not uuids:
         return 0
-    shares = sum(_shares_of(settings, gpu.total_bytes) for gpu in gpus() if gpu.uuid in uuids)
+    gpus = look_at_gpus().usable
+    shares = sum(_shares_of(settings, gpu.total_bytes) for gpu in gpus if gpu.uuid in uuids)
     return shares // settings.gpu.request.count
 
 
-def gpus() -> list[GPU]:
-    """Return the GPUs of this host that can be used."""
+def look_at_gpus() -> Inventory:
+    """Return the GPUs of this host, and leave no device file open."""
     try:
-        return [gpu for gpu in inventory.take(processes=False).gpus if gpu.is_usable]
+        return inventory.take(processes=False)
     finally:
-        inventory.close()  # it holds their device files
+        inventory.close()
 
 
 def _shares_of(settings: CallSettings, total_bytes: int | None) -> int:

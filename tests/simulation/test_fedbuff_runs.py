@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid
+from recorded_apps import Clients, initial_arrays, new_nodes, run_app
 from simulations import Simulation, run, running, wait_for_line
+
+from flower_gpu import FedBuff
 
 pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("torch")
@@ -51,6 +57,23 @@ def test_the_model_is_the_same_with_other_workers_and_after_a_kill(devices: str,
     done = run("exact", NODES, runs, "--max-workers", "3", "--calls-per-worker", "9", "--resume", str(folder))
     assert done.status == 0 and "Going on after round" in done.output
     assert model_of(done) == model_of(alone)
+
+
+def test_a_round_takes_the_time_since_the_one_before() -> None:
+    """Its replies come while the server evaluates: the strategy finds them when it begins the round."""
+    evaluation_s = 0.3
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        time.sleep(evaluation_s)
+        return MetricRecord({"accuracy": 0.5})
+
+    def main(grid: Grid, context: Context) -> None:
+        FedBuff(2, 4).start(grid, initial_arrays(), num_rounds=3, evaluate_fn=evaluate)
+
+    recorded = run_app(main, handle=Clients(new_nodes(), has_failing=False))
+    rounds = recorded.phases("train")
+    assert [phase.messages for phase in rounds] == [2, 2, 2]
+    assert all(phase.seconds >= evaluation_s for phase in rounds[1:])
 
 
 def model_of(done: Simulation) -> str:

@@ -174,3 +174,14 @@ def test_ctrl_c_ends_a_run_that_waits_for_a_lease(one_gpu: StubHost) -> None:
         run.process.send_signal(signal.SIGINT)
         assert run.ended().status == 130
         assert not one_gpu.status().waiting
+
+
+def test_a_host_without_a_gpu_says_so_and_blames_no_policy(tmp_path: Path) -> None:
+    """The server asks for a GPU with some of the messages."""
+    host = StubHost(tmp_path, gpus=0)
+    del host.env["FLOWER_GPU_POLICY"]
+    done = host.simulate(4, "--run-config", "mixed=true", app="leased")
+    assert done.status == 0, done.output
+    assert "no GPU here: calls run on the CPU" in done.output
+    assert done.output.count("this call runs on the CPU though the server requests a GPU") == 1
+    assert "policy" not in done.output, done.output

@@ -112,6 +112,26 @@ def test_lines_are_thinned_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) < 100
 
 
+def test_a_line_at_the_end_of_the_servers_loops_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The server evaluates in each round, and clients train in each round."""
+    label = (
+        f"evaluate on the server {os.urandom(4).hex()}"  # lines are remembered as long as this process lives
+    )
+    for ends_once, count in ((True, 1), (False, 3)):
+        for _ in range(3):
+            with ProgressDisplay(label, {}, ends_once=ends_once) as display:
+                for n in range(3):
+                    display.on_event({"event": "progress", "desc": "evaluate", "n": n, "total": 2})
+        assert capsys.readouterr().err == f"{label}: evaluate 2/2\n" * count
+
+
+def test_the_server_evaluates_often_and_says_so_once(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    desc = os.urandom(4).hex()
+    for _ in range(3):
+        run_in_worker("plain_tasks:count", 5, desc)
+    assert capfd.readouterr().err == f"plain_tasks:count on the server: {desc} 5/5\n"
+
+
 @pytest.mark.parametrize(
     "reports",
     [

@@ -59,7 +59,7 @@ class Phase:
         #: How many messages a strategy has said that there will be.
         self.announced_total: int | None = None
         self.is_judged = False
-        self._began_s = time.monotonic()
+        self.began_s = time.monotonic()
 
     @property
     def is_idle(self) -> bool:
@@ -77,7 +77,7 @@ class Phase:
             clients=len(self.succeeded - self.failed),
             failed=len(self.failed),
             messages=self.sent,
-            seconds=round(time.monotonic() - self._began_s, 3),
+            seconds=round(time.monotonic() - self.began_s, 3),
             metrics=metrics,
         )
 
@@ -108,6 +108,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._announced: dict[str, Phase] = {}
         self._others: dict[tuple[str, Any], Phase] = {}
+        self._closed_at_s: dict[str, float] = {}  # when the last phase of a kind has ended, in this strategy
         self._told: set[tuple[str, int | None]] = set()
         self._resumed_round = -1
         self._pointer = pointer
@@ -139,6 +140,7 @@ class Recorder:
         """Note that a strategy starts, which may go on with runs of a kind of strategy; None: with none."""
         with self._lock:
             self._told.clear()
+            self._closed_at_s.clear()
             self._resumed_round = -1
             self._on_event(
                 trace.make("strategy_started", strategy=strategy, num_rounds=num_rounds, resumes=resumes)
@@ -166,10 +168,13 @@ class Recorder:
     def phase_announced(self, kind: str, total: int | None, updates: int | None = None) -> None:
         """Note how many messages that will be; None where this shows when they are sent.
 
-        ``updates``: so many replies without an error end it, whatever was sent.
+        ``updates``: so many replies without an error end it, whatever was sent. Its clients have trained
+        since the end of the round before: most replies may be here when the strategy begins the next round.
         """
         with self._lock:
             phase = self._announced.get(kind)
+            if phase is not None and updates and kind in self._closed_at_s:
+                phase.began_s = self._closed_at_s[kind]
             if phase is not None and (updates or total):
                 phase.total = updates or total
                 phase.announced_total = None if updates else total
@@ -186,6 +191,7 @@ class Recorder:
                         phase.server_round = server_round
                         break
             self._close(phase or Phase(server_round, kind, announced=True), metrics)
+            self._closed_at_s[kind] = time.monotonic()
 
     def evaluated(
         self,
