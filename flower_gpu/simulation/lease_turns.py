@@ -40,15 +40,22 @@ class LeasedLine:
         self.held: tuple[Lease, Ticket] | None = None
         self.is_for_one_call = False
         self.asking: Leasing  # how the lease was asked for
+        self._label = ""  # of the lease's ticket
         self._turns = turns
         self._lease = ExitStack()
 
     def take(self, asking: Leasing, request: LeaseRequest) -> Lease:
         """Wait for a lease."""
         self.held = self._lease.enter_context(asking.held(request))
-        self.asking = asking
+        self.asking, self._label = asking, asking.label
         self._turns.taken()
         return self.held[0]
+
+    def serve(self, label: str) -> None:
+        """Have the ledger show the call that the lease is for now."""
+        if label != self._label:
+            self._label = label
+            self.lease_held()[1].relabel(label)
 
     def suits(self, leasing: Leasing) -> bool:
         """Tell whether a call asks for as much as the worker has that is here, or idles."""

@@ -148,6 +148,7 @@ class Slot(Workers):
                 pass  # it is taken, unless somebody else was faster
         place = self._place
         assert place.held is not None
+        place.serve(leasing.label)
         try:
             yield place.held
         finally:

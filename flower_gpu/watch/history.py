@@ -257,6 +257,8 @@ class History:
         drop_oldest(self._granted, _MOST_OPEN)
         self._granted = {id_: span for id_, span in self._granted.items() if span.released_at is None}
         self.leases = [*self._waiting.values(), *self._granted.values()]
+        for span in self.leases:
+            del span.turns[:-1]
         drop_oldest(self._running, _MOST_OPEN)
         drop_oldest(self._processes, _MOST_OPEN)
         if not self._keep_rounds:
@@ -442,6 +444,8 @@ class History:
             self._processes[place] = self._started
         worker.process = self._processes[place]
         self._running[worker.call, worker.pid] = worker
+        if (lease := self.lease_of(worker)) is not None and worker.call != lease.call:
+            lease.turns.append((time, worker.client))
         self._last_round = worker.round if worker.round is not None else self._last_round
         self.workers.append(worker)
         return worker

@@ -119,6 +119,8 @@ class LeaseSpan:
     host_memory_bytes: int | None = None  # the same of main memory
     host: str = ""  # of a Ray cluster; empty: the machine of the run itself
     is_lost: bool = False  # it has ended with its host
+    #: Later calls of its worker: when each began, and of which client it is.
+    turns: list[tuple[float, str]] = field(default_factory=list)
 
     def grant(self, time: float, event: Event) -> None:
         """Become a lease."""

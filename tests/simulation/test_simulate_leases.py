@@ -55,6 +55,17 @@ def test_a_used_worker_keeps_its_lease_until_its_calls_are_over(one_gpu: StubHos
     assert one_gpu.status().holders == ()
 
 
+def test_the_ledger_names_the_client_that_a_used_worker_serves_now(one_gpu: StubHost) -> None:
+    """Workers look themselves, in the middle of each call."""
+    options = ("--num-gpus", "0.5", "--calls-per-worker", "9", "--gpu", "require")
+    done = one_gpu.simulate(6, *options, "--run-config", "num-server-rounds=2", app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    notes = one_gpu.notes()
+    assert len(notes) == 12 and len({note["lease"] for note in notes}) < 12, "workers are used again"
+    for note in notes:
+        assert note["label"] == f"train of client {note['partition']}"
+
+
 @pytest.mark.parametrize(("method", "rounds"), [("forkserver", 2), ("spawn", 1), ("in-process", 1)])
 def test_one_call_per_worker_has_a_lease_of_its_own_until_its_end(
     one_gpu: StubHost, method: str, rounds: int

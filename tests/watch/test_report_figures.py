@@ -141,10 +141,15 @@ def test_phases_of_a_call() -> None:
 def test_a_worker_that_is_used_again_waits_once() -> None:
     first = [*lease_events("a", 0), *worker_events("a", 2, "lease-a")]
     again = worker_events("b", 8, "lease-a")
-    _, _, [one, other], _, totals = read([*first, *again, at(20, "run_finished", outcome="completed")])
+    events = [*first, *again, at(20, "run_finished", outcome="completed")]
+    _, _, [one, other], holdings, totals = read(events)
     assert spent(other) == [(STARTING, 1.0), (RUNNING, 4.0), (EXITING, 0.5)]
     assert one.gpus == other.gpus == ("G",)
     assert lanes_of([one, other]) == [0, 0]
+    # The lease is each client's while the worker serves that client.
+    held = [(part.client, part.begin_s, part.end_s) for part in holdings["G"]]
+    assert [client for client, _, _ in held] == ["a", "b"]
+    assert held[0][2] == held[1][1] == other.begin_s
     assert (totals.calls, totals.workers, totals.unfinished) == (2, 2, 0)
 
 

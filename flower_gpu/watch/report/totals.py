@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final
@@ -21,13 +21,22 @@ _LATE_S: Final = 5.0
 
 @dataclass
 class HeldPart:
-    """A lease's part of one GPU, in seconds of the run."""
+    """A lease's part of one GPU while one client has it, in seconds of the run."""
 
     client: str
     begin_s: float
     end_s: float
     memory_bytes: int
     is_released: bool = True
+    turns: Sequence[tuple[float, str]] = ()  # when its worker has gone on with which clients
+
+    def by_client(self) -> Iterator[HeldPart]:
+        """Yield the parts of the time in which each client had it: a worker may serve one after the other."""
+        turns = [(self.begin_s, self.client), *(turn for turn in self.turns if turn[0] < self.end_s)]
+        ends = [*(begin_s for begin_s, _ in turns[1:]), self.end_s]
+        for (begin_s, client), end_s in zip(turns, ends, strict=True):
+            if begin_s < end_s or len(turns) == 1:
+                yield HeldPart(client, begin_s, end_s, self.memory_bytes, self.is_released)
 
 
 def holdings_of(history: History, clock: RunClock, uuid: str) -> list[HeldPart]:
@@ -45,7 +54,8 @@ def holdings_of(history: History, clock: RunClock, uuid: str) -> list[HeldPart]:
             end = history.over_at(lease.granted_at, clock.end) if released_at is None else released_at
             begin_s, end_s = clock.seconds(lease.granted_at), clock.seconds(max(end, lease.granted_at))
             nbytes = lease.memory_bytes[uuid]
-            every.append(HeldPart(lease.client, begin_s, end_s, nbytes, released_at is not None))
+            turns = [(clock.seconds(time), client) for time, client in lease.turns]
+            every.append(HeldPart(lease.client, begin_s, end_s, nbytes, released_at is not None, turns))
     every.sort(key=lambda one: one.begin_s)
     active: list[HeldPart] = []
     for new in every:
@@ -59,7 +69,8 @@ def holdings_of(history: History, clock: RunClock, uuid: str) -> list[HeldPart]:
             over -= one.memory_bytes
             active.remove(one)
         active.append(new)
-    return every
+    found = [part for one in every for part in one.by_client()]
+    return sorted(found, key=lambda one: one.begin_s)
 
 
 def steps(spans: Iterable[tuple[float, float, float]]) -> tuple[list[float], list[float]]:

@@ -35,10 +35,11 @@ def train(message: Message, context: Context) -> Message:
         time.sleep(0.02)
     lease = Lease.from_environment(os.environ)
     note = {"partition": partition, "pid": os.getpid(), "lease": None if lease is None else lease.id}
-    holders = [entry.id for entry in Ledger().status().holders if entry.gpu_parts]
+    holders = {entry.id: entry.label() for entry in Ledger().status().holders if entry.gpu_parts}
     note["holders"] = len(holders)
     if lease is not None:
         note["is_in_ledger"] = lease.id in holders
+        note["label"] = holders.get(lease.id)
         note["descriptor_is_ticket"] = _is_ticket(facts.held, lease)
         note["alone"] = lease.alone
     if device := os.environ.get("LEASED_APP_DEVICE"):
