@@ -25,7 +25,7 @@ from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen
-from flower_gpu.watch.top.snapshot import RunRow, host_row, run_row, worker_rows
+from flower_gpu.watch.top.snapshot import RunRow, cores_of, host_row, run_row, worker_rows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -193,23 +193,28 @@ def test_rounds_of_a_simulation(trace: Trace) -> None:
     assert (row.metrics, row.metrics_round) == ({"accuracy": 0.5}, 3)
 
 
-def test_cores_of_a_simulation_are_a_lease_of_it(
+def test_cores_of_a_simulation_are_the_runs_and_no_worker_of_it(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds them for all its messages."""
+    """It holds them for all its messages. Those of another process are shown as a lease."""
     monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
     trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
     watch, ledger = read(trace.path.parent), Ledger()
     watch.label = "app"
-    ticket = ledger.acquire(Claimant(count=0, host_needs=lambda: (HostNeed(CORES, 1000, 1000),)))
+    label = "messages of app"
+    ticket = ledger.acquire(Claimant(count=0, host_needs=lambda: (HostNeed(CORES, 1000, 1000),), label=label))
     try:
         seen = Seen(trace.time, Inventory((), None, "no driver"), state=ledger.status())
-        (row,) = worker_rows(seen, [watch], others=True)
+        assert worker_rows(seen, [watch], others=True) == ()
+        assert cores_of(seen, watch) == 1.0
+        (row,) = worker_rows(seen, [], others=True)
     finally:
         ledger.release(ticket)
-    assert (row.run, row.phase, row.cores) == ("app", "held", 1.0)
+    assert (row.run, row.label, row.phase, row.cores) == ("", label, "held", 1.0)
     resources = host_row(seen)
     assert resources is not None and resources.cores_leased == 1.0
+    gone = Seen(trace.time, Inventory((), None, "no driver"), state=ledger.status())
+    assert cores_of(gone, watch) is None
 
 
 def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None:

@@ -75,6 +75,7 @@ SIMULATION = replace(
     calls_done={},
     metrics={"accuracy": 0.875, "loss": 0.5},
     metrics_round=12,
+    cores=4.0,
 )
 ON_CPU = replace(
     WORKER,

@@ -10,7 +10,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +78,7 @@ class RunRow:
     metrics_round: int | None
     outcome: str  # "completed", "failed", "interrupted", or "gone" where it was killed
     read_part: float  # of its trace: less than 1 only in the first seconds with a long one
+    cores: float | None = None  # that a simulation has leased for all its messages together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +166,7 @@ def take(runs: Sequence[FollowedRun], *, others: bool) -> Snapshot:
         gpu_problem=seen.inventory.problem,
         ledger_problem=seen.ledger_problem,
         gpus=gpu_rows(seen, {row.lease: row.pid for row in workers if row.run and row.lease and row.pid}),
-        runs=tuple(run_row(seen, run) for run in runs),
+        runs=tuple(replace(run_row(seen, run), cores=cores_of(seen, run)) for run in runs),
         workers=workers,
         waiting=waiting_rows(seen, runs),
         resources=host_row(seen),
@@ -276,8 +277,8 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
             if span.id not in with_worker and (span.id in holders or (span.host and not is_over))
         ]
     if others:
-        known = {row.lease for row in rows}
-        rest = [_of_entry(seen, entry, runs) for entry in seen.holders if entry.id not in known]
+        known = {row.lease for row in rows} | {entry.id for run in runs for entry in _for_messages(seen, run)}
+        rest = [_of_entry(seen, entry) for entry in seen.holders if entry.id not in known]
         rows += sorted(rest, key=lambda row: not row.label)  # this account's first
     return tuple(rows)
 
@@ -323,13 +324,32 @@ def _of_lease(seen: Seen, followed: FollowedRun, span: LeaseSpan, entry: Entry |
     )
 
 
-def _of_entry(seen: Seen, entry: Entry, runs: Sequence[FollowedRun]) -> WorkerRow:
-    """Return a lease of which only the ledger tells; of a simulation are the cores for all its messages."""
-    is_own = entry.user == os.getuid() and entry.pid_namespace == pid_namespace()
-    of_run = {run.pid: run.label for run in runs if run.is_of_this_host} if is_own else {}
+def cores_of(seen: Seen, followed: FollowedRun) -> float | None:
+    """Return the cores that a run has leased for its messages, whichever worker handles them; None: none."""
+    found = [entry.cores or 0.0 for entry in _for_messages(seen, followed)]
+    return sum(found) if found else None
+
+
+def _for_messages(seen: Seen, followed: FollowedRun) -> list[Entry]:
+    """Return the leases on cores that the process of a run holds, and none of its workers."""
+    if not followed.is_of_this_host:
+        return []
+    with_worker = {span.id for span in followed.history.leases}
+    return [
+        entry
+        for entry in seen.holders
+        if entry.pid == followed.pid
+        and entry.user == os.getuid()
+        and entry.pid_namespace == pid_namespace()
+        and not entry.gpu_parts
+        and entry.id not in with_worker
+    ]
+
+
+def _of_entry(seen: Seen, entry: Entry) -> WorkerRow:
+    """Return a lease of which only the ledger tells."""
     return WorkerRow(
         **_held(seen, entry.id, entry, None),
-        run=of_run.get(entry.pid, ""),
         label=entry.label(),
         user=account_name(entry.user),
         pid=entry.pid,

@@ -176,6 +176,7 @@ def _run(run: RunRow, width: int) -> Text:
         (0, read, "yellow"),
         (0, "" if run.round is None else f"round {run.round}{_of(run.num_rounds)}", ""),
         (2, _messages(run), ""),
+        (6, "" if run.cores is None else f"{run.cores:.3g} cores", ""),
         *((3 + place, metric, "") for place, metric in enumerate(metrics)),
         (0, run.outcome, _OUTCOMES.get(run.outcome, "")),
         (7, "" if run.seconds is None else duration(run.seconds), "dim"),
