@@ -13,7 +13,7 @@ import pytest
 from run_programs import run
 
 from flower_gpu import control_group
-from flower_gpu.workers import threads
+from flower_gpu.workers import oom_kills, threads
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -171,6 +171,18 @@ def test_kills_in_version_1_and_without_groups(proc: Proc, monkeypatch: pytest.M
     assert control_group.oom_kills(proc.path) == 7
     (proc.path / "vmstat").unlink()
     assert control_group.oom_kills(proc.path) == 0
+
+
+def test_each_kill_is_claimed_by_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others were killed by somebody at the same time, and more memory would not help them."""
+    kills = 7
+    monkeypatch.setattr(control_group, "oom_kills", lambda: kills)
+    monkeypatch.setattr(oom_kills, "_claimed", 0)
+    before = oom_kills.count()
+    assert not oom_kills.claim(before)
+    kills = 9
+    assert [oom_kills.claim(before) for _ in range(3)] == [True, True, False]
+    assert not oom_kills.claim(oom_kills.count())
 
 
 def test_cores_and_memory_are_counted_in_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -336,10 +348,12 @@ while not held.exists():
     time.sleep(0.01)
 big = threading.Thread(target=call, args=(560,))
 big.start()
-while not Ledger().status().waiting:  # its second try, as the first one had room
-    assert big.is_alive()
-    time.sleep(0.02)
-go.touch()
+try:
+    while not Ledger().status().waiting:  # its second try, as the first one had room
+        assert big.is_alive()
+        time.sleep(0.02)
+finally:
+    go.touch()
 small.join()
 big.join()
 print(values)

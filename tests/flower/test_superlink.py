@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 from flwr.supercore import constant
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from run_programs import run_python
+from shared_servers import SHARED_STATE
 
 from flower_gpu.flower import superlink
 
@@ -116,3 +121,21 @@ main(sys.argv[1:])
     lines = done.stdout.splitlines()
     assert lines[-2] == f"connecting to the SuperLink at {address}" and "became it" in done.stderr
     assert lines[-1].startswith(f"no program listens at {address}. ")
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+def test_a_command_for_several_supernodes_says_it_too(listener: socket.socket, tmp_path: Path) -> None:
+    address = address_of(listener)
+    ours = ("supernode", "--count", "1", "--log-dir", str(tmp_path / "runs"))
+    command = [sys.executable, "-m", "flower_gpu.cli", *ours, "--", "--insecure", "--superlink", address]
+    env = {**os.environ, **SHARED_STATE}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as nodes:
+        try:
+            assert nodes.stdout is not None
+            for line in nodes.stdout:
+                if line.startswith("no program"):
+                    break
+        finally:
+            nodes.send_signal(signal.SIGINT)
+    assert line.startswith(f"no program listens at {address}. The SuperNode keeps trying. ")

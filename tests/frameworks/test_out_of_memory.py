@@ -156,6 +156,17 @@ def test_each_text_of_the_table_has_an_example() -> None:
     ] == []
 
 
+@pytest.mark.parametrize(
+    "entry", [each for each in (*TEXTS, *TEXTS_IF_SHORT) if each.raised_as], ids=lambda entry: entry.pattern
+)
+def test_an_error_of_another_class_may_quote_such_a_text(entry: Any) -> None:
+    """Only NVIDIA's own names are in no other error."""
+    names = [each.pattern for each in TEXTS if not each.raised_as]
+    examples = [text for _, text in FULL if not any(re.search(name, text) for name in names)]
+    text = next(text for text in examples + FULL_IF_SHORT if re.search(entry.pattern, text))
+    assert out_of_memory_in(raised_as("app.Error", text), lambda: True) is None
+
+
 def test_an_error_that_is_raised_in_a_finally_hides_none() -> None:
     with pytest.raises(KeyError) as caught:
         try:
@@ -164,6 +175,15 @@ def test_an_error_that_is_raised_in_a_finally_hides_none() -> None:
             raise KeyError("optimizer state")
     assert out_of_memory_in(caught.value) is caught.value.__context__
     assert requested_bytes(caught.value) == 2 << 30
+
+
+def test_an_error_that_is_raised_from_none_stands_for_itself() -> None:
+    with pytest.raises(KeyError) as caught:
+        try:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        except RuntimeError:
+            raise KeyError("optimizer state") from None
+    assert out_of_memory_in(caught.value) is None
 
 
 @pytest.mark.parametrize(

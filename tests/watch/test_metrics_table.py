@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
+import resource
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.watch.history import History
 from flower_gpu.watch.metrics_table import MetricsTable
+from flower_gpu.watch.spans import RoundPart
 
 
 class Rounds:
@@ -45,15 +49,16 @@ def test_a_round_appends_its_rows_and_nothing_else(folder: RunFolder) -> None:
     rounds.finish(1, loss=0.5)
     rounds.finish(1, "evaluate", accuracy=0.25)
     rounds.table.extend(rounds.history)
-    inode = folder.metrics.stat().st_ino
-    for number in range(2, 200):
-        before = folder.metrics.read_bytes()
-        rounds.finish(number, loss=0.5 / number)
-        rounds.finish(number, "evaluate", accuracy=None)
+    with folder.metrics.open("rb") as opened:
+        for number in range(2, 200):
+            before = folder.metrics.read_bytes()
+            rounds.finish(number, loss=0.5 / number)
+            rounds.finish(number, "evaluate", accuracy=None)
+            rounds.table.extend(rounds.history)
+            assert folder.metrics.read_bytes().startswith(before)
         rounds.table.extend(rounds.history)
-        assert folder.metrics.read_bytes().startswith(before)
-    rounds.table.extend(rounds.history)
-    assert folder.metrics.stat().st_ino == inode, "it is the same file, which grew"
+        # The number of the inode would not show that: a new file may have the number of a removed one.
+        assert opened.read() == folder.metrics.read_bytes(), "it is the same file, which grew"
     found = rows(folder)
     assert found[:3] == [
         ["round", "kind", "loss", "accuracy"],
@@ -64,6 +69,55 @@ def test_a_round_appends_its_rows_and_nothing_else(folder: RunFolder) -> None:
     written = folder.metrics.read_bytes()
     rounds.table.write(rounds.history.rounds)
     assert folder.metrics.read_bytes() == written, "the same table is written at the end of the run"
+
+
+class CountingHistory(History):
+    """Counts the parts at which others look."""
+
+    parts_seen = 0
+
+    @property
+    def rounds(self) -> list[RoundPart]:
+        found = super().rounds
+        self.parts_seen += len(found)
+        return found
+
+    def newest_parts(self) -> Iterator[RoundPart]:
+        for part in super().newest_parts():
+            self.parts_seen += 1
+            yield part
+
+
+def test_a_round_looks_at_its_own_rows_only(folder: RunFolder) -> None:
+    """Its cost does not grow with the number of rounds before it."""
+    history = CountingHistory(keep_finished=False, keep_rounds=True)
+    rounds = Rounds(folder, history)
+    seen = []
+    for number in range(1, 100):
+        rounds.finish(number, loss=0.5)
+        rounds.finish(number, "evaluate", loss=0.25)
+        rounds.table.extend(history)
+        seen.append(history.parts_seen)
+    assert {after - before for before, after in pairwise(seen)} == {3}, "two new parts, and the last one"
+
+
+def test_a_full_disk_leaves_no_half_row(folder: RunFolder) -> None:
+    """A limit on the size of files takes its place."""
+    rounds = Rounds(folder)
+    rounds.finish(1, loss=0.5)
+    rounds.table.extend(rounds.history)
+    before = folder.metrics.read_bytes()
+    rounds.finish(2, loss=0.125)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            rounds.table.extend(rounds.history)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert folder.metrics.read_bytes() == before
+    rounds.table.extend(rounds.history)
+    assert rows(folder)[1:] == [["1", "train", "0.5"], ["2", "train", "0.125"]]
 
 
 def test_a_new_metric_gets_a_column(folder: RunFolder) -> None:

@@ -1,4 +1,8 @@
-"""An agent on a host to which a model is on its way for as long as a file is missing: run with that file."""
+"""An agent on a host to which a model is on its way for as long as a file is missing: run with that file.
+
+Prints the numbers of the messages that it has handled by then, those in the end, and the error by which a
+last model cannot be fetched.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,8 @@ KIND_OF_SLOW = sys.argv[2]
 def get(where: tuple[bytes, bool]) -> Any:
     """Stand in for Ray, which is not started."""
     data, is_slow = where
+    if data == pickle.dumps(LOST):
+        raise OSError("the object is lost")
     while is_slow and not HAS_ARRIVED.exists():
         time.sleep(0.01)
     return pickle.loads(data)
@@ -44,7 +50,7 @@ def visit(number: int, model: ArrayRecord, state: bytes = b"") -> Visit:
 
 
 NODES = VirtualNodes(4, 1, 5, {})
-SLOW, HERE = (ArrayRecord([np.full(3, number, np.float32)]) for number in range(2))
+SLOW, HERE, LOST = (ArrayRecord([np.full(3, number, np.float32)]) for number in range(3))
 with runs._identity(5):
     os.chdir(APP)
     ray.get = get
@@ -68,4 +74,12 @@ with runs._identity(5):
     while len(done) < 1 + len(slow):
         done += [answer.message_id for answer in agent.exchange([])[0].answers if answer.reply.has_content()]
     print(sorted(done), flush=True)
+    agent.take([sent.packed(visit(3, LOST))])
+    error = ""
+    while not error:
+        try:
+            agent.exchange([])
+        except OSError as lost:
+            error = str(lost)
+    print([error], flush=True)
     agent.close()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import run_programs
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.run import Run
 from grid_handlers import NoWorkers
@@ -467,13 +467,16 @@ def test_the_model_of_a_round_goes_to_each_host_once() -> None:
 
 @pytest.mark.parametrize(("slow", "in_the_end"), [("model", ["0", "1", "2"]), ("state", ["0", "2"])])
 def test_an_agent_answers_while_it_fetches(slow: str, in_the_end: list[str], tmp_path: Path) -> None:
-    """The driver knows by its answers that it is alive. Messages that wait for nothing are handled."""
+    """The driver knows by its answers that it is alive. Messages that wait for nothing are handled.
+
+    If a model cannot be fetched, an answer is the error, by which the host is lost.
+    """
     script = Path(__file__).parent / "slow_agent.py"
     env = {**os.environ, **SHARED_STATE}
     done = run_programs.run([sys.executable, script, tmp_path / "arrived", slow], env=env, timeout_s=100)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stdout.splitlines() if line.startswith("[")]  # the app prints, too
-    assert told == ["['2']", str(in_the_end)]
+    assert told == ["['2']", str(in_the_end), "['the object is lost']"]
 
 
 def test_models_are_kept_while_they_take_little_memory() -> None:
@@ -492,7 +495,50 @@ def test_models_are_kept_while_they_take_little_memory() -> None:
             here.receive([sent.packed(visit)], taken.extend, pytest.fail)
         until(lambda taken=taken: len(taken) == 60, "all are there")
         assert (len(put), len(got)) == (fetched, fetched)
+        for model in models[-4:]:  # the last ones are kept, however little memory there is
+            visit = Visit(Message(RecordDict({"arrays": model}), nodes.ids[0], "train"), 0)
+            here.receive([sent.packed(visit)], taken.extend, pytest.fail)
+        until(lambda taken=taken: len(taken) == 64, "all are there")
+        assert (len(put), len(got)) == (fetched, fetched)
         here.close()
+
+
+def test_a_model_in_use_is_kept_longer_than_others() -> None:
+    models = [ArrayRecord([np.full(1000, number, np.float32)]) for number in range(30)]
+    (node,) = VirtualNodes(1, SEED, RUN_ID, {}).ids
+    put: list[ArrayRecord] = []
+    got: list[bytes] = []
+    sent = SentModels(lambda record: put.append(record) or pickle.dumps(record), kept_bytes=0)
+    here = FetchedModels(lambda where: got.append(where) or pickle.loads(where), kept_bytes=0)
+    taken: list[Visit] = []
+    for model in models:
+        for each in (model, models[0]):
+            visit = Visit(Message(RecordDict({"arrays": each}), node, "train"), 0)
+            here.receive([sent.packed(visit)], taken.extend, pytest.fail)
+    until(lambda: len(taken) == 60, "all are there")
+    assert (len(put), len(got)) == (30, 30)
+    here.close()
+
+
+def test_what_is_large_does_not_travel_with_the_call() -> None:
+    """Ray carries out the calls of an agent in order, and a call waits for its arguments."""
+    arrays = ArrayRecord([np.ones(100_000, np.float32)])
+    content = RecordDict({"arrays": arrays, "data": ConfigRecord({"bytes": bytes(200_000), "small": 1})})
+    (node,) = VirtualNodes(1, SEED, RUN_ID, {}).ids
+    store: list[bytes] = []
+
+    def put(item: Any) -> int:
+        store.append(pickle.dumps(item))
+        return len(store) - 1
+
+    call = pickle.dumps(SentModels(put).packed(Visit(Message(content, node, "train"), 0, bytes(300_000))))
+    assert len(call) < 10_000
+    taken: list[Visit] = []
+    here = FetchedModels(lambda place: pickle.loads(store[place]))
+    here.receive([pickle.loads(call)], taken.extend, pytest.fail)
+    until(lambda: taken, "it is there")
+    assert taken[0].message.content == content and taken[0].state == bytes(300_000)
+    here.close()
 
 
 def test_a_model_that_cannot_be_fetched_is_a_fault(tmp_path: Path) -> None:
