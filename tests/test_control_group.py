@@ -324,7 +324,9 @@ def test_a_call_that_the_kernel_kills_runs_again_with_all_memory(group: Path, tm
 import threading, time
 from pathlib import Path
 os.environ["FLOWER_GPU_LEDGER_DIR"], os.environ["FLOWER_GPU_STATE_DIR"] = sys.argv[2], sys.argv[3]
+os.environ["FLOWER_GPU_RUN_DIR"] = sys.argv[4]
 import flower_gpu
+from flower_gpu import control_group, trace
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.ledger import Ledger
 held, go = Path(sys.argv[4], "held"), Path(sys.argv[4], "go")
@@ -336,6 +338,9 @@ def take(mib, waits=False):
         while not go.exists():
             time.sleep(0.01)
     return len(taken) >> 20
+
+def peaks_above(mib):
+    return [one.peak_bytes > mib << 20 for key, one in Footprints().entries().items() if "take" in key.task]
 
 values = []
 def call(*args):
@@ -352,17 +357,20 @@ try:
     while not Ledger().status().waiting:  # its second try, as the first one had room
         assert big.is_alive()
         time.sleep(0.02)
+    print(peaks_above(200), peaks_above(560))  # that of the killed one
 finally:
     go.touch()
 small.join()
 big.join()
-print(values)
-print([one.peak_bytes >= 550 << 20 for key, one in Footprints().entries().items() if "take" in key.task])
+print(values, peaks_above(550))
+events = trace.read(Path(sys.argv[4], "trace.jsonl"), only="cores_requested")
+requested = [event["host_memory_bytes"] for event in events]
+print(requested[1] == requested[2], requested[3:] == [control_group.host_memory()[1]])
 """
     program = "import os, sys\nopen(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n" + code
     folders = [str(ledger), str(tmp_path / "state"), str(tmp_path)]
     done = run([sys.executable, "-c", program, str(group), *folders], env=ENVIRON)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[150, 150, 560]", "[True]"]
+    assert done.stdout.splitlines() == ["[True] [False]", "[150, 150, 560] [True]", "True True"]
     assert "was killed by the kernel, since main memory ran out (it had up to" in done.stderr
     assert "It runs again, with all the main memory that leases can have" in done.stderr
