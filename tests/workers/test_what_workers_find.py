@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,16 +107,21 @@ def test_interpreter_options_and_a_safe_path(run_script: RunScript, tmp_path: Pa
 @pytest.mark.skipif(
     sys.version_info[:3] == (3, 13, 0), reason="3.13.0 itself fails there: SystemError in a module's getattr"
 )
-def test_working_folder_is_deleted(run_script: RunScript, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["absolute", "relative"])
+def test_working_folder_is_deleted(run_script: RunScript, tmp_path: Path, path: str) -> None:
+    """Programs that run a script, such as profilers, may give it a relative ``__file__``."""
     folder = tmp_path / "gone"
     folder.mkdir()
     text = """
-        import os, sys
-        os.rmdir(os.getcwd())
+        import os, shutil, sys
+        shutil.rmtree(os.getcwd())
         from flower_gpu import run_in_worker
         for method in sys.argv[1:]:
             print(run_in_worker("plain_tasks:answer", start_method=method))
         """
+    if path == "relative":
+        (folder / "program.py").write_text(textwrap.dedent(text))
+        text = "import runpy; runpy.run_path('program.py', run_name='__main__')"
     env = WITH_TASKS
     assert run_script(text, *SUPERVISED, env=env, cwd=folder).stdout == "42\n" * 3
 
