@@ -145,9 +145,24 @@ class Derived(flowers.FedAvg):
     """May keep anything."""
 
 
-def test_what_cannot_go_on_is_refused_before_it_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be used with Derived, because its state is not known"):
-        resumable(Derived(), tmp_path)
+class OwnStart(Derived):
+    """Says what its state is, and may do anything between rounds."""
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        return super().start(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("strategy", [Derived, OwnStart])
+def test_what_cannot_go_on_is_refused_before_it_starts(strategy: type[Derived], tmp_path: Path) -> None:
+    what = strategy.__name__
+    with pytest.raises(ConfigError, match=f"cannot be used with {what}, because its state is not known"):
+        resumable(strategy(), tmp_path)
     with pytest.raises(TypeError, match=r"this is a flwr\.server\.strategy\.fedavg\.FedAvg: the older API"):
         resumable(OlderFedAvg(), tmp_path)  # type: ignore[type-var]
     (tmp_path / "file").touch()

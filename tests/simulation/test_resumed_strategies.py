@@ -297,8 +297,10 @@ OPTED_IN: dict[str, Callable[[], Strategy]] = {
 def test_a_strategy_with_a_state_dict_goes_on_after_any_round_with_the_same_bits(
     what: str, tmp_path: Path
 ) -> None:
-    wanted, last, _ = run("", OPTED_IN[what](), tmp_path / "whole", Copied, evaluate_fn=None)
+    wanted, last, recorded = run("", OPTED_IN[what](), tmp_path / "whole", Copied, evaluate_fn=None)
     assert last is not None and "WithMomentum" in last.strategy
+    (started,) = recorded.of("strategy_started")
+    assert "WithMomentum" in str(started.resumes), "a run with another strategy may not go on with it"
     shutil.copytree(tmp_path / "1", tmp_path / "forgotten")
     for ended_after in range(ROUNDS):
         found, again, _ = run("", OPTED_IN[what](), tmp_path / str(ended_after), evaluate_fn=None)
@@ -316,6 +318,24 @@ def test_a_state_dict_that_files_cannot_hold_is_named(
     assert state_of(strategy) is None
     reason = "FlowersWithMomentum.state_dict() cannot be written: files cannot hold a value of type object"
     assert f"There will be no checkpoint: {reason}" in caplog.text
+
+
+def test_a_strategy_may_refuse_its_state() -> None:
+    strategy = FlowersWithMomentum()
+    state = state_of(strategy)
+    assert state is not None
+    strategy.momentum["w"] = np.ones(2)
+    kept = state.changed()
+    assert kept is not None
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        raise ValueError("it is of version 1")
+
+    strategy.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    with pytest.raises(
+        ConfigError, match=r"the strategy itself refuses its state .*: it is of version 1\. Use"
+    ):
+        state.restore(kept)
 
 
 def test_a_run_that_cannot_be_resumed_says_so_at_its_start(
