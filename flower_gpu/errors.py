@@ -141,7 +141,10 @@ class LeaseError(GPUError):
 
 
 class LeaseTimeoutError(GPUError, TimeoutError):
-    """A call waited longer than its ``lease_timeout_s`` for a GPU; the message names who holds it."""
+    """A call waited longer than its ``lease_timeout_s`` for a GPU, cores or main memory.
+
+    The message names who holds it.
+    """
 
 
 class GPUOutOfMemoryError(WorkerError, GPUError):

@@ -374,3 +374,20 @@ print(requested[1] == requested[2], requested[3:] == [control_group.host_memory(
     assert done.stdout.splitlines() == ["[True] [False]", "[150, 150, 560] [True]", "True True"]
     assert "was killed by the kernel, since main memory ran out (it had up to" in done.stderr
     assert "It runs again, with all the main memory that leases can have" in done.stderr
+
+
+@pytest.mark.parametrize("group", ["memory"], indirect=True)
+def test_idle_workers_of_a_run_end_before_a_second_try_with_all_memory(group: Path, tmp_path: Path) -> None:
+    """Two workers keep 300 MiB each. Without these there is room for the client that was killed."""
+    name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+    (group / name).write_text(str(8192 * MIB))
+    code = """
+os.environ["FLOWER_GPU_STATE_DIR"], os.environ["LARGE_APP_LIMIT"] = sys.argv[2], sys.argv[3]
+import flower_gpu
+flower_gpu.simulate(
+    sys.argv[4], 2, max_workers=2, log_dir=None, progress=False, gpu="never", start_method="spawn"
+)
+"""
+    app = Path(__file__).parent / "simulation/apps/large"
+    output = run_in(group, code, str(tmp_path / "state"), str(group / name), str(app))
+    assert "taken: [850]" in output

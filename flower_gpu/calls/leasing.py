@@ -138,8 +138,8 @@ class Leasing:
         """Return the cores and the main memory that the call needs now."""
         if not self.host.is_leased:
             return ()
-        found = [self.host.cores(on_gpu=bool(self.uuids)), self._memory.need()]
-        return tuple(need for need in found if need is not None)
+        of_cores = self.host.cores(on_gpu=bool(self.uuids))
+        return (*(() if of_cores is None else (of_cores,)), *self._memory.needs())
 
     @property
     def _memory(self) -> CallMemory:
@@ -222,7 +222,9 @@ class Leasing:
         return True
 
     def _acquire(self, ledger: Ledger, request: LeaseRequest, began: float) -> Ticket:
-        timeout_s = self.settings.lease_timeout_s if self.uuids else self.host.timeout_s
+        # Nobody else gets main memory while a call waits for all of it, so that wait always has a limit.
+        has_limit = bool(self.uuids) or self.asks_for_all_memory
+        timeout_s = self.settings.lease_timeout_s if has_limit else self.host.timeout_s
         claimant = Claimant(
             gpu_needs=lambda gpus: self._gpu_needs(gpus, request),
             version=self.footprints.version,

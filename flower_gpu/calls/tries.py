@@ -109,6 +109,8 @@ class Tries:
         notices.say(f"{first}\nIt runs again, with all the main memory that leases can have")
         try:
             return on(replace(leasing, asks_for_all_memory=True), environ)
+        except LeaseTimeoutError as late:
+            raise LeaseTimeoutError(f"{first}\nThen {late}") from killed
         except WorkerDiedError as error:
             if not error.is_out_of_memory:
                 raise

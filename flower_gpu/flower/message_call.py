@@ -102,7 +102,7 @@ def call_many(
     """
     kind, count = messages[0].metadata.message_type, len(messages)
     clients = [client_of(context) for context in contexts]
-    label = _label(kind, clients)
+    label = label_of(kind, contexts)
     with _named(label):
         found = settings()
         timeout_s = found.worker.timeout_s
@@ -127,7 +127,7 @@ def errors_of_each(
     clients = [client_of(context) for context in contexts]
     if len(clients) == 1 or not isinstance(error, FlowerGPUError):
         return [error] * len(clients)
-    text = str(error).removeprefix(f"{_label(message_type, clients)}: ")
+    text = str(error).removeprefix(f"{label_of(message_type, contexts)}: ")
     advice = f"The {len(clients)} messages that were handled together have all failed"
     errors: list[BaseException] = []
     for client in clients:
@@ -142,8 +142,9 @@ def _names(clients: Sequence[str]) -> str:
     return f"{clients[0]}{and_others(len(clients) - 1)}"
 
 
-def _label(message_type: str, clients: Sequence[str]) -> str:
-    return f"{message_type} of client {_names(clients)}"
+def label_of(message_type: str, contexts: Sequence[Context]) -> str:
+    """Return the name of a call in texts, such as ``train of client 3 and 2 others``."""
+    return f"{message_type} of client {_names([client_of(context) for context in contexts])}"
 
 
 @contextmanager

@@ -121,25 +121,29 @@ class CallMemory:
     # True if the call ran out of memory and asks for all memory of leases
     asks_for_all: bool = False
 
-    def need(self) -> HostNeed | None:
-        """Return the present need, or None if the call needs no lease of main memory."""
+    def needs(self) -> tuple[HostNeed, ...]:
+        """Return the present needs, which are empty if the call needs no lease of main memory."""
         if self.asks_for_all:
             # More than leases can have, so the call gets all of it, and no other lease has memory meanwhile.
             _, total = control_group.host_memory()
-            return HostNeed(MEMORY, total, least=total)
+            # Calls of the task that began before its first measurement hold their memory on another card.
+            return HostNeed(MEMORY, total, least=total), self._unmeasured(total)
         known = self.footprints.get(self._key)
         if known is not None:
             needed = needed_bytes(known)
-            return HostNeed(MEMORY, needed, least=needed)
+            return (HostNeed(MEMORY, needed, least=needed),)
         # The first call of a task has its GPU alone, unless the user has set the number of concurrent calls.
         if self.on_gpu:
-            return None
-        # A card of the task: only calls of the same task wait for each other.
+            return ()
+        _, total = control_group.available_memory()
+        return (self._unmeasured(cautious_bytes(total)),)
+
+    def _unmeasured(self, amount: int) -> HostNeed:
+        """Return a need on the card of the task, on which only calls of the same task wait for each other."""
         task = card_of_task(os.getuid(), zlib.crc32(repr(self._key).encode()))
         _, total = control_group.available_memory()
-        assumed = cautious_bytes(total)
         leasable = total - reserve_of(total, self.reserve_bytes)
-        return HostNeed(task, assumed, least=assumed, capacity=max(1, leasable))
+        return HostNeed(task, amount, least=amount, capacity=max(1, leasable))
 
     def learn(self, peak_bytes: int, *, is_done: bool = True) -> None:
         """Record the peak of the call.

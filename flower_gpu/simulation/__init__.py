@@ -10,7 +10,7 @@
                                       │                │ several at once (batch_size says how many)
                                       │                ▼
                                       │             messages: what messages need; another try
-                                      │                │
+                                      │                │ host_memory: which messages wait for main memory
                                       │             slots: a worker, new or recycled, and its lease
                                       │                │ lease_turns: who asks for one, which workers idle
                                       │                │ workers: how many, and what they are forked with

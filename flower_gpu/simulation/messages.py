@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, Final
@@ -14,12 +14,13 @@ from typing import Any, Final
 from flwr.app import Context
 from flwr.common.logger import log
 
-from flower_gpu import control_group, frameworks, trace
+from flower_gpu import frameworks, trace
 from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import (
     FlowerGPUError,
     GPUError,
     GPUOutOfMemoryError,
+    LeaseTimeoutError,
     NotDeterministicError,
     WorkerDiedError,
     WorkerStartError,
@@ -28,81 +29,15 @@ from flower_gpu.errors import (
 from flower_gpu.flower import message_call, record_bytes
 from flower_gpu.flower.records import round_of
 from flower_gpu.gpu.gpus import Inventory
-from flower_gpu.leases.host import RESERVED_PART
 from flower_gpu.options import CALL, joined
 from flower_gpu.simulation.batch_size import Batches
 from flower_gpu.simulation.clients import Own, as_written, resources
 from flower_gpu.simulation.host import Answer, Visit, Work, failed
+from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
 from flower_gpu.simulation.worker_starts import WorkerStarts
-
-_LOOK_S = 0.1  # asking the kernel takes longer than a small message
-_POLL_S = 0.2  # others on the host give memory back, too
-_GROWTH_S = 2.0  # from a worker's start until it has most of its memory
-
-
-class HostMemory:
-    """Lets workers start while there is memory for as much as the largest one took so far.
-
-    ``available``: as :func:`flower_gpu.control_group.available_memory`.
-    """
-
-    def __init__(self, available: Callable[[], tuple[int, int]] = control_group.available_memory) -> None:
-        self._available = available
-        self._changed = threading.Condition()
-        self._running = 0
-        self._alone = 0  # workers that run alone, or wait for that
-        #: The most that a worker took so far.
-        self.largest_bytes = 0
-        self._looked, self._found = -_LOOK_S, available()
-        self._started: list[float] = []
-        #: How often a worker had to wait.
-        self.waits = 0
-
-    @contextmanager
-    def room(self, *, at_once: bool = False, alone: bool = False) -> Iterator[None]:
-        """Wait until there is room for a worker. There always is for the first one.
-
-        ``at_once``: do not wait: the worker is there, and has what others who are let in wait for.
-        ``alone``: wait until no other worker runs here, and let none in during the block.
-        """
-        with self._changed:
-            self._alone += alone
-            if not at_once and not self._has_room(alone=alone):
-                self.waits += 1
-                while not self._has_room(alone=alone):
-                    self._changed.wait(_POLL_S)
-            self._running += 1
-            began = time.monotonic()
-            self._started.append(began)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._alone -= alone
-                self._started.remove(began)
-                self._changed.notify_all()
-
-    def learn(self, worker_bytes: int) -> None:
-        """Note a worker's memory."""
-        self.largest_bytes = max(self.largest_bytes, worker_bytes)
-
-    def _has_room(self, *, alone: bool) -> bool:
-        if alone or self._alone:
-            return alone and not self._running
-        if not self._running:
-            return True
-        now = time.monotonic()
-        if now > self._looked + _LOOK_S:
-            self._looked, self._found = now, self._available()
-        available, total = self._found
-        # Those that were let in just now have not taken theirs yet.
-        recent = sum(began > now - _GROWTH_S for began in self._started)
-        return available >= self.largest_bytes * (1 + recent) + RESERVED_PART * total
-
 
 # What another run would not have: no client's own error.
 _ACCIDENTS: Final = (WorkerDiedError, WorkerStartError, WorkerTimeoutError, GPUError)
@@ -306,14 +241,34 @@ class MessageHandler:
             if not error.is_out_of_memory or not is_wanted:
                 raise
             first = str(error).partition("\n")[0].rstrip(".")
+            killed = error.with_traceback(None)  # without its frames, which have the messages
         log(WARNING, "%s. It is handled again while no other message is", first)
-        return self._run_in_room(visits, slot, alone=True)
+        try:
+            return self._run_in_room(visits, slot, alone=True)
+        except LeaseTimeoutError as late:
+            raise LeaseTimeoutError(f"{first}. {late}") from killed
 
     def _run_in_room(self, visits: Sequence[Visit], slot: Slot, *, alone: bool = False) -> list[Handled]:
         messages = [visit.message for visit in visits]
         contexts = [self._context_of(visit) for visit in visits]
         own = self._own(visits[0])
-        with self._memory.room(at_once=slot.has_lease and not alone, alone=alone):
+        label = message_call.label_of(messages[0].metadata.message_type, contexts)
+
+        def check() -> None:
+            if slot.is_cancelled:
+                raise WorkerDiedError(f"{label} was cancelled before it had a worker")
+
+        room = self._memory.room(
+            label,
+            has_lease=slot.has_lease,
+            alone=alone,
+            check=check,
+            before_wait=slot.wait,
+            timeout_s=self._settings(own, contexts[0]).host.timeout_s if alone else math.inf,
+        )
+        with room:
+            if alone:
+                self._end_unused_workers(slot)
             replies = message_call.call_many(
                 self._task,
                 (self._work.app, [visit.seed for visit in visits], own.get("slow_down", 1.0)),
@@ -328,6 +283,14 @@ class MessageHandler:
         return [
             Handled(context, reply, call_s=None if reply.has_error() else call_s) for context, reply in pairs
         ]
+
+    def _end_unused_workers(self, slot: Slot) -> None:
+        """End all workers that wait for a message, so that their memory is free for the one of a slot."""
+        with self._lock:
+            others = [other for other in self._slots if other is not slot]
+        for other in others:
+            other.retire()
+        slot.end_idle()
 
     def _learn(self, visits: Sequence[Visit], slot: Slot) -> float | None:
         """Learn from a call that is done. Return its seconds per message, or None if they say nothing."""
@@ -390,6 +353,7 @@ class MessageHandler:
             # With the lock: the slot cannot have another message meanwhile. The others of a batch go on.
             if slot is not None and slot not in self._running.values():
                 slot.cancel()
+        self._memory.wake()
 
     def cancel_all(self) -> None:
         """End all workers that handle a message; no other message is handled."""
@@ -398,6 +362,7 @@ class MessageHandler:
             for slot in self._running.values():
                 slot.cancel()
             self._running.clear()
+        self._memory.wake()
 
     def longest_wait_s(self) -> float:
         """Return since when a message waits for a lease, for cores or for memory; 0 where none does."""

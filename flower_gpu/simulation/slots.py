@@ -31,6 +31,8 @@ class WorkerIdlesError(Exception):
 class Slot(Workers):
     """Runs the calls of one thread, one at a time.
 
+    Between two calls another thread may end its worker, by :meth:`retire`.
+
     ``turns``: the leases of the run.
     ``without``: as of a :class:`flower_gpu.workers.call.Call`.
     ``cores``: the cores of the run; None: they are not counted.
@@ -66,6 +68,9 @@ class Slot(Workers):
         self._calls = 1  # of a worker, at most
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
         self._replacing = threading.Lock()
+        # Held while a worker is taken, parked or ended between two calls. Ending one takes seconds, so that
+        # is not the lock that cancel needs.
+        self._between_calls = threading.RLock()
         self.is_used_again = False
         self.workers_started = 0
         self.max_messages = 1
@@ -199,13 +204,20 @@ class Slot(Workers):
     def go_on(self, calls: int) -> None:
         """Have a used worker for the next call, where there is one; it handles so many calls at most."""
         self._calls = calls
-        if calls > 1 and not self.line.has_worker:
-            self._take_idle()
+        with self._between_calls:
+            if calls > 1 and not self.line.has_worker:
+                self._take_idle()
+
+    def wait(self) -> None:
+        """Wait for the host's memory with the call that was begun; others may have the lease meanwhile."""
+        self.waits_since = self.waits_since or time.monotonic()
+        self.idle()
 
     def idle(self) -> None:
         """Let a worker with a lease idle: any message of the run may have it, and others its room."""
-        if self.has_lease:
-            self._turns.park(self._replaced(LeasedLine(Line(), self._turns)))
+        with self._between_calls:
+            if self.has_lease:
+                self._turns.park(self._replaced(LeasedLine(Line(), self._turns)))
 
     def _take_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
         """Take a worker that idles, if there is one; there is none here."""
@@ -225,7 +237,8 @@ class Slot(Workers):
 
     def retire(self) -> None:
         """Let the worker that waits for a call end, and give its lease back."""
-        self._place.retire()
+        with self._between_calls:
+            self._place.retire()
 
     def begin(self) -> None:
         """Take the next call, which :meth:`cancel` means from now on."""
@@ -242,4 +255,5 @@ class Slot(Workers):
 
     def close(self) -> None:
         """End the remaining worker."""
-        self._place.close()
+        with self._between_calls:
+            self._place.close()

@@ -33,6 +33,10 @@ def train(message: Message, context: Context) -> Message:
     if task == "die once" and not Path(str(config["file"])).exists():
         Path(str(config["file"])).touch()
         task = "die"
+    if task == "killed once" and not Path(str(config["file"])).exists():
+        Path(str(config["file"])).touch()
+        # As a caller says it whose worker the kernel has killed
+        raise WorkerDiedError("killed for want of main memory", is_out_of_memory=True)
     if task == "die":
         os._exit(3)
     if task == "append":

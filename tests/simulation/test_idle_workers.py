@@ -99,6 +99,20 @@ def test_a_second_try_of_the_run_itself_gets_the_whole_gpu(one_gpu: StubHost) ->
     assert [note["partition"] for note in one_gpu.notes() if note["alone"]] == [3]
 
 
+def test_a_second_try_with_all_main_memory_ends_all_workers_that_wait(one_gpu: StubHost) -> None:
+    """Client 3 is killed in the second round. The workers of the others wait with a lease each."""
+    config = "num-server-rounds=3 seconds=0.3 killed=3"
+    done = one_gpu.simulate(4, *OPTIONS, "--run-config", config, app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert done.output.count("handled again while no other message is") == 1
+    rounds = [[call for call in done.calls if call["round"] == number] for number in (1, 2, 3)]
+    (second_try,) = (call for call in rounds[1] if call["client"] == "3" and call["outcome"] == "ok")
+    later = [call for call in rounds[1] if call["time"] > second_try["time"]]
+    assert len(rounds[2]) == 4
+    of_first_round = {call["pid"] for call in rounds[0]}
+    assert not of_first_round & {call["pid"] for call in (second_try, *later, *rounds[2])}
+
+
 def test_an_idle_worker_holds_its_context_only(
     tmp_path: Path, cuda_host: Callable[..., cuda_stub.Host]
 ) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import recycling_tasks
 from grid_handlers import until
+from live_processes import is_running
 from recycled_handler import Handler, handlers, has_failed
 
 from flower_gpu.errors import NotDeterministicError
@@ -162,29 +163,63 @@ def test_given_up_while_it_runs(
     assert handler(1)["times"] == 1
 
 
+@pytest.mark.parametrize("task", ["hang", "killed once"])
 @pytest.mark.parametrize("used", [False, True])
-def test_given_up_before_its_worker_is_there(used: bool, new_handler: Callable[..., Handler]) -> None:
-    """It is not handled any more, and keeps no later message waiting."""
+def test_given_up_before_its_worker_is_there(
+    task: str, used: bool, new_handler: Callable[..., Handler], tmp_path: Path
+) -> None:
+    """It is not handled any more, and keeps no later message waiting: nor does its second try, alone."""
     handler = new_handler(5)
     if used:
         handler(0)
-    room = threading.Event()
     memory = handler.handler._memory
     with memory.room():  # so that the next one has to wait for the host's memory
-        memory._available = lambda: (0, 1 << 40) if not room.is_set() else (1 << 40, 1 << 40)
-        visit = handler.visit(1, "hang", file="/dev/null")
+        if task == "hang":
+            memory._available = lambda: (0, 1 << 40)
+        visit = handler.visit(1, task, file=str(tmp_path / "begun"))
         answers: list[Answer] = []
         thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
         thread.start()
         assert until(lambda: memory.waits == 1)
         handler.handler.cancel(visit.message_id)
-        time.sleep(0.05)
-        room.set()
-        thread.join(30)
-    assert not thread.is_alive(), "it is handled all the same"
+        thread.join(60)
+        assert not thread.is_alive(), "it still waits for memory"
     assert has_failed(answers[0])
+    assert (tmp_path / "begun").exists() == (task == "killed once")
     assert handler.times(1) == 0
     assert handler(1)["times"] == 1
+
+
+def test_the_end_of_a_run_ends_all_waits_for_memory(
+    new_handler: Callable[..., Handler], tmp_path: Path
+) -> None:
+    handler = new_handler(5)
+    memory = handler.handler._memory
+    with memory.room():
+        visit = handler.visit(1, "killed once", file=str(tmp_path / "begun"))
+        answers: list[Answer] = []
+        thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
+        thread.start()
+        assert until(lambda: memory.waits == 1)
+        handler.handler.cancel_all()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert has_failed(answers[0])
+
+
+def test_workers_that_wait_for_a_message_end_before_a_second_try_with_all_memory(
+    new_handler: Callable[..., Handler], tmp_path: Path
+) -> None:
+    handler = new_handler(5)
+    with ThreadPoolExecutor(2) as threads:  # each keeps its worker
+        met = threading.Barrier(2)
+        idle = [facts["pid"] for facts in threads.map(lambda node: met.wait() + 1 and handler(node), [0, 1])]
+        assert all(map(is_running, idle))
+        facts = handler(2, "killed once", file=str(tmp_path / "killed"))
+        assert facts["times"] == 1
+        assert not any(map(is_running, idle))
+        again = list(threads.map(lambda node: met.wait() + 1 and handler(node)["times"], [0, 1]))
+    assert again == [2, 2]
 
 
 def test_what_was_given_up_before_it_came_is_not_handled(new_handler: Callable[..., Handler]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from flower_gpu.errors import WorkerDiedError
+from flower_gpu.flower.records import round_of
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.workers.own_process import facts
@@ -48,6 +50,11 @@ def train(message: Message, context: Context) -> Message:
         file.write(json.dumps(note) + "\n")
     if str(partition) in config["too-much"].split() and lease is not None and not lease.alone:
         raise RuntimeError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    killed = Path(os.environ["LEASED_APP_NOTES"]).with_suffix(".killed")
+    if partition == config["killed"] and round_of(message) == 2 and not killed.exists():
+        killed.touch()
+        # As a caller says it whose worker the kernel has killed
+        raise WorkerDiedError("killed for want of main memory", is_out_of_memory=True)
     global calls
     calls += config["remembers"]
     metrics = MetricRecord({"num-examples": 1, "score (%)": float(partition), "calls": calls})

@@ -1,0 +1,156 @@
+"""Main memory of this host, as a reason for the messages of a run to wait.
+
+A message waits until there is room for as much memory as the largest worker took so far. A message whose
+worker was killed because memory ran out is handled again *alone*: while no other message of the run is.
+
+Two rules keep these waits from blocking each other:
+
+- A message whose worker waits for it with a lease does not wait for memory. The worker is there already, and
+  messages that were let in earlier may wait for its lease.
+- As soon as a message waits to be alone, no other message is let in, with or without a lease. Otherwise a
+  message could always be in flight, and the one that has to be alone would starve. A message that is kept out
+  gives the lease of its worker to the others first (``before_wait``), since those in flight may need it to
+  finish.
+
+Messages that have to be alone take turns, first come, first served.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Final
+
+from flwr.common.logger import log
+
+from flower_gpu import control_group
+from flower_gpu.errors import LeaseTimeoutError
+from flower_gpu.leases.host import RESERVED_PART
+from flower_gpu.leases.ledger import SAID_AFTER_S
+from flower_gpu.printable import and_others
+
+_LOOK_S: Final = 0.1  # asking the kernel takes longer than a small message
+_POLL_S: Final = 0.2  # other processes of the host give memory back, too
+_GROWTH_S: Final = 2.0  # seconds from the start of a worker until it has most of its memory
+
+
+@dataclass(frozen=True, eq=False)
+class _Entrant:
+    """A message that waits for room or is in flight."""
+
+    label: str
+    is_alone: bool
+
+
+class HostMemory:
+    """Lets messages in while there is memory for as much as the largest worker took so far.
+
+    ``available``: as :func:`flower_gpu.control_group.available_memory`.
+    """
+
+    def __init__(self, available: Callable[[], tuple[int, int]] = control_group.available_memory) -> None:
+        self._available = available
+        self._changed = threading.Condition()
+        self._entered_at: dict[_Entrant, float] = {}  # messages in flight
+        self._alone: list[_Entrant] = []  # messages that are alone or wait for that, the first one first
+        #: The most memory that a worker took so far, in bytes.
+        self.largest_bytes = 0
+        self._looked, self._found = -_LOOK_S, available()
+        #: Number of messages that had to wait.
+        self.waits = 0
+
+    @contextmanager
+    def room(
+        self,
+        label: str = "a message",
+        *,
+        has_lease: bool = False,
+        alone: bool = False,
+        check: Callable[[], object] = lambda: None,
+        before_wait: Callable[[], object] = lambda: None,
+        timeout_s: float = math.inf,
+    ) -> Iterator[None]:
+        """Wait until there is room for a message, and take it for the block. The first one always has room.
+
+        ``label``: names the message in texts.
+        ``has_lease``: whether a worker with a lease waits for the message.
+        ``alone``: wait until no other message is in flight, and let none in during the block.
+        ``check``: called again and again, at once after :meth:`wake`; an error that it raises ends the wait.
+        ``before_wait``: called before a wait, without any lock.
+        ``timeout_s``: seconds until the wait ends with an error.
+
+        Raises LeaseTimeoutError if there was no room in time.
+        """
+        entrant = _Entrant(label, alone)
+        with self._changed:
+            if alone:
+                self._alone.append(entrant)
+            if is_let_in := self._may_enter(entrant, has_lease=has_lease):
+                self._entered_at[entrant] = time.monotonic()
+            else:
+                self.waits += 1
+        try:
+            if not is_let_in:
+                before_wait()
+                self._wait(entrant, check, timeout_s)
+            yield
+        finally:
+            with self._changed:
+                self._entered_at.pop(entrant, None)
+                if alone:
+                    self._alone.remove(entrant)
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have all waiting messages call their ``check`` now."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def learn(self, worker_bytes: int) -> None:
+        """Note how much memory a worker took."""
+        self.largest_bytes = max(self.largest_bytes, worker_bytes)
+
+    def _wait(self, entrant: _Entrant, check: Callable[[], object], timeout_s: float) -> None:
+        began = time.monotonic()
+        is_said = not entrant.is_alone  # the others wait often, and the summary of the run counts them
+        with self._changed:
+            check()
+            while not self._may_enter(entrant):
+                waited_s = time.monotonic() - began
+                if waited_s >= timeout_s:
+                    raise LeaseTimeoutError(
+                        f"{entrant.label} could not be handled alone within lease_timeout_s={timeout_s:g}: "
+                        f"{self._others(entrant)}. Raise lease_timeout_s, or let fewer clients run at a time"
+                    )
+                if waited_s >= SAID_AFTER_S and not is_said:
+                    is_said = True
+                    log(WARNING, "%s waits to be handled alone: %s", entrant.label, self._others(entrant))
+                self._changed.wait(min(_POLL_S, timeout_s - waited_s))
+                check()
+            self._entered_at[entrant] = time.monotonic()
+
+    def _others(self, entrant: _Entrant) -> str:
+        """Return which messages a message waits for that has to be alone."""
+        labels = [other.label for other in self._entered_at]
+        if labels:
+            verb = "is" if len(labels) == 1 else "are"
+            return f"{labels[0]}{and_others(len(labels) - 1)} {verb} still in flight"
+        return f"{self._alone[0].label} is before it"
+
+    def _may_enter(self, entrant: _Entrant, *, has_lease: bool = False) -> bool:
+        if self._alone:
+            return self._alone[0] is entrant and not self._entered_at
+        if has_lease or not self._entered_at:
+            return True
+        now = time.monotonic()
+        if now > self._looked + _LOOK_S:
+            self._looked, self._found = now, self._available()
+        available, total = self._found
+        # Messages that were let in just now have not taken their memory yet.
+        recent = sum(entered_at > now - _GROWTH_S for entered_at in self._entered_at.values())
+        return available >= self.largest_bytes * (1 + recent) + RESERVED_PART * total
