@@ -40,7 +40,7 @@ from packaging.version import InvalidVersion, Version
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, FlowerGPUError
-from flower_gpu.flower import distribution, package_sources
+from flower_gpu.flower import distribution, package_content, package_sources
 from flower_gpu.flower.private_names import find
 from flower_gpu.options import ENVIRONMENTS_DIR, SERVER_IDLE
 from flower_gpu.printable import path_text, without_secrets
@@ -59,7 +59,8 @@ _KEPT_S: Final = 7 * 24 * 3600.0  # unused
 _RETRY_S: Final = 60.0  # after a failure, within the same run
 _IDLE_S: Final = 3600.0  # a round may take longer than a fork server stays for nobody
 _LINES: Final = 20  # of uv's, in an error
-_NAME: Final = re.compile(rf"[0-9a-f]{{20}}(\.failed|{re.escape(package_sources.SUFFIX)})?")
+_OF_RUNS: Final = ".runs"  # end of the name of a file with the environments of runs
+_NAME: Final = re.compile(rf"[0-9a-f]{{20}}(\.failed|\{_OF_RUNS}|\{package_sources.SUFFIX})?")
 # Of an app's [tool.uv]: what is about other parts of its pyproject.toml than the one that is installed.
 _OF_OTHER_PARTS: Final = ("conflicts", "default-groups", "dependency-groups", "dev-dependencies", "workspace")
 
@@ -126,19 +127,31 @@ def _prepare(app: Path, run: int | None, *, is_confined: bool) -> None:
         return
     folder = made_folder(os.environ)
     declared = package_sources.pinned(declared, folder, run, _commits)
-    contents = {str(path): package_sources.digest(path) for path in package_sources.local_paths(declared)}
     settings = sorted(each for each in os.environ.items() if each[0].startswith("UV_"))
-    content = [declared, contents, is_confined, sys.version, sys.prefix, identity.packages(), settings]
-    text = json.dumps(content, sort_keys=True, default=str)
-    place = folder / hashlib.sha256(text.encode()).hexdigest()[:20]
-    lock = _locked_for_use(place)
+    content = [declared, is_confined, sys.version, sys.prefix, identity.packages(), settings]
+    paths = package_sources.local_paths(declared)
+    # A run keeps the environment of its first message, also if files of a package change meanwhile.
+    of_runs = package_sources.OfRuns(_place(folder, content).with_suffix(_OF_RUNS))
+    known = of_runs.read().get(str(run)) if paths and run is not None else None
+    lock = _locked_for_use(place := folder / str(known)) if known else None
+    if lock is None:
+        place = _place(folder, [*content, {str(path): package_content.digest(path) for path in paths}])
+        lock = _locked_for_use(place)
     if lock is None:
         with files.locked(place.with_suffix(".lock"), wait_s=None):
             lock = _locked_for_use(place)
             if lock is None:
                 lock = _made(place, declared, run, is_confined=is_confined)
+    if paths and run is not None and known != place.name:
+        of_runs.add(run, place.name)
     if lock is not None and any(Path(interpreter.packages_of(str(place))).glob("*.dist-info")):
         _used[str(place)] = lock
+
+
+def _place(folder: Path, content: Sequence[Any]) -> Path:
+    """Return the path for an environment, or for what is known of several, by what decides its content."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return folder / hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def _commits(references: Sequence[package_sources.Reference]) -> dict[package_sources.Reference, str]:

@@ -3,11 +3,13 @@
 An environment is kept by what the app declares. But a folder or a branch can change without a change of its
 name, so the key of the environment also depends on the content:
 
-- For a file or folder of this host, a digest of the content is part of the key. The same holds for folders
-  that the package itself names as sources.
+- For a file or folder of this host, a digest of the content (:mod:`.package_content`) is part of the key. The
+  same holds for folders that the package itself names as sources.
 - A branch, a tag or a repository's default branch is replaced by its current commit. ``git ls-remote`` is
   asked once for each run, so all messages of a run get the same packages, even after a push. If the
   repository cannot be reached, the last known commit is used.
+- A short hexadecimal number may be a commit or the name of a branch. It is a commit if the repository has no
+  branch or tag of that name. As a commit never changes, it is not asked for again.
 
 The content of an archive at a URL is assumed to be constant.
 """
@@ -19,7 +21,6 @@ import json
 import logging
 import os
 import re
-import stat
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,13 +38,10 @@ from flower_gpu.errors import ConfigError
 SUFFIX: Final = ".commits"
 
 _GIT: Final = "git+"
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_RUNS: Final = 16  # number of runs with known commits
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.IGNORECASE)  # SHA-1 or SHA-256
+_SHORT_COMMIT: Final = re.compile(r"[0-9a-f]{7,63}", re.IGNORECASE)
+_RUNS: Final = 16  # number of runs that are remembered
 _ASK_S: Final = 60.0  # seconds until a repository counts as out of reach
-_LARGE_BYTES: Final = 16 << 20  # size from which size and date of a file are used instead of its content
-# Builds leave these in the folder of a package. They must not make an installed package look changed.
-_LEFT_BY_BUILDS: Final = re.compile(r"build|dist|.*\.egg-info")
-_NOT_CONTENT: Final = re.compile(r"\.git|\.venv|__pycache__|.*\.pyc")
 
 #: A repository, and a reference there: ``HEAD``, ``refs/...``, or the short name of a branch or tag.
 Reference = tuple[str, str]
@@ -101,42 +99,24 @@ def _add_path(found: dict[Path, str], path: Path, name: str) -> None:
             _add_path(found, path / their_path, their_name)
 
 
-def digest(path: Path) -> str:
-    """Return a digest of the content of a file, or of all files of a folder with their names."""
-    sha = hashlib.sha256()
-    for file in [path] if path.is_file() else _files(path):
-        sha.update(f"{file.relative_to(path)}\0".encode(errors="surrogateescape"))
-        with suppress(OSError):
-            state = file.stat()
-            if not stat.S_ISREG(state.st_mode):  # reading a pipe would wait for its writer
-                sha.update(f"{state.st_mode}".encode())
-            elif state.st_size > _LARGE_BYTES:
-                sha.update(f"{state.st_size} {state.st_mtime_ns}".encode())
-            else:
-                sha.update(hashlib.sha256(file.read_bytes()).digest())
-    return sha.hexdigest()
+class OfRuns:
+    """What was found out for the last runs, in a file that belongs to this account."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield all files of a folder, those behind links to folders too."""
-    seen: set[Path] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        if (real := Path(parent).resolve()) in seen:  # a link that leads back
-            folders.clear()
-            continue
-        seen.add(real)
-        skipped = _is_left_by_build if parent == str(folder) else None
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not _NOT_CONTENT.fullmatch(name) and not (skipped and skipped(Path(parent, name)))
-        )
-        yield from (Path(parent, name) for name in sorted(names) if not _NOT_CONTENT.fullmatch(name))
+    def read(self) -> dict[str, Any]:
+        """Return what is known, by run, the newest run last."""
+        with suppress(OSError, ValueError):
+            found = json.loads(self._path.read_text())
+            return found if isinstance(found, dict) else {}
+        return {}
 
-
-def _is_left_by_build(folder: Path) -> bool:
-    """Return True if a build has left this folder, unless it is a package with one of these names."""
-    return bool(_LEFT_BY_BUILDS.fullmatch(folder.name)) and not (folder / "__init__.py").exists()
+    def add(self, run: int | None, value: Any) -> None:
+        """Remember a value for a run. The caller holds a lock, or can do without a value of another run."""
+        others = {name: known for name, known in self.read().items() if name != str(run)}
+        with files.replaced(self._path, mode=0o600) as new:
+            new.write_text(json.dumps(dict([*others.items(), (str(run), value)][-_RUNS:])))
 
 
 def pinned(
@@ -152,28 +132,29 @@ def pinned(
     references = _references(declared)
     if not references:
         return declared
+    # URLs may hold credentials, so the file has digests of the references.
     keys = {each: hashlib.sha256("\0".join(each).encode()).hexdigest() for each in references}
     place = folder / hashlib.sha256("".join(sorted(keys.values())).encode()).hexdigest()[:20]
-    path = place.with_suffix(SUFFIX)
+    of_runs = OfRuns(place.with_suffix(SUFFIX))
     with files.locked(place.with_suffix(".lock"), wait_s=None):
-        # By run, the newest one last. URLs may hold credentials, so the file has digests of the references.
-        runs: dict[str, dict[str, str]] = {}
-        with suppress(OSError, ValueError):
-            runs = json.loads(path.read_text())
-        of_run = runs.get(str(run)) if run is not None else None
+        known: dict[str, dict[str, str]] = of_runs.read()
+        of_run = known.get(str(run)) if run is not None else None
         if of_run is None:
-            answers = {keys[each]: commit for each, commit in ask(references).items()}
-            if len(answers) < len(references):
+            last = next(reversed(known.values()), {})
+            asked = [each for each in references if last.get(keys[each]) != each[1]]  # others are commits
+            answers = {keys[each]: commit for each, commit in (ask(asked) if asked else {}).items()}
+            if len(answers) < len(asked):
                 _log.warning("not every git repository tells its commits; the last known ones are used")
-            of_run = {**next(reversed(runs.values()), {}), **answers}
-            runs = dict([*runs.items(), (str(run), of_run)][-_RUNS:])
-            with files.replaced(path, mode=0o600) as new:
-                new.write_text(json.dumps(runs))
+            of_run = {**last, **answers}
+            of_runs.add(run, of_run)
     return _with_commits(declared, lambda *reference: of_run.get(keys[reference]))
 
 
 def commits(references: Sequence[Reference]) -> dict[Reference, str]:
-    """Return the commits of references. A repository that cannot be reached is left out."""
+    """Return the commits of references. A repository that cannot be reached is left out.
+
+    A short commit is returned as it is.
+    """
     found = {}
     for url, reference in references:
         names = [f"{reference}^{{}}", reference]  # the commit of an annotated tag comes before the tag
@@ -192,7 +173,8 @@ def commits(references: Sequence[Reference]) -> dict[Reference, str]:
             ).stdout
             lines = [line.split("\t") for line in answer.splitlines()]
             told = {name: commit for commit, name in lines}
-            if commit := next((told[name] for name in names if name in told), None):
+            short = reference if _SHORT_COMMIT.fullmatch(reference) else None
+            if commit := next((told[name] for name in names if name in told), short):
                 found[url, reference] = commit
     return found
 

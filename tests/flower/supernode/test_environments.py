@@ -29,7 +29,7 @@ from waiting import until
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower import environments, package_sources
+from flower_gpu.flower import environments
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -231,6 +231,10 @@ class Declaring:
         [module] = Path(done.stdout.strip()).glob("lib/python*/site-packages/tinything.py")
         return module.read_text()
 
+    def environments(self) -> int:
+        """Return the number of environments."""
+        return sum(path.is_dir() for path in (self.folder / "envs").iterdir())
+
     def git(self, *arguments: str) -> None:
         identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
         run_programs.run(["git", *identity, *arguments], cwd=self.package, check=True)
@@ -241,46 +245,32 @@ def declaring(tmp_path: Path) -> Declaring:
     return Declaring(tmp_path)
 
 
-@pytest.mark.timeout(60)
-def test_the_digest_of_a_folder_follows_links_to_folders(tmp_path: Path) -> None:
-    package, shared = tmp_path / "package", tmp_path / "shared"
-    package.mkdir()
-    shared.mkdir()
-    (package / "src").symlink_to(shared)
-    for name in "abc":  # links that lead back, of which the kernel follows 40 in a row
-        (shared / name).symlink_to(package)
-    before = package_sources.digest(package)
-    (shared / "module.py").touch()
-    after = package_sources.digest(package)
-    assert after != before and package_sources.digest(package) == after
-
-
-@pytest.mark.timeout(60)
-def test_the_digest_of_a_folder_reads_no_pipe(tmp_path: Path) -> None:
-    before = package_sources.digest(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    assert package_sources.digest(tmp_path) != before
-
-
-def test_a_package_with_a_name_of_a_builds_folder_is_content(tmp_path: Path) -> None:
-    digests = [package_sources.digest(tmp_path)]
-    for file in ("build/lib/module.py", "dist/__init__.py", "dist/module.py"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-        digests.append(package_sources.digest(tmp_path))
-    assert digests[0] == digests[1] and len(set(digests[1:])) == 3
-
-
 @pytest.mark.parametrize("is_url", [False, True])
 def test_a_package_of_a_folder_is_installed_as_it_is_now(declaring: Declaring, is_url: bool) -> None:
     if is_url:
         declaring.declare(f"tinything @ {declaring.package.as_uri()}")
     else:
         declaring.declare("tinything", "{path = '../package'}")
-    for number in (1, 2, 1):
+    for run, number in enumerate((1, 2, 1)):
         (declaring.package / "tinything.py").write_text(f"VALUE = {number}\n")
-        assert declaring.value(run=5) == f"VALUE = {number}\n"
-    assert len([path for path in (declaring.folder / "envs").iterdir() if path.is_dir()]) == 2
+        assert declaring.value(run) == f"VALUE = {number}\n"
+    assert declaring.environments() == 2
+
+
+def test_what_an_app_writes_into_the_folder_of_a_package_installs_nothing_again(declaring: Declaring) -> None:
+    """Logs do not count at all, and whatever changes, a run keeps the environment of its first message."""
+    declaring.declare("tinything", "{path = '../package'}")
+    (declaring.package / "tinything.py").write_text("VALUE = 1\n")
+    for run in (1, 1, 2):
+        assert declaring.value(run) == "VALUE = 1\n"
+        with (declaring.package / "training.log").open("a") as log:
+            log.write("epoch 1\n")
+    assert declaring.environments() == 1
+    (declaring.package / "metrics.csv").write_text("loss\n")
+    (declaring.package / "tinything.py").write_text("VALUE = 2\n")
+    assert declaring.value(run=2) == "VALUE = 1\n"
+    assert declaring.environments() == 1
+    assert [declaring.value(run) for run in (3, 2, 1)] == [f"VALUE = {number}\n" for number in (2, 1, 1)]
 
 
 @pytest.mark.parametrize("is_url", [False, True])
