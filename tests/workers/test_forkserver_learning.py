@@ -18,7 +18,7 @@ import flower_gpu
 from flower_gpu.workers.forkserver import control
 from flower_gpu.workers.forkserver.libraries import Growth
 
-pytestmark = forkservers.marks(timeout_s=150, own="folder")
+pytestmark = forkservers.marks(own="folder")
 
 
 PACKAGES = {
@@ -41,6 +41,12 @@ PACKAGES = {
         VALUE = 4
         """,
     "crashes": "import os, signal\nif os.getsid(0) == os.getpid(): os.kill(os.getpid(), signal.SIGSEGV)\n",
+    # In a server its import ends once a file is there.
+    "gated": """
+        import os, time
+        while os.getsid(0) == os.getpid() and not os.path.exists(__file__ + ".open"):
+            time.sleep(0.05)
+        """,
     "hangs": "import os, time\nif os.getsid(0) == os.getpid(): time.sleep(600)\n",
     "breaks_later": 'import os\nif os.path.exists(__file__ + ".broken"): raise RuntimeError("broken")\n',
     "logs": 'import logging\nlogging.basicConfig(format="of a library: %(message)s", level=logging.INFO)\n',
@@ -87,19 +93,6 @@ def learn(caller: Client, *modules: str) -> control.Status:
     return until_only(lambda status: {name.partition(".")[0] for name in modules} <= set(status.libraries))
 
 
-def learn_at_last(caller: Client, module: str) -> control.Status:
-    """Have workers import a module until the server has it.
-
-    What a worker tells a server that is just then handing over to the next one is lost; one of the following
-    workers, which import it again, tells it to that.
-    """
-    for _ in range(5):
-        caller.call("tasks_forkserver:uses", module)
-        if wait_until(lambda: any(module in status.libraries for status in control.status()), timeout_s=10):
-            break
-    return until_only(lambda status: module in status.libraries)
-
-
 class TestLibraries:
     def test_what_a_worker_imported_is_there_for_the_next(self, python: str) -> None:
         with Client(python) as first, Client(python) as second:
@@ -130,13 +123,27 @@ class TestLibraries:
         with forkservers.own_servers(light=True), Client(python) as caller:
             assert caller.call("tasks_forkserver:server") == only_server().pid
             with pytest.raises(forkservers.CallError, match="WorkerTimeoutError") as caught:
-                caller.call("tasks_forkserver:uses", "slow", timeout_s=4)
+                caller.call("tasks_forkserver:uses", "slow", timeout_s=8)
             found = re.search(
-                r"within timeout_s=4, of which at least (\S+) s went into imports", str(caught.value)
+                r"within timeout_s=8, of which at least (\S+) s went into imports", str(caught.value)
             )
-            assert found and 0.5 <= float(found[1]) <= 4, caught.value
+            assert found and 0.5 <= float(found[1]) <= 8, caught.value
             until_only(lambda status: "slow" in status.libraries)
             assert caller.call("tasks_forkserver:uses", "slow", timeout_s=60) == [True]
+
+    def test_what_a_worker_imports_while_a_successor_begins_is_there_as_well(
+        self, python: str, environment: Path
+    ) -> None:
+        """The successor was forked before. The calls are of two kinds, so the second one need not wait."""
+        gate = forkservers.site_packages(environment) / "gated" / "__init__.py.open"
+        with forkservers.own_servers(light=True), Client(python) as caller, Client(python) as other:
+            assert caller.call("tasks_forkserver:uses", "gated") == [False]
+            server = only_server().pid
+            assert other.call("tasks_forkserver:attribute", "harmless", "VALUE") == [1, False]
+            assert only_server().pid == server
+            gate.touch()
+            successor = until_only(lambda status: "harmless" in status.libraries)
+            assert successor.pid != server and "gated" in successor.libraries
 
     def test_a_process_can_have_it_learn_before_its_first_call(self, python: str) -> None:
         names = ("harmless_too", "harmless_too.VALUE", "nowhere", "starts_thread", "tasks_forkserver", "")
@@ -298,7 +305,7 @@ class TestLibraries:
                 for thread in threads: thread.start()
                 """
             )
-            pids = [learn_at_last(learning, name).pid for name in new]
+            pids = [learn(learning, name).pid for name in new]
             servers, errors = busy.do(
                 "over.set(); [each.join() for each in threads]; answer = [list(servers), errors]"
             )

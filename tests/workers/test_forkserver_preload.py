@@ -17,7 +17,7 @@ from test_choose import driver as driver
 
 from flower_gpu.workers.forkserver import control
 
-pytestmark = forkservers.marks(timeout_s=120)
+pytestmark = forkservers.marks()
 
 # Each call of a function leaves a line in a file beside the module.
 TASK = """
@@ -243,6 +243,32 @@ class TestWhatGoesWrong:
         (folder / "go").touch()
         assert caller.call("loading_task:number", **options) == 7
 
+    def test_the_caller_is_slower_than_the_idle_limit(
+        self, start: Callable[..., Client], folder: Path
+    ) -> None:
+        """As on a busy host: the server waits for it, and the data are loaded once."""
+        with forkservers.own_servers(idle_s=0.1, light=True):
+            caller = start()
+            caller.do(
+                """
+                import time
+                from contextlib import contextmanager
+                from flower_gpu.workers.forkserver import program
+
+                said_ready = program.said_ready
+
+                @contextmanager
+                def slowly(*arguments):
+                    with said_ready(*arguments) as ready:
+                        yield ready
+                    time.sleep(2.5)
+
+                program.said_ready = slowly
+                """
+            )
+            assert caller.call("loading_task:number", preload="loading_task:load") == 1
+            assert len(lines(folder)) == 1
+
     def test_interrupted_while_it_loads(self, start: Callable[..., Client], folder: Path) -> None:
         caller = start()
         caller.send("loading_task:number", preload="loading_task:load_slowly")
@@ -256,7 +282,9 @@ class TestWhatGoesWrong:
     def test_the_server_is_killed_or_hangs(self, start: Callable[..., Client], folder: Path) -> None:
         """Both kinds: of the data, and the one with the libraries that the other is forked from."""
         caller = start()
-        caller.do("from flower_gpu.workers.forkserver import client; client._SAY_S = client._ANSWER_S = 0.5")
+        caller.do(
+            "from flower_gpu.workers.forkserver import client; client._SAY_S, client._ANSWER_S = 0.5, 3.0"
+        )
         for number, sent in enumerate([signal.SIGKILL, signal.SIGSTOP]):
             preload = ["loading_task:load", {"number": number}]
             assert caller.call("loading_task:number", preload=preload) == number

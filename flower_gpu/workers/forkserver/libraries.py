@@ -245,6 +245,8 @@ class Growth:
     deadline: float  # on the clock of ``time.monotonic``
     #: Callers, and kinds of calls, that have waited for it for too long and go on without.
     without: set[int | str] = field(default_factory=set)
+    #: Reports of workers that came after it was forked: the modules, and the kind of the calls.
+    reported: list[tuple[Sequence[str], str]] = field(default_factory=list)
 
     def libraries(self) -> list[str]:
         """Return the top-level names of the modules that it imports."""
@@ -346,9 +348,9 @@ class Learning:
         own = imported_since(count, self._folders)
         return list(dict.fromkeys([*own, *(facts.imported_by_forks or ())]))
 
-    def ask(self, names: Sequence[str], *whose: int | str) -> None:
-        """Note the coming imports of workers; only installed libraries count."""
-        self.note([name for name in names if is_installed(name, self._folders)], *whose)
+    def installed(self, names: Sequence[str]) -> list[str]:
+        """Return the modules of installed libraries among these: others may change while this server runs."""
+        return [name for name in names if is_installed(name, self._folders)]
 
     def ask_for_gpus(self, *whose: int | str) -> None:
         """Note that workers are to use a GPU; their libraries for that are loaded once."""

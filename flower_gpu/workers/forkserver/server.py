@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -34,6 +34,9 @@ from flower_gpu.workers.threads import release_openmp_threads
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to callers that wait in line
 _POLL_S = 0.02
+# How long a new server waits for its first caller, at least. The process that has started it connects at
+# once, unless the host is busy. A server that ended before that would have loaded the user's data in vain.
+_FIRST_CALLER_S = 60.0
 _TRIAL_S = 300.0  # for importing what workers reported; then it is given up
 
 _Message = Mapping[str, Any]
@@ -53,7 +56,8 @@ class Server:
         self._orphans: set[int] = set()
         self._modules = self._calls = 0
         self._told = 0.0
-        self._draining = False
+        self._has_had_callers = False
+        self._draining = self._has_successor = False
 
     def open(self, listener: socket.socket | None) -> None:
         """Begin to serve on ``listener``, or on a new socket."""
@@ -78,6 +82,7 @@ class Server:
         os.write(ready, READY)
         os.close(ready)
         os.close(lock)
+        self._has_had_callers = False
         self.serve()
 
     def serve(self) -> None:
@@ -107,10 +112,13 @@ class Server:
         growth = self._learning.running
         # A fork that imports libraries does not count as a user, because it may never come to an end.
         if self._callers() or self._orphans - ({growth.pid} if growth else set()):
-            self._last_use = time.monotonic()
+            self._last_use, self._has_had_callers = time.monotonic(), True
         if not self._draining:
             idle_s = time.monotonic() - self._last_use
-            if idle_s > self._start.idle_s or sockets.identity(self._start.name) != self._socket_file:
+            limit_s = (
+                self._start.idle_s if self._has_had_callers else max(self._start.idle_s, _FIRST_CALLER_S)
+            )
+            if idle_s > limit_s or sockets.identity(self._start.name) != self._socket_file:
                 self._drain()
         if growth is not None and time.monotonic() > growth.deadline:
             self._end_growth()
@@ -246,8 +254,7 @@ class Server:
         status, usage = os.wait4(session.pid, 0)[1:]
         session.pid = -1
         self._end_sessions()  # also of what has left the worker's group only now
-        self._learning.note(message["imported"], session.caller, session.record["kind"])
-        self._grow()
+        self._note_imports(message["imported"], session.caller, session.record["kind"])
         return {"exitcode": os.waitstatus_to_exitcode(status), "peak_bytes": usage.ru_maxrss << 10}
 
     def _on_stay(self, session: Session, _: _Message, __: list[int]) -> _Answer:
@@ -257,8 +264,8 @@ class Server:
 
     def _on_learn(self, session: Session, message: _Message, _: list[int]) -> _Answer:
         """Import libraries before the first worker comes; answer with those that are not there yet."""
-        self._learning.ask(message["names"], session.caller, message["kind"])
-        self._grow()
+        names = self._learning.installed(message["names"])
+        self._note_imports(names, session.caller, message["kind"])
         return {"learning": sorted({name.partition(".")[0] for name in self._learning.wanted()})}
 
     def _on_status(self, session: Session, _: _Message, __: list[int]) -> _Answer:
@@ -334,15 +341,10 @@ class Server:
         die_with_the_caller(life)
         adopt_orphans()  # while this process lives, what it has started stays below it
         interpreter.begin(message["argv"], streams, interpreter.with_all_cores(os.environ))
-        tell = partial(self._tell_imported, session.record["kind"])
-        interpreter.run_to_end(lambda: load_task(message["function"])(), tell)
-
-    def _tell_imported(self, kind: str) -> None:
-        """Report this program's imports to the server (in the fork)."""
-        names = self._learning.imported(self._modules)
-        with suppress(messages.Gone, ConfigError), sockets.connect(self._start.name, _TICK_S) as connection:
-            messages.send(connection, {"op": "learn", "names": names, "kind": kind})
-            messages.receive_answer(connection)
+        interpreter.run_to_end(
+            lambda: load_task(message["function"])(),
+            lambda: self._report(self._learning.imported(self._modules), session.record["kind"]),
+        )
 
     def _take_over(self, session: Session) -> dict[str, Any]:
         """Take over the caller's settings (in the fork); returns those that only forks may know."""
@@ -449,6 +451,26 @@ class Server:
         self._learning.running = Growth(pid, report, names, time.monotonic() + _TRIAL_S)
         self._selector.register(report, selectors.EVENT_READ, self._on_growth)
 
+    def _note_imports(self, names: Sequence[str], caller: int, kind: str) -> None:
+        """Have libraries imported for the next workers, by this server or by its successor."""
+        if self._has_successor:
+            self._report(names, kind)
+            return
+        if self._learning.running is not None:
+            self._learning.running.reported.append((names, kind))
+        self._learning.note(names, caller, kind)
+        self._grow()
+
+    def _report(self, names: Sequence[str], kind: str) -> None:
+        """Report imports to the server that has this name by now.
+
+        Returns when that server has answered, or is busy. A connection that is closed with an unread answer
+        would be reset, and the report would be lost.
+        """
+        with suppress(messages.Gone, ConfigError), sockets.connect(self._start.name, _TICK_S) as connection:
+            messages.send(connection, {"op": "learn", "names": list(names), "kind": kind})
+            messages.receive(connection)
+
     def _end_growth(self) -> None:
         growth = self._learning.running
         if growth is not None and growth.pid in self._orphans:  # not reaped: its pid is its own
@@ -461,6 +483,9 @@ class Server:
         refused = growth.refused()
         if refused is None:
             self._drain(has_successor=True)
+            # The successor was forked before these reports came.
+            for names, kind in growth.reported:
+                self._report(names, kind)
         else:
             self._learning.refused |= refused
             self._grow()
@@ -469,7 +494,7 @@ class Server:
         """Take no more calls; end with the last running worker. A successor has socket and clients."""
         if self._draining:
             return
-        self._draining = True
+        self._draining, self._has_successor = True, has_successor
         self._end_growth()
         self._selector.unregister(self._listener)
         self._listener.close()
