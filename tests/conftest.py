@@ -22,16 +22,32 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from _pytest.outcomes import OutcomeException
 from hypothesis import HealthCheck, Phase, settings
+from properties import EXPLORED, USUAL
 from run_programs import TIMEOUT_S
 
-# A busy machine, or the first run of a clone, takes long for an example, which says nothing of the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# Of all tests, the first example that fails is enough. A smaller one costs minutes; ask for it with -n 0.
-phases = Phase.explicit, Phase.reuse, Phase.generate
+# CI checks each property with the same examples every time, so that a rare example fails no change that has
+# nothing to do with it. A deadline or a slow health check would say more of the machine than of the code.
 settings.register_profile(
-    "first", settings.get_profile("untimed"), phases=phases, report_multiple_bugs=False, print_blob=True
+    "usual",
+    max_examples=USUAL,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("first" if "PYTEST_XDIST_WORKER" in os.environ else "untimed")
+# In the whole suite, the first example that fails is enough. A smaller one costs minutes; -n 0 finds it.
+settings.register_profile(
+    "first",
+    settings.get_profile("usual"),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    report_multiple_bugs=False,
+)
+# Rare examples are found here: new ones in each run, and many of them.
+settings.register_profile(
+    "explore", settings.get_profile("usual"), derandomize=False, max_examples=EXPLORED * USUAL
+)
+settings.load_profile("first" if "PYTEST_XDIST_WORKER" in os.environ else "usual")
 
 # A shell without job control starts what it puts into the background with SIGINT ignored, nohup does so with
 # SIGHUP, and programs inherit that; tests that press Ctrl-C need the usual state.

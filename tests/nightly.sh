@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests that depend on the version of Flower with the newest flwr-nightly, so that the next release surprises
-# nobody. They run in .venv-nightly: a copy of the environment of tests/run.sh, in which flwr-nightly replaces flwr.
+# Runs what takes too long for each change, or fails for reasons that are not the change's.
+# - Tests of properties with many new examples.
+# - The tests that depend on the version of Flower with the newest flwr-nightly, so that the next release surprises
+#   nobody. They run in .venv-nightly: a copy of the environment of tests/run.sh, in which flwr-nightly replaces flwr.
 set -euo pipefail
 here=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$here"
@@ -9,6 +11,9 @@ source scripts/venv.sh
 # shellcheck source=.ci/test_versions.sh
 source .ci/test_versions.sh
 ensure_venv "$here" dev
+
+explored=0
+bare tests/run.sh -q -m hypothesis --hypothesis-profile explore -o timeout=1800 || explored=$?
 
 nightly=$here/.venv-nightly
 rm -rf "$nightly"
@@ -28,3 +33,4 @@ assert flwr.__file__.startswith(sys.prefix) and "flwr" not in names, (flwr.__fil
 print("flwr-nightly", importlib.metadata.version("flwr-nightly"))
 PYTHON
 test_versions "$nightly/bin/python"
+exit "$explored"

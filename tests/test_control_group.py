@@ -15,8 +15,6 @@ from run_programs import run
 from flower_gpu import control_group
 from flower_gpu.workers import oom_kills, threads
 
-pytestmark = pytest.mark.timeout(120)
-
 MIB = 2**20
 ENVIRON = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 UNLIMITED = 9223372036854771712

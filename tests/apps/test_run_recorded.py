@@ -16,8 +16,6 @@ from flower_gpu.apps.recording import recorded_run, running_runs
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers import state_folder
 
-pytestmark = pytest.mark.timeout(60)
-
 RECORD = """
 import sys
 from pathlib import Path
@@ -62,7 +60,7 @@ def test_the_gpus_are_looked_at_before_and_after(folder: Path, tmp_path: Path) -
     host.set(1, used=2 * GIB, util=55, temp=61)
     process = record(folder, env=host.env)
     host.set(1, used=3 * GIB, util=None)
-    process.communicate("", timeout=30)
+    process.communicate("", timeout=60)
     began, first, *_, last, ended = events(folder)
     assert (began["event"], began["kind"], began["name"]) == ("run_started", "launch", "app")
     assert (began["clients"], began["num_rounds"], began["pid"]) == (3, 2, process.pid)
@@ -76,7 +74,7 @@ def test_the_gpus_are_looked_at_before_and_after(folder: Path, tmp_path: Path) -
 
 
 def test_a_failure_is_one_and_without_gpus_there_are_no_samples(folder: Path) -> None:
-    assert record(folder, "fail").wait(timeout=30) == 1
+    assert record(folder, "fail").wait(timeout=60) == 1
     told = [(event["event"], event.get("outcome")) for event in events(folder)]
     assert told == [("run_started", None), ("run_finished", "failed")]
 
@@ -87,12 +85,12 @@ def test_a_run_is_seen_as_long_as_its_process_lives(folder: Path) -> None:
     [run] = running_runs()
     assert (run.folder, run.kind, run.name, run.pid) == (str(folder), "launch", "app", process.pid)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=60)
     assert running_runs() == []
     assert events(folder)[-1]["event"] == "run_started"
     process = record(folder)  # what the dead one has left is in nobody's way
     assert len(running_runs()) == 1
-    process.communicate("", timeout=30)
+    process.communicate("", timeout=60)
     assert running_runs() == []
 
 
@@ -121,5 +119,5 @@ def test_what_is_no_run_is_none(content: str, tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_stops_no_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("no folder")
-    record(folder).communicate("", timeout=30)
+    record(folder).communicate("", timeout=60)
     assert events(folder)[-1]["outcome"] == "completed"

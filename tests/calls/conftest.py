@@ -21,7 +21,7 @@ def calls_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
     env = {**os.environ, "FLOWER_GPU_STATE_DIR": str(state)}
     subprocess.run(
-        [sys.executable, "-m", "flower_gpu.cli", "workers", "stop"], env=env, capture_output=True, timeout=60
+        [sys.executable, "-m", "flower_gpu.cli", "workers", "stop"], env=env, capture_output=True, timeout=150
     )
 
 

@@ -14,7 +14,6 @@ from flower_gpu.leases.lease import Lease, Share
 from flower_gpu.workers import confinement
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(confinement.problem() is not None, reason=f"no confinement: {confinement.problem()}"),
 ]
 

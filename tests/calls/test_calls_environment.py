@@ -15,8 +15,6 @@ from flower_gpu.calls import environment
 from flower_gpu.calls.environment import fixed
 from flower_gpu.leases.lease import Lease, Share
 
-pytestmark = pytest.mark.timeout(30)
-
 MERGED = "MERGED"
 
 

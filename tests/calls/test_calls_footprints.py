@@ -17,8 +17,6 @@ from calls_host import GIB, CallsHost
 from flower_gpu.leases.footprint_rule import Key, needed_bytes
 from flower_gpu.workers.call import Call, task_key
 
-pytestmark = pytest.mark.timeout(120)
-
 CONTEXT = 0.5
 OPTIONS = {"start_method": "forkserver"}
 

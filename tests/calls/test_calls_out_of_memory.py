@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from calls_host import GIB, CallsHost
 
-pytestmark = pytest.mark.timeout(120)
-
 TOO_MUCH = [["take", 2.0], ["take", 3.0]]  # with the context 5.5 GiB
 
 

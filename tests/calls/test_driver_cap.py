@@ -17,6 +17,7 @@ from driver_cap_host import CALLER, SPAWNED, Host, host_in_group
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB, NO_PERMISSION
+from properties import examples
 
 from flower_gpu import control_group
 
@@ -151,7 +152,10 @@ driver_cap.remove_left()
 
 
 @given(lasts=st.lists(st.sampled_from(STEPS), min_size=1, max_size=3))
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(6),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_no_kill_at_any_moment_leaves_anything(host: Host, lasts: list[str]) -> None:
     uuid = host.cards.uuids[0]
     workers = []
@@ -169,7 +173,7 @@ def test_no_kill_at_any_moment_leaves_anything(host: Host, lasts: list[str]) -> 
         assert is_there == (last == "stay")
         living += is_there
         if not is_there:
-            worker.wait(30)
+            worker.wait(60)
     host.run(sys.executable, "-c", SWEEP, str(host.group))
     assert len(host.left()) == living and host.reserved() == living * GIB
     for worker in workers:

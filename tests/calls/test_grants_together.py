@@ -30,7 +30,6 @@ from flower_gpu.gpu import guard
 from flower_gpu.workers import confinement
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(guard.problem() is not None, reason=f"no guard: {guard.problem()}"),
 ]
 

@@ -35,8 +35,6 @@ from flower_gpu.flower.private_names import NAMES
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.options import SCRIPT_VARIABLES, VARIABLES
 
-pytestmark = pytest.mark.timeout(120)
-
 PAGE = Path(__file__).parents[2] / "docs/reference/commands.md"
 ELSEWHERE = {"one ledger", "SuperLink"}  # what other processes of this host may add
 

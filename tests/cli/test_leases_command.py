@@ -7,11 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from command_shell import Shell
 from nvml_stub import GIB, Host
-
-pytestmark = pytest.mark.timeout(120)
 
 PAGE = Path(__file__).parents[2] / "docs/reference/commands.md"
 CAPACITY = 16 * GIB - 256 * 2**20

@@ -20,8 +20,6 @@ from flower_gpu.cli import main as cli
 from flower_gpu.cli.arguments import verbosity
 from flower_gpu.cli.main import COMMANDS, build_parser
 
-pytestmark = pytest.mark.timeout(120)
-
 PAGE = Path(__file__).parents[2] / "docs/reference/commands.md"
 ABOUT = re.compile(r"flower-gpu \S+, Python \S+, /\S+\n")
 

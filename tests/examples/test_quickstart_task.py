@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from run_programs import run_python
 from safetensors.torch import load_file
 
@@ -95,7 +96,7 @@ def test_server_waits_for_all_clients_and_samples_as_many_as_asked(monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet"])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4))
 @given(num_partitions=st.integers(1, 16), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_partitions_are_disjoint_complete_and_repeatable(kind, labels, num_partitions, seed, data):
     parts = partitions(labels, num_partitions, partition=kind, seed=seed)

@@ -16,13 +16,12 @@ from flwr.common import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from properties import examples
 from run_programs import run_python
 
 from flower_gpu import run_in_worker
 from flower_gpu.flower import arrays
 from flower_gpu.workers import memory_files, transport
-
-pytestmark = pytest.mark.timeout(120)
 
 needs_seals = pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed memory files")
 
@@ -185,7 +184,7 @@ def test_broken_data_fails_as_in_flower(data: bytes) -> None:
         arrived_from(sent).numpy()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     hnp.arrays(
         dtype=st.one_of(

@@ -7,10 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.timeout(150)
-
 WEIGHTS_MB = 45
 
 # What every start_client process imports, trained or not. A mapped memory file counts as a whole: pages of it

@@ -22,8 +22,6 @@ from hypothesis import strategies as st
 
 from flower_gpu.flower import objects
 
-pytestmark = pytest.mark.timeout(120)
-
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 PULL, PUSH = inflatable_utils.pull_objects, inflatable_utils.push_object_contents_from_iterable
 

@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from record_strategies import contents, record_dicts
 
 from flower_gpu.errors import InvalidResultError
@@ -31,7 +32,7 @@ def in_one_piece(plain: PlainBytes) -> memoryview:
 
 
 @given(content=record_dicts, state=record_dicts)
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=examples(60))
 def test_a_reply_and_a_state_come_as_they_were(content: RecordDict, state: RecordDict) -> None:
     message = asked()
     reply = Message(content, reply_to=message, ttl=50.0)
@@ -66,7 +67,7 @@ def test_an_error_comes_as_it_was(reason: str | None) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=examples(300))
 def test_changed_bytes_are_refused_or_are_a_reply(data: st.DataObject) -> None:
     message = asked()
     state = RecordDict({"s": ConfigRecord({"a": 1, "b": [b"x", b"yz"]})})

@@ -26,8 +26,6 @@ from flower_gpu.flower.resuming import checkpoint
 from flower_gpu.flower.resuming import resumable as resuming
 from flower_gpu.flower.resuming.states import StateStore
 
-pytestmark = pytest.mark.timeout(120)
-
 NODES = range(1, 7)
 SOME = {"fraction_train": 0.5, "min_train_nodes": 3}
 MAKE: dict[str, Callable[[], Strategy]] = {

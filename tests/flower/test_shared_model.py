@@ -20,7 +20,6 @@ from flower_gpu.gpu import guard
 from flower_gpu.workers import memory_files, transport
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed memory files"),
 ]
 

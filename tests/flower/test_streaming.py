@@ -18,6 +18,7 @@ from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from streaming_grid import content_of, reply_of
 
 from flower_gpu import FedAvg
@@ -81,7 +82,6 @@ def _random(rng: np.random.Generator, kind: str, shape: tuple[int, ...], is_fort
     return np.asfortranarray(array) if is_fortran and shape else array
 
 
-@settings(deadline=None)
 @given(replies=federations())
 def test_the_mean_of_a_stream_is_flowers(replies: list[Message]) -> None:
     """That of Flower's own strategy to the type: the mean of integers is a float64 there."""
@@ -267,7 +267,6 @@ def test_a_reply_is_gone_before_the_next_is_asked_for() -> None:
     assert len(alive) == 50
 
 
-@pytest.mark.timeout(60)
 def test_mapped_memory_of_a_reply_is_freed_before_the_next_is_asked_for() -> None:
     maps: list[int] = []
 
@@ -324,7 +323,7 @@ def test_metrics_of_a_stream_come_without_arrays_and_say_so() -> None:
     assert replies[0].content["arrays"]["w"].numpy() == [1.0]  # and nobody's replies are changed
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(order=st.permutations(range(1, 9)), late=st.sets(st.integers(1, 8), max_size=3))
 def test_exact_order_gives_the_same_bits_in_any_order_of_arrival(order: list[int], late: set[int]) -> None:
     def replies(nodes: Iterable[int]) -> Generator[Message, None, None]:

@@ -20,8 +20,6 @@ from shared_servers import SHARED_STATE
 
 from flower_gpu.flower import superlink
 
-pytestmark = pytest.mark.timeout(60)
-
 REPOSITORY = Path(__file__).parents[2]
 
 

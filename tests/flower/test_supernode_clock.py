@@ -13,8 +13,6 @@ from run_programs import run_python
 from flower_gpu.flower import waits
 from flower_gpu.flower.supernode import SuperNodeTime
 
-pytestmark = pytest.mark.timeout(60)
-
 IDLE_S = 20.0
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
+from properties import examples
 
 from flower_gpu.errors import WeightsError
 from flower_gpu.jax.weights import get_weights, set_weights
@@ -83,7 +84,7 @@ def zero(leaf: Any) -> Any:
     return np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else type(leaf)(0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(TREES)
 def test_there_and_back(tree: Any) -> None:
     weights = get_weights(tree)

@@ -18,7 +18,7 @@ from flower_gpu.frameworks import jax
 from flower_gpu.leases.lease import Lease, Share
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.forkserver import client, control
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
@@ -34,15 +34,23 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    """Less of TensorFlow's output."""
+def own_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork servers of these tests alone, with less of TensorFlow's output.
+
+    A fork server imports libraries with the environment of the process that has started it. One that another
+    file's tests have started may have read other variables, and then it is no good for these tests.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+        patch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        patch.setattr(client, "_memory", client._Memory())
         yield
+        client._memory.stays.close()
+        control.stop(wait_s=60)
 
 
 @pytest.fixture(scope="module")
-def learned(quiet: None) -> None:
+def learned(own_servers: None) -> None:
     """Have the fork server import both, as it does once a worker had to."""
     client.learn(["tensorflow", "jax"], patience_s=240)  # a busy machine imports them slowly
 

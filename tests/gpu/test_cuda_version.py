@@ -12,8 +12,6 @@ from nvml_stub import Host
 from flower_gpu.doctor import cuda
 from flower_gpu.gpu.cuda_version import explained
 
-pytestmark = pytest.mark.timeout(120)
-
 FITS = "that is not the reason, `flower-gpu doctor` looks for others"
 
 

@@ -13,8 +13,6 @@ import pytest
 from nvml_stub import GIB, Host
 from run_programs import run_python
 
-pytestmark = pytest.mark.timeout(60)
-
 MIB = 2**20
 
 COMMANDS = (Path(__file__).parents[2] / "docs/reference/commands.md").read_text()

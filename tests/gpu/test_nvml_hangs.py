@@ -12,8 +12,6 @@ from waiting import until
 
 from flower_gpu.gpu.nvml_thread import _Question
 
-pytestmark = pytest.mark.timeout(60)
-
 Start = Callable[[dict[str, str]], Callable[..., Any]]
 
 

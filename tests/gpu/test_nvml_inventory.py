@@ -17,8 +17,6 @@ from forked import TESTS
 from nvml_stub import GIB, Host
 from run_programs import run
 
-pytestmark = pytest.mark.timeout(60)
-
 MIB = 2**20
 
 Start = Callable[[dict[str, str]], Any]

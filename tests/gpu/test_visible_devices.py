@@ -15,8 +15,6 @@ from run_programs import run
 
 from flower_gpu.gpu.gpus import GPU, Inventory
 
-pytestmark = pytest.mark.timeout(60)
-
 GIB = 2**30
 
 

@@ -138,6 +138,6 @@ def _running(command: list[str], found: Cluster) -> Iterator[None]:
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()

@@ -27,8 +27,6 @@ from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
 from flower_gpu.launch.supervisor import Supervisor
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class FlowerGrid(HttpGrid):
     """Flower's own grid with no SuperLink: the nodes 1, 2, ... answer when they are asked for the first time.
@@ -116,9 +114,9 @@ def test_what_has_no_reply_in_time_has_failed(tmp_path: Path, monkeypatch: pytes
     grid = FlowerGrid(silent=(2,))
     with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder, serverapp.GridTime())
-        assert len(list(grid.send_and_receive(messages(1, 2), timeout=0.05))) == 1
+        assert len(list(grid.send_and_receive(messages(1, 2), timeout=2))) == 1
     replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
-    assert replies == [["reply", 1, None], ["reply", 2, "no reply within 0.05 s"]]
+    assert replies == [["reply", 1, None], ["reply", 2, "no reply within 2 s"]]
 
 
 def test_messages_that_flower_cannot_send_have_failed(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from run_programs import run, run_python
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.node_keys import NodeKey, node_keys
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
@@ -126,7 +124,7 @@ def test_commands_that_make_the_same_keys_at_once_get_the_same(tmp_path: Path) -
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    assert len({process.communicate(timeout=30)[0] for process in started}) == 1
+    assert len({process.communicate(timeout=60)[0] for process in started}) == 1
     assert [process.returncode for process in started] == [0] * 4
     assert len(contents(tmp_path / "keys")) == 16
 
@@ -167,7 +165,7 @@ def key_with_password(folder: Path) -> None:
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "a word", "-f", str(folder / "supernode-0")],
         check=True,
-        timeout=30,
+        timeout=150,
     )
 
 

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 
 from flower_gpu.leases.admission import (
     CORES,
@@ -342,7 +343,7 @@ def check_grants(
 
 
 @given(lines())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_grants_are_offered_whole_and_never_more_than_there_is(
     line: tuple[list[Card], list[Claim], list[Claim]],
 ) -> None:
@@ -350,7 +351,7 @@ def test_grants_are_offered_whole_and_never_more_than_there_is(
 
 
 @given(lines())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_the_first_that_can_be_met_is_met_and_nothing_depends_on_the_order_of_arguments(
     line: tuple[list[Card], list[Claim], list[Claim]],
 ) -> None:
@@ -443,7 +444,7 @@ def test_nobody_waits_for_one_who_came_later(seed: int) -> None:
 
 
 @given(histories(), st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_other_programs_that_come_and_go_starve_nobody(
     history: tuple[list[Card], list[Claim | int]], seed: int
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 
 from flower_gpu.leases.footprint import REMEMBERED, Peaks
 from flower_gpu.leases.footprint_rule import (
@@ -152,7 +153,7 @@ tasks = st.builds(
 )
 
 
-@settings(max_examples=30)  # of 600 calls each
+@settings(max_examples=examples(30))  # of 600 calls each
 @given(tasks)
 def test_footprints_come_near_what_is_needed_and_stay_there(task: Task) -> None:
     for _ in range(16 * REMEMBERED):
@@ -169,7 +170,7 @@ def test_footprints_come_near_what_is_needed_and_stay_there(task: Task) -> None:
     assert settled <= 1.35 * need + 256 * MIB
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(tasks.filter(lambda task: task.pieces <= 1.2))
 def test_an_ordinary_task_never_runs_out_of_memory(task: Task) -> None:
     for _ in range(16 * REMEMBERED):
@@ -177,7 +178,7 @@ def test_an_ordinary_task_never_runs_out_of_memory(task: Task) -> None:
     assert task.ran_out == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(tasks, st.floats(0.2, 3.0))
 def test_a_task_that_changes_is_followed(task: Task, times: float) -> None:
     for _ in range(8 * REMEMBERED):

@@ -23,8 +23,6 @@ from flower_gpu.leases.footprint import DEFAULT_CONTEXT_BYTES, REMEMBERED, Footp
 from flower_gpu.leases.footprint_rule import Key, Measured, key_of, sizes_of
 from flower_gpu.workers import state_folder
 
-pytestmark = pytest.mark.timeout(120)
-
 GIB, MIB = 1 << 30, 1 << 20
 KEY = Key("task:train", "1.0k parameters f32 ab12cd34", "NVIDIA Stub 16GB", (("batch-size", 32),))
 OTHER = Key("task:evaluate", "1.0k parameters f32 ab12cd34", "NVIDIA Stub 16GB")
@@ -335,7 +333,7 @@ def test_learners_that_are_killed_leave_a_whole_file_and_no_lock(path: Path, sta
         while Footprints(path).version() == version:
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=60)
         footprints = Footprints(path)
         assert footprints.get(KEY) == GIB
         footprints.learn(OTHER, GIB)

@@ -15,8 +15,6 @@ from flower_gpu.leases.entries import Entry
 from flower_gpu.leases.state import State
 from flower_gpu.leases.tickets import Ticket
 
-pytestmark = pytest.mark.timeout(120)
-
 A, B = "GPU-a", "GPU-b"
 
 

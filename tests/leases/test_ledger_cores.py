@@ -14,8 +14,6 @@ from nvml_stub import GIB
 from flower_gpu import control_group
 from flower_gpu.leases import host
 
-pytestmark = pytest.mark.timeout(120)
-
 ALL = 1000 * control_group.all_cores()
 
 

@@ -17,8 +17,6 @@ from nvml_stub import GIB
 
 from flower_gpu.leases import admission, entries
 
-pytestmark = pytest.mark.timeout(120)
-
 WHOLE = {"memory": 16 * GIB, "gpus": [0]}
 OTHER = 65534
 

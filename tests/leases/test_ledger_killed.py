@@ -13,8 +13,6 @@ import pytest
 from ledger_hosts import TESTS, LedgerHost, RefusedError
 from nvml_stub import GIB
 
-pytestmark = pytest.mark.timeout(120)
-
 WHOLE = {"memory": 16 * GIB}
 HALF = {"memory": 8 * GIB}
 

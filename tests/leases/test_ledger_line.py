@@ -10,8 +10,6 @@ import pytest
 from ledger_hosts import LedgerHost, RefusedError
 from nvml_stub import GIB
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def gib(amount: float, /, **fields: Any) -> dict[str, Any]:
     return {"memory": int(amount * GIB), **fields}
@@ -39,7 +37,7 @@ def test_shares_fit_beside_a_desktop_session(one_gpu: LedgerHost) -> None:
     claimants = one_gpu.start(count + 1)
     granted = []
     for step, claimant in enumerate(claimants[:-1]):
-        granted += claimant("acquire", share=share, timeout_s=30).values()
+        granted += claimant("acquire", share=share, timeout_s=90).values()
         claimant("use", gpu=0, nbytes=granted[-1] - (100 << 20))
         before, desktop = desktop, one_gpu.stub.program(0, (680 if step % 2 else 720) << 20)
         before.end()

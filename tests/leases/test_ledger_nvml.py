@@ -9,8 +9,6 @@ from ledger_hosts import LedgerHost, RefusedError
 from nvml_stub import GIB
 from waiting import until
 
-pytestmark = pytest.mark.timeout(120)
-
 _FUNCTION = "nvmlDeviceGetMemoryInfo_v2"
 
 

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.p
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.card("there are no device files"),
-    pytest.mark.timeout(150),
     pytest.mark.skipif(guard.problem() is not None, reason=f"no guard: {guard.problem()}"),
 ]
 

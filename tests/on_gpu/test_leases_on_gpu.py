@@ -28,7 +28,7 @@ MIB, GIB = 2**20, 2**30
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 SMALL = 64 * MIB  # what figures of one thing may differ by: blocks of the allocator, libraries' workspaces
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu]
 
 VARIABLES = ("POLICY", "NUM", "NUM_GPUS", "MEMORY", "PLACEMENT", "RESERVE", "ON_OOM", "LEASE_TIMEOUT_S")
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,7 +50,7 @@ def outputs(draw):
     return logits, labels
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(outputs(), st.integers(1, 12), st.booleans())
 def test_equals_scikit_learn(data, batch_size, mapping):
     logits, labels = data

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from safetensors.torch import load_file
 from torch import nn
 
@@ -56,7 +57,7 @@ def test_loads_with_one_line_and_no_gpu(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=5))
 def test_dtypes_and_shapes(tmp_path_factory, entries):
     state = {f"entry{i}": (torch.randn(shape) * 3).to(dtype) for i, (dtype, shape) in enumerate(entries)}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from torch import nn
 from weight_cases import NUMPY, Bag, Net, same, snapshot, tensors, train
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 # -- round trip -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(tensors(), max_size=6))
 def test_round_trip_keeps_every_bit(entries):
     model = Bag(entries)
@@ -37,7 +38,7 @@ def test_round_trip_keeps_every_bit(entries):
     same(model, before)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_any_memory_layout_of_an_array_is_loaded(data):
     tensor = data.draw(tensors())

@@ -11,6 +11,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from properties import examples
 from weight_cases import INTEGERS, Bag, Net, shapes, train
 
 from flower_gpu.errors import WeightsError
@@ -73,7 +74,7 @@ def test_flower_averages_are_loaded_into_a_batchnorm_model(half):
 # -- dtypes that averaging changes ----------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.sampled_from(INTEGERS),
     hnp.arrays(

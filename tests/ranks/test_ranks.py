@@ -13,8 +13,6 @@ import pytest
 from flower_gpu import GPUClient, InvalidResultError, run_in_worker
 from flower_gpu.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(120)
-
 Weights = list[np.ndarray]
 
 

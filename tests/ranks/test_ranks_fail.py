@@ -13,8 +13,6 @@ from waiting import until
 from flower_gpu import RankError, run_in_worker
 from flower_gpu.errors import WorkerTimeoutError
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def pids_in(folder: Path) -> list[int]:
     named = [int(path.read_text()) for path in (*folder.glob("rank-*"), *folder.glob("grandchild"))]

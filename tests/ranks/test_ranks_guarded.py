@@ -8,7 +8,6 @@ from flower_gpu import GPUClient, run_in_worker
 from flower_gpu.gpu import guard
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(guard.problem() is not None, reason=str(guard.problem())),
 ]
 

@@ -10,8 +10,6 @@ from how_to_pages import blocks
 
 from flower_gpu import GPUClient, run_in_worker
 
-pytestmark = pytest.mark.timeout(120)
-
 BEFORE = """
 import torch
 from torch import nn

@@ -8,14 +8,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import pytest
 from strangers import addresses_of, listening_on, needs_root, reached_by_a_stranger
 
 from flower_gpu import run_in_worker
 from flower_gpu.ranks import run
 from flower_gpu.ranks.rank import remove_left_of_nccl
-
-pytestmark = pytest.mark.timeout(120)
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as /proc/net/tcp has them
 

@@ -158,7 +158,7 @@ class GridUnderTest:
         self.dispatcher.wait()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 90) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

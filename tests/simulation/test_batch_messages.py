@@ -13,8 +13,6 @@ from recycled_handler import Handler, handlers, has_failed
 
 from flower_gpu.simulation.clients import Clients
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def new_handler() -> Iterator[Callable[..., Handler]]:

@@ -20,6 +20,7 @@ from checkpoint_rounds import change_states, check_complete, round_state
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from record_states import RecordStates
 from record_strategies import arrays, contents, filled, number_of, record_dicts, texts
 
@@ -66,7 +67,7 @@ def state_files(folder: Path) -> dict[str, int]:
 
 
 @given(round_states, st.dictionaries(st.integers(0, 20), record_dicts, max_size=4))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15))
 def test_a_round_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, expected: RoundState, kept: dict[int, RecordDict]
 ) -> None:
@@ -389,7 +390,7 @@ def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 def test_an_index_with_any_other_byte_is_told_or_means_the_same(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, written: Path
 ) -> None:
@@ -446,7 +447,6 @@ def in_child(function):
 """
 
 
-@pytest.mark.timeout(120)
 def test_killed_at_any_time_the_last_round_or_the_one_before_is_there(
     run_script: Script, tmp_path: Path
 ) -> None:
@@ -523,7 +523,6 @@ def test_between_any_two_lines_the_folder_holds_the_round_or_the_one_before(tmp_
         assert found.count(number - 1) >= 2 and len(found) >= 6
 
 
-@pytest.mark.timeout(60)
 def test_what_cannot_be_written_is_an_error_and_the_round_before_stays(
     run_script: Script, tmp_path: Path
 ) -> None:

@@ -105,7 +105,6 @@ def test_a_slow_client_takes_longer_and_its_time_limit_counts_that(tmp_path: Pat
     assert "timeout-s 60, slow-down 20" in page and "timeout-s 2, slow-down 1000000.0" in page
 
 
-@pytest.mark.timeout(60)  # it would sleep for longer
 def test_imports_do_not_count_for_a_slow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(1)\nimport part_of_slow_library\n")
     (tmp_path / "part_of_slow_library.py").touch()

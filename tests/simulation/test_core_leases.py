@@ -21,8 +21,6 @@ from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.simulation import workers
 from flower_gpu.simulation.workers import CoreLeases
 
-pytestmark = pytest.mark.timeout(120)
-
 ALL = 1000 * all_cores()
 
 _OTHER = f"""

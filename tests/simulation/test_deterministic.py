@@ -63,7 +63,7 @@ def test_the_model_is_the_same_after_a_client_and_the_run_were_killed(
     with running("exact", NODES, runs, *options, "--run-config", config) as process:
         wait_for_line(process, "round 2/3")
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(60)
     (folder,) = runs.iterdir()
     first = Simulation(-signal.SIGKILL, "", folder).calls
     assert max(Counter(call["pid"] for call in first).values()) > 1, "workers are used again"

@@ -18,8 +18,6 @@ from flower_gpu.errors import ClientsFailedError
 from flower_gpu.flower.streaming import Buffered
 from flower_gpu.simulation.run import _identity
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[GridUnderTest]:
@@ -49,9 +47,9 @@ def test_the_limit_stands_still_while_no_message_can_have_a_worker(one: GridUnde
         one.handling.stuck = None
 
     one.handling.on_reply = wait_for_cores
-    timer = threading.Timer(1.0, one.handling.gate.set)
+    timer = threading.Timer(4.0, one.handling.gate.set)
     timer.start()
-    result = start(one, FedBuff(2, 2), timeout=0.4, num_rounds=1)
+    result = start(one, FedBuff(2, 2), timeout=3, num_rounds=1)
     assert list(result.train_metrics_clientapp) == [1] and result.arrays["0"].numpy().tolist() == [1, 1]
 
 
@@ -59,10 +57,11 @@ def test_replies_that_came_in_time_count_after_a_long_evaluation(
     one: GridUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        time.sleep(0.8)
+        if server_round == 1:
+            time.sleep(4)
         return MetricRecord({"accuracy": 0.5})
 
-    result = start(one, FedBuff(2, 4), timeout=0.4, evaluate_fn=evaluate)
+    result = start(one, FedBuff(2, 4), timeout=3, evaluate_fn=evaluate)
     assert list(result.train_metrics_clientapp) == [1, 2, 3]
     assert "Received 2 results and 0 failures" in caplog.text
     assert "error in reply" not in caplog.text and not one.handling.cancelled
@@ -76,11 +75,11 @@ def test_a_late_message_is_a_failure_and_its_handling_ends(
             wait_until_cancelled(one, reply)
 
     one.handling.on_reply = first_is_late
-    result = start(one, FedBuff(1, 1), timeout=0.5, num_rounds=2)
+    result = start(one, FedBuff(1, 1), timeout=3, num_rounds=2)
     assert list(result.train_metrics_clientapp) == [2]
     assert one.handling.cancelled[0] == one.handling.begun[0]
     (told,) = [record.getMessage() for record in caplog.records if "error in reply" in record.getMessage()]
-    assert "no reply within 0.5 s" in told
+    assert "no reply within 3 s" in told
 
 
 def test_messages_that_were_sent_with_a_cancelled_one_go_on(one: GridUnderTest) -> None:

@@ -48,7 +48,7 @@ def test_the_model_is_the_same_with_other_workers_and_after_a_kill(devices: str,
     with running("exact", NODES, runs, *options, "--max-workers", "4", "--run-config", config) as process:
         wait_for_line(process, "round 2/4")
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(60)
     for number in ("3", "4"):
         (rounds / number).touch()
     (folder,) = runs.iterdir()

@@ -15,8 +15,6 @@ from flower_gpu.errors import LeaseTimeoutError
 from flower_gpu.simulation import host_memory
 from flower_gpu.simulation.host_memory import HostMemory
 
-pytestmark = pytest.mark.timeout(60)
-
 GIB = 1 << 30
 
 
@@ -47,7 +45,7 @@ class Workers:
         self.free = self._total
         self._leave.release(1000)
         for thread in self._threads:
-            thread.join(30)
+            thread.join(60)
         assert not any(thread.is_alive() for thread in self._threads)
         assert self.inside == 0
 

@@ -19,8 +19,6 @@ from flower_gpu.simulation.host import About, Answer, Visit
 from flower_gpu.simulation.local_host import QueueHost
 from flower_gpu.simulation.messages import MessageHandler
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def identity() -> Iterator[None]:
@@ -77,7 +75,7 @@ def test_what_is_finished_is_told_at_once_where_no_message_waits() -> None:
     thread, found = beside(lambda: queue.fetch(60))
     begun(queue)
     finish(queue)
-    thread.join(30)
+    thread.join(60)
     assert ids(found[0]) == ["b"]
 
 
@@ -88,7 +86,7 @@ def test_while_messages_wait_several_are_told_of_at_a_time(monkeypatch: pytest.M
     assert [finish(queue), finish(queue)] == ["a", "b"]
     assert not found, "c still waits for a thread"
     begun(queue)  # from now on this host needs messages
-    thread.join(30)
+    thread.join(60)
     assert ids(found[0]) == ["a", "b"]
 
 
@@ -103,7 +101,7 @@ def test_who_asks_for_a_sum_need_not_wait() -> None:
     queue = given()
     thread, found = beside(lambda: queue.fetch(60))
     queue.ask_for_sum(7)
-    thread.join(30)
+    thread.join(60)
     assert found == [([], [7])] and queue.fetch(0) == ([], [])
 
 
@@ -135,7 +133,7 @@ def test_no_message_is_begun_while_too_much_is_finished(monkeypatch: pytest.Monk
     thread, found = beside(lambda: queue.next(waits=True))
     assert not found
     assert ids(queue.fetch(0)) == ["a", "b"]
-    thread.join(30)
+    thread.join(60)
     assert [each.message_id for each in found[0]] == ["c"]
 
 
@@ -144,7 +142,7 @@ def test_when_it_is_closed_nobody_waits() -> None:
     waiting = [beside(lambda: queue.next(waits=True)), beside(lambda: queue.fetch(60))]
     queue.close()
     for thread, _ in waiting:
-        thread.join(30)
+        thread.join(60)
     assert [found for _, found in waiting] == [[[]], [([], [])]]
 
 

@@ -19,8 +19,6 @@ from flower_gpu.simulation import grid as grid_module
 from flower_gpu.simulation.dispatcher import Durations
 from flower_gpu.simulation.run import _identity, simulate
 
-pytestmark = pytest.mark.timeout(120)
-
 # What is expected
 
 

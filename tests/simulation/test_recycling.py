@@ -24,8 +24,6 @@ from flower_gpu.workers import process_settings, threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
 
-pytestmark = pytest.mark.timeout(120)
-
 RUN_ID = 11
 
 

@@ -29,8 +29,6 @@ from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import kind_of, state_of
 from flower_gpu.options import RUN_DIR_VARIABLE
 
-pytestmark = pytest.mark.timeout(120)
-
 NODES = 5
 ROUNDS = 3
 SOME: Any = {"fraction_train": 0.6, "min_train_nodes": 3}

@@ -26,6 +26,7 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from properties import examples
 from recorded_apps import (
     CLIENTS,
     FAILS,
@@ -48,8 +49,6 @@ from flower_gpu.simulation.simulation_result import model_sha256, write_model
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
 from flower_gpu.watch.result import result_of, write_results
-
-pytestmark = pytest.mark.timeout(120)
 
 ROUNDS = 3
 
@@ -416,11 +415,11 @@ def test_clients_that_do_not_reply_in_time_are_named() -> None:
     clients = Clients(nodes, has_failing=False)
 
     def main(grid: Any, context: Any) -> None:
-        FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=1, timeout=3)
+        FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=1, timeout=6)
         is_over.set()
 
     recorded = run_app(main, handle, nodes, threads=CLIENTS)
-    assert [(one.node, one.error) for one in recorded.failures()] == [(5, "no reply within 3 s")]
+    assert [(one.node, one.error) for one in recorded.failures()] == [(5, "no reply within 6 s")]
     (phase,) = recorded.phases("train")
     assert (phase.clients, phase.failed) == (CLIENTS - 1, 1)
 
@@ -576,7 +575,7 @@ METRICS = st.dictionaries(
 
 @example([(None, "train", {"\r": 0.0})])
 @example([(2, "train", {}), (None, "train", {"kind": 1, "round": 2})])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.none() | st.integers(0, 5), st.sampled_from(["train", "evaluate"]), METRICS),
@@ -617,7 +616,7 @@ TYPES = st.one_of(
 ARRAYS = hnp.arrays(TYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.dictionaries(NAMES, ARRAYS, min_size=1, max_size=3), st.booleans())
 def test_a_written_model_is_the_model(arrays: dict[str, np.ndarray], is_transposed: bool) -> None:
     arrays = {name: array.T if is_transposed else array for name, array in arrays.items()}

@@ -129,7 +129,7 @@ def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
     with running("plain", 4, None, *resume) as process:
         wait_for_line(process, "round 3/4")
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(60)
     again = run("plain", 4, folder.parent, *resume)
     assert longer.status == again.status == 0, longer.output + again.output
     assert again.summary["resumed_after_round"] in (2, 3)

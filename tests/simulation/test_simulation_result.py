@@ -20,8 +20,6 @@ from flower_gpu import ConfigError, SimulationResult, simulate
 from flower_gpu.watch.notebook import result_html
 from flower_gpu.watch.spans import RoundPart
 
-pytestmark = pytest.mark.timeout(120)
-
 CLIENTS, ROUNDS = 3, 2
 server_app, client_app = ServerApp(), ClientApp()
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given, settings
+from properties import examples
 from record_states import RecordStates
 from record_strategies import contents, filled, number_of, record_dicts
 
@@ -34,7 +35,7 @@ def names(folder: Path) -> list[str]:
 
 
 @given(record_dicts)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 def test_records_come_back_from_bytes_as_they_were(records: RecordDict) -> None:
     before = contents(records)
     found = record_bytes.decode(record_bytes.encode(records))
@@ -43,7 +44,7 @@ def test_records_come_back_from_bytes_as_they_were(records: RecordDict) -> None:
 
 
 @given(first=record_dicts, second=record_dicts)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=examples(20))
 @pytest.mark.parametrize("limit", [0, 1000, 10**9])
 def test_a_state_is_the_one_put_last(
     tmp_path_factory: pytest.TempPathFactory, limit: int, first: RecordDict, second: RecordDict
@@ -211,7 +212,6 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
     assert number_of(states.get(0)) == 1
 
 
-@pytest.mark.timeout(60)
 def test_what_cannot_be_written_is_an_error_and_the_states_are_as_before(
     run_script: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -20,8 +20,6 @@ from flower_gpu.watch import display as display_module
 from flower_gpu.watch.display import Notebook, make_display
 from flower_gpu.watch.history import History
 
-pytestmark = pytest.mark.timeout(60)
-
 COLUMNS, ROWS = 80, 200
 
 
@@ -89,7 +87,7 @@ def shown_on_a_terminal(code: str) -> list[str]:
                 break
             written += part
         os.close(ours)
-        assert process.wait(timeout=30) == 0, written.decode(errors="replace")
+        assert process.wait(timeout=60) == 0, written.decode(errors="replace")
     screen = Screen()
     screen.write(written.decode())
     return screen.text()

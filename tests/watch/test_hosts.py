@@ -23,8 +23,6 @@ from flower_gpu.watch.spans import HOST_LOST
 from flower_gpu.watch.top.snapshot import WorkerRow, waiting_rows, worker_rows
 from flower_gpu.watch.trackers.points import Points
 
-pytestmark = pytest.mark.timeout(60)
-
 NOBODY = 2**22 + 1  # more than any kernel counts to
 STARTED = 3  # lines of a call until its worker has started
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from metrics_exporter import Samples, counters, samples_of, value
 from prometheus_client import CollectorRegistry, generate_latest
+from properties import examples
 from top_traces import Trace
 
 from flower_gpu import trace
@@ -74,7 +75,7 @@ class Looks:
         return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.one_of(

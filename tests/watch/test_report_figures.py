@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB
+from properties import examples
 from report_traces import Event, Run, at, history_of, joined, lost
 
 from flower_gpu.watch.fields import client_key, metric_rank
@@ -27,8 +28,6 @@ from flower_gpu.watch.report.pictures import (
 )
 from flower_gpu.watch.report.totals import HeldPart, Totals, holdings_of, leased_steps
 from flower_gpu.watch.spans import EXITING, HOST_LOST, RUNNING, STARTING, WAITING, GPUInfo
-
-pytestmark = pytest.mark.timeout(120)
 
 RUNS = st.builds(
     Run,
@@ -54,7 +53,7 @@ def read(events: list[Event]) -> tuple[Any, RunClock, list[CallTry], dict[str, l
 # Leases
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(run=RUNS, least_s=st.sampled_from([1e-9, 0.02, 1.0]))
 def test_what_is_drawn_is_what_was_leased_and_never_more_than_there_is(run: Run, least_s: float) -> None:
     """Though releases are written late, or never, and memory is given away before that."""
@@ -232,7 +231,7 @@ SPANS = st.lists(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(spans=SPANS)
 def test_lanes_are_as_few_as_possible(spans: list[tuple[float, float]]) -> None:
     lanes = pack(spans)
@@ -297,7 +296,7 @@ def test_many_short_calls_are_drawn_as_how_many_run_and_a_worker_counts_once() -
     assert sum(means) / len(means) * axis.length_s == pytest.approx((count + 1) * 0.05, rel=0.01)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(most=st.floats(1e-3, 1e12), count=st.integers(3, 12))
 def test_numbers_beside_an_axis_are_round_and_not_too_many(most: float, count: int) -> None:
     found = ticks(most, count)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from report_traces import Run, at, history_of, on_hosts, write
 from top_snapshots import snapshot
 
@@ -31,8 +32,6 @@ from flower_gpu.watch.report.calls import RunClock, tries_of
 from flower_gpu.watch.result import result_of, write_results
 from flower_gpu.watch.top.snapshot import run_row, waiting_rows, worker_rows
 from flower_gpu.watch.top.view import Size, draw
-
-pytestmark = pytest.mark.timeout(170)
 
 #: A run with everything in it: a line, failures, several rounds, a worker that nobody heard of again.
 RICH = Run(clients=7, gpus=2, rounds=3, lease_gib=7.0, failing=0.3, lost=0.05, seed=3)
@@ -134,14 +133,14 @@ def test_a_line_that_is_cut_is_left_out_and_said(tmp_path: Path) -> None:
     assert page.has("1 line cut, and left out") and page.has("no end in the trace")
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(cut=st.integers(0, 100_000), other=st.integers(0, 100_000))
 def test_a_trace_with_a_part_missing_is_shown(rich_trace: bytes, cut: int, other: int) -> None:
     begin, end = sorted((cut % len(rich_trace), other % len(rich_trace)))
     check_sums(parsed(rich_trace[:begin] + rich_trace[end:]))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 1 << 30), often=st.sampled_from([0.002, 0.02, 0.2]))
 def test_a_trace_with_anything_in_it_is_shown(rich_trace: bytes, seed: int, often: float) -> None:
     draw = random.Random(seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_gpu import trace
@@ -98,7 +98,6 @@ def test_a_reason_is_told_once_with_its_clients() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 400), st.integers(1, 300))
 def test_of_many_reasons_ten_are_named_and_all_failures_are_counted(clients: int, reasons: int) -> None:
     failures = [failed(1, "train", client, f"reason {client % reasons}") for client in range(clients)]

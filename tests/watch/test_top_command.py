@@ -19,8 +19,6 @@ from waiting import until
 
 from flower_gpu.cli import main as cli
 
-pytestmark = pytest.mark.timeout(120)
-
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs/reference/top.md"
 RESERVE = 256 * 2**20

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from top_traces import Trace
 
 from flower_gpu.apps.recording import RunningRun
@@ -26,8 +27,6 @@ from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen
 from flower_gpu.watch.top.snapshot import RunRow, cores_of, host_row, run_row, worker_rows
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def started(trace: Trace, **fields: object) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(0, 400))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_what_goes_on_is_the_same_without_what_is_over(seed: int, calls: int, cut: int) -> None:
     """Calls side by side, fed in pieces, up to any event."""
     dice = random.Random(seed)

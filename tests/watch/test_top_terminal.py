@@ -26,8 +26,6 @@ from nvml_stub import GIB, Host
 from flower_gpu.polling import readable
 from flower_gpu.trace import VERSION
 
-pytestmark = pytest.mark.timeout(120)
-
 ALT_SCREEN, MAIN_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 WAIT_S = 60  # for what should take an instant; the machine may be busy

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB
+from properties import examples
 from rich.cells import cell_len
 from top_snapshots import RESOURCES, RUN, WAITING, WORKER, gpu, snapshot, waiting, workers
 
@@ -85,7 +86,7 @@ LOOK = st.tuples(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(LOOK, min_size=1, max_size=3), st.integers(0, 2000))
 def test_whatever_keys_are_pressed_the_window_is_within_the_rows_and_the_terminal(
     looks: list[tuple[list[bytes], int, int, int, int]], first: int
@@ -191,7 +192,7 @@ def test_a_long_table_is_scrolled_and_says_which_of_its_rows_are_shown() -> None
     assert at(b"\t\x1b[1~")[1][0] == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(20, 120), NASTY, NASTY, NASTY)
 def test_no_text_of_others_can_command_the_terminal(width: int, name: str, client: str, told: str) -> None:
     worker = replace(WORKER, run=name, host=told, client=client, task=told, progress=told)
@@ -234,7 +235,7 @@ def test_who_uses_more_than_its_lease_stands_out() -> None:
     assert any("\x1b[31m5.0\x1b[0m" in coloured(line) for line in lines)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 100), st.lists(st.integers(0, 2**40), min_size=1, max_size=6), st.integers(1, 2**40))
 def test_a_bar_is_divided_as_memory_is(cells: int, parts: list[int], total: int) -> None:
     lengths = divided(cells, parts, total)

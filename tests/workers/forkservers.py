@@ -26,7 +26,7 @@ from flower_gpu.workers import state_folder
 from flower_gpu.workers.forkserver import client, control
 
 
-def marks(timeout_s: float, *, own: str | None = None) -> list[pytest.MarkDecorator]:
+def marks(timeout_s: float = 180, *, own: str | None = None) -> list[pytest.MarkDecorator]:
     """Return the marks of a module whose tests need fork servers; ``own``: the fixture with its own ones."""
     needed = pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3")
     return [pytest.mark.timeout(timeout_s), needed, *([pytest.mark.usefixtures(own)] if own else [])]
@@ -122,7 +122,7 @@ class Client:
 
     def close(self) -> None:
         """Have it end by itself."""
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=150)
         self._errors.close()
 
     def __enter__(self) -> Client:
@@ -167,7 +167,7 @@ def compile_library(path: Path, source: str, *options: str) -> None:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     command = ["cc", "-shared", "-fPIC", "-pthread", "-x", "c", "-", *options, "-o", str(path)]
-    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    subprocess.run(command, input=source, text=True, check=True, timeout=150)
 
 
 # Threads of a library's own, and those of OpenMP.
@@ -221,7 +221,7 @@ def make_environment(folder: Path, packages: Mapping[str, str]) -> str:
     It has no torch, which each of many fork servers there would take seconds to import.
     """
     subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True, timeout=60
+        [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True, timeout=150
     )
     site = site_packages(folder)
     (site / "flower_gpu.pth").write_text(f"{Path(flower_gpu.__file__).parents[1]}\n")

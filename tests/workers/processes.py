@@ -97,7 +97,7 @@ def descriptors() -> dict[str, str]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 90.0) -> bool:
     """Wait until a condition holds; tell whether it does."""
     with suppress(AssertionError):
         return until(condition, timeout_s=timeout_s)

@@ -13,8 +13,6 @@ import pytest
 from flower_gpu.options import START_METHODS
 from flower_gpu.workers import methods as start
 
-pytestmark = pytest.mark.timeout(60)
-
 # As the driver: cuDeviceGetCount fails with CUDA_ERROR_NOT_INITIALIZED (3) before cuInit. No device tells its
 # UUID (CUDA_ERROR_NOT_SUPPORTED, 801) before it was given one.
 DRIVER = """

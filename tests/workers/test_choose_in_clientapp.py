@@ -9,7 +9,7 @@ import forkservers
 import pytest
 from forkservers import Client, only_server, until_only
 
-pytestmark = forkservers.marks(timeout_s=150, own="folder")
+pytestmark = forkservers.marks(own="folder")
 
 # The last one is imported by the server only when a file is there; by workers at once.
 PACKAGES = {

@@ -120,7 +120,7 @@ def test_what_it_leaves_ends_with_it(confined: Confined) -> None:
     assert confined("is_alone")
     for leaves in ("leaves_a_process", "leaves_a_process_that_leaves_the_group"):
         pid = confined(leaves)
-        until(lambda: not is_running(pid), leaves, timeout_s=20)  # noqa: B023 - before the next one
+        until(lambda: not is_running(pid), leaves, timeout_s=90)  # noqa: B023 - before the next one
     assert not Path(confined("leaves_what_is_hard_to_remove")).exists()
     assert confined("variables")
 

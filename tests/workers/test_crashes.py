@@ -32,8 +32,6 @@ from flower_gpu.errors import (
 from flower_gpu.workers.call_end import place_of
 from flower_gpu.workers.forkserver import client
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @dataclass(frozen=True)
 class Crash:

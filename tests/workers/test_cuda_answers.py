@@ -14,7 +14,7 @@ from worker_lines import Caller
 
 from flower_gpu.workers.threads import ONE_THREAD
 
-pytestmark = forkservers.marks(timeout_s=150)
+pytestmark = forkservers.marks()
 
 MODULE = "deciding_task"
 WITH_GPUS = ("cuda", 2, True)

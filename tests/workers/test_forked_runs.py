@@ -182,7 +182,7 @@ def test_it_ends_when_the_command_is_killed(app: Path) -> None:
         found,
     ):
         process.kill()
-        process.wait(30)
+        process.wait(60)
         assert until(lambda: not is_running(found["pid"]))
     assert control.status(), "the server goes on"
 

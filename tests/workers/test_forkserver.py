@@ -20,7 +20,7 @@ from flower_gpu import WorkerDiedError, run_in_worker
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.workers.forkserver import client, control, program, sockets
 
-pytestmark = forkservers.marks(timeout_s=120, own="folder")
+pytestmark = forkservers.marks(own="folder")
 
 FORKSERVER = {"start_method": "forkserver"}
 

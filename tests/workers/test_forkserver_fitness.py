@@ -20,7 +20,7 @@ from processes import wait_until
 
 from flower_gpu.workers.forkserver import control, fitness
 
-pytestmark = forkservers.marks(timeout_s=120, own="folder")
+pytestmark = forkservers.marks(own="folder")
 
 PACKAGES = {
     "reads_variable": 'import os\nVALUE = os.environ.get("READS_HOME", "none")\n',

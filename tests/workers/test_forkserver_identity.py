@@ -47,11 +47,13 @@ def name(site: Path) -> str:
 
 def imports(site: Path) -> None:
     program = "import sys; sys.path.append(sys.argv[1]); import single, package"
-    subprocess.run([sys.executable, "-c", program, str(site)], env=WRITING, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(site)], env=WRITING, check=True, timeout=150)
 
 
 def compiles(site: Path) -> None:
-    subprocess.run([sys.executable, "-m", "compileall", "-q", str(site)], env=WRITING, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "compileall", "-q", str(site)], env=WRITING, check=True, timeout=150
+    )
 
 
 @pytest.mark.parametrize("write", [imports, compiles])
@@ -122,7 +124,7 @@ def test_a_change_of_this_package_is_one(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=150,
             check=True,
         )
         return done.stdout

@@ -19,8 +19,6 @@ from processes import SUPERVISED, Run, is_running, wait_until
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
 
-pytestmark = pytest.mark.timeout(60)
-
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

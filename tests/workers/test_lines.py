@@ -14,7 +14,7 @@ from phases import without_phases
 from processes import descriptors, is_running, wait_until, zombies_of
 from worker_lines import Caller, descriptors_of, left_of, settled
 
-pytestmark = forkservers.marks(timeout_s=90)
+pytestmark = forkservers.marks()
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def caller(of_module: Caller) -> Iterator[Caller]:
     yield of_module
     of_module.lines[0].retire()
     assert wait_until(lambda: not left_of(of_module.pids)), left_of(of_module.pids)
-    assert of_module.run("plain_tasks:answer", timeout_s=30) == 42
+    assert of_module.run("plain_tasks:answer", timeout_s=90) == 42
     assert of_module.server_pid() == server
     assert len(descriptors()) <= len(before), (before, descriptors())
     assert settled(lambda: descriptors_of(server), there)
@@ -91,7 +91,7 @@ def test_events(caller: Caller) -> None:
     assert [event["number"] for event in seen if event["event"] == "chatter"] == list(range(2000))
     seen.clear()
     assert caller.run("tasks_lines:chatter_everywhere", 200, on_event=on_event) == len(seen) == 1000
-    assert caller.run("tasks_lines:chatter", 3, 300_000, on_event=on_event, timeout_s=20) == 3
+    assert caller.run("tasks_lines:chatter", 3, 300_000, on_event=on_event, timeout_s=90) == 3
     seen.clear()
     caller.run("tasks_lines:send_a_path", on_event=on_event)
     assert seen == [{"event": "saved", "path": "/somewhere"}]
@@ -107,7 +107,7 @@ def test_error_in_a_callback_ends_the_worker(where: str, caller: Caller) -> None
         caller.run("tasks_lines:chatter", 3, 10, calls=100, **{where: fail})
     assert wait_until(lambda: not is_running(pid))
     for number in range(3):
-        assert caller.run("plain_tasks:echo", number, calls=100, timeout_s=20) == (number,)
+        assert caller.run("plain_tasks:echo", number, calls=100, timeout_s=90) == (number,)
 
 
 def test_a_worker_without_a_stream_has_no_more_calls(caller: Caller) -> None:

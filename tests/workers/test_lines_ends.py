@@ -16,7 +16,7 @@ from worker_lines import Caller
 
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerTimeoutError
 
-pytestmark = forkservers.marks(timeout_s=90, own="folder")
+pytestmark = forkservers.marks(own="folder")
 
 
 # Each call's worker starts a program and forks a child, and hangs.
@@ -28,7 +28,7 @@ def caller() -> Iterator[Caller]:
     caller.close()
 
 
-def waits_for(call: Callable[[], Any], timeout_s: float = 30) -> list[BaseException]:
+def waits_for(call: Callable[[], Any], timeout_s: float = 90) -> list[BaseException]:
     """Run a call that must not wait for ever, in a thread; return its error if it failed."""
     errors: list[BaseException] = []
 
@@ -70,7 +70,7 @@ def test_a_stopped_worker_costs_only_its_own_call(caller: Caller, tmp_path: Path
     assert wait_until(lambda: not is_running(pid))
     assert caller.run("tasks_lines:count", calls=10, timeout_s=60)[0] != pid
     file.touch()
-    thread.join(30)
+    thread.join(90)
     assert answers == [True]
     assert caller.server_pid() == server
 
@@ -83,7 +83,7 @@ def test_workers_that_die_between_calls_are_never_waited_for(caller: Caller) -> 
             pid, _ = caller.run("tasks_lines:count", calls=10_000)
             os.kill(pid, signal.SIGKILL)
 
-    errors = waits_for(use, 60)
+    errors = waits_for(use, 90)
     assert [error for error in errors if not isinstance(error, WorkerDiedError)] == []
     assert caller.run("tasks_lines:count", timeout_s=60)[1] == 1
 
@@ -114,6 +114,6 @@ def test_semaphores_of_a_worker_that_is_ended_go_with_it(caller: Caller, tmp_pat
     file = tmp_path / "name"
     caller.run("tasks_lines:count", calls=5)
     with pytest.raises(WorkerTimeoutError):
-        caller.run("tasks_lines:leave_semaphore", str(file), calls=5, timeout_s=5)
+        caller.run("tasks_lines:leave_semaphore", str(file), calls=5, timeout_s=10)
     name = file.read_text().removeprefix("/")
     assert wait_until(lambda: not (SHARED_MEMORY / f"sem.{name}").exists())

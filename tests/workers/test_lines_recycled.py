@@ -17,7 +17,7 @@ from worker_lines import Caller, descriptors_of, resident_bytes
 
 from flower_gpu.errors import WorkerDiedError
 
-pytestmark = forkservers.marks(timeout_s=90)
+pytestmark = forkservers.marks()
 
 LARGE = 400_000  # numbers: enough to be mapped and not copied
 
@@ -122,7 +122,7 @@ def test_late_events_of_a_call_end_nothing(caller: Caller) -> None:
     seen: list[dict[str, Any]] = []
     caller.run("tasks_lines:chatter_later", 100, calls=100)
     for _ in range(20):
-        assert caller.run("plain_tasks:answer", calls=100, on_event=without_phases(seen), timeout_s=30) == 42
+        assert caller.run("plain_tasks:answer", calls=100, on_event=without_phases(seen), timeout_s=90) == 42
 
 
 def test_one_worker_does_not_grow(caller: Caller) -> None:

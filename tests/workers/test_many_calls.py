@@ -32,7 +32,7 @@ from flower_gpu.errors import WorkerDiedError
 from flower_gpu.workers import own_process
 from flower_gpu.workers.own_process import facts
 
-pytestmark = forkservers.marks(timeout_s=180)
+pytestmark = forkservers.marks()
 
 THREADS = 8
 # What a process may have more after all of them: fragments, a small part of what one call passes.
@@ -148,7 +148,7 @@ def test_a_fork_waits_for_what_another_thread_imports(run: Run) -> None:
     with ThreadPoolExecutor(1) as pool:
         imported = pool.submit(importlib.import_module, "slow_import")
         until(lambda: "slow_import" in sys.modules, "the import has begun")
-        assert run_in_worker("slow_import:answer", start_method="fork", timeout_s=30) == 42
+        assert run_in_worker("slow_import:answer", start_method="fork", timeout_s=90) == 42
         imported.result()
 
 
@@ -185,7 +185,7 @@ def test_calls_in_this_process_leave_its_environment_as_it_was(run: Run) -> None
     together = threading.Barrier(8)
 
     def call(number: int) -> None:
-        together.wait(timeout=30)
+        together.wait(timeout=60)
         for _ in range(5):
             run_in_worker("plain_tasks:echo", number, start_method="in-process", gpu="never")
 
@@ -201,15 +201,15 @@ def test_a_call_in_this_process_makes_no_worker_of_the_others(run: Run) -> None:
 
     def wait() -> bool:
         began.set()
-        return go_on.wait(30) and leasing.is_worker()
+        return go_on.wait(60) and leasing.is_worker()
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run_in_worker, wait, start_method="in-process", gpu="never")
-        assert began.wait(30)
+        assert began.wait(60)
         assert not leasing.is_worker()
         assert run_in_worker(leasing.is_worker, start_method="fork", gpu="never")
         go_on.set()
-        assert first.result(timeout=30)
+        assert first.result(timeout=90)
     assert not leasing.is_worker()
 
 

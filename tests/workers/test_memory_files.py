@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from properties import examples
 
 from flower_gpu.errors import WorkerError
 from flower_gpu.workers import memory_files, transport
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed memory files"),
 ]
 
@@ -120,21 +120,19 @@ def read(data: bytes) -> Any:
 
 @given(st.integers(0, len(GOOD) - 1))
 @example(0)
-@settings(deadline=None)
 def test_torn_file(size: int) -> None:
     with pytest.raises(WorkerError):
         read(GOOD[:size])
 
 
 @given(st.binary(max_size=400), st.booleans())
-@settings(deadline=None)
 def test_random_file(data: bytes, with_magic: bool) -> None:
     with pytest.raises(WorkerError):
         read(transport._MAGIC * with_magic + data)
 
 
 @given(st.integers(0, FIXED - 1), st.integers(1, 255))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_damaged_header(place: int, change: int) -> None:
     data = bytearray(GOOD)
     data[place] ^= change

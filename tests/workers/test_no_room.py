@@ -11,7 +11,7 @@ import pytest
 from forkservers import WITH_TASKS
 from run_programs import run_python
 
-pytestmark = forkservers.marks(timeout_s=180, own="folder")
+pytestmark = forkservers.marks(own="folder")
 
 MANY_FILES = """
 import json, os, signal, subprocess, sys

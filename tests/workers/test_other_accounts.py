@@ -19,7 +19,7 @@ from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.workers import state_folder
 
-pytestmark = forkservers.marks(timeout_s=120)
+pytestmark = forkservers.marks()
 
 WAIT = "tasks_sockets:wait_with_sockets"
 # Of a Listener, a Manager, the fork server of multiprocessing, and a process that shares descriptors.

@@ -230,7 +230,7 @@ print([name for name in ("flwr",) if name in sys.modules])
 )
 def test_a_line_of_a_script_or_client_is_there_once(imports: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(imports=imports)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCRIPT.format(imports=imports)], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0
     shown = [re.sub(r"^WARNING:flwr.flower_gpu:", "", line) for line in lines(done.stderr)]

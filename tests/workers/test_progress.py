@@ -27,8 +27,6 @@ from flower_gpu.workers import caller as worker
 from flower_gpu.workers import events
 from flower_gpu.workers.call import Call
 
-pytestmark = pytest.mark.timeout(60)
-
 Event = dict[str, Any]
 
 
@@ -211,7 +209,7 @@ def at_a_terminal(script: Path) -> str:
             drawn += data
         os.close(ours)
         limit.cancel()
-        assert process.wait(timeout=30) == 0, drawn.decode()
+        assert process.wait(timeout=60) == 0, drawn.decode()
     return drawn.decode()
 
 
@@ -257,7 +255,7 @@ def test_a_killed_worker_does_not_stop_the_callers_bars(write_script: Callable[[
         try:
             run_in_worker(take_the_lock_and_die, start_method="fork")
         except WorkerDiedError:
-            run_in_worker(train, start_method="fork", timeout_s=20)
+            run_in_worker(train, start_method="fork", timeout_s=60)
         """
     )
     assert at_a_terminal(script).count("train on the server after") >= 2

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from processes import descriptors, wait_until
+from properties import examples
 
 from flower_gpu.workers import memory_files, transport
 
@@ -127,7 +128,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     return array
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(arrays(), max_size=4), st.booleans(), st.sampled_from([0, 1 << 20]))
 def test_any_arrays(sent: list[np.ndarray], with_seals: bool, mapped_from: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

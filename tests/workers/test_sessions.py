@@ -13,9 +13,9 @@ from worker_lines import Caller
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
 
-pytestmark = forkservers.marks(timeout_s=120)
+pytestmark = forkservers.marks()
 ERRORS = {"abort": WorkerDiedError, "hang": WorkerTimeoutError}
-TIMEOUT_S = 4
+TIMEOUT_S = 10
 
 
 @pytest.fixture(scope="module", autouse=True)

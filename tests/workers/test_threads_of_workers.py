@@ -118,7 +118,7 @@ def test_numbers_are_read_as_openmp_reads_them() -> None:
 
     def read_by_openmp(text: str | None) -> int:
         env = {**os.environ, **({} if text is None else {"OMP_NUM_THREADS": text})}
-        return int(subprocess.run(command, env=env, capture_output=True, check=True, timeout=30).stdout)
+        return int(subprocess.run(command, env=env, capture_output=True, check=True, timeout=150).stdout)
 
     default = read_by_openmp(None)
     for text in TEXTS:
@@ -251,7 +251,7 @@ def of_fresh_processes() -> list[dict[str, int]]:
                 env=base | variables,
                 capture_output=True,
                 check=True,
-                timeout=60,
+                timeout=150,
             ).stdout
         )
         for variables in ENVIRONMENTS

@@ -13,8 +13,6 @@ from processes import Run
 from flower_gpu import run_in_worker
 from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
 
-pytestmark = pytest.mark.timeout(150)
-
 
 @pytest.fixture(autouse=True)
 def torch_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

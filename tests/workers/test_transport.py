@@ -16,8 +16,6 @@ from processes import Run
 from flower_gpu import run_in_worker
 from flower_gpu.errors import InvalidResultError, WorkerStartError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def read_only(array: np.ndarray) -> np.ndarray:
     array.flags.writeable = False

@@ -19,7 +19,7 @@ from flower_gpu.unkillable import sleeping_in
 
 HERE = Path(__file__).parent
 
-pytestmark = forkservers.marks(timeout_s=150)
+pytestmark = forkservers.marks()
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from processes import SUPERVISED, Run
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerStartError
 
-pytestmark = pytest.mark.timeout(60)
-
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -21,8 +21,6 @@ from mod_messages import EVERYWHERE, context, message, told
 
 from flower_gpu import ClientCallError, InvalidResultError, gpu_mod
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize("method", EVERYWHERE)
 def test_each_kind_of_message_is_handled_in_a_worker_of_its_own(

@@ -14,8 +14,6 @@ from mod_messages import EVERYWHERE, WORKERS, context, message
 import flower_gpu
 from flower_gpu import errors, gpu_mod
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def fail(how: str, method: str = "forkserver", **options: Any) -> BaseException:
     """Let a client fail like this; return what Flower makes a message of."""

@@ -15,8 +15,6 @@ from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU, needed_bytes
 
-pytestmark = pytest.mark.timeout(120)
-
 Run = Callable[..., Any]
 
 

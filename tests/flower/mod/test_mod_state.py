@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mod_messages import EVERYWHERE, context, message, told
+from properties import examples
 from record_strategies import contents, records
 
 from flower_gpu import ClientCallError, gpu_mod
 from flower_gpu.flower.message_call import take_over
-
-pytestmark = pytest.mark.timeout(120)
 
 MOMENTUM = np.linspace(-1, 1, 40_000, dtype=np.float32).reshape(200, 200)
 
@@ -100,7 +99,7 @@ def test_after_a_failed_call_it_is_what_it_was() -> None:
     assert list(sent.content["arrays"]) == ["weight", "count"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(record_dicts(), record_dicts())
 def test_any_state_becomes_any_other_in_place(old: RecordDict, new: RecordDict) -> None:
     expected = contents(new)
@@ -118,7 +117,7 @@ def test_any_state_becomes_any_other_in_place(old: RecordDict, new: RecordDict) 
                 assert new[name] is new[other]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(record_dicts())
 def test_a_state_taken_over_from_itself_stays(state: RecordDict) -> None:
     expected = contents(state)
@@ -126,7 +125,7 @@ def test_a_state_taken_over_from_itself_stays(state: RecordDict) -> None:
     assert contents(state) == expected
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(10))
 @given(record_dicts(), record_dicts())
 def test_any_records_come_back_as_they_were_sent(content: RecordDict, state: RecordDict) -> None:
     """Into the worker, into the state, and back in the reply and in the state."""

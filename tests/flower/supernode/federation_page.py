@@ -28,7 +28,7 @@ def main() -> int:
         finally:
             for process in filter(None, (nodes, link)):
                 process.terminate()
-                process.wait(30)
+                process.wait(60)
             subprocess.run(["flower-gpu", "workers", "stop"], check=True)
 
 

@@ -23,7 +23,6 @@ from flower_gpu.flower.confine import NEVER, WITH_PORTS, Allowed, not_enforced
 from flower_gpu.workers import confinement
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(confinement.problem() is not None, reason=f"no confinement: {confinement.problem()}"),
 ]
 

@@ -19,8 +19,6 @@ from flower_gpu.cli import supernode
 from flower_gpu.errors import ConfigError
 from flower_gpu.options import CallOptions
 
-pytestmark = pytest.mark.timeout(120)
-
 # The line, and words of the refusal: what is wrong, and what would do. Values of options that commands share
 # are refused in the tests of launch.
 REFUSED = [

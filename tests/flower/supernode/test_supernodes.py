@@ -164,7 +164,7 @@ def test_supernodes_share_two_gpus_and_whatever_is_killed_the_next_round_works(t
         for process, number, folder, clients in ends:
             assert processes_with("FLOWER_GPU_RUN_DIR", folder)
             process.send(number)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
             until(lambda at=folder: not processes_with("FLOWER_GPU_RUN_DIR", at), "nothing is left")
             until_gone([pid for client in clients for pid in messages[client]], "each message")
             until_leases(fed, 3 if process is again else 0)

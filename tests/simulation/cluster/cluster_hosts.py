@@ -177,7 +177,7 @@ class Host:
         """End all processes of this host at once, as when its power is gone."""
         if self._process.poll() is None:
             os.kill(self.first_pid, signal.SIGKILL)
-            self._process.wait(30)
+            self._process.wait(60)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -249,7 +249,7 @@ class Cluster:
         finally:
             if process.poll() is None:
                 process.kill()
-            process.wait(30)
+            process.wait(60)
 
     def run(self, app: str, nodes: int, *options: str, name: str = "runs", **env: str) -> Run:
         """Run a simulation on the cluster to its end."""

@@ -117,7 +117,7 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
     with cluster.running("exact", NODES, *resume, name="killed") as second:
         second.says("round 2/3  train")
         second.send(signal.SIGKILL)
-        second.process.wait(30)
+        second.process.wait(60)
     nothing_is_left()
     gate.let_in(3)
     shutil.rmtree(first.folder / "states", ignore_errors=True)
