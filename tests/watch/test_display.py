@@ -149,7 +149,7 @@ def test_log_lines_and_printed_ones_are_whole_above_the_bars() -> None:
     assert lines[-2:] == ["after", ""]
     (bar,) = [line for line in lines if "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in line]
     assert re.match("rounds +\N{BOX DRAWINGS HEAVY HORIZONTAL}", bar), "what stays is the bar over the rounds"
-    assert " 2/2, 0." in bar and bar.endswith("loss 0.5")
+    assert re.search(r" 2/2, \d", bar) and bar.endswith("loss 0.5")
 
 
 def test_within_a_round_both_bars_are_there_and_fit() -> None:
@@ -160,7 +160,7 @@ def test_within_a_round_both_bars_are_there_and_fit() -> None:
     over_rounds, over_clients = lines[-2:]
     bars = {re.search("\N{BOX DRAWINGS HEAVY HORIZONTAL}", line) for line in lines[-2:]}
     assert len({bar.start() for bar in bars if bar}) == 1, "they begin below each other"
-    assert over_rounds.startswith("rounds ") and " 0/2, 0." in over_rounds
+    assert over_rounds.startswith("rounds ") and re.search(r" 0/2, \d", over_rounds)
     assert over_clients.startswith("round 1 train ")
     assert " 51/51, 1 failed" in over_clients
     assert max(map(len, lines[-2:])) <= COLUMNS

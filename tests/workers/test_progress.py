@@ -196,7 +196,7 @@ def at_a_terminal(script: Path) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm draws to its width
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.DEVNULL, stderr=theirs) as process:
         os.close(theirs)
-        limit = threading.Timer(30, process.kill)  # a deadlock is what one of the tests is about
+        limit = threading.Timer(120, process.kill)  # a deadlock is what one of the tests is about
         limit.start()
         drawn = b""
         while True:

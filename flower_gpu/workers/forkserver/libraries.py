@@ -245,12 +245,19 @@ class Growth:
     deadline: float  # on the clock of ``time.monotonic``
     #: Callers, and kinds of calls, that have waited for it for too long and go on without.
     without: set[int | str] = field(default_factory=set)
-    #: Reports of workers that came after it was forked: the modules, and the kind of the calls.
-    reported: list[tuple[Sequence[str], str]] = field(default_factory=list)
+    #: Modules that workers have reported since it was forked, by the kind of their calls: it knows nothing of
+    #: them. A dict in the place of a set keeps their order.
+    reported: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def libraries(self) -> list[str]:
         """Return the top-level names of the modules that it imports."""
         return list(dict.fromkeys(name.partition(".")[0] for name in self.names))
+
+    def note_later(self, names: Sequence[str], kind: str) -> None:
+        """Note the modules of a worker's report that this fork does not import."""
+        known = set(self.names)
+        if later := [name for name in names if name not in known]:
+            self.reported.setdefault(kind, {}).update(dict.fromkeys(later))
 
     def refused(self) -> set[str] | None:
         """Read the outcome: libraries that did harm, or None if the fork has taken its parent's place.

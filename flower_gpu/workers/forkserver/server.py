@@ -454,21 +454,23 @@ class Server:
     def _note_imports(self, names: Sequence[str], caller: int, kind: str) -> None:
         """Have libraries imported for the next workers, by this server or by its successor."""
         if self._has_successor:
-            self._report(names, kind)
+            if names:
+                self._report(names, kind)
             return
         if self._learning.running is not None:
-            self._learning.running.reported.append((names, kind))
+            self._learning.running.note_later(names, kind)
         self._learning.note(names, caller, kind)
         self._grow()
 
     def _report(self, names: Sequence[str], kind: str) -> None:
-        """Report imports to the server that has this name by now.
+        """Report a worker's imports to the server that has this one's name by now.
 
-        Returns when that server has answered, or is busy. A connection that is closed with an unread answer
-        would be reset, and the report would be lost.
+        Returns when that server has answered, after a second without an answer, or if there is no server. The
+        answer is read because the kernel resets a connection that is closed with unread data, and the report
+        would be lost.
         """
         with suppress(messages.Gone, ConfigError), sockets.connect(self._start.name, _TICK_S) as connection:
-            messages.send(connection, {"op": "learn", "names": list(names), "kind": kind})
+            messages.send(connection, {"op": "learn", "names": names, "kind": kind})
             messages.receive(connection)
 
     def _end_growth(self) -> None:
@@ -483,9 +485,8 @@ class Server:
         refused = growth.refused()
         if refused is None:
             self._drain(has_successor=True)
-            # The successor was forked before these reports came.
-            for names, kind in growth.reported:
-                self._report(names, kind)
+            for kind, names in growth.reported.items():
+                self._report([*names], kind)
         else:
             self._learning.refused |= refused
             self._grow()
