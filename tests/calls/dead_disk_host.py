@@ -18,7 +18,7 @@ from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.flower.confine import Allowed, for_message
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def mount_dead_disk() -> str:

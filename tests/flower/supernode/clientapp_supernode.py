@@ -26,7 +26,7 @@ from flower_gpu.launch import ports
 APP = Path(__file__).parent / "clientapp_app"
 
 _NODE = 13
-_START_S = 30.0
+_START_S = 120.0
 
 
 @dataclass(frozen=True)
