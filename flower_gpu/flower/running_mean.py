@@ -22,6 +22,8 @@ _SCRATCH_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 24
 _SMALL = 8192  # numbers that numpy converts at a time
 _ALIGNMENT = 64
+_HALF = 2.0**32  # of a 64-bit integer
+_MAX_EXACT = 2.0**53  # 64-bit floats hold all integers up to here
 
 
 class RunningMean:
@@ -192,9 +194,10 @@ class _Sum:
         for start in range(0, flat.size, chunk.size):
             part = flat[start : start + chunk.size]
             scaled = chunk[: part.size]
-            np.copyto(scaled, part)  # before it is scaled, because a float32 times a number is a float32
-            if flat_before is not None:
-                _subtract(scaled, flat_before[start : start + chunk.size])
+            if flat_before is None:
+                np.copyto(scaled, part)  # before it is scaled, because a float32 times a number is a float32
+            else:
+                _subtract(part, flat_before[start : start + chunk.size], scaled)
             np.multiply(scaled, factor, out=scaled)
             summed = self._sum[start : start + chunk.size]
             np.add(summed, scaled, out=summed)
@@ -202,15 +205,11 @@ class _Sum:
     def added_to(self, array: NDArray[Any], divisor: float) -> NDArray[Any]:
         """Return an array of this shape plus the sum divided by ``divisor``, in the dtype of the array."""
         change = np.divide(self._sum, divisor, out=self._sum).reshape(self._shape, order=self._order)
-        is_unchanged = change == 0
+        if array.dtype.kind in "biu":
+            return _added_to_integers(array, change)
         with np.errstate(invalid="ignore"):  # infinity minus infinity is NaN, which is what we want here
             changed: NDArray[Any] = np.add(change, array, out=change)
-        if array.dtype.kind not in "biu":
-            return changed.astype(array.dtype, copy=False)
-        rounded = _rounded(changed, array.dtype)
-        # Integers that a 64-bit float cannot hold must come back as they were.
-        np.copyto(rounded, array, where=is_unchanged)
-        return rounded
+        return changed.astype(array.dtype, copy=False)
 
     def merge(self, other: _Sum) -> None:
         self._look_at(other._dtype)
@@ -259,15 +258,46 @@ class _Sum:
             ) from None
 
 
-def _subtract(array: NDArray[Any], before: NDArray[Any]) -> None:
-    """Subtract an earlier array in place; entries that are the same become exactly 0."""
+def _subtract(array: NDArray[Any], before: NDArray[Any], out: NDArray[Any]) -> None:
+    """Write an array minus an earlier one to ``out``, an array of floats. Equal entries become exactly 0."""
+    if {array.dtype.kind, before.dtype.kind} <= {"i", "u"} and max(array.itemsize, before.itemsize) == 8:
+        # A 64-bit float cannot hold all of these integers, but it can hold their halves. The differences of
+        # the halves are exact. Their sum is rounded if it is beyond 2**53.
+        (high, low), (high_before, low_before) = _halves(array), _halves(before)
+        np.subtract(high, high_before, out=out)
+        np.multiply(out, _HALF, out=out)
+        np.add(out, low - low_before, out=out)
+        return
+    np.copyto(out, array)
     with np.errstate(invalid="ignore"):
-        is_same = (
-            None if np.isfinite(before).all() else (array == before) | (np.isnan(array) & np.isnan(before))
-        )
-        np.subtract(array, before, out=array)
+        is_same = None if np.isfinite(before).all() else (out == before) | (np.isnan(out) & np.isnan(before))
+        np.subtract(out, before, out=out)
     if is_same is not None:
-        array[is_same] = 0
+        out[is_same] = 0
+
+
+def _halves(array: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the upper and the lower 32 bits of integers, as floats: ``upper * 2**32 + lower``."""
+    whole = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
+    return (whole >> 32).astype(np.float64), (whole & 0xFFFFFFFF).astype(np.float64)
+
+
+def _added_to_integers(array: NDArray[Any], change: NDArray[Any]) -> NDArray[Any]:
+    """Return integers plus changes, rounded. The sum is exact for integers that no 64-bit float can hold.
+
+    Such integers are seeds and hashes, hardly ever whole arrays. So they are added up as Python integers.
+    """
+    sums = np.asarray(change + array)  # numpy makes a scalar of arrays without dimensions
+    rounded = _rounded(sums.copy(), array.dtype)
+    if array.itemsize == 8:
+        largest = np.maximum(np.abs(sums), np.abs(array.astype(np.float64)))
+        is_large = np.asarray((largest >= _MAX_EXACT) & np.isfinite(sums))
+        np.copyto(rounded, array, where=is_large)
+        is_large &= change != 0
+        limits = np.iinfo(array.dtype)
+        pairs = zip(array[is_large].tolist(), np.rint(change[is_large]).tolist(), strict=True)
+        rounded[is_large] = [min(max(entry + int(step), limits.min), limits.max) for entry, step in pairs]
+    return rounded
 
 
 def _rounded(mean: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -227,6 +227,42 @@ def test_entries_that_no_client_changes_keep_their_bits(monkeypatch: pytest.Monk
     assert_same(result.arrays, first)
 
 
+LARGE = {
+    "int64": [2**60 + 1, -(2**62) - 3, 2**63 - 8, -(2**63), 5, 2**53 + 1, 2**63 - 1],
+    "uint64": [2**63 + 1, 2**64 - 9, 2**53 + 1, 3, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+@pytest.mark.parametrize("step", [1, 2, -1, 3, 2**40 + 1, -(2**52) - 1])
+def test_large_integers_change_by_what_clients_add(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, step: int
+) -> None:
+    """A 64-bit float cannot hold them. They stay in the range of their dtype."""
+    limits = np.iinfo(dtype)
+    other = "uint64" if dtype == "int64" else "int64"
+
+    def added(entry: int) -> int:
+        return min(max(entry + step, limits.min), limits.max)
+
+    def reply(message: Message) -> RecordDict:
+        sent = {name: array.numpy().tolist() for name, array in message.content["arrays"].items()}
+        entries = np.array([added(entry) for entry in sent["entries"]], dtype)
+        return content_of(
+            {"entries": entries, "one": np.array(added(sent["one"]), other)}, {"num-examples": 3}
+        )
+
+    monkeypatch.setattr("test_fedbuff.train", reply)
+    first = {"entries": np.array(LARGE[dtype], dtype), "one": np.array(2**60 + 1, dtype)}
+    model = ArrayRecord({name: Array(array) for name, array in first.items()})
+    strategy = FedBuff(2, 2, staleness=lambda _: 1, exact_order=True)  # an update of each client
+    result = strategy.start(AsynchronousGrid([1, 2]), model, num_rounds=1)
+    arrays = {name: array.numpy() for name, array in result.arrays.items()}
+    assert {array.dtype.name for array in arrays.values()} == {dtype}
+    assert arrays["entries"].tolist() == [added(entry) for entry in LARGE[dtype]]
+    assert arrays["one"].tolist() == added(2**60 + 1)
+
+
 def test_an_entry_that_becomes_infinite_is_so_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(message: Message) -> RecordDict:
         return content_of({"w": np.array([np.inf, 1.0]), "batches": np.uint8(5)}, {"num-examples": 3})
