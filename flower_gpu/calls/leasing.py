@@ -107,7 +107,7 @@ class Leasing:
                 # The worker is gone, but its group still reserves memory of the next lease. A call on the CPU
                 # leaves no group, so it does not depend on a driver that may hang.
                 if self.uuids:
-                    driver_cap.remove_left()
+                    driver_cap.remove_stale()
             finally:
                 ledger.release(ticket)
 

@@ -238,7 +238,7 @@ class Told:
             notices.say_no_guard(event["reason"], is_expected=guard.problem() is not None)
         elif kind == "driver_cap":
             shares = self.lease.shares if self.lease is not None else ()
-            driver_cap.worker_is_in(Path(event["group"]), tuple(share.uuid for share in shares))
+            driver_cap.register(Path(event["group"]), tuple(share.uuid for share in shares))
         elif kind in _TIMES:
             self._times[_TIMES[kind]] = time.time()
             self._times.update({name: event[name] for name in self._times if name in event})

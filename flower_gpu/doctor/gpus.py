@@ -10,7 +10,7 @@ from flower_gpu.calls.settings import call_settings
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.gpu import driver_cap, policy
-from flower_gpu.gpu.gpus import GPU, Inventory, is_for_one, mps_pipes
+from flower_gpu.gpu.gpus import GPU, Inventory, is_exclusive, mps_pipes
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.printable import format_bytes
 
@@ -44,7 +44,7 @@ def gpus(found: Inventory) -> Iterator[Found]:
             mode = f"; compute mode {gpu.compute_mode}" if gpu.compute_mode else ""
             limit = f"; the limit of control group {gpu.limited_by}" if gpu.limited_by else ""
             yield "ok", f"{name}: {free} of {total} free{limit}{mode}"
-            if is_for_one(gpu, os.environ):
+            if is_exclusive(gpu, os.environ):
                 text = f"{name}: clients cannot share it in this compute mode, each call has it to itself"
                 yield "note", text, f"as root `nvidia-smi -i {gpu.index} -c DEFAULT`, or start an MPS daemon"
         elif gpu.uuid and gpu.uuid in parents:

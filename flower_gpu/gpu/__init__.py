@@ -1,8 +1,8 @@
-"""Which GPUs this host has, and which of them a call may use.
+"""The GPUs of this host, and the rules for their use.
 
-``nvml`` asks NVIDIA's library, in a thread of its own (``nvml_thread``): a driver may hang. ``inventory``
-makes a list of it (``gpus``), broken GPUs and MIG devices included, and knows ``CUDA_VISIBLE_DEVICES``.
-``guard`` keeps workers from others' device files, of all that there are (``device_files``). ``policy``
-decides what a node allows against what the server requests. ``driver_cap`` has the driver hold workers to
-their leases. Nothing here starts CUDA.
+``nvml`` calls NVIDIA's management library, in a thread of its own (``nvml_thread``) because a driver may
+hang. ``inventory`` lists the GPUs (``gpus``), including broken GPUs and MIG devices. ``policy`` decides which
+GPUs a call may use, from the node's settings and the server's request. ``guard`` denies workers the device
+files (``device_files``) of other GPUs. ``driver_cap`` and ``mps`` let the driver enforce leases. Only ``mps``
+starts CUDA.
 """

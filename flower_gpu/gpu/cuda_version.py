@@ -8,10 +8,10 @@ from typing import Final
 
 _PAGE: Final = "https://pytorch.org/get-started/locally/"
 
-# Within a major version of CUDA newer builds run on older drivers ("CUDA Compatibility", minor version), from
-# these drivers on (CUDA release notes, table 2).
-_LEAST_DRIVER: Final = MappingProxyType({11: "450.80.02", 12: "525.60.13", 13: "580.65.06"})
-# PyTorch's index of wheels with which most drivers of that major version work.
+# The oldest driver for each major version of CUDA (CUDA release notes, table 2). Within a major version,
+# newer builds run on older drivers ("CUDA Compatibility", minor version).
+_OLDEST_DRIVER: Final = MappingProxyType({11: "450.80.02", 12: "525.60.13", 13: "580.65.06"})
+# For each major version of CUDA, PyTorch's index of wheels that run on most drivers of that version.
 _INDEX: Final = MappingProxyType({11: "cu118", 12: "cu126", 13: "cu130"})
 
 
@@ -22,19 +22,19 @@ def is_too_new(cuda: str, driver_cuda: tuple[int, int]) -> bool:
 
 
 def what_to_change(cuda: str, driver_cuda: tuple[int, int]) -> str:
-    """Return the solution for :func:`is_too_new`, with commands."""
+    """Return what to do if :func:`is_too_new` is True, with commands."""
     major = _major(cuda)
-    least = None if major is None else _LEAST_DRIVER.get(major)
+    oldest = None if major is None else _OLDEST_DRIVER.get(major)
     newer = (
-        f"update the driver to {least} or later" if least else f"update the driver to one with CUDA {major}"
+        f"update the driver to {oldest} or later" if oldest else f"update the driver to one with CUDA {major}"
     )
     return f"{newer}, or replace torch by a build for CUDA {driver_cuda[0]}: {how_to_install(driver_cuda)}"
 
 
 def _major(cuda: str) -> int | None:
-    """Return the major version; None for a text that is no version, as an app may tell."""
-    found = re.match(r"(\d{1,4})(?:\.|$)", cuda, re.ASCII)
-    return int(found[1]) if found else None
+    """Return the major version, or None if the text is not a version. The text comes from a worker."""
+    match = re.match(r"(\d{1,4})(?:\.|$)", cuda, re.ASCII)
+    return int(match[1]) if match else None
 
 
 def how_to_install(driver_cuda: tuple[int, int] | None) -> str:
@@ -42,17 +42,18 @@ def how_to_install(driver_cuda: tuple[int, int] | None) -> str:
     index = _INDEX.get(driver_cuda[0]) if driver_cuda else None
     if index is None:
         return f"see {_PAGE}"
-    # Without that option pip takes a torch that is there for what was asked for.
+    # Without --force-reinstall, pip keeps an installed torch of the same version.
     command = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}"
     return f"`{command}` (see {_PAGE})"
 
 
 def explained(torch: str, cuda: str | None, driver: str | None, driver_cuda: tuple[int, int] | None) -> str:
-    """Return the versions that a call without CUDA met, and which of them to change.
+    """Return the versions in a worker without CUDA, and which of them to change.
 
-    ``torch``, ``cuda``: PyTorch's version and the CUDA it was built for; None: for the CPU only.
-    ``driver``: the driver's version, as ``nvidia-smi`` shows it; None where not known.
-    ``driver_cuda``: the newest CUDA that the driver supports, such as ``(12, 4)``.
+    ``torch``: version of PyTorch.
+    ``cuda``: version of CUDA that PyTorch was built for, or None for a CPU build.
+    ``driver``: version of the driver, as ``nvidia-smi`` shows it, or None if unknown.
+    ``driver_cuda``: newest CUDA that the driver supports, such as ``(12, 4)``.
     """
     has = (
         "CUDA of unknown version"

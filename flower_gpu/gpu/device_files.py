@@ -1,4 +1,4 @@
-"""The device files of NVIDIA's GPUs: of one GPU, and of all."""
+"""The device files of one GPU, and of all NVIDIA GPUs of the host."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 CONTROL: Final = _DEV / "nvidiactl"
 MEMORY: Final = _DEV / "nvidia-uvm"
-#: Files that CUDA needs besides those of its GPUs.
+#: Device files that CUDA needs in addition to those of its GPUs.
 SHARED: Final = tuple(map(str, (CONTROL, MEMORY, _DEV / "nvidia-uvm-tools")))
 
 
 def of_card(minor: int, bus_id: str | None) -> tuple[str, ...]:
     """Return the device files of a card.
 
-    ``minor``: its minor number, as the driver tells.
-    ``bus_id``: its address, such as ``"00000000:3B:00.0"``; for its render node.
+    ``minor``: minor number of the card, from the driver.
+    ``bus_id``: PCI address of the card, such as ``"00000000:3B:00.0"``, to find its render node.
     """
     return (f"{_DEV}/nvidia{minor}", *(_render_nodes(bus_id) if bus_id else ()))
 
 
 def of_mig(minor: int, gpu_instance: int, compute_instance: int) -> tuple[str, ...] | None:
-    """Return the device files of a MIG device; None where the driver does not tell them.
+    """Return the device files of a MIG device, or None if the driver does not list them.
 
-    ``minor``: the minor number of its card.
-    ``gpu_instance``, ``compute_instance``: its instances' ids on that card.
+    ``minor``: minor number of the card.
+    ``gpu_instance``, ``compute_instance``: ids of the instances on that card.
     """
     try:
         lines = _MIG_MINORS.read_text().splitlines()
@@ -62,42 +62,42 @@ def _render_nodes(bus_id: str) -> Iterator[str]:
     domain, _, rest = bus_id.lower().partition(":")
     folder = _PCI_DEVICES / f"{domain[-4:]}:{rest}" / "drm"  # NVML writes the domain with eight digits
     with suppress(OSError):
-        yield from (f"{_DEV}/dri/{one.name}" for one in folder.iterdir())
+        yield from (f"{_DEV}/dri/{node.name}" for node in folder.iterdir())
 
 
 def of_host(environ: Mapping[str, str]) -> list[str]:
-    """Return the files and folders of this host by which GPUs of NVIDIA can be opened."""
+    """Return all files and folders of this host that give access to NVIDIA GPUs."""
     named = environ.get(GUARDED_VARIABLE, "").split(os.pathsep)
-    found = [os.path.abspath(path) for path in named if path]  # noqa: PTH100 - each worker does it
+    paths = [os.path.abspath(path) for path in named if path]  # noqa: PTH100 - each worker does it
     mounts = list(_second_mounts())  # a container may have the host's device files twice
-    for folder in (_DEV, *(place for _, place in mounts)):
+    for folder in (_DEV, *(mount_point for _, mount_point in mounts)):
         with suppress(OSError), os.scandir(folder) as entries:
-            found += [entry.path for entry in entries if entry.name.startswith("nvidia")]
+            paths += [entry.path for entry in entries if entry.name.startswith("nvidia")]
         with suppress(OSError), os.scandir(folder / "dri") as entries:
-            found += [entry.path for entry in entries if _is_nvidias(entry.name)]
-    found += [str(place) for root, place in mounts if Path(root).name.startswith("nvidia")]
-    return list(dict.fromkeys(found))
+            paths += [entry.path for entry in entries if _is_nvidia_node(entry.name)]
+    paths += [str(mount_point) for root, mount_point in mounts if Path(root).name.startswith("nvidia")]
+    return list(dict.fromkeys(paths))
 
 
 def _second_mounts() -> Iterator[tuple[str, Path]]:
-    """Yield the mounts of the host's device files outside of ``/dev``: what of these is there, and where."""
+    """Yield the mounts of device files outside of ``/dev``: the mounted part, and the mount point."""
     with suppress(OSError):
-        own = _DEV.stat().st_dev
-        number = f"{os.major(own)}:{os.minor(own)}"
+        dev = _DEV.stat().st_dev
+        number = f"{os.major(dev)}:{os.minor(dev)}"
         for line in _MOUNTS.read_text().splitlines():  # proc_pid_mountinfo(5)
-            fields, _, more = line.partition(" - ")
-            _, _, device, root, place, *_ = fields.split()
-            if device == number or more.startswith("devtmpfs "):
-                root, place = _unescaped(root), _unescaped(place)
-                if not Path(place).is_relative_to(_DEV):
-                    yield root, Path(place)
+            fields, _, file_system = line.partition(" - ")
+            _, _, device, root, mount_point, *_ = fields.split()
+            if device == number or file_system.startswith("devtmpfs "):
+                root, mount_point = _unescaped(root), _unescaped(mount_point)
+                if not Path(mount_point).is_relative_to(_DEV):
+                    yield root, Path(mount_point)
 
 
 def _unescaped(field: str) -> str:
-    return re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), field)
+    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), field)
 
 
-def _is_nvidias(name: str) -> bool:
+def _is_nvidia_node(name: str) -> bool:
     try:
         return (_DRM / name / "device" / "vendor").read_text().strip() == _NVIDIA
     except OSError:
@@ -105,41 +105,41 @@ def _is_nvidias(name: str) -> bool:
 
 
 def numbers(paths: Iterable[str]) -> set[int]:
-    """Return the device numbers of these files, and of those in these folders."""
-    found = set()
+    """Return the device numbers of these files, and of the files in these folders."""
+    device_numbers = set()
     for path in paths:
         with suppress(OSError):
             file = Path(path).stat()
             if stat.S_ISDIR(file.st_mode):
-                found |= numbers(entry.path for entry in os.scandir(path))
+                device_numbers |= numbers(entry.path for entry in os.scandir(path))
             elif stat.S_ISCHR(file.st_mode):
-                found.add(file.st_rdev)
-    return found
+                device_numbers.add(file.st_rdev)
+    return device_numbers
 
 
-# ``struct statx`` of statx(2): the type of a file, and its device number if it is a device.
+# Mode and device number in ``struct statx`` of statx(2)
 _STATX: Final = struct.Struct("=28xH98xII120x")
-_OF_DESCRIPTOR: Final = 0x1000 | 0x4000  # AT_EMPTY_PATH, AT_STATX_DONT_SYNC of linux/fcntl.h
-_TYPE: Final = 1  # STATX_TYPE
+_STATX_FLAGS: Final = 0x1000 | 0x4000  # AT_EMPTY_PATH, AT_STATX_DONT_SYNC of linux/fcntl.h
+_STATX_TYPE: Final = 1
 
 
 def number_of(descriptor: int) -> int | None:
-    """Return the device number of an open file; None if the file is no character device.
+    """Return the device number of an open file, or None if it is not a character device.
 
-    The kernel answers from its cache. ``os.fstat`` would ask the server of a network disk, and a dead one
+    The kernel answers from its cache. ``os.fstat`` would ask the server of a network disk, and a dead server
     never answers.
     """
     if (statx := _statx()) is None:
         file = os.fstat(descriptor)
         return file.st_rdev if stat.S_ISCHR(file.st_mode) else None
-    found = ctypes.create_string_buffer(_STATX.size)
-    if statx(descriptor, b"", _OF_DESCRIPTOR, _TYPE, found):
+    buffer = ctypes.create_string_buffer(_STATX.size)
+    if statx(descriptor, b"", _STATX_FLAGS, _STATX_TYPE, buffer):
         return None
-    mode, major, minor = _STATX.unpack(found.raw)
+    mode, major, minor = _STATX.unpack(buffer.raw)
     return os.makedev(major, minor) if stat.S_ISCHR(mode) else None
 
 
-@cache  # to load the library takes longer than the call
+@cache  # loading the library takes longer than the call
 def _statx() -> Callable[..., int] | None:
-    """Return the function of the C library; None in one from before 2018."""
+    """Return ``statx`` of the C library, or None if the library is older than 2018."""
     return getattr(ctypes.CDLL(None), "statx", None)

@@ -1,12 +1,13 @@
-"""Caps that NVIDIA's driver keeps: a worker in a control group of its own can have so much of each GPU.
+"""GPU memory limits enforced by NVIDIA's driver: each worker has a control group with a limit for each GPU.
 
-Whatever code asks for more gets CUDA's ordinary error of missing memory. It needs driver 615, control groups
-of version 2 and a right that root has. The group of a worker is made and joined by the worker itself
-(:func:`join`); whoever comes later removes those of dead workers (:func:`remove_left`), so that a kill at any
-moment leaves nothing that stays.
+Any code that allocates more gets CUDA's ordinary out-of-memory error. The limits need driver 615, control
+groups of version 2 and root's permission to set them. The worker itself creates and joins its group
+(:func:`join`). Other processes remove the groups of dead workers (:func:`remove_stale`), so a kill at any
+moment leaves nothing behind for long.
 
-Sources: "MPS v3 Memory Partitioning" (https://docs.nvidia.com/deploy/mps/latest/mpsv3-memory-partitioning.html),
-nvmlDeviceSetMemoryLimits_v1 in NVML's reference.
+Sources: "MPS v3 Memory Partitioning"
+(https://docs.nvidia.com/deploy/mps/latest/mpsv3-memory-partitioning.html), nvmlDeviceSetMemoryLimits_v1 in
+NVML's reference.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from flower_gpu.gpu import inventory
 from flower_gpu.gpu.nvml import QueryError
 from flower_gpu.options import GPU_CAP
 
-_NAME: Final = "flower-gpu-"  # how names of such groups begin
+_PREFIX: Final = "flower-gpu-"  # of the names of our groups
 _TRIAL_BYTES: Final = 64 << 20
-_CONTROLLER: Final = "dmem"  # by which kernels from 6.14 on keep the cap; before, the driver does
+# The controller that enforces the limit in Linux 6.14 and later. With older kernels the driver enforces it.
+_CONTROLLER: Final = "dmem"
 _LIMITS: Final = ("memory.max", "memory.high", "cpu.max", "pids.max")
 
 
 class _UnavailableError(Exception):
-    """There can be no such cap here; the text has the reason."""
+    """The driver cannot set limits here. The text gives the reason."""
 
 
 def is_used(uuids: tuple[str, ...], environ: Mapping[str, str]) -> bool:
-    """Tell whether the driver caps workers with a lease of these GPUs.
+    """Return True if the driver caps workers with a lease on these GPUs.
 
-    Raises GPUUnavailableError if it has to, and cannot.
+    Raises GPUUnavailableError if the driver's cap is required and not available.
     """
     wanted = GPU_CAP.resolve(None, environ)
     if wanted == "allocator":
@@ -50,16 +52,16 @@ def is_used(uuids: tuple[str, ...], environ: Mapping[str, str]) -> bool:
 
 
 def required(reason: str) -> GPUUnavailableError:
-    """Return the error of a call that must not run without the driver's cap."""
+    """Return the error for a call that requires the driver's cap."""
     return GPUUnavailableError(
         f"--gpu-cap driver ({GPU_CAP.variable}): the driver cannot cap this worker: {reason}. Use another "
         "host, or --gpu-cap auto, which leaves the cap to the frameworks' allocators here"
     )
 
 
-@cache  # a group is made, limited and removed
+@cache  # the check creates a group, sets a limit and removes the group
 def problem(uuids: tuple[str, ...]) -> str | None:
-    """Return why the driver cannot cap workers of this process on these GPUs; None where it can."""
+    """Return why the driver cannot cap workers of this process on these GPUs, or None if it can."""
     if any(uuid.startswith("MIG-") for uuid in uuids):
         return "a MIG device has no such cap"
     try:
@@ -67,9 +69,9 @@ def problem(uuids: tuple[str, ...]) -> str | None:
         if not inventory.limits(groups[0], uuids):
             return "a driver before 615 knows no limits of control groups"
         parent = _parent()
-        _places.add(parent)
-        remove_left()
-        group, lock = _made(parent)
+        _parents.add(parent)
+        remove_stale()
+        group, lock = _create(parent)
         try:
             _limit(group, dict.fromkeys(uuids, _TRIAL_BYTES))
         finally:
@@ -81,7 +83,7 @@ def problem(uuids: tuple[str, ...]) -> str | None:
 
 
 def describe(uuids: tuple[str, ...], environ: Mapping[str, str]) -> str:
-    """Return a line on who caps workers."""
+    """Return a line that says who caps the memory of workers."""
     if GPU_CAP.resolve(None, environ) == "allocator":
         return "GPU cap: by the frameworks' allocators"
     if reason := problem(uuids):
@@ -90,25 +92,25 @@ def describe(uuids: tuple[str, ...], environ: Mapping[str, str]) -> str:
 
 
 class _OwnGroup:
-    """The group that this worker has made and joined, with its lock; None: it has not, or is no worker."""
+    """The group that this worker has created and joined, with its lock. ``group`` is None without one."""
 
     group: Path | None = None
     lock = -1
-    limits: Mapping[str, int] | None = None  # the last ones
+    limits: Mapping[str, int] | None = None  # the limits set last
 
 
 _OWN_GROUP: Final = _OwnGroup()
 
-# The groups of this process's workers: where they are, and which GPUs each has limits of.
-_places: set[Path] = set()
-_uuids_of: dict[Path, tuple[str, ...]] = {}
+# The parents of the groups of this process's workers, and the GPUs with a limit by group
+_parents: set[Path] = set()
+_uuids_by_group: dict[Path, tuple[str, ...]] = {}
 
 
 def join(limits: Mapping[str, int]) -> Path:
-    """Cap this worker and its children by the driver, and return the worker's control group.
+    """Let the driver cap this worker and its children. Return the worker's control group.
 
-    A worker that another worker has started stays in that worker's group, because both have one lease. No
-    thread is left that was not there before.
+    A worker started by another worker stays in that worker's group, because both have one lease. The function
+    leaves no new thread behind.
 
     ``limits``: bytes by UUID.
     Raises GPUUnavailableError if the driver cannot cap the worker.
@@ -116,15 +118,15 @@ def join(limits: Mapping[str, int]) -> Path:
     try:
         group = _own()
         if group == _OWN_GROUP.group:
-            if limits != _OWN_GROUP.limits:  # else it has another call of the same lease
+            if limits != _OWN_GROUP.limits:  # unchanged for another call with the same lease
                 _limit(group, limits)
-        elif not group.name.startswith(_NAME):
-            group, _OWN_GROUP.lock = _made(_parent())
+        elif not group.name.startswith(_PREFIX):
+            group, _OWN_GROUP.lock = _create(_parent())
             _limit(group, limits)
             (group / "cgroup.procs").write_text(str(os.getpid()))
             _OWN_GROUP.group = group
             # The GPU guard and the confinement come next. Landlock restricts the calling thread only, so the
-            # thread that has asked NVML must be gone. The task may start NVML again.
+            # NVML thread must end first. The task may start NVML again.
             inventory.close()
         _OWN_GROUP.limits = limits
     except (_UnavailableError, OSError, QueryError) as error:
@@ -135,29 +137,30 @@ def join(limits: Mapping[str, int]) -> Path:
     return group
 
 
-def worker_is_in(group: Path, uuids: tuple[str, ...]) -> None:
-    """Take note of the group of a worker of this process, which has a lease of these GPUs."""
+def register(group: Path, uuids: tuple[str, ...]) -> None:
+    """Register the group of a worker of this process with a lease on these GPUs, for :func:`remove_stale`."""
     groups = control_group.unified()
-    if groups and group.is_relative_to(groups[-1]) and ".." not in group.parts:  # an app may say anything
-        _places.add(group.parent)
-        _uuids_of[group] = uuids
+    # The path comes from the worker, so it may be anything.
+    if groups and group.is_relative_to(groups[-1]) and ".." not in group.parts:
+        _parents.add(group.parent)
+        _uuids_by_group[group] = uuids
 
 
 def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
-    """Return what this worker's group uses, whatever code and process took it, by UUID."""
+    """Return the memory used by all processes in this worker's group, by UUID."""
     with suppress(_UnavailableError, QueryError):
         return {uuid: used for uuid, (_, _, used) in inventory.limits(_own(), uuids).items()}
     return {}
 
 
-def remove_left() -> None:
-    """Remove the groups of dead workers, of other processes too, and the memory that they still reserve."""
-    places = tuple(_places)  # a copy, made in one step, because other threads add places meanwhile
-    for group in [group for place in places for group in place.glob(f"{_NAME}*")]:
-        with suppress(OSError):  # it is gone, or its worker is there
-            lock = _locked(group)
+def remove_stale() -> None:
+    """Remove the groups of all dead workers, also of other processes, and the memory reserved by them."""
+    parents = tuple(_parents)  # an atomic copy, because other threads add parents at the same time
+    for group in [group for parent in parents for group in parent.glob(f"{_PREFIX}*")]:
+        with suppress(OSError):  # removed meanwhile, or locked by a living worker
+            lock = _lock(group)
             try:
-                uuids = _uuids_of.pop(group, None)
+                uuids = _uuids_by_group.pop(group, None)
                 _remove(group, uuids or [gpu.uuid for gpu in inventory.take(processes=False).usable])
             finally:
                 os.close(lock)
@@ -171,21 +174,25 @@ def _own() -> Path:
 
 
 def _parent() -> Path:
-    """Return the group in which those of workers can be: this process's own, else the one above."""
+    """Return a parent for the groups of workers: this process's own group, or the group above it."""
     own, *above = control_group.unified()[:2] or [_own()]
     controllers = own / "cgroup.controllers"
     if not controllers.exists() or _CONTROLLER not in controllers.read_text().split():
         return own
-    # A group with processes cannot hand the controller on ("No Internal Process Constraint" in the kernel's
-    # documentation). Beside it workers would have none of its limits.
-    places = [own, *(group for group in above if not any(map(_is_limited, (own / name for name in _LIMITS))))]
-    for place in places:
+    # A group with processes cannot enable a controller for its children ("No Internal Process Constraint" in
+    # the kernel's documentation). The group above can, but there workers would escape the limits of this
+    # group.
+    parents = [
+        own,
+        *(group for group in above if not any(map(_is_limited, (own / name for name in _LIMITS)))),
+    ]
+    for parent in parents:
         with suppress(OSError):
-            (place / "cgroup.subtree_control").write_text(f"+{_CONTROLLER}")
-            return place
+            (parent / "cgroup.subtree_control").write_text(f"+{_CONTROLLER}")
+            return parent
     raise _UnavailableError(
-        f"its control group {own} cannot hand on the controller {_CONTROLLER}, as it has processes: start it "
-        "in a group that is delegated (systemd: Delegate=yes, DelegateSubgroup=)"
+        f"its control group {own} cannot enable the controller {_CONTROLLER} for children, because it has "
+        "processes: start it in a delegated group (systemd: Delegate=yes, DelegateSubgroup=)"
     )
 
 
@@ -193,17 +200,18 @@ def _is_limited(file: Path) -> bool:
     return file.exists() and file.read_text().split()[0] != "max"
 
 
-def _made(parent: Path) -> tuple[Path, int]:
-    """Make a group; returns it with its lock, which tells all others that this process lives."""
+def _create(parent: Path) -> tuple[Path, int]:
+    """Create a group. Return it with its lock, which shows other processes that this one lives."""
     while True:
-        group = parent / f"{_NAME}{os.getpid()}-{os.urandom(4).hex()}"
+        group = parent / f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         group.mkdir()
-        with suppress(FileNotFoundError, BlockingIOError):  # somebody took it for a left one
-            return group, _locked(group)
+        # Another process may take a new group without a lock for a stale one, and remove it.
+        with suppress(FileNotFoundError, BlockingIOError):
+            return group, _lock(group)
 
 
-def _locked(group: Path) -> int:
-    """Lock a group, for as long as this process has the descriptor; OSError where another one has it."""
+def _lock(group: Path) -> int:
+    """Lock a group until the returned descriptor is closed. Raises OSError if it is locked already."""
     lock = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,15 +223,16 @@ def _locked(group: Path) -> int:
 
 
 def _limit(group: Path, limits: Mapping[str, int]) -> None:
-    # Both limits: what is above the soft one may be taken away again.
+    # Sets the soft and the hard limit, because the driver may reclaim memory above the soft limit.
     inventory.set_limits(group, limits)
-    told = inventory.limits(group, limits)
-    if any(told.get(uuid, (None,) * 3)[1] is None for uuid in limits):
-        raise _UnavailableError("the driver takes the limit and does not keep it")
+    present = inventory.limits(group, limits)
+    if any(present.get(uuid, (None,) * 3)[1] is None for uuid in limits):
+        raise _UnavailableError("the driver accepts the limit and does not keep it")
 
 
 def _remove(group: Path, uuids: Iterable[str]) -> None:
-    with suppress(QueryError):  # or the groups above keep what it has reserved
+    # Without this, the memory stays reserved in the groups above.
+    with suppress(QueryError):
         inventory.set_limits(group, dict.fromkeys(uuids))
-    with suppress(OSError):  # it has a process that the worker has left
+    with suppress(OSError):  # a process of the worker is still in the group
         group.rmdir()

@@ -1,7 +1,4 @@
-"""A GPU, all GPUs of a host at one moment, and those that ``CUDA_VISIBLE_DEVICES`` leaves to a process.
-
-Also whether several processes can share a card: by its compute mode, and by NVIDIA's MPS.
-"""
+"""Records of GPUs, and the rules of ``CUDA_VISIBLE_DEVICES``, compute modes and MPS."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-# Where the daemon listens ("Multi-Process Service", environment variables), and the file with its number.
+# The folder of the MPS daemon ("Multi-Process Service", environment variables), its pipe, and its pid file
 _PIPES_VARIABLE: Final = "CUDA_MPS_PIPE_DIRECTORY"
 _PIPES: Final = "/tmp/nvidia-mps"
 _CONTROL: Final = "control"
@@ -21,56 +18,53 @@ _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 
 @dataclass(frozen=True)
 class GPUProcess:
-    """A process on a GPU, as the driver tells."""
+    """A process on a GPU, as reported by the driver."""
 
-    pid: int  # its number; in a container it may be that of the host
-    used_bytes: int | None  # memory it uses, context included; None where the driver does not tell
-    name: str = ""  # its program; empty where not known, or not asked
-    computes: bool = True  # and does not only draw
+    pid: int  # in a container, possibly the process id of the host
+    used_bytes: int | None  # memory including the context, or None if the driver does not report it
+    name: str = ""  # path of the program, empty if unknown or not requested
+    computes: bool = True  # False for a process that only draws
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU or MIG device at one moment. Figures are None where the driver does not tell them."""
+    """A GPU or MIG device at one moment. Figures are None if the driver does not report them."""
 
-    index: int  # its number, as in ``nvidia-smi``; a MIG device has its card's
-    uuid: str  # ``"GPU-..."`` or ``"MIG-..."``; empty for a broken one that never told
-    name: str  # its model
-    # Its memory. Used is without what the driver reserves, except with drivers before 510.
+    index: int  # index as in ``nvidia-smi``; a MIG device has the index of its card
+    uuid: str  # ``"GPU-..."`` or ``"MIG-..."``; empty for a broken GPU with an unknown UUID
+    name: str  # model
+    # Memory. The used part excludes the reserved part, except with drivers before 510
     total_bytes: int | None
     used_bytes: int | None
     free_bytes: int | None
-    reserved_bytes: int | None  # what the driver keeps for itself; None with drivers before 510
-    utilization_percent: int | None  # how much of the last moments it was computing
-    processes: tuple[GPUProcess, ...] | None  # who uses it; None: not told, or not asked
-    mig_parent: str | None = None  # UUID of the card that a MIG device is on
-    problem: str | None = None  # Why it cannot be used, and what to do. None: it can.
-    # Whether the driver keeps it ready while nobody uses it, as it was when NVML was started; None where
-    # that is not told
+    reserved_bytes: int | None  # reserved by the driver; None with drivers before 510
+    utilization_percent: int | None  # share of the last sample period with a running kernel
+    processes: tuple[GPUProcess, ...] | None  # None if refused or not requested
+    mig_parent: str | None = None  # UUID of the card of a MIG device
+    problem: str | None = None  # why the GPU cannot be used, and what to do; None for a usable GPU
+    # True if the driver stays loaded without clients. Read when NVML was started; None if unknown
     persistence_mode: bool | None = None
-    device_files: tuple[str, ...] | None = None  # by which it is opened; None where they are not known
-    # One of :data:`flower_gpu.gpu.nvml.COMPUTE_MODES`, that of its card; None where that is not told
+    device_files: tuple[str, ...] | None = None  # paths below /dev, or None if unknown
+    # One of :data:`flower_gpu.gpu.nvml.COMPUTE_MODES`, for a MIG device the mode of its card; None if unknown
     compute_mode: str | None = None
-    # The control group of this process whose limit its memory is; None: it is all that the card has
+    # Control group of this process that limits the memory. None if all memory of the card can be used
     limited_by: str | None = None
 
     @property
     def is_usable(self) -> bool:
-        """Whether it works and its memory is known."""
+        """True if the GPU has no problem and its memory is known."""
         figures = (self.total_bytes, self.used_bytes, self.free_bytes)
         return self.problem is None and bool(self.uuid) and None not in figures
 
     def unlisted_bytes(self) -> int | None:
-        """Return how much of it is used by nobody whom the driver lists, and who is here, in bytes.
+        """Return the bytes in use that no listed local process accounts for, or None if the use is unknown.
 
-        In some containers it lists none of their processes, or all by the numbers of the host. Also what
-        drivers before 510 keep for themselves is used by nobody.
-
-        Returns None where it is not told how much is used.
+        In some containers, the driver lists none of the processes, or lists them with process ids of the
+        host. With drivers before 510, the memory reserved by the driver is included.
         """
         if self.used_bytes is None:
             return None
-        listed = sum(process.used_bytes or 0 for process in self.processes or () if _is_here(process.pid))
+        listed = sum(process.used_bytes or 0 for process in self.processes or () if _exists(process.pid))
         return max(0, self.used_bytes - listed)
 
 
@@ -78,34 +72,36 @@ class GPU:
 class Inventory:
     """All GPUs of the host at one moment."""
 
-    # In the order of their numbers, broken ones too. A card in MIG mode has a problem and is followed by
-    # its MIG devices.
+    # In the order of their indices, including broken GPUs. A card in MIG mode has a problem and is followed
+    # by its MIG devices
     gpus: tuple[GPU, ...]
     driver_version: str | None  # as ``nvidia-smi`` shows it
-    problem: str | None  # why there are none, and what to do
-    hangs: bool = False  # whether that is because the driver does not answer
+    problem: str | None  # why no GPU was found, and what to do
+    hangs: bool = False  # True if the driver does not answer
     # The newest CUDA that the driver supports, such as ``(12, 4)``
     cuda_version: tuple[int, int] | None = None
 
     @property
     def usable(self) -> tuple[GPU, ...]:
-        """Those that can be used."""
+        """The usable GPUs."""
         return tuple(gpu for gpu in self.gpus if gpu.is_usable)
 
     def find(self, uuid: str) -> GPU | None:
-        """Return the GPU with this UUID; None where there is none."""
+        """Return the GPU with this UUID, or None."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
     def visible(self, cuda_visible_devices: str | None) -> tuple[GPU, ...]:
-        """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to a process, in its order, broken ones too.
+        """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` makes visible, in its order, including broken GPUs.
 
-        The rules are CUDA's, as PyTorch follows them when it counts devices without starting CUDA: numbers,
-        or UUIDs of GPUs or the beginnings of such, or UUIDs of MIG devices, not mixed; all up to the first
-        that does not exist; none if one is named twice. Two things are different. Numbers are those of
-        ``nvidia-smi``, as with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. And a card in MIG mode stands for all its
-        MIG devices, of which CUDA shows a process only one: each worker gets one of them.
+        The rules are those of CUDA, as PyTorch applies them to count devices without starting CUDA. The value
+        is a list of indices, of UUIDs or prefixes of UUIDs of GPUs, or of UUIDs of MIG devices, not mixed.
+        The list ends at the first entry that does not exist. It is empty if a GPU is named twice.
 
-        ``cuda_visible_devices``: the variable's value; None: it is not set, and all are visible.
+        There are two differences. Indices are those of ``nvidia-smi``, as with
+        ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. A card in MIG mode stands for all its MIG devices, because each
+        worker gets one of them. CUDA would show only one to a process.
+
+        ``cuda_visible_devices``: value of the variable, or None if it is not set and all GPUs are visible.
         """
         cards = tuple(gpu for gpu in self.gpus if gpu.mig_parent is None)
         if cuda_visible_devices is None:
@@ -113,25 +109,25 @@ class Inventory:
         named: list[GPU] = []
         for entry in _entries(cuda_visible_devices):
             if isinstance(entry, int):
-                found = next((card for card in cards if card.index == entry), None)
+                match = next((card for card in cards if card.index == entry), None)
             elif entry.startswith("MIG-"):
-                found = next((gpu for gpu in self.gpus if gpu.mig_parent and gpu.uuid == entry), None)
+                match = next((gpu for gpu in self.gpus if gpu.mig_parent and gpu.uuid == entry), None)
             else:
-                found = _with_uuid(cards, entry)
-            if found is None:
+                match = _with_uuid(cards, entry)
+            if match is None:
                 break
-            if found in named:
+            if match in named:
                 return ()
-            named.append(found)
-        return tuple(gpu for found in named for gpu in self._devices(found))
+            named.append(match)
+        return tuple(device for gpu in named for device in self._devices(gpu))
 
     def _devices(self, gpu: GPU) -> tuple[GPU, ...]:
-        """Return the devices of a GPU for programs: itself, or the MIG devices of a card in MIG mode."""
+        """Return the MIG devices of a card in MIG mode, or the GPU itself."""
         return tuple(other for other in self.gpus if other.mig_parent == gpu.uuid) or (gpu,)
 
 
 def _entries(text: str) -> list[int] | list[str]:
-    """Split the variable's value; the first entry decides the kind of all."""
+    """Split the value of the variable. The first entry decides the kind of all entries."""
     parts = text.split(",")
     for prefix in ("GPU-", "MIG-"):
         if text.startswith(prefix):
@@ -140,8 +136,8 @@ def _entries(text: str) -> list[int] | list[str]:
             return [] if len(set(parts)) < len(parts) else parts
     numbers: list[int] = []
     for part in parts:
-        found = re.match(r"[+-]?[0-9]+", part.strip())  # as C's strtol: what follows a number is ignored
-        number = int(found[0]) if found and len(found[0]) < 10 else -1
+        match = re.match(r"[+-]?[0-9]+", part.strip())  # text after a number is ignored, as by C's strtol
+        number = int(match[0]) if match and len(match[0]) < 10 else -1
         if number < 0:
             break
         if number in numbers:
@@ -151,46 +147,47 @@ def _entries(text: str) -> list[int] | list[str]:
 
 
 def _with_uuid(gpus: tuple[GPU, ...], text: str) -> GPU | None:
-    """Return the GPU with this UUID, or the only one whose UUID begins so."""
+    """Return the GPU with this UUID, or the only GPU with this prefix of its UUID."""
     if not text.startswith(("GPU-", "MIG-")):
         return None
     for gpu in gpus:
         if gpu.uuid == text:
             return gpu
-    found = [gpu for gpu in gpus if gpu.uuid.startswith(text)]
-    return found[0] if len(found) == 1 else None
+    matches = [gpu for gpu in gpus if gpu.uuid.startswith(text)]
+    return matches[0] if len(matches) == 1 else None
 
 
-def _is_here(pid: int) -> bool:
+def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another account's
+    except PermissionError:  # a process of another account
         return True
     return True
 
 
 def mps_pipes(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder by which CUDA finds a running MPS daemon; None where it finds none."""
+    """Return the folder of a running MPS daemon that CUDA would use, or None."""
     folder = Path(environ.get(_PIPES_VARIABLE) or _PIPES)
     try:
         if not (folder / _CONTROL).exists():
             return None
-    except OSError:  # another account's, that nobody else enters
+    except OSError:  # a private folder of another account
         return None
     try:
         os.kill(int((folder / _PID_FILE).read_text()), 0)
-    except ProcessLookupError:  # it was killed, and has left its files
+    except ProcessLookupError:  # the daemon was killed and left its files behind
         return None
-    except (OSError, ValueError):  # another account's, of another namespace, or without such a file
+    except (OSError, ValueError):
+        # The daemon belongs to another account or pid namespace, or has no pid file.
         return folder
     return folder
 
 
-def is_for_one(gpu: GPU, environ: Mapping[str, str]) -> bool:
-    """Tell whether one process at a time can compute on a GPU.
+def is_exclusive(gpu: GPU, environ: Mapping[str, str]) -> bool:
+    """Return True if only one process at a time can compute on the GPU.
 
-    The server of an MPS daemon is one process, and computes for all of its clients.
+    With MPS several can: the MPS server is the one process, and computes for all of its clients.
     """
     return (gpu.compute_mode or "").startswith("EXCLUSIVE") and mps_pipes(environ) is None

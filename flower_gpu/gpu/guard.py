@@ -1,8 +1,8 @@
-"""The GPU guard: a worker can open the device files of its lease's GPUs, and of no other.
+"""The GPU guard: a worker can open the device files of the GPUs in its lease, and of no others.
 
-The caller tells a worker which files these are (:func:`environment`). The worker gives up all others before
-any code of an app is imported (:func:`apply`), and the kernel holds it to that, with all that it starts,
-whatever they set ``CUDA_VISIBLE_DEVICES`` to.
+The caller passes the names of these files to the worker (:func:`environment`). The worker gives up all other
+device files before it imports code of an app (:func:`apply`). From then on the kernel denies them to the
+worker and all its children, even if they change ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import device_files
 from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD
 
-# The value of the variable where nobody knows a GPU's files.
+# Value of the variable if the device files of a GPU are unknown
 _EVERYTHING: Final = "*"
-_MOST_TOLD: Final = 200  # characters of an error that nobody expects
+_MAX_ERROR_LENGTH: Final = 200
 
 
 def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
-    """Return the variables that name a worker's device files, if this process's environment has a guard.
+    """Return the variables with a worker's device files, or no variables if the guard is off.
 
-    ``files``: the files of each GPU of its lease; None where they are not known.
-    Raises ConfigError if a guard is required and there can be none.
+    ``files``: device files of each GPU of the lease, or None if they are unknown.
+    Raises ConfigError if the guard is required and impossible.
     """
-    wanted = GPU_GUARD.resolve(None, os.environ)
-    if wanted == "off":
+    setting = GPU_GUARD.resolve(None, os.environ)
+    if setting == "off":
         return {}
-    found: list[str] = []
-    for each in files:
-        if each is None:
-            if wanted == "require":
+    paths: list[str] = []
+    for files_of_gpu in files:
+        if files_of_gpu is None:
+            if setting == "require":
                 raise _required("the driver does not tell the device files of a GPU")
             return {DEVICES_VARIABLE: _EVERYTHING}
-        found += each
-    return {DEVICES_VARIABLE: os.pathsep.join(found)}
+        paths += files_of_gpu
+    return {DEVICES_VARIABLE: os.pathsep.join(paths)}
 
 
 def problem(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why workers of this host cannot be kept from GPUs; None where they can."""
+    """Return why this host cannot restrict workers to their GPUs, or None if it can."""
     if GPU_GUARD.resolve(None, environ) == "off":
         return "it is turned off"
     try:
@@ -56,11 +56,11 @@ def problem(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def describe(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a line about the guard of this host; empty where there is no GPU to be kept from."""
+    """Return a line about the guard of this host, or an empty text on a host without a GPU."""
     if not device_files.of_host(environ):
         return ""
     if reason := problem(environ):
-        return _none(reason)
+        return _no_guard(reason)
     rules = f"to the GPUs of their lease (Landlock {landlock.version()})"
     if reason := _problem_of_new_process():
         is_required = GPU_GUARD.resolve(None, environ) == "require"
@@ -70,22 +70,22 @@ def describe(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def outside_of_workers(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a line for where processes other than workers import an app; empty where there is no GPU."""
+    """Return a line for processes other than workers that import an app, or an empty text without a GPU."""
     if not device_files.of_host(environ):
         return ""
     if reason := problem(environ):
-        return _none(reason)
+        return _no_guard(reason)
     return (
         "the GPU guard is for workers: code that a plain flwr-clientapp imports, and calls in "
         "process, can use any GPU of this host; flower-gpu supernode and simulate run apps in workers only"
     )
 
 
-def _none(reason: str) -> str:
+def _no_guard(reason: str) -> str:
     return f"no GPU guard: apps can use any GPU of this host ({reason})"
 
 
-# Says why a new process of this Python could not be restricted; nothing if it could.
+# Prints why a new process of this Python cannot be restricted, or nothing.
 _TRIAL: Final = """
 from flower_gpu import landlock
 try:
@@ -99,10 +99,10 @@ _TRIAL_S: Final = 60.0
 
 @cache
 def _problem_of_new_process() -> str:
-    """Return why the guard cannot be set in a new process of this Python; empty if it can.
+    """Return why the guard cannot be set in a new process of this Python, or an empty text.
 
     Spawned workers are such processes. ``sitecustomize`` and ``.pth`` files may start threads there before
-    any code of ours runs, as agents of monitoring services do. A fork has one thread.
+    our code runs, as agents of monitoring services do. A forked worker always starts with one thread.
     """
     try:
         done = subprocess.run(
@@ -111,17 +111,17 @@ def _problem_of_new_process() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"the guard cannot be tried: {error}"
     if done.returncode:
-        return f"the guard cannot be tried: {done.stderr.strip()[-_MOST_TOLD:]}"
+        return f"the guard cannot be tried: {done.stderr.strip()[-_MAX_ERROR_LENGTH:]}"
     return done.stdout.strip()
 
 
-def why_none(told: Mapping[str, str], *, has_worker: bool) -> str:
-    """Return why a call has no guard; empty where it has one, or none is wanted or there is nothing to guard.
+def why_none(variables: Mapping[str, str], *, has_worker: bool) -> str:
+    """Return why a call has no guard. The text is empty if it has one, or needs none.
 
-    ``told``: what :func:`environment` returned for the call.
-    ``has_worker``: whether it runs in a worker of its own.
+    ``variables``: result of :func:`environment` for the call.
+    ``has_worker``: True if the call runs in a worker, and not in its caller's process.
     """
-    files = told.get(DEVICES_VARIABLE)
+    files = variables.get(DEVICES_VARIABLE)
     if files is None or (has_worker and files != _EVERYTHING) or not device_files.of_host(os.environ):
         return ""
     if not has_worker:
@@ -130,19 +130,13 @@ def why_none(told: Mapping[str, str], *, has_worker: bool) -> str:
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Look whether there is a guard where the operator requires one.
-
-    Raises ConfigError if there can be none.
-    """
+    """Raise ConfigError if the operator requires a guard that this host cannot provide."""
     if GPU_GUARD.resolve(None, environ) == "require" and (reason := problem(environ)):
         raise _required(reason)
 
 
 def check_without_worker(environ: Mapping[str, str]) -> None:
-    """Refuse a call in a process that must not give anything up, where the operator requires a guard.
-
-    Raises ConfigError if so.
-    """
+    """Raise ConfigError if the operator requires a guard. For calls that run in their caller's process."""
     if GPU_GUARD.resolve(None, environ) == "require":
         raise _required("this call has no worker of its own")
 
@@ -150,7 +144,7 @@ def check_without_worker(environ: Mapping[str, str]) -> None:
 class _ThisProcess:
     """The guard of this process.
 
-    ``files``: the variable with which the guard was set; None before.
+    ``files``: value of the variable when the guard was set, or None without a guard.
     """
 
     files: str | None = None
@@ -160,12 +154,12 @@ _THIS_PROCESS: Final = _ThisProcess()
 
 
 def apply(environ: Mapping[str, str]) -> str:
-    """Give up, in this worker and all that it starts, every GPU's files but those of its lease.
+    """Give up the device files of all GPUs outside of this worker's lease, for the worker and its children.
 
-    A worker that runs several calls does so for the first one, because all of them have the same variables.
+    In a worker for several calls, only the first call does so: all calls have the same variables.
 
-    Returns why this worker could not be guarded; empty if it is, or if no guard is wanted.
-    Raises ConfigError if a guard is required and there can be none.
+    Returns why the guard could not be set, or an empty text if it was set or is off.
+    Raises ConfigError if the guard is required and impossible.
     """
     files = environ.get(DEVICES_VARIABLE)
     if files is not None and files == _THIS_PROCESS.files:
@@ -182,13 +176,13 @@ def apply(environ: Mapping[str, str]) -> str:
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Tell whether a worker with this environment is to be kept from GPUs."""
-    is_told = environ.get(DEVICES_VARIABLE, _EVERYTHING) != _EVERYTHING
-    return is_told and GPU_GUARD.resolve(None, environ) != "off"
+    """Return True if a worker with this environment must give up device files."""
+    has_files = environ.get(DEVICES_VARIABLE, _EVERYTHING) != _EVERYTHING
+    return has_files and GPU_GUARD.resolve(None, environ) != "off"
 
 
 def granted(environ: Mapping[str, str]) -> list[str]:
-    """Return the device files that a worker with this environment may open; all where none are refused."""
+    """Return the device files that a worker with this environment may open. Without a guard these are all."""
     if not is_wanted(environ):
         return device_files.of_host(environ)
     files = [path for path in environ[DEVICES_VARIABLE].split(os.pathsep) if path]
@@ -196,30 +190,30 @@ def granted(environ: Mapping[str, str]) -> list[str]:
 
 
 def _give_up(all_files: list[str], own: list[str]) -> None:
-    """Give up the device files of this host but its own; nothing where there are none.
+    """Give up all device files of this host except ``own``.
 
-    The rules take 2 to 3 ms, one for each entry of ``/`` and of ``/dev``. Where workers are forked from they
-    could be made once for all, but then somebody would have to notice each new file and mount.
+    Creating the rules takes 2 to 3 ms, because there is one for each entry of ``/`` and of ``/dev``. The fork
+    server could create them once for all workers, but then it would have to notice each new file and mount.
     """
     if not all_files:
         return
     if own:
-        _make_missing()
+        _create_missing_file()
     with landlock.without(all_files, own) as rules:
         _close_devices(device_files.numbers(all_files) - device_files.numbers(own))
         rules.restrict_self()
 
 
 def _close_devices(numbers: set[int]) -> None:
-    """Close open files of these devices, such as those of a preload function."""
+    """Close the open files of these devices, such as those opened by a preload function."""
     for descriptor in list(map(int, os.listdir("/proc/self/fd"))):  # noqa: PTH208 - each worker does it
         with suppress(OSError):
             if device_files.number_of(descriptor) in numbers:
                 os.close(descriptor)
 
 
-def _make_missing() -> None:
-    """Have NVIDIA's own helper make the file that CUDA makes when it starts: guarded, it could not."""
+def _create_missing_file() -> None:
+    """Let NVIDIA's helper create the device file that CUDA creates at its start. A guarded CUDA cannot."""
     if device_files.CONTROL.exists() and not device_files.MEMORY.exists():
         with suppress(OSError, subprocess.SubprocessError):
             unkillable.run(["nvidia-modprobe", "-u", "-c", "0"], timeout_s=30)

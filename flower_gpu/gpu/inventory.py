@@ -1,4 +1,4 @@
-"""The host's GPUs: model, memory, and the problem of one that cannot be used."""
+"""Reads the GPUs of the host: model, memory, processes, and the problem of a GPU that cannot be used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory
 from flower_gpu.gpu.nvml_thread import LateError, NVMLThread
 
 T = TypeVar("T")
-#: A control group's soft and hard limit on a card, and its use, in bytes; None where there is no limit.
+#: Soft limit, hard limit and use of a control group on a card, in bytes. None for no limit.
 Limits = tuple[int | None, int | None, int]
 
-# Without persistence mode the driver takes some seconds to start, for each GPU.
+# Without persistence mode, the driver takes some seconds to start for each GPU.
 _START_S, _ANSWER_S = 60.0, 15.0
 _MIG_CARD = "MIG mode is on: its MIG devices are used instead"
 _MIG_CARD_WITHOUT_DEVICES = (
@@ -34,72 +34,72 @@ _NO_GPU = (
 
 
 def take(*, processes: bool = True) -> Inventory:
-    """Look at the host's GPUs now.
+    """Read the GPUs of the host.
 
-    NVML is started with the first call in a process (and again in a fork, or when somebody has shut it down).
-    It is given back when nobody has asked for some seconds, when the process is about to fork, and by
-    :func:`close`. Safe to call from several threads.
+    The first call in a process starts NVML. It is started again in a fork, or after other code has shut it
+    down. It is shut down after some seconds without a call, before the process forks, and by :func:`close`.
+    Safe to call from several threads.
 
-    ``processes``: whether to ask who uses each GPU, which takes several times as long.
-    Never raises, and never waits for ever: what cannot be had is missing, with the reason in words.
+    ``processes``: also list the processes on each GPU, which takes several times as long.
+    Never raises, and never blocks for ever. If figures cannot be read, the result gives the reason in words.
     """
     host = _host()
     try:
         return host.ask(lambda: host.take_here(processes))
     except LateError as late:
-        return Inventory((), host.driver_version, _hangs(host.asked, late.waited_s), hangs=True)
+        return Inventory((), host.driver_version, _hangs(host.query, late.waited_s), hangs=True)
 
 
 def take_of(uuids: Sequence[str]) -> tuple[GPU, ...]:
-    """Look at these GPUs only: their memory, and who uses it. What else they are is left out.
+    """Read memory and processes of these GPUs only.
 
-    For a worker, which has a lease of some: others are not opened, and nothing is asked about them.
+    For workers: the driver does not have to open GPUs outside of their lease.
     """
     with suppress(nvml.QueryError):
-        found = _told(lambda session: [_read_by_uuid(session, uuid) for uuid in uuids])
-        return tuple(gpu for gpu in found if gpu is not None)
+        gpus = _query(lambda session: [_read_by_uuid(session, uuid) for uuid in uuids])
+        return tuple(gpu for gpu in gpus if gpu is not None)
     return ()
 
 
 def limits(group: Path, uuids: Iterable[str]) -> dict[str, Limits]:
-    """Return a control group's limits on cards, by UUID: the soft and the hard one, and its use, in bytes.
+    """Return the limits and the use of a control group on cards, by UUID.
 
-    A limit is None where there is none. Cards whose driver knows no such limits are left out.
+    Cards without support for such limits are left out.
     Raises QueryError if the driver does not answer.
     """
 
-    def look(session: nvml.NVMLSession) -> dict[str, Limits]:
-        told = {uuid: session.memory_limits(session.with_uuid(uuid), str(group)) for uuid in uuids}
-        return {uuid: found for uuid, found in told.items() if found is not None}
+    def read(session: nvml.NVMLSession) -> dict[str, Limits]:
+        limits_by_uuid = {uuid: session.memory_limits(session.with_uuid(uuid), str(group)) for uuid in uuids}
+        return {uuid: limits for uuid, limits in limits_by_uuid.items() if limits is not None}
 
-    return _told(look)
+    return _query(read)
 
 
 def set_limits(group: Path, limits: Mapping[str, int | None]) -> None:
-    """Set a control group's limits on cards, in bytes by UUID; None takes them away.
+    """Set the limits of a control group on cards, in bytes by UUID. None removes a limit.
 
-    Raises QueryError if the driver cannot, or may not.
+    Raises QueryError if the driver does not support limits or denies permission.
     """
 
-    def limit(session: nvml.NVMLSession) -> None:
+    def write(session: nvml.NVMLSession) -> None:
         for uuid, limit_bytes in limits.items():
             session.set_memory_limits(session.with_uuid(uuid), str(group), limit_bytes)
 
-    _told(limit)
+    _query(write)
 
 
-def _told(look: Callable[[nvml.NVMLSession], T]) -> T:
+def _query(work: Callable[[nvml.NVMLSession], T]) -> T:
     host = _host()
     try:
-        return host.ask(lambda: host.told(look))
+        return host.ask(lambda: host.with_session(work))
     except LateError as late:
-        raise nvml.QueryError(_hangs(host.asked, late.waited_s)) from None
+        raise nvml.QueryError(_hangs(host.query, late.waited_s)) from None
 
 
 def take_here() -> Inventory:
-    """Look at the GPUs in this very thread, and give NVML back, in a process that must not start threads.
+    """Read the GPUs in the calling thread and shut NVML down. For processes that must not start threads.
 
-    While the driver hangs this does not return.
+    Blocks while the driver hangs.
     """
     host = _HeldNVML()
     try:
@@ -109,9 +109,9 @@ def take_here() -> Inventory:
 
 
 def temperatures() -> dict[str, int]:
-    """Return how warm cards are, in degrees Celsius by UUID, as far as the driver tells.
+    """Return the temperatures of cards in degrees Celsius, by UUID.
 
-    Of the cards that the last :func:`take` of this process has found; empty after :func:`close`.
+    Covers the cards found by the last :func:`take` of this process. Empty after :func:`close`.
     """
     host = _host()
     with suppress(LateError):
@@ -120,29 +120,33 @@ def temperatures() -> dict[str, int]:
 
 
 def close() -> None:
-    """Give NVML back, until the next :func:`take`.
+    """Shut NVML down until the next :func:`take`.
 
-    While a process holds it, it has the GPUs' device files open, which keeps an administrator from resetting
-    them or changing their MIG mode.
+    A process with NVML has the GPUs' device files open, so an administrator cannot reset the GPUs or change
+    their MIG mode.
     """
     _host().thread.close()
 
 
 @dataclass(frozen=True)
 class _CardFacts:
-    """What of a card stays the same while NVML is held."""
+    """Facts about a card that do not change while NVML is running."""
 
     handle: nvml.Handle
     uuid: str
     name: str
-    mig: bool  # whether it can be in MIG mode
+    mig: bool  # True if the card supports MIG
     persistence_mode: bool | None
-    minor: int | None  # the number in the name of its device file
+    minor: int | None  # number in the name of the device file
     device_files: tuple[str, ...] | None
 
 
 class _HeldNVML:
-    """NVML as this process holds it. Nothing is started before the first snapshot."""
+    """The NVML session of this process. NVML is started by the first query.
+
+    ``ask`` is called by any thread. All other methods run in the NVML thread, or in the only thread of the
+    process.
+    """
 
     def __init__(self) -> None:
         self.thread = NVMLThread(self.forget)
@@ -150,56 +154,59 @@ class _HeldNVML:
         self.driver_version: str | None = None
         self._cuda_version: tuple[int, int] | None = None
         self._cards: dict[int, _CardFacts] = {}
-        self._last: dict[int, GPU] = {}  # of each card, for the name of one that answers no more
-        self.asked = ""  # what the driver was asked for last, should it hang
+        self._last: dict[int, GPU] = {}  # last result of each card, for the name of a card that fails later
+        self.query = ""  # description of the last query, for the message about a driver that hangs
 
     def ask(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in that thread and return its result; raises LateError."""
+        """Run ``work`` in the NVML thread and return its result. Raises LateError."""
         return self.thread.ask(work, _START_S if self._session is None else _ANSWER_S)
 
-    # In that thread, or in the only one ---------------------------------------------------------------------
-
     def take_here(self, processes: bool = False) -> Inventory:
-        def look(session: nvml.NVMLSession) -> list[GPU]:
+        """Read all GPUs of the host."""
+
+        def read(session: nvml.NVMLSession) -> list[GPU]:
             return [
                 gpu for index in range(session.count()) for gpu in self._read_card(session, index, processes)
             ]
 
         try:
-            gpus = self.told(look)
+            gpus = self.with_session(read)
         except nvml.QueryError as problem:
             return Inventory((), self.driver_version, str(problem))
         reason = None if gpus else _NO_GPU
         return Inventory(tuple(gpus), self.driver_version, reason, cuda_version=self._cuda_version)
 
-    def told(self, look: Callable[[nvml.NVMLSession], T]) -> T:
+    def with_session(self, work: Callable[[nvml.NVMLSession], T]) -> T:
+        """Run ``work`` with a session. Retry with a new session if other code has shut NVML down."""
         while True:
             was_open = self._session is not None
             try:
-                return look(self._started())
+                return work(self._started())
             except nvml.QueryError as problem:
                 self.forget()
-                if not (was_open and problem.ends_session):  # else somebody shut it down under us
+                if not (was_open and problem.ends_session):
                     raise
 
     def temperatures(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        """Return the temperatures of known cards, by UUID."""
+        degrees: dict[str, int] = {}
         if self._session is None:
-            return found
+            return degrees
         for card in self._cards.values():
             with suppress(nvml.QueryError):
                 if (celsius := self._session.temperature_c(card.handle)) is not None:
-                    found[card.uuid] = celsius
-        return found
+                    degrees[card.uuid] = celsius
+        return degrees
 
     def forget(self) -> None:
+        """Shut NVML down."""
         session, self._session = self._session, None
         self._cards.clear()
         if session is not None:
             session.close()
 
     def _started(self) -> nvml.NVMLSession:
-        self.asked = "to start"
+        self.query = "to start"
         if self._session is None:
             self._session = nvml.NVMLSession()
             self.driver_version = self._session.driver_version()
@@ -207,8 +214,8 @@ class _HeldNVML:
         return self._session
 
     def _read_card(self, session: nvml.NVMLSession, index: int, processes: bool) -> list[GPU]:
-        """Read a card and its MIG devices; one that fails is asked for anew once, its handle may be stale."""
-        self.asked = f"about GPU {index}"
+        """Read a card and its MIG devices. On failure, retry once with a new handle."""
+        self.query = f"about GPU {index}"
         while True:
             known = self._cards.pop(index, None)
             try:
@@ -241,14 +248,14 @@ def _new_card(session: nvml.NVMLSession, index: int) -> _CardFacts:
 
 
 def _read_devices(session: nvml.NVMLSession, index: int, card: _CardFacts, processes: bool) -> list[GPU]:
-    # MIG devices come and go, and NVML may give the handle of an old one to a new one: never kept.
+    # Handles of MIG devices are never kept. NVML may reuse the handle of a removed device for a new one.
     handles = session.mig_devices(card.handle) if card.mig else None
     try:
         gpu = _read(session, index, card.handle, card.uuid, card.name, processes)
     except nvml.QueryError as problem:
         if handles is None or problem.ends_session:
             raise
-        # Who may use MIG devices need not be allowed to look at the whole card.
+        # An account with access to MIG devices may lack access to the whole card.
         gpu = replace(_broken(index, None, ""), uuid=card.uuid, name=card.name)
     mode = session.compute_mode(card.handle)
     gpu = replace(
@@ -263,7 +270,7 @@ def _read_devices(session: nvml.NVMLSession, index: int, card: _CardFacts, proce
             if isinstance(handle, nvml.QueryError):
                 raise handle
             mig = _read(session, index, handle, session.uuid(handle), session.name(handle), processes)
-            mig = replace(mig, device_files=_files_of_mig(session, card, handle), compute_mode=mode)
+            mig = replace(mig, device_files=_mig_device_files(session, card, handle), compute_mode=mode)
             mig = replace(mig, problem=prohibited or mig.problem)
         except nvml.QueryError as problem:
             if problem.ends_session:
@@ -273,7 +280,9 @@ def _read_devices(session: nvml.NVMLSession, index: int, card: _CardFacts, proce
     return gpus
 
 
-def _files_of_mig(session: nvml.NVMLSession, card: _CardFacts, handle: nvml.Handle) -> tuple[str, ...] | None:
+def _mig_device_files(
+    session: nvml.NVMLSession, card: _CardFacts, handle: nvml.Handle
+) -> tuple[str, ...] | None:
     instances = session.mig_instances(handle)
     if card.minor is None or instances is None:
         return None
@@ -293,23 +302,23 @@ def _read(
 
 
 def _limited(session: nvml.NVMLSession, card: nvml.Handle, gpu: GPU) -> GPU:
-    """Return a GPU as this process may have it: of a limit that others have set on its group, no more."""
-    least: tuple[int, int, str] | None = None
+    """Return a GPU with its memory reduced to the limit of this process's control groups."""
+    tightest: tuple[int, int, str] | None = None
     for group in control_group.unified():
         try:
-            told = session.memory_limits(card, str(group))
+            limits = session.memory_limits(card, str(group))
         except nvml.QueryError as problem:
             if problem.ends_session:
                 raise
-            continue  # as of the root of all groups, which has no limits
-        if told is None:  # this driver knows no limits
+            continue  # for example the root group, which has no limits
+        if limits is None:  # this driver does not support limits
             break
-        _, hard, used = told
-        if hard is not None and (least is None or hard - used < least[0] - least[1]):
-            least = hard, used, str(group)
-    if least is None or None in (gpu.total_bytes, gpu.free_bytes) or least[0] >= (gpu.total_bytes or 0):
+        _, hard, used = limits
+        if hard is not None and (tightest is None or hard - used < tightest[0] - tightest[1]):
+            tightest = hard, used, str(group)
+    if tightest is None or None in (gpu.total_bytes, gpu.free_bytes) or tightest[0] >= (gpu.total_bytes or 0):
         return gpu
-    hard, used, name = least
+    hard, used, name = tightest
     free = max(0, min(hard - used, gpu.free_bytes or 0))
     return replace(
         gpu, total_bytes=hard, used_bytes=hard - free, free_bytes=free, reserved_bytes=0, limited_by=name
@@ -318,7 +327,7 @@ def _limited(session: nvml.NVMLSession, card: nvml.Handle, gpu: GPU) -> GPU:
 
 def _read_by_uuid(session: nvml.NVMLSession, uuid: str) -> GPU | None:
     try:
-        # Each time anew: the handle of a MIG device may be another one's by now.
+        # With a new handle each time, because NVML may reuse the handle of a removed MIG device.
         return _read_use(session, session.with_uuid(uuid), uuid, processes=True)
     except nvml.QueryError as problem:
         if problem.ends_session:
@@ -327,7 +336,8 @@ def _read_by_uuid(session: nvml.NVMLSession, uuid: str) -> GPU | None:
 
 
 def _read_use(session: nvml.NVMLSession, handle: nvml.Handle, uuid: str, processes: bool) -> GPU:
-    # In this order: one that starts in between then counts as used by nobody we know, and not as unused.
+    # Processes before memory: the memory of a process that starts in between then counts as used by an
+    # unknown process, and not as free.
     listed = session.processes(handle) if processes else None
     memory = session.memory(handle)
     total, used, free, reserved = memory or (None,) * 4
@@ -342,14 +352,14 @@ def _read_use(session: nvml.NVMLSession, handle: nvml.Handle, uuid: str, process
         utilization_percent=None,
         processes=None
         if listed is None
-        else tuple(GPUProcess(pid, bytes_, computes=computes) for pid, bytes_, computes in listed),
+        else tuple(GPUProcess(pid, used_bytes, computes=computes) for pid, used_bytes, computes in listed),
         problem=None if memory else _NO_MEMORY_FIGURES,
     )
 
 
-def _hangs(asked: str, waited_s: float) -> str:
+def _hangs(query: str, waited_s: float) -> str:
     return (
-        f"NVIDIA's management library (NVML), asked {asked}, has not answered for {waited_s:.0f} s: the "
+        f"NVIDIA's management library (NVML), asked {query}, has not answered for {waited_s:.0f} s: the "
         "driver hangs, as when a GPU is lost. See the kernel's log (dmesg) for lines with NVRM or Xid; the "
         "machine may have to be restarted"
     )
@@ -360,8 +370,8 @@ def _broken(index: int, last: GPU | None, problem: str) -> GPU:
     return GPU(index, uuid, name, None, None, None, None, None, None, problem=problem)
 
 
-# One for each process that asks, since starting NVML takes tens of milliseconds. By pid, because a fork
-# inherits the dict but can use neither the session nor a lock that another thread may have held.
+# The session of this process, kept because starting NVML takes tens of milliseconds. The key is the process
+# id: a fork inherits the dict, but can use neither the session nor a lock held by another thread.
 _hosts: dict[int, _HeldNVML] = {}
 
 
@@ -369,7 +379,7 @@ def _host() -> _HeldNVML:
     pid = os.getpid()
     host = _hosts.get(pid)
     if host is None:
-        host = _hosts.setdefault(pid, _HeldNVML())  # of two threads that come here, both get the same one
+        host = _hosts.setdefault(pid, _HeldNVML())  # atomic, so that all threads get the same session
         for other in set(_hosts) - {pid}:
             _hosts.pop(other, None)
     return host
@@ -385,6 +395,6 @@ def _after_fork_in_parent() -> None:
         host.thread.after_fork_in_parent()
 
 
-# A fork can neither use NVML as it finds it nor wait for an answer to a thread that it does not have.
+# A fork can use neither the inherited session nor the NVML thread, which does not exist in the child.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)

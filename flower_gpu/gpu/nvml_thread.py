@@ -1,6 +1,15 @@
-"""The thread in which a process asks NVML: a driver that hangs then holds up nobody for ever.
+"""The thread in which a process calls NVML, so that a hanging driver blocks no caller for ever.
 
-It keeps NVML started while questions come often, and ends when they stop, or before a fork.
+The problem: when a GPU is lost, a call of NVML may never return, and a thread in it cannot be interrupted. So
+callers never call NVML themselves. They put a query into the queue of one daemon thread and wait with a
+limit. While a query hangs, all later ones fail at once.
+
+The thread keeps NVML started while queries come often, because starting it is slow. It shuts NVML down after
+some seconds without a query, because NVML has the GPUs' device files open. It also ends before a fork: the
+child would inherit a started NVML, but not the thread.
+
+The locks: ``_lock`` is held by the caller whose turn it is, from its question to its answer, so there is at
+most one pending query. ``_Query._done`` is released by the thread when the answer is there.
 """
 
 from __future__ import annotations
@@ -15,18 +24,20 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: After so long without a question NVML is closed: it holds the GPUs' device files open.
+#: Seconds without a query after which NVML is shut down.
 IDLE_S = 5.0
 _CLOSE_S = 5.0
-_FORK_WAIT_S = 1.0  # for an answer that another thread waits for
-_EXIT_S = 1.0  # from the last step of a thread to its end in the kernel
-_EXIT_LOOK_S = 0.0005
+# Longest wait before a fork for the query of another thread
+_FORK_WAIT_S = 1.0
+# Longest wait for the end of a thread in the kernel, after its last line of Python
+_EXIT_S = 1.0
+_EXIT_POLL_S = 0.0005
 
 
 class LateError(Exception):
-    """There is no answer yet.
+    """NVML has not answered in time.
 
-    ``waited_s``: how long ago the question was asked.
+    ``waited_s``: seconds since the query was sent.
     """
 
     def __init__(self, waited_s: float) -> None:
@@ -34,19 +45,22 @@ class LateError(Exception):
         self.waited_s = waited_s
 
 
-class _Question(Generic[T]):
+class _Query(Generic[T]):
+    """A call of NVML, with its result. ``is_last`` ends the thread afterwards."""
+
     def __init__(self, work: Callable[[], T], is_last: bool = False) -> None:
         self.is_last = is_last
         self.thread: threading.Thread
         self._work = work
-        self._asked = time.monotonic()
+        self._sent_at = time.monotonic()
         self._answer: T
         self._error: BaseException | None = None
         self._is_done = False
-        self._done = threading.Lock()  # faster than an Event, and as much is not needed
+        self._done = threading.Lock()  # faster than an Event
         self._done.acquire()
 
-    def work(self) -> None:
+    def run(self) -> None:
+        """Call NVML. Runs in the NVML thread."""
         self.thread = threading.current_thread()
         try:
             self._answer = self._work()
@@ -56,15 +70,16 @@ class _Question(Generic[T]):
         self._done.release()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until so long after the question was asked."""
-        if self._is_done:  # whoever has waited before may have been interrupted with the lock
+        """Wait for the answer. Raises LateError ``timeout_s`` seconds after the query was sent."""
+        if self._is_done:  # an earlier waiter may have been interrupted while it held the lock
             return
-        left_s = self._asked + timeout_s - time.monotonic()
-        if not self._done.acquire(timeout=max(0.0, left_s)):
-            raise LateError(time.monotonic() - self._asked)
+        remaining_s = self._sent_at + timeout_s - time.monotonic()
+        if not self._done.acquire(timeout=max(0.0, remaining_s)):
+            raise LateError(time.monotonic() - self._sent_at)
         self._done.release()
 
     def answer(self, timeout_s: float) -> T:
+        """Wait for the answer and return it, or raise the error of the work."""
         self.wait(timeout_s)
         if self._error is not None:
             raise self._error
@@ -72,69 +87,72 @@ class _Question(Generic[T]):
 
 
 class NVMLThread:
-    """Asks one question after another, for the threads of one process.
+    """Runs the queries of all threads of a process, one after the other.
 
-    ``close``: gives NVML back.
+    ``close``: shuts NVML down.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
-        # Held by who asks, until there is an answer or no more time: questions are put in with it only. It
-        # knows its owner, so a Ctrl-C between two lines does not keep it locked after a fork.
+        # Held by the caller with the pending query, until the answer or the end of its time. A reentrant lock
+        # knows its owner, so a Ctrl-C between two lines does not leave it locked after a fork.
         self._lock = threading.RLock()
-        self._questions: SimpleQueue[_Question[Any]] = SimpleQueue()
+        self._queries: SimpleQueue[_Query[Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: _Question[Any] | None = None
+        self._last: _Query[Any] | None = None
 
     def ask(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Run ``work``; return its result, or raise its exception.
+        """Run ``work`` in the NVML thread. Return its result, or raise its exception.
 
-        Raises LateError if there is no answer after ``timeout_s`` seconds; at once while an earlier question
+        Raises LateError if there is no answer after ``timeout_s`` seconds, or at once if an earlier query
         hangs.
         """
-        began = time.monotonic()
+        started_at = time.monotonic()
         if not self._lock.acquire(timeout=timeout_s):
-            raise LateError(time.monotonic() - began)
+            raise LateError(time.monotonic() - started_at)
         try:
             return self._ask(work, timeout_s)
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """Give NVML back and end the thread, unless it hangs.
+        """Shut NVML down and end the thread, unless it hangs.
 
-        Afterwards the kernel no longer lists the thread, so Landlock can restrict the process.
+        The kernel no longer lists the thread when this returns, so Landlock can restrict the process.
         """
         with self._lock:
             self._end()
 
     def before_fork(self) -> None:
-        """Give NVML back, and let nobody ask until the fork is made: the child could use neither."""
-        # Without the lock, too: a thread that hangs must not keep others from forking.
+        """Shut NVML down, and block other callers until the fork is done. The child could not use NVML."""
+        # After the timeout the fork goes on without the lock: a hanging driver must not prevent forks.
         if self._lock.acquire(timeout=_FORK_WAIT_S):
             self._end()
 
     def after_fork_in_parent(self) -> None:
-        """Let others ask again."""
-        with suppress(RuntimeError):  # it is another thread's
+        """Unblock other callers."""
+        # A RuntimeError means that before_fork did not get the lock.
+        with suppress(RuntimeError):
             self._lock.release()
 
     def _ask(self, work: Callable[[], T], timeout_s: float) -> T:
-        if self._last is not None:  # of somebody who had no more time, or was interrupted
+        # The caller of the last query may have timed out or been interrupted.
+        if self._last is not None:
             self._last.wait(timeout_s)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="flower-gpu-nvml", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # no more threads: without one it works as well, mostly
+            except RuntimeError:
+                # The limit of threads is reached. NVML works in this thread too, unless the driver hangs.
                 self._thread = None
                 return work()
-        return self._put(_Question(work)).answer(timeout_s)
+        return self._put(_Query(work)).answer(timeout_s)
 
-    def _put(self, question: _Question[T]) -> _Question[T]:
-        self._questions.put(question)
-        self._last = question
-        return question
+    def _put(self, query: _Query[T]) -> _Query[T]:
+        self._queries.put(query)
+        self._last = query
+        return query
 
     def _end(self) -> None:
         if self._thread is None or not self._thread.is_alive():
@@ -143,37 +161,39 @@ class NVMLThread:
         with suppress(LateError):
             if self._last is not None:
                 self._last.wait(_CLOSE_S)
-            question = self._put(_Question(self._close, is_last=True))
-            question.answer(_CLOSE_S)
-            # Not self._thread: after a Ctrl-C, a thread may have answered that is no longer noted there.
-            question.thread.join()
-            _wait_for_exit(question.thread)
+            query = self._put(_Query(self._close, is_last=True))
+            query.answer(_CLOSE_S)
+            # Not self._thread: after a Ctrl-C, it may no longer be the thread that has answered.
+            query.thread.join()
+            _wait_for_exit(query.thread)
 
     def _run(self) -> None:
         idle_s: float | None = IDLE_S
         while True:
             try:
-                question = self._questions.get(timeout=idle_s)
+                query = self._queries.get(timeout=idle_s)
             except Empty:
                 self._close()
                 idle_s = None
                 continue
-            if question.is_last:  # here, where no Ctrl-C comes between: who asks next needs another thread
+            if query.is_last:
+                # The next query needs a new thread. Set here, because a Ctrl-C can interrupt the caller only.
                 self._thread = None
-            question.work()
-            if question.is_last:
+            query.run()
+            if query.is_last:
                 return
-            del question  # with what was found: not kept until the next one
+            # Do not keep the result until the next query.
+            del query
             idle_s = IDLE_S
 
 
 def _wait_for_exit(thread: threading.Thread) -> None:
-    """Wait until the kernel has removed a thread that has been joined.
+    """Wait until the kernel no longer lists a joined thread.
 
-    Before Python 3.13 ``join`` waits only for the interpreter's part of the thread. Of 3,000 joined threads,
-    the kernel still listed every second one.
+    Before Python 3.13, ``join`` waits only for the interpreter's part of the thread. In a test with 3,000
+    joined threads, the kernel still listed every second one.
     """
     path = f"/proc/self/task/{thread.native_id}"
     deadline = time.monotonic() + _EXIT_S
     while os.path.exists(path) and time.monotonic() < deadline:  # noqa: PTH110 - a Path takes longer
-        time.sleep(_EXIT_LOOK_S)
+        time.sleep(_EXIT_POLL_S)

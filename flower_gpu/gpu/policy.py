@@ -1,7 +1,7 @@
-"""The GPUs that a call may use, by the node's policy and the server's request.
+"""Decides which GPUs a call may use, from the node's policy and the server's request.
 
-The node has the last word. Its policy is read from its own settings and never from a message; from the
-server comes one answer only, ``use-gpu``.
+The node has the last word. Its policy comes from its own settings, never from a message. The server sends
+only ``use-gpu``.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DevicePolicy:
-    """What a node allows."""
+    """The policy of a node for its GPUs."""
 
-    # One of :data:`POLICIES`. ``never``: no GPU. ``offer``: if the server requests one. ``force``: whatever
-    # the server says. ``require``: the same, and without a GPU the call fails.
+    # One of :data:`POLICIES`. ``never``: no GPU. ``offer``: a GPU if the server requests one. ``force``: a
+    # GPU, regardless of the server. ``require``: like ``force``, but without a GPU the call fails
     gpu: str
-    # The GPUs it is about: numbers, and UUIDs or their beginnings. None: all that the process may see.
+    # Indices, UUIDs or prefixes of UUIDs of the GPUs. None for all GPUs that the process can see
     gpu_ids: tuple[int | str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a call may run."""
+    """The devices of a call."""
 
-    # GPUs it may get a lease on. Empty: it runs on the CPU, and every GPU is hidden from it.
+    # GPUs on which the call may get a lease. If empty, the call runs on the CPU, and all GPUs are hidden from
+    # it
     uuids: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # what the operator of the node should read
-    # Whether ``warnings`` are to be logged as errors: a GPU was forced, and there is none
+    warnings: tuple[str, ...] = ()  # for the operator of the node
+    # True if the warnings should be logged as errors, because no GPU was found for the policy ``force``
     is_serious: bool = False
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU is used."""
+        """True if the call uses a GPU."""
         return bool(self.uuids)
 
 
@@ -52,20 +53,18 @@ def decide(
     *,
     hidden: Sequence[GPU] = (),
 ) -> Decision:
-    """Decide which GPUs a call may use. Pure: the same arguments, the same decision.
+    """Decide which GPUs a call may use. A pure function of its arguments.
 
-    ``policy``: what the node allows.
-    ``use_gpu``: what the server requests. None means yes, but nobody insists.
-    ``gpus``: what the process may see, as :meth:`flower_gpu.gpu.gpus.Inventory.visible` has it, in the order
-    of preference. GPUs with a problem may be among them: they are never used, only explained.
-    ``problem``: why there is no list of GPUs, if there is none (``Inventory.problem``), or why none can be
-    used.
-    ``hidden``: GPUs of the host that the process may not see. They are never used; one that is named by its
-    number is said to be hidden, instead of missing.
-    Returns the usable GPUs, or the CPU. A GPU's number is that of ``nvidia-smi``, whatever
-    ``CUDA_VISIBLE_DEVICES`` makes of it. That of a card in MIG mode means all its MIG devices.
-    Raises GPUUnavailableError if the policy is ``require`` and a GPU it names, or without a name any GPU,
-    cannot be used.
+    ``policy``: policy of the node.
+    ``use_gpu``: request of the server. None means a GPU if possible, without a warning otherwise.
+    ``gpus``: GPUs that the process can see, in the order of preference, from
+    :meth:`flower_gpu.gpu.gpus.Inventory.visible`. GPUs with a problem are never used, only explained.
+    ``problem``: why no GPUs were found (``Inventory.problem``), or why none can be used.
+    ``hidden``: GPUs of the host that the process cannot see. They are never used, but a message says that a
+    named GPU is hidden.
+    Returns the usable GPUs, or the CPU. Indices are those of ``nvidia-smi``, independent of
+    ``CUDA_VISIBLE_DEVICES``. The index of a card in MIG mode means all its MIG devices.
+    Raises GPUUnavailableError if the policy is ``require`` and a named GPU cannot be used, or no GPU at all.
     """
     if policy.gpu == "never":
         return Decision(warnings=(f"{_ON_CPU}: this node's policy is never",) if use_gpu else ())
@@ -101,7 +100,7 @@ def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decisi
         # Nothing is wrong on a machine that has no GPU.
         no_driver = f"{NO_DRIVER[0].upper()}{NO_DRIVER[1:]}: calls run on the CPU"
         return Decision(warnings=(no_driver if why.startswith(NO_DRIVER) else f"{_ON_CPU}: {why}",))
-    if policy.gpu_ids is not None:  # whoever wrote a number believes that there is a GPU
+    if policy.gpu_ids is not None:  # the operator who named a GPU expects one
         numbers = ", ".join(map(str, policy.gpu_ids))
         return Decision(warnings=(f"this call runs on the CPU though gpu-ids is {numbers}: {why}",))
     return Decision()
@@ -119,21 +118,21 @@ def _required_but(missing: Sequence[str], why_none: str, usable: Sequence[GPU]) 
 def _look_up(
     numbers: tuple[int | str, ...] | None, gpus: Sequence[GPU], hidden: Sequence[GPU]
 ) -> tuple[tuple[GPU, ...], list[str]]:
-    """Return the usable GPUs that are named, and for each other name why it cannot be used."""
-    found: dict[str, GPU] = {}
+    """Return the named usable GPUs, and for each other name the reason why it cannot be used."""
+    named: dict[str, GPU] = {}
     missing = []
     for number in numbers or ():
-        meant = _meant(number, [*gpus, *hidden])
-        usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_usable and _is(gpu, meant)}
-        if usable and len(meant) == 1:
-            found.update(usable)
+        matches = _matching(number, [*gpus, *hidden])
+        usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_usable and _is_among(gpu, matches)}
+        if usable and len(matches) == 1:
+            named.update(usable)
         else:
-            missing.append(_why_not(number, meant, gpus, hidden))
-    return tuple(found.values()), missing
+            missing.append(_why_unusable(number, matches, gpus, hidden))
+    return tuple(named.values()), missing
 
 
-def _meant(number: int | str, gpus: Iterable[GPU]) -> set[int | str]:
-    """Return the number, or the UUIDs that a text stands for, as far as there are such GPUs."""
+def _matching(number: int | str, gpus: Iterable[GPU]) -> set[int | str]:
+    """Return the index if a GPU has it, or the UUIDs of the GPUs and cards that match a text."""
     if isinstance(number, int):
         return {gpu.index for gpu in gpus if gpu.index == number}
     uuids = {uuid for gpu in gpus for uuid in (gpu.uuid, gpu.mig_parent) if uuid}
@@ -142,21 +141,23 @@ def _meant(number: int | str, gpus: Iterable[GPU]) -> set[int | str]:
     return {*(exact or (uuid for uuid in uuids if uuid.casefold().startswith(text)))}
 
 
-def _is(gpu: GPU, meant: set[int | str]) -> bool:
-    """Tell whether a GPU is meant, itself or as a MIG device of a card that is."""
-    return not meant.isdisjoint({gpu.index, gpu.uuid, gpu.mig_parent})
+def _is_among(gpu: GPU, matches: set[int | str]) -> bool:
+    """Return True if the GPU matches, or the card of the MIG device."""
+    return not matches.isdisjoint({gpu.index, gpu.uuid, gpu.mig_parent})
 
 
-def _why_not(number: int | str, meant: set[int | str], gpus: Sequence[GPU], hidden: Sequence[GPU]) -> str:
+def _why_unusable(
+    number: int | str, matches: set[int | str], gpus: Sequence[GPU], hidden: Sequence[GPU]
+) -> str:
     name = f"GPU {number}" if isinstance(number, int) else number
-    if not meant:
+    if not matches:
         return f"there is no {name}"
-    if len(meant) > 1:
-        return f"{name} fits {len(meant)} GPUs ({', '.join(sorted(map(str, meant)))})"
-    reasons = [gpu.problem for gpu in (*gpus, *hidden) if gpu.problem and _is(gpu, meant)]
+    if len(matches) > 1:
+        return f"{name} fits {len(matches)} GPUs ({', '.join(sorted(map(str, matches)))})"
+    reasons = [gpu.problem for gpu in (*gpus, *hidden) if gpu.problem and _is_among(gpu, matches)]
     if reasons:
         return f"{name} cannot be used ({'; '.join(dict.fromkeys(reasons))})"
-    if not any(_is(gpu, meant) for gpu in gpus):
+    if not any(_is_among(gpu, matches) for gpu in gpus):
         return f"{name} is hidden by CUDA_VISIBLE_DEVICES"
     return f"{name} cannot be used (its memory is not known)"
 

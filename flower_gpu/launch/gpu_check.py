@@ -14,7 +14,7 @@ from flower_gpu.calls import leasing, notices
 from flower_gpu.calls.settings import GPUSettings, call_settings
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu import inventory, policy
-from flower_gpu.gpu.gpus import GPU, Inventory, is_for_one
+from flower_gpu.gpu.gpus import GPU, Inventory, is_exclusive
 from flower_gpu.leases import admission
 from flower_gpu.leases.admission import Card, Claim, GPUNeed
 from flower_gpu.leases.footprint import Footprints
@@ -182,7 +182,7 @@ def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, in
             memory_bytes=request.memory_bytes,
             share=request.share,
             # So is a call whose amount is not known yet.
-            alone=request.is_auto or is_for_one(gpu, os.environ),
+            alone=request.is_auto or is_exclusive(gpu, os.environ),
         )
         for gpu in gpus
     ]

@@ -1,11 +1,11 @@
-"""One function of a call in several processes (ranks), one for each GPU of its lease.
+"""Ranks: several worker processes for one call, one for each GPU of its lease.
 
 ::
 
-    call's worker: function.Distributed ──>   run: a worker for each rank ──> rank: joins the others, runs it
-                        ▲                          │                             │
-                        └── one result ────────────┴── or one error (results) <──┘
+    call's worker: function.Distributed ──>   run: a worker for each rank ──> rank: joins the others, runs the
+    task ▲                          │                             │ └── one result ────────────┴── or one
+    error (results) <──┘
 
-The ranks meet over a file in memory (rank); their memory figures go to the worker of the call, which
-holds the lease for them all.
+The ranks find each other through a file (``rank``). They send their memory figures to the call's worker,
+which holds the lease for all of them.
 """

@@ -1,4 +1,4 @@
-"""``distributed``: a user's function that runs in one rank for each GPU."""
+"""``distributed``: runs a user's function in one rank for each GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from flower_gpu.kinds import COUNT, SECONDS
 from flower_gpu.ranks import run
 from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
-#: Runs a function that gets Flower's Context; it knows what of that has to come back.
+#: Runs a function with Flower's Context as an argument, and returns the changes of the Context.
 _MESSAGE_CALL = "flower_gpu.flower.rank_messages:call"
 
 
 class Distributed:
-    """What :func:`distributed` returns: a function, to be called as the one it was made of.
+    """The result of :func:`distributed`: a callable with the arguments of the original function.
 
     Attributes
     ----------
     task : callable or str
-        The function it was made of.
+        The original function.
     timeout_s : float
-        Seconds that its ranks wait for each other at one point.
+        Seconds that the ranks wait for each other at one point.
     num_gpus : int or None
-        How many GPUs a call of it asks for where its client leaves that to it.
+        Number of GPUs that a call requests if its client does not set ``num_gpus``.
     """
 
     task: Task
@@ -35,8 +35,9 @@ class Distributed:
     def __init__(self, task: Task, timeout_s: float, num_gpus: int | None) -> None:
         check_task(task)
         if isinstance(task, Distributed):
-            task = task.task  # its options are those that are given last
-        self.__name__ = self.__qualname__ = task_name(task)  # a partial, or an object, has none of its own
+            task = task.task  # the last options replace the earlier ones
+        # A partial or a callable object has no name of its own.
+        self.__name__ = self.__qualname__ = task_name(task)
         if not isinstance(task, str):
             functools.update_wrapper(self, task)
         self.task = task
@@ -44,8 +45,8 @@ class Distributed:
         self.num_gpus = num_gpus
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it: in ranks in a worker that has several GPUs, or should have; else here."""
-        count = run.how_many()
+        """Run the function: in ranks if the call has several GPUs, otherwise in this process."""
+        count = run.rank_count()
         if count == 1:
             if self.num_gpus is not None and self.num_gpus > 1 and run.is_asked_for_one():
                 notices.say_once(
@@ -62,13 +63,13 @@ class Distributed:
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        # A decorated function is in its module under the name of the one that it was made of, which could
-        # not be found there then.
+        # A decorator replaces the original function in its module, so pickle could not find the original
+        # there. This object is pickled by its name instead.
         if not isinstance(self.task, str) and self.__module__ != "__main__":
-            found: Any = sys.modules.get(self.__module__)
+            attribute: Any = sys.modules.get(self.__module__)
             for name in self.__qualname__.split("."):
-                found = getattr(found, name, None)
-            if found is self:
+                attribute = getattr(attribute, name, None)
+            if attribute is self:
                 return self.__qualname__
         return Distributed, (self.task, self.timeout_s, self.num_gpus)
 
@@ -84,39 +85,32 @@ def distributed(
     *, num_gpus: int | None = None, timeout_s: float = 600.0
 ) -> Callable[[Callable[..., Any]], Distributed]: ...
 def distributed(task: Task | None = None, *, num_gpus: int | None = None, timeout_s: float = 600.0) -> Any:
-    """Run a function with one process (rank) for each GPU that its call has leased.
+    """Run a function with one process (rank) for each GPU in the lease of its call.
 
-    Around a function, or as a decorator with or without options. The function is called in every rank with
-    the same arguments, in a process group of ``torch.distributed``, on the device of its rank.
-    On one GPU, or none where one was asked for, it is simply called.
+    Use it as a function, or as a decorator with or without options. Each rank calls the function with the
+    same arguments, in a process group of ``torch.distributed``, on its own device. If the call has one GPU or
+    requested one, the function is called without ranks.
 
-    Parameters
-    ----------
-    task : callable or str
-        The function, or ``"package.module:function"``: then only workers import that module.
-    num_gpus : int, optional
-        How many GPUs a :class:`flower_gpu.GPUClient` asks for when it calls this function; in place of the
-        client's own ``num_gpus``. A client that is given the function as text does not see this: give the
-        number to the client. On a node without GPUs as many ranks run on the CPU.
-    timeout_s : float
-        Seconds that ranks wait for each other at one point; then the one that is not there is named.
+    Parameters ---------- task : callable or str The function, or ``"package.module:function"``. With a text,
+    only workers import the module. num_gpus : int, optional Number of GPUs that a
+    :class:`flower_gpu.GPUClient` requests when it calls this function, instead of the client's own
+    ``num_gpus``. A client that gets the function as a text does not see this number: pass it to the client as
+    well. On a node without GPUs, this number of ranks runs on the CPU. timeout_s : float Seconds that ranks
+    wait for each other at one point. Then the call fails and names the missing rank.
 
-    Returns
-    -------
-    Distributed
-        A function with the same arguments. It returns what rank 0 returned: of a pair or triple of Flower
-        with numeric metrics averaged over the ranks.
+    Returns ------- Distributed A callable with the same arguments. It returns the value of rank 0. In a
+    result of Flower, numeric metrics are averaged over the ranks.
 
     Raises
     ------
     ConfigError, TypeError
-        If a value cannot be used, or has the wrong type.
+        If a value is invalid or has the wrong type.
     RankError
-        When called: if a rank failed. The message says which and why; the others are ended.
+        When called, if a rank failed. The message gives the rank and the reason. The other ranks are ended.
 
     Notes
     -----
-    Where a function returns the number of examples, it is that of all of its data, not of one rank's part.
+    A function that returns the number of examples must count the whole data set, not the part of one rank.
 
     Examples
     --------

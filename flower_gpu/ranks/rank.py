@@ -1,4 +1,4 @@
-"""One rank: meets the others over a file, runs the user's function, gives back its part."""
+"""One rank: finds the other ranks through a file, runs the user's function, and returns its part."""
 
 from __future__ import annotations
 
@@ -20,54 +20,56 @@ from flower_gpu.workers.call import Task, load_task
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The meeting of a rank with the others."""
+    """How a rank finds the others."""
 
-    file: str  # over which they tell each other their addresses (torch.distributed.FileStore)
-    rank: int  # its number, from 0 on
+    file: str  # file with the addresses of all ranks (torch.distributed.FileStore)
+    rank: int  # number of this rank, from 0
     world_size: int
-    timeout_s: float  # that they wait for each other at one point
+    timeout_s: float  # seconds that ranks wait for each other at one point
 
 
 @contextmanager
 def meeting_place() -> Iterator[str]:
     """Yield the path of a new file that only processes of this account can open.
 
-    In the folder for this worker's sockets, which goes with the worker, however that ends. Not a file without
-    a name: under the GPU guard no rank can look into another process. Ports that one chooses for a store of
-    its own, the usual way, may be taken by another client in the same instant.
+    The file is in the folder for this worker's sockets, which is removed with the worker. An unnamed file
+    would not work, because ranks under the GPU guard cannot open files of other processes. The usual TCP
+    store would need a free port, and another client could take that port first.
     """
-    parent = state_folder.socket_folder()  # which may be a name that only this process can use
+    parent = state_folder.socket_folder()
     with ExitStack() as stack:
         try:
-            place = None if parent is None else Path(parent).resolve()
-            folder = stack.enter_context(files.temporary_folder("ranks", place))
+            # The path may be valid in this process only, such as one below /proc/self.
+            resolved = None if parent is None else Path(parent).resolve()
+            folder = stack.enter_context(files.temporary_folder("ranks", resolved))
         except OSError as error:
             raise WorkerError(f"cannot start ranks: {error}") from error
         yield str(folder / "store")
 
 
-def remove_left_of_nccl() -> None:
-    """Remove the files of sockets that ranks of NCCL had when they were killed."""
-    folder = Path("/tmp")  # NCCL takes no other one
+def remove_stale_nccl_sockets() -> None:
+    """Remove the socket files of NCCL that killed ranks have left behind."""
+    folder = Path("/tmp")  # NCCL always uses this folder
     for path in [folder / name for name in files.names_with_prefix(folder, "nccl-socket-")]:
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
-            found = path.lstat()
-            if found.st_uid == os.getuid() and stat.S_ISSOCK(found.st_mode):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            status = path.lstat()
+            if status.st_uid == os.getuid() and stat.S_ISSOCK(status.st_mode):
                 try:
-                    asking.connect(str(path))
-                except ConnectionRefusedError:  # nobody has it open
+                    probe.connect(str(path))
+                except ConnectionRefusedError:  # no process has the socket open
                     path.unlink()
 
 
 def main(rendezvous: Rendezvous, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the user's function among the others; runs in a worker of its own."""
+    """Run the user's function in this rank, and return the part of its result that the call needs."""
     value = run(rendezvous, task, args, kwargs)
     return value if rendezvous.rank == 0 else results.part_of(value)
 
 
 def run(rendezvous: Rendezvous, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run the function in this rank, and return its result."""
-    function = load_task(task)  # what a Distributed is in a rank, which has one GPU: a call of its function
+    # A rank has one GPU, so a Distributed calls its function directly here.
+    function = load_task(task)
     from flower_gpu.pytorch import distributed
 
     try:

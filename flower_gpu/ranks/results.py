@@ -1,7 +1,7 @@
-"""Makes one result, or one error, of those of several ranks.
+"""Combines the results or errors of all ranks into one.
 
-The result is rank 0's, with the metrics of them all. When the failure of one rank makes the others fail as
-well, the error names the one that failed first.
+The result is that of rank 0, with the metrics of all ranks. If the failure of one rank makes the others fail,
+the error names the rank that failed first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from flower_gpu.workers.call_end import WorkerStoppedError
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """The numbers in a rank's result: all that ranks but the first give back."""
+    """The numbers in a rank's result. All ranks except rank 0 return only these."""
 
     num_examples: int | None = None
-    metrics: Mapping[Any, float] | None = None  # the loss is that without a name
+    metrics: Mapping[Any, float] | None = None  # the key of the loss is None
 
 
 def part_of(value: Any) -> RankNumbers:
-    """Return the numbers in a function's result; nothing if it is none of Flower's results."""
+    """Return the numbers in a function's result. They are empty if it is not a result of Flower."""
     if not (isinstance(value, tuple | list) and len(value) == 3 and isinstance(value[2], Mapping)):
         return RankNumbers()
     loss, num_examples, metrics = value
@@ -41,20 +41,20 @@ def part_of(value: Any) -> RankNumbers:
 
 
 def numbers_in(metrics: Mapping[Any, Any]) -> dict[Any, float]:
-    """Return the metrics that can be averaged."""
+    """Return the numeric metrics, which can be averaged."""
     return {name: _plain(value) for name, value in metrics.items() if _is_number(value)}
 
 
 def merged(values: Sequence[Any]) -> Any:
-    """Return rank 0's result with metrics, and loss, averaged over the ranks.
+    """Return the result of rank 0, with metrics and loss averaged over the ranks.
 
-    Raises InvalidResultError if they do not agree on the number of examples.
+    Raises InvalidResultError if the ranks return different numbers of examples.
     """
     first, *others = values
-    own = part_of(first)
-    if own.metrics is None:
+    first_part = part_of(first)
+    if first_part.metrics is None:
         return first
-    parts = [own, *others]
+    parts = [first_part, *others]
     check_num_examples([part.num_examples for part in parts])
     loss, num_examples, metrics = first
     means = averaged([part.metrics or {} for part in parts])
@@ -62,23 +62,20 @@ def merged(values: Sequence[Any]) -> Any:
 
 
 def averaged(metrics: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-    """Return the mean of each metric that all ranks have; equal numbers do not change."""
-    first = metrics[0]
+    """Return the mean of each metric that all ranks have. Equal numbers stay exactly the same."""
     means = {}
-    for name, own in first.items():
-        if all(name in each for each in metrics):
-            numbers = [each[name] for each in metrics]
-            means[name] = own if all(number == own for number in numbers) else sum(numbers) / len(numbers)
+    for name, first in metrics[0].items():
+        if all(name in metrics_of_rank for metrics_of_rank in metrics):
+            numbers = [metrics_of_rank[name] for metrics_of_rank in metrics]
+            are_equal = all(number == first for number in numbers)
+            means[name] = first if are_equal else sum(numbers) / len(numbers)
     return means
 
 
 def check_num_examples(counts: Sequence[int | None]) -> None:
-    """Refuse numbers of examples that differ.
-
-    Raises InvalidResultError if they do.
-    """
-    told = {count for count in counts if count is not None}
-    if len(told) > 1:
+    """Raise InvalidResultError if the ranks return different numbers of examples."""
+    different = {count for count in counts if count is not None}
+    if len(different) > 1:
         text = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts) if count is not None)
         raise InvalidResultError(
             f"the ranks return different numbers of examples ({text}). Return the number of all examples of "
@@ -87,7 +84,8 @@ def check_num_examples(counts: Sequence[int | None]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    # Scalars of numpy and of PyTorch on the way; theirs may be texts, dates or complex, too.
+    # Scalars of numpy and PyTorch are converted first, because they may also be texts, dates or complex
+    # numbers.
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -98,7 +96,7 @@ def _plain(value: Any) -> float:
     return number if isinstance(number, int) else float(number)
 
 
-# NCCL's watchdog ends a process whose partner does not answer, and says so in its output.
+# NCCL's watchdog ends a process if another rank does not answer, and prints one of these texts.
 _WATCHDOG: Final = re.compile(
     r"Watchdog caught collective|taking the entire process down|WorkNCCL::checkTimeout"
 )
@@ -111,35 +109,35 @@ class End:
     """The end of a rank, with a value or an error."""
 
     rank: int
-    label: str  # its name in messages
+    label: str  # name for messages
     value: Any
     error: BaseException | None
     at: float  # on the clock of time.monotonic
-    says_others: bool = False  # it says itself that another rank did not answer
+    blames_others: bool = False  # the rank reported that another rank did not answer
 
     @property
-    def is_last_word(self) -> bool:
-        """Whether this is the reason for the call's failure, before all other ranks' errors."""
+    def is_decisive(self) -> bool:
+        """True if the error is the reason for the call's failure, whatever the other ranks report."""
         return not (self.is_of_others or isinstance(self.error, WorkerTimeoutError))
 
     @property
     def is_of_others(self) -> bool:
-        """Whether it failed because another rank did."""
-        if self.says_others or isinstance(self.error, WorkerStoppedError):
+        """True if the rank failed because another rank did."""
+        if self.blames_others or isinstance(self.error, WorkerStoppedError):
             return True
         return isinstance(self.error, WorkerDiedError) and _WATCHDOG.search(self.error.tail) is not None
 
 
-def of_all(ends: Sequence[End]) -> BaseException:
-    """Return the error of a call whose ranks have ended like this: it names the one that failed first."""
+def combined_error(ends: Sequence[End]) -> BaseException:
+    """Return the error of a call with failed ranks. It names the rank that failed first."""
     failed = sorted((end for end in ends if end.error is not None), key=lambda end: end.at)
-    own = [end for end in failed if not end.is_of_others]
-    timed_out = [end for end in own if isinstance(end.error, WorkerTimeoutError)]
-    if own and len(timed_out) < len(own):
-        return _error(next(end for end in own if end not in timed_out))
+    by_themselves = [end for end in failed if not end.is_of_others]
+    timed_out = [end for end in by_themselves if isinstance(end.error, WorkerTimeoutError)]
+    if by_themselves and len(timed_out) < len(by_themselves):
+        return _error(next(end for end in by_themselves if end not in timed_out))
     if timed_out:
         return _late([*timed_out, *(end for end in failed if isinstance(end.error, WorkerStoppedError))])
-    # No rank failed by itself: the others waited for a rank that still ran when they gave up.
+    # No rank failed by itself. Some gave up waiting for ranks that were still running.
     waited = [end for end in failed if not isinstance(end.error, WorkerStoppedError)]
     hung = [end for end in failed if isinstance(end.error, WorkerStoppedError)]
     if waited and hung:
@@ -148,28 +146,28 @@ def of_all(ends: Sequence[End]) -> BaseException:
         cause = waited[0].error
         return _caused(f"{text} ({text_of(cause)}). {_SAME_STEPS}", hung[0].rank, cause)
     if waited:
-        return _in_vain(waited[0])
+        return _unexplained(waited[0])
     return _error(hung[0])
 
 
 def where(end: End) -> str:
-    """Return where the main thread of a rank was when it was ended, as far as it could tell."""
-    found = _FRAME.search(str(end.error))
-    return f"at {found['file']}:{found['line']} in {found['name']}" if found else "where it could not say"
+    """Return the position of a rank's main thread when the rank was ended."""
+    frame = _FRAME.search(str(end.error))
+    return f"at {frame['file']}:{frame['line']} in {frame['name']}" if frame else "where it could not say"
 
 
 def _error(end: End) -> BaseException:
     error = end.error
     assert error is not None
-    if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: not the rank's
+    if not isinstance(error, Exception):  # a KeyboardInterrupt or SystemExit of this process, not of the rank
         return error
-    names_it = isinstance(error, WorkerDiedError | WorkerTaskError)
-    text = str(error) if names_it else f"{end.label}: {text_of(error)}"
+    names_rank = isinstance(error, WorkerDiedError | WorkerTaskError)
+    text = str(error) if names_rank else f"{end.label}: {text_of(error)}"
     return _caused(text, end.rank, error)
 
 
-def _in_vain(end: End) -> BaseException:
-    """Return the error of a rank that speaks of the others, where none of them was lost or late."""
+def _unexplained(end: End) -> BaseException:
+    """Return the error of a rank that blames the others, although no other rank failed or hung."""
     if isinstance(end.error, WorkerDiedError):
         return _error(end)
     text = f"{end.label}: {text_of(end.error)}. No other rank failed before. {_SAME_STEPS}"

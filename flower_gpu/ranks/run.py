@@ -1,4 +1,4 @@
-"""In the worker of a call: one worker more for each rank, and one result or one error of them all."""
+"""Runs the ranks of a call: starts a worker for each rank, and combines their results or errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flower_gpu.errors import WorkerError
 from flower_gpu.leases.lease import Lease, Share
 from flower_gpu.options import CALL, DEADLINE_VARIABLE, DEVICES_VARIABLE, RANKS_VARIABLE
 from flower_gpu.ranks import results
-from flower_gpu.ranks.rank import Rendezvous, meeting_place, remove_left_of_nccl
+from flower_gpu.ranks.rank import Rendezvous, meeting_place, remove_stale_nccl_sockets
 from flower_gpu.ranks.results import End
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import events, methods, own_process, threads
@@ -28,21 +28,23 @@ from flower_gpu.workers.life import StopOrder
 from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.threads import cores, openmp_threads
 
-#: What a rank runs; see :func:`flower_gpu.ranks.rank.main`.
+#: The task of a rank's worker, see :func:`flower_gpu.ranks.rank.main`.
 RANK_TASK: Final = "flower_gpu.ranks.rank:main"
 
-# A rank that is lost makes the others fail, too, and they may be heard first.
+# Seconds to wait for the other ranks' errors after a rank that blames others. A lost rank makes the others
+# fail, and their errors may arrive first.
 _GRACE_S = 1.0
-# Ranks are ended so long before their call is, as far as there is time: to tell where they were.
+# Ranks are ended before the time limit of their call, so that they can report where they were: this many
+# seconds, or this fraction of the remaining time if it is less.
 _MARGIN_S = 2.0
 _MARGIN = 0.1
 
 
-def how_many() -> int:
-    """Return in how many ranks a distributed function runs in this process.
+def rank_count() -> int:
+    """Return the number of ranks for a distributed function in this process.
 
-    One for each GPU of its lease; on the CPU as many as there were GPUs asked for, so that it computes the
-    same. In a process where someone follows it with a debugger, and outside of workers, one.
+    There is one for each GPU of the lease. On the CPU, there is one for each requested GPU, so that the
+    result is the same. Outside of workers, and in a call that runs in its caller's process, the number is 1.
     """
     if own_process.is_inside() or not leasing.is_worker():
         return 1
@@ -53,9 +55,9 @@ def how_many() -> int:
 
 
 def is_asked_for_one() -> bool:
-    """Tell whether this is the worker of a call that is for one GPU, or for a part of one."""
-    is_here = own_process.is_inside() or not leasing.is_worker()
-    return not is_here and RANKS_VARIABLE not in os.environ
+    """Return True if this is the worker of a call that requests one GPU or a share of one."""
+    has_no_worker = own_process.is_inside() or not leasing.is_worker()
+    return not has_no_worker and RANKS_VARIABLE not in os.environ
 
 
 def run(
@@ -68,17 +70,18 @@ def run(
     task: Task = RANK_TASK,
     merged: Callable[[Sequence[Any]], Any] = results.merged,
 ) -> Any:
-    """Run a function in this many ranks.
+    """Run a function in ``count`` ranks.
 
-    ``timeout_s``: that ranks wait for each other at one point.
-    ``task``: what a rank runs, with the function as an argument; ``merged``: makes one result of all.
+    ``timeout_s``: seconds that ranks wait for each other at one point.
+    ``task``: task of each rank, which gets the function as an argument.
+    ``merged``: combines the results of all ranks into one.
 
-    Raises RankError if a rank failed, which ends the others.
-    Raises InvalidResultError if ranks returned what does not fit together.
+    Raises RankError if a rank failed. The other ranks are ended.
+    Raises InvalidResultError if the results of the ranks do not fit together.
     """
     lease = leasing.of_this_process()
     shares = lease.shares if lease is not None and lease.shares else (None,) * count
-    # Also after the ranks: the call ends then, and its worker tells the figures.
+    # Stays set after the ranks have ended, because the worker reports the figures at the end of the call.
     THIS_WORKER.ranks = figures = RankFigures()
     with meeting_place() as place:
         calls = [
@@ -94,18 +97,19 @@ def run(
         try:
             values = _run_all(calls, figures)
         finally:
-            remove_left_of_nccl()
+            remove_stale_nccl_sockets()
     return merged(values)
 
 
 def _call(
     task: Task, rendezvous: Rendezvous, lease: Lease | None, share: Share | None, rest: tuple[Any, ...]
 ) -> Call:
-    """Return the call of one rank, with its GPU only and its part of the cores."""
+    """Return the call of one rank, with one GPU of the lease and its part of the cores."""
     rank, count = rendezvous.rank, rendezvous.world_size
-    own = None
+    lease_of_rank = None
     if lease is not None and share is not None:
-        own = replace(lease, shares=(share,), ticket="")  # the worker writes into it for all of them
+        # Without a ticket: the call's worker writes the reports of all ranks.
+        lease_of_rank = replace(lease, shares=(share,), ticket="")
     threads_of_all = openmp_threads(os.environ) or cores()
     prefix = events.log_prefix().removesuffix(": ")
     return Call(
@@ -113,12 +117,13 @@ def _call(
         (rendezvous, *rest),
         env={
             **threads.environment(max(1, threads_of_all // count), {}),
-            **environment.of_worker(own, os.environ),
-            # All GPUs of the lease: ranks exchange gradients by each other's memory.
+            **environment.of_worker(lease_of_rank, os.environ),
+            # The guard allows all GPUs of the lease, because ranks exchange gradients through each other's
+            # memory.
             **{name: os.environ[name] for name in (DEVICES_VARIABLE,) if name in os.environ},
             **_network(os.environ),
             RANKS_VARIABLE: "1",
-            # Of whoever has started the client: PyTorch would look for its GPU by that.
+            # PyTorch would choose its GPU by the LOCAL_RANK of the program that has started the client.
             **({"LOCAL_RANK": "0"} if "LOCAL_RANK" in os.environ else {}),
         },
         setup=leased_worker.SETUP,
@@ -130,8 +135,9 @@ def _call(
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which ranks connect on this host only."""
-    # NCCL's sockets without files have no permissions. From 2.30 on it can do without those.
+    """Return the variables that keep the connections of ranks on this host."""
+    # NCCL's abstract sockets have no permissions, so any account could connect. NCCL 2.30 and later can use
+    # files.
     network = {"NCCL_IPC_USE_ABSTRACT_SOCKET": "0"} if os.access("/tmp", os.W_OK) else {}
     with suppress(OSError):
         socket.if_nametoindex("lo")
@@ -140,92 +146,95 @@ def _network(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run_all(calls: Sequence[Call], figures: RankFigures) -> list[Any]:
-    """Run the calls at the same time, and return their values; after the first failure end all."""
+    """Run the calls at the same time and return their values. End all ranks after the first failure."""
     ended: queue.SimpleQueue[End] = queue.SimpleQueue()
     try:
         order = StopOrder()
     except OSError as error:
         raise WorkerError(f"cannot start ranks: {error}") from error
-    running = [
+    threads_by_rank = [
         threading.Thread(target=_run_one, args=(rank, call, order, figures, ended), name=call.label)
         for rank, call in enumerate(calls)
     ]
-    began: list[threading.Thread] = []
+    started: list[threading.Thread] = []
     ends: dict[int, End] = {}
     try:
-        for thread in running:
+        for thread in threads_by_rank:
             try:
                 thread.start()
-            except RuntimeError as error:  # there can be no more
+            except RuntimeError as error:  # the limit of threads is reached
                 raise WorkerError(f"cannot start ranks: {error}") from error
-            began.append(thread)
-        # Only where nobody has told why it matters where the others are.
+            started.append(thread)
+        # The positions of the other ranks matter only if no rank has given the reason of the failure.
         order.give(asks_where=not _wait(ended, ends, len(calls)))
     finally:
         order.give()
-        for thread in began:
+        for thread in started:
             thread.join()
         order.close()
     while not ended.empty():
         end = ended.get()
         ends[end.rank] = end
     if any(end.error is not None for end in ends.values()):
-        raise results.of_all(list(ends.values()))
+        raise results.combined_error(list(ends.values()))
     return [ends[rank].value for rank in range(len(calls))]
 
 
 def _wait(ended: queue.SimpleQueue[End], ends: dict[int, End], count: int) -> bool:
-    """Wait until all ranks are through, or one has failed and the others had time to tell why."""
-    until: float | None = None
+    """Wait until all ranks have ended, or one has failed.
+
+    Returns False if no rank has given a reason within :data:`_GRACE_S` after a rank that blames the others.
+    """
+    deadline: float | None = None
     while len(ends) < count:
         try:
-            end = ended.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            end = ended.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             return False
         ends[end.rank] = end
         if end.error is not None:
-            if end.is_last_word:
+            if end.is_decisive:
                 return True
-            until = until or time.monotonic() + _GRACE_S
+            deadline = deadline or time.monotonic() + _GRACE_S
     return True
 
 
 def _run_one(
     rank: int, call: Call, order: StopOrder, figures: RankFigures, ended: queue.SimpleQueue[End]
 ) -> None:
-    told: dict[str, Any] = {}
+    failure: dict[str, Any] = {}
     value, error = None, None
-    # Chosen by the user for libraries that no fork carries; else the server, which has them loaded. Not a
-    # fork of this worker: its threads look at the GPUs meanwhile, and its arrays would be those of all ranks.
+    # The user's choice, or the fork server, which has the libraries loaded. Never a fork of this worker: its
+    # other threads read the GPUs meanwhile, and every rank would share its arrays.
     method = methods.choose_in_worker(os.environ.get(CALL["start_method"].variable))
     try:
         value = worker.run(
             call,
             method,
-            timeout_s=_left_s(),
-            on_event=partial(_on_event, rank, figures, told),
+            timeout_s=_remaining_s(),
+            on_event=partial(_on_event, rank, figures, failure),
             otherwise=methods.SPAWN,
             stopped_by=order,
         )
     except BaseException as caught:
         error = caught
-    ended.put(End(rank, call.label, value, error, time.monotonic(), bool(told.get("of_others"))))
+    ended.put(End(rank, call.label, value, error, time.monotonic(), bool(failure.get("of_others"))))
 
 
-def _on_event(rank: int, figures: RankFigures, told: dict[str, Any], event: dict[str, Any]) -> None:
+def _on_event(rank: int, figures: RankFigures, failure: dict[str, Any], event: dict[str, Any]) -> None:
     kind = event.get("event")
     if kind == "rank_failed":
-        told.update(event)
+        failure.update(event)
     elif figures.take(rank, event):
         return
     elif kind == "progress" and rank == 0:
         events.send("progress", **{key: value for key, value in event.items() if key != "event"})
 
 
-def _left_s() -> float | None:
-    """Return how long ranks may take, a little less than their call; None: as long as they want."""
+def _remaining_s() -> float | None:
+    """Return the time limit of ranks, a little less than the remaining time of the call, or None."""
     text = os.environ.get(DEADLINE_VARIABLE)
     if not text:
         return None
-    left_s = float(text) - time.monotonic()
-    return max(0.001, left_s - min(_MARGIN_S, _MARGIN * left_s))
+    remaining_s = float(text) - time.monotonic()
+    return max(0.001, remaining_s - min(_MARGIN_S, _MARGIN * remaining_s))

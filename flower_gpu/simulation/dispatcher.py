@@ -281,7 +281,7 @@ class Dispatcher:
             if is_ahead:  # and leaves the others their part
                 part = most + box.count_waiting * most // (2 * max(concurrency, 1))
                 most = host.most(box.kind) if len(self.hosts) == 1 else min(host.most(box.kind), part)
-            if host.is_for_one or host.under_way >= most:
+            if host.is_exclusive or host.under_way >= most:
                 continue
             job = box.begin(host)
             if job is None:
@@ -290,7 +290,7 @@ class Dispatcher:
                 if host.under_way:
                     box.again(job, is_last=True)
                     continue
-                host.is_for_one = True
+                host.is_exclusive = True
             self._jobs[job.message_id] = job
             host.under_way += 1
             return job
@@ -407,7 +407,7 @@ class Dispatcher:
             return False
         del self._jobs[job.message_id]
         job.host.under_way -= 1
-        job.host.is_for_one = False
+        job.host.is_exclusive = False
         if not job.host.is_gone:
             self._with_room.add(job.host)
         return True

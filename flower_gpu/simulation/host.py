@@ -253,7 +253,7 @@ class Host(ABC):
     ``is_gone``: whether it is lost.
     ``is_full``: whether it can take no more messages at this moment.
     ``under_way``: how many messages it has.
-    ``is_for_one``: whether it gets no other message until the one is done that it has.
+    ``is_exclusive``: whether it gets no other message until the one is done that it has.
     ``messages``, ``failed``: how many replies came from it, and how many of them were errors.
     ``call_s``: how long it handles a message of each type, a mean of the last ones.
     """
@@ -263,7 +263,7 @@ class Host(ABC):
 
     def __init__(self, about: About) -> None:
         self.about = about
-        self.is_gone = self.is_full = self.is_for_one = False
+        self.is_gone = self.is_full = self.is_exclusive = False
         self.under_way = self.messages = self.failed = 0
         self.call_s: dict[str, float] = {}
 

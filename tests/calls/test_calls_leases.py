@@ -329,7 +329,7 @@ from flower_gpu.leases.ledger import Ledger
 def interrupt():
     raise KeyboardInterrupt
 
-driver_cap.remove_left = interrupt  # Ctrl-C comes while groups of dead workers are removed
+driver_cap.remove_stale = interrupt  # Ctrl-C comes while groups of dead workers are removed
 for gpu in ("require", "never"):
     try:
         run_in_worker("os:getpid", gpu=gpu, num_gpus=1, num_cpus=1, start_method="spawn")

@@ -135,7 +135,7 @@ def then_die(step, function):
     return done
 
 Path.mkdir = then_die("mkdir", Path.mkdir)
-driver_cap._locked = then_die("lock", driver_cap._locked)
+driver_cap._lock = then_die("lock", driver_cap._lock)
 driver_cap._limit = then_die("limit", driver_cap._limit)
 Path.write_text = then_die("join", Path.write_text)
 driver_cap.join({uuid: 1 << 30})
@@ -146,8 +146,8 @@ SWEEP = """
 import sys
 from pathlib import Path
 from flower_gpu.gpu import driver_cap
-driver_cap.worker_is_in(Path(sys.argv[1], "one"), ())
-driver_cap.remove_left()
+driver_cap.register(Path(sys.argv[1], "one"), ())
+driver_cap.remove_stale()
 """
 
 
@@ -193,10 +193,10 @@ def note(event, args):  # while the groups in one place are listed, another work
     global count
     if event in ("os.listdir", "os.scandir") and count < 3:
         count += 1
-        driver_cap.worker_is_in(root / f"place-{count}" / "worker", ())
-driver_cap.worker_is_in(root / "worker", ())
+        driver_cap.register(root / f"place-{count}" / "worker", ())
+driver_cap.register(root / "worker", ())
 sys.addaudithook(note)
-driver_cap.remove_left()
+driver_cap.remove_stale()
 print(count)
 """
 

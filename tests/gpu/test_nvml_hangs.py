@@ -10,7 +10,7 @@ import pytest
 from nvml_stub import Host
 from waiting import until
 
-from flower_gpu.gpu.nvml_thread import _Question
+from flower_gpu.gpu.nvml_thread import _Query
 
 Start = Callable[[dict[str, str]], Callable[..., Any]]
 
@@ -80,17 +80,17 @@ def test_a_fork_finds_neither_nvml_nor_its_thread(host: Host, take: Callable[...
 
 def test_a_ctrl_c_that_comes_with_an_answer_keeps_nobody_waiting() -> None:
     """It came between two lines: who asked next waited for a minute, and was told that the driver hangs."""
-    question = _Question(lambda: 7)
-    lock = question._done
+    query = _Query(lambda: 7)
+    lock = query._done
 
     class Interrupted:
         def acquire(self, *, timeout: float) -> bool:
-            question._done = lock
-            question.work()
+            query._done = lock
+            query.run()
             assert lock.acquire(timeout=timeout)
             raise KeyboardInterrupt
 
-    question._done = Interrupted()  # type: ignore[assignment]
+    query._done = Interrupted()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
-        question.wait(60)
-    assert question.answer(0) == 7
+        query.wait(60)
+    assert query.answer(0) == 7

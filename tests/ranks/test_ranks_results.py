@@ -76,8 +76,8 @@ LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 STACK = 'Thread 0x1 (most recent call first):\n      File "/app/task.py", line 31 in train'
 
 
-def end(rank: int, error: BaseException | None, at: float, says_others: bool = False) -> End:
-    return End(rank, LABELS[rank], None, error, at, says_others)
+def end(rank: int, error: BaseException | None, at: float, blames_others: bool = False) -> End:
+    return End(rank, LABELS[rank], None, error, at, blames_others)
 
 
 @given(st.permutations([0, 1, 2]), st.sampled_from([ValueError("odd"), WorkerDiedError("rank died", -9)]))
@@ -90,7 +90,7 @@ def test_the_one_that_failed_by_itself_is_named_whoever_is_heard_first(
         end(second, error, 2.0),
         end(third, WorkerStoppedError("ended"), 3.0),
     ]
-    found = results.of_all(ends)
+    found = results.combined_error(ends)
     assert isinstance(found, RankError)
     assert found.rank == second
     assert found.__cause__ is error
@@ -98,7 +98,7 @@ def test_the_one_that_failed_by_itself_is_named_whoever_is_heard_first(
 
 
 def test_the_first_of_several_is_named() -> None:
-    found = results.of_all([end(0, ValueError("later"), 2.0), end(1, KeyError("first"), 1.0)])
+    found = results.combined_error([end(0, ValueError("later"), 2.0), end(1, KeyError("first"), 1.0)])
     assert str(found) == "rank 1 of 3: KeyError: 'first'"
 
 
@@ -106,7 +106,7 @@ def test_the_one_that_the_others_waited_for_is_named() -> None:
     hung = WorkerStoppedError(
         f"rank 2 of 3: the worker (pid 7) was ended. The last lines it wrote:\n    {STACK}"
     )
-    found = results.of_all([end(0, LOST, 1.0, True), end(1, LOST, 1.1, True), end(2, hung, 2.0)])
+    found = results.combined_error([end(0, LOST, 1.0, True), end(1, LOST, 1.1, True), end(2, hung, 2.0)])
     assert isinstance(found, RankError)
     assert found.rank == 2
     assert str(found).startswith(
@@ -115,7 +115,7 @@ def test_the_one_that_the_others_waited_for_is_named() -> None:
 
 
 def test_all_lost_each_other() -> None:
-    found = results.of_all([end(0, LOST, 1.0, True), end(1, LOST, 1.1, True)])
+    found = results.combined_error([end(0, LOST, 1.0, True), end(1, LOST, 1.1, True)])
     assert isinstance(found, RankError)
     assert found.rank == 0
     assert "Connection closed by peer. No other rank failed before. Ranks must all take" in str(found)
@@ -123,7 +123,7 @@ def test_all_lost_each_other() -> None:
 
 def test_the_rank_is_named_once() -> None:
     error = WorkerTaskError("rank 0 of 3 raised app.Odd: 5")
-    assert str(results.of_all([end(0, error, 1.0)])) == str(error)
+    assert str(results.combined_error([end(0, error, 1.0)])) == str(error)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_a_process_that_nccl_ended_is_not_the_one_that_failed(text: str) -> None
     ended = WorkerDiedError("rank 0 of 3: was killed by SIGABRT", -6, text)
     assert end(0, ended, 1.0).is_of_others
     hung = WorkerStoppedError(f"was ended. {STACK}")
-    found = results.of_all([end(0, ended, 1.0), end(1, hung, 2.0)])
+    found = results.combined_error([end(0, ended, 1.0), end(1, hung, 2.0)])
     assert isinstance(found, RankError)
     assert found.rank == 1
 
 
 def test_a_call_that_takes_too_long() -> None:
     late = WorkerTimeoutError(f"no result. The last lines it wrote:\n    {STACK}")
-    found = results.of_all([end(1, late, 1.0), end(0, WorkerStoppedError("was ended."), 2.0)])
+    found = results.combined_error([end(1, late, 1.0), end(0, WorkerStoppedError("was ended."), 2.0)])
     assert isinstance(found, WorkerTimeoutError)
     assert "rank 0 of 3 was where it could not say; rank 1 of 3 was at /app/task.py:31 in train" in str(found)

@@ -12,7 +12,7 @@ from strangers import addresses_of, listening_on, needs_root, reached_by_a_stran
 
 from flower_gpu import run_in_worker
 from flower_gpu.ranks import run
-from flower_gpu.ranks.rank import remove_left_of_nccl
+from flower_gpu.ranks.rank import remove_stale_nccl_sockets
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as /proc/net/tcp has them
 
@@ -58,7 +58,7 @@ def test_files_of_sockets_that_killed_ranks_leave() -> None:
             gone.bind(str(dead))
         other.touch()
         try:
-            remove_left_of_nccl()
+            remove_stale_nccl_sockets()
             left = [path.exists() for path in (used, dead, other)]
         finally:
             for path in (used, dead, other):
