@@ -1,6 +1,7 @@
-"""Files that processes share: replaced at once, locked, in folders that only their account can change.
+"""Files shared by processes: atomic replacement, locks, temporary folders, and descriptors closed in forks.
 
-A copy of a locked file's descriptor in a fork would hold the lock: :func:`opened` makes descriptors without.
+A fork inherits copies of all descriptors, and a copy of a locked file's descriptor holds the lock. So a file
+opened by :func:`opened` is closed in each fork of the process.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-_LOCK_WAIT_S = 10.0  # a lock is held for a few ms; a process that was stopped may hold it for ever
-_REMOVAL_S = 1.0  # a folder that is removed is locked meanwhile
+# Longest wait for a lock. It is normally held for a few milliseconds, but a stopped process holds it for
+# ever.
+_LOCK_WAIT_S = 10.0
+# Longest wait for the lock of a folder that another process is removing
+_REMOVAL_S = 1.0
 
 
 @contextmanager
 def replaced(path: Path, *, mode: int | None = None, has_one_writer: bool = False) -> Iterator[Path]:
-    """Yield a new, empty file to write to; it takes the place of ``path`` after the block.
+    """Yield a new, empty file to write to, which replaces ``path`` at the end of the block.
 
-    A reader sees the old file or the new one, and nothing in between. After an error, or where the block
-    removes the new file, the old one stays. ``mode``: its permissions, by default those of any new file; the
-    block cannot change them by accident (safetensors makes files that only their owner can read).
-    ``has_one_writer``: no other process or thread writes it; then what a killed process has left is
-    overwritten.
+    A reader sees either the old file or the complete new one. After an error, or if the block removes the new
+    file, the old file stays.
+
+    ``mode``: permissions, by default those of any new file. They are set again after the block, because some
+    libraries change them (safetensors creates files that only their owner can read).
+    ``has_one_writer``: True if no other process or thread writes the file. Then the temporary file has a
+    fixed name, so the next writer overwrites what a killed process has left behind.
     """
     unique = f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     new = path.with_name(f"{path.name}.tmp" if has_one_writer else unique)
@@ -43,11 +49,11 @@ def replaced(path: Path, *, mode: int | None = None, has_one_writer: bool = Fals
             raise FileNotFoundError(error.errno, "the folder does not exist", str(path.parent)) from None
         if mode is not None:
             new.chmod(mode)
-        wanted = new.stat().st_mode
+        initial_mode = new.stat().st_mode
         yield new
         with suppress(FileNotFoundError):
-            if new.stat().st_mode != wanted:
-                new.chmod(wanted)
+            if new.stat().st_mode != initial_mode:
+                new.chmod(initial_mode)
             new.replace(path)
     finally:
         with suppress(OSError):
@@ -55,35 +61,38 @@ def replaced(path: Path, *, mode: int | None = None, has_one_writer: bool = Fals
 
 
 def is_own_folder(path: Path, *, user: int | None = None, forbidden: int = 0o022) -> bool:
-    """Tell whether this is a folder, and no link, that belongs to an account and that no other can change.
+    """Return True if the path is a folder, not a link, that no other account owns or can change.
 
-    ``user``: by default this process's. ``forbidden``: permissions that it must not have.
+    ``user``: user id of the owner, by default the account of this process.
+    ``forbidden``: permission bits that must not be set.
     """
-    found = path.lstat()
+    status = path.lstat()
     owner = os.getuid() if user is None else user
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == owner and not found.st_mode & forbidden
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == owner and not status.st_mode & forbidden
 
 
-# Of each folder and beginning of names: when the folder had changed last, and the names.
-_listed: dict[tuple[Path, str], tuple[tuple[int, int, int], tuple[str, ...]]] = {}
-_CLOCK_STEP_NS = 30_000_000  # of the kernel's clock for files; most have 1 to 10 ms
+# Cached listings by folder and prefix: the version of the folder, and the names
+_listings: dict[tuple[Path, str], tuple[tuple[int, int, int], tuple[str, ...]]] = {}
+# Upper limit of the step of the kernel's clock for files. Most kernels have steps of 1 to 10 ms.
+_CLOCK_STEP_NS = 30_000_000
 
 
 def names_with_prefix(folder: Path, prefix: str) -> tuple[str, ...]:
-    """Return the names in a folder that begin with ``prefix``, in no order.
+    """Return the names in a folder that begin with ``prefix``, unsorted.
 
-    The answer is kept until the folder changes. A shared ``/tmp`` may hold 100,000 files of other programs,
-    which take 20 ms to list. Only for file systems that note the time of each change, not for control groups.
+    The listing is cached until the folder changes. A shared ``/tmp`` may hold 100,000 files of other
+    programs, which take 20 ms to list. The cache relies on the folder's modification time, which control
+    groups lack.
     """
-    key, found = (folder, prefix), folder.stat()
-    stamp = (found.st_dev, found.st_ino, found.st_mtime_ns)
-    known = _listed.get(key)
-    if known is not None and known[0] == stamp:
-        return known[1]
+    key, status = (folder, prefix), folder.stat()
+    version = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    cached = _listings.get(key)
+    if cached is not None and cached[0] == version:
+        return cached[1]
     entries = os.listdir(folder)  # noqa: PTH208 - Path.iterdir takes several times as long
     names = tuple(name for name in entries if name.startswith(prefix))
-    if not changed_just_now(found.st_mtime_ns):
-        _listed[key] = stamp, names
+    if not changed_just_now(status.st_mtime_ns):
+        _listings[key] = version, names
     return names
 
 
@@ -93,7 +102,7 @@ def changed_just_now(mtime_ns: int) -> bool:
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file unless another process has; tell whether that is done."""
+    """Lock an open file. Return False if another process has the lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,10 +119,13 @@ def lock(
     before_try: Callable[[], object] = lambda: None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Lock an open file; TimeoutError if another process holds the lock until ``deadline``.
+    """Lock an open file. Raises TimeoutError if another process holds the lock until ``deadline``.
 
-    ``flock`` itself does not wait here: it would wait for ever, and in a thread nothing could end it.
-    ``pauses_s``: the first pause between two tries, and the longest one.
+    This polls, because a blocking ``flock`` has no timeout and cannot be interrupted in a thread.
+
+    ``pauses_s``: shortest and longest pause between two attempts.
+    ``late``: text of the error.
+    ``before_try``: called before each attempt.
     """
     pause_s, longest_s = pauses_s
     while True:
@@ -122,15 +134,15 @@ def lock(
             return
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(late)
-        # Hundreds of processes may wait for one file. Not by the generator that users have seeded: how often
-        # one waits is chance.
+        # Random pauses, because hundreds of processes may wait for one file. From the system's generator,
+        # because draws from the seeded one would change the results of users.
         sleep(pause_s * random.SystemRandom().uniform(0.5, 1.5))
         pause_s = min(pause_s * 1.5, longest_s)
 
 
 @contextmanager
 def locked(path: Path, wait_s: float | None = _LOCK_WAIT_S) -> Iterator[None]:
-    """Hold the lock of a file; TimeoutError, an OSError, if somebody else does not give it back in time."""
+    """Hold the lock of a file. Raises TimeoutError if another process does not release it in time."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = opened(path, flags)
     try:
@@ -139,45 +151,46 @@ def locked(path: Path, wait_s: float | None = _LOCK_WAIT_S) -> Iterator[None]:
         try:
             yield
         finally:
-            # Said, not left to close: a fork in another thread may have a copy for a moment.
+            # Closing the descriptor is not enough: a fork in another thread may hold a copy for a moment.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         descriptor.close()
 
 
 def locked_folder(path: Path) -> int:
-    """Make an empty folder that only this account can enter, and lock it; return a descriptor of it.
+    """Create an empty folder that only this account can enter, and lock it. Return its descriptor.
 
-    So others can tell a folder in use from what a killed process has left, which may be removed by anybody
-    who can lock it. Forks have the descriptor, too.
+    The lock shows that the folder is in use. A folder without a lock was left behind by a killed process, and
+    any process that gets the lock may remove it. Forks inherit the descriptor and the lock.
     """
     while True:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # removed by somebody else before it was locked
+        with suppress(FileNotFoundError):  # another process has removed the folder before it was locked
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 lock(descriptor, time.monotonic() + _REMOVAL_S)
-            except TimeoutError:  # a child of an earlier process with this name is still there
+            except TimeoutError:
+                # A child of an earlier process still holds the lock of a folder with this name.
                 with suppress(OSError, RecursionError):
                     remove(path)
             else:
                 if still_has_name(descriptor, path):
-                    for left in path.iterdir():
-                        remove(left)
+                    for entry in path.iterdir():
+                        remove(entry)
                     return descriptor
             os.close(descriptor)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all in it, also one made to stay; OSError if that cannot be."""
+    """Remove a file, or a folder with its content and without write permission. Raises OSError."""
     if not path.is_dir() or path.is_symlink():
         path.unlink()
         return
     try:
         shutil.rmtree(path)
     except (OSError, RecursionError):
-        # Folders that are too deep for Python, or that nobody may enter.
+        # The tree is too deep for Python, or a folder has no permissions.
         for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
             subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
         if path.exists():
@@ -185,12 +198,12 @@ def remove(path: Path) -> None:
 
 
 def remove_unlocked_folders(paths: Iterable[Path]) -> None:
-    """Remove those folders of ``locked_folder`` whose processes have ended without doing it."""
+    """Remove the folders of :func:`locked_folder` that ended processes have left behind."""
     for path in paths:
-        with suppress(OSError, RecursionError):  # gone meanwhile, or it stays
+        with suppress(OSError, RecursionError):  # removed by another process, or impossible to remove
             descriptor = opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                # Whoever makes a folder of the same name waits for the lock.
+                # A process that creates a folder with the same name waits for this lock.
                 if try_lock(descriptor) and still_has_name(descriptor, path):
                     remove(path)
             finally:
@@ -202,13 +215,16 @@ _TEMPORARY = "flower-gpu-temporary-"
 
 @contextmanager
 def temporary_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder for this process, in the temporary folder or another parent; it goes with the block.
+    """Yield a new folder for this process, and remove it at the end of the block.
 
-    The folder of a process that was killed goes with the next block of any kind, or with
-    :func:`remove_left_folders`.
+    The folder of a killed process is removed by the next call with the same parent, or by
+    :func:`remove_stale_folders`.
+
+    ``kind``: part of the name.
+    ``parent``: where to create the folder, by default the system's temporary folder.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
-    remove_left_folders(parent)
+    remove_stale_folders(parent)
     path = parent / f"{_TEMPORARY}{kind}-{os.getpid()}-{random.SystemRandom().randrange(1 << 32):08x}"
     descriptor = locked_folder(path)
     try:
@@ -219,48 +235,51 @@ def temporary_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def remove_left_folders(parent: Path | None = None) -> None:
-    """Remove the folders of :func:`temporary_folder` whose processes were killed."""
+def remove_stale_folders(parent: Path | None = None) -> None:
+    """Remove the folders of :func:`temporary_folder` that killed processes have left behind."""
     folder = parent or Path(tempfile.gettempdir())
-    with suppress(OSError):  # there is none, or a confined process may not look
-        found = [folder / name for name in names_with_prefix(folder, _TEMPORARY)]
+    with suppress(OSError):  # the folder does not exist, or a confined process cannot list it
+        paths = [folder / name for name in names_with_prefix(folder, _TEMPORARY)]
         # Folders of other accounts are neither locked nor removed.
-        remove_unlocked_folders(path for path in found if _is_private(path))
+        remove_unlocked_folders(path for path in paths if _is_private(path))
 
 
 def _is_private(path: Path) -> bool:
-    with suppress(OSError):  # it is gone
+    with suppress(OSError):  # removed meanwhile
         return is_own_folder(path, forbidden=0o077)
     return False
 
 
 def still_has_name(descriptor: int, path: Path) -> bool:
-    """Tell whether an open file or folder is still found at ``path``: not removed, and not made anew.
+    """Return True if ``path`` is still the open file or folder, not removed or replaced.
 
-    To be asked after a lock was taken: the process that had it may have removed the file.
+    Check this after locking a file, because the previous holder of the lock may have removed it.
     """
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False
 
 
-# Open here, and to be closed in forks.
+# Descriptors to close in forks
 _own: set[int] = set()
 _passed_on = threading.local()
-# No fork comes between a descriptor and the note of it. Held for a system call on a file, never for waiting.
+# Held while a descriptor is opened and added to the set, so that no fork happens in between. Never held while
+# waiting for something else.
 _lock = threading.RLock()
 
 
 class Descriptor(int):
-    """The number of a file that this process has opened; closed at the latest when nobody has it any more.
+    """A file descriptor that is closed when its last reference is deleted.
 
-    So an exception at any moment, as Ctrl-C raises one, leaves no file open, and none locked.
+    So an exception at any moment, such as a KeyboardInterrupt, leaves no file open or locked.
     """
 
-    process: int | None = None  # which has it open; in a fork the number may be another file's
+    process: int | None = (
+        None  # process that opened the file; in a fork the number may belong to another file
+    )
 
     def close(self) -> None:
-        """Close the file, unless that is done."""
+        """Close the file. Calling it again has no effect."""
         with _lock:
             if self.process in (None, os.getpid()):
                 self.process = -1
@@ -271,15 +290,16 @@ class Descriptor(int):
 
 
 def opened(path: Path, flags: int, mode: int = 0o600) -> Descriptor:
-    """Open a file as ``os.open`` does; the descriptor is closed in forks of this process."""
+    """Open a file like ``os.open``. Forks of this process close the descriptor."""
     with _lock:
-        # In one step of the interpreter: before the next one, a signal's handler may raise.
+        # One step of the interpreter opens the file and creates the object that closes it. Between two steps,
+        # a signal handler may raise an exception.
         [descriptor] = map(Descriptor, map(os.open, [path], [flags | os.O_CLOEXEC], [mode]))
         return _kept_from_forks(descriptor)
 
 
 def duplicated(descriptor: int) -> Descriptor:
-    """Return another descriptor of an open file, which has the same locks; it is closed in forks too."""
+    """Return another descriptor of an open file, with the same locks. Forks close it as well."""
     with _lock:
         [duplicate] = map(Descriptor, map(os.dup, [descriptor]))
         return _kept_from_forks(duplicate)
@@ -293,7 +313,7 @@ def _kept_from_forks(descriptor: Descriptor) -> Descriptor:
 
 @contextmanager
 def passed_on(descriptor: int) -> Iterator[None]:
-    """Let forks of this thread inherit a descriptor in the block."""
+    """Let forks of this thread keep a descriptor, within the block."""
     _passed_on.descriptor = descriptor
     try:
         yield

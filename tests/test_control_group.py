@@ -134,7 +134,7 @@ def test_nothing_is_known(proc: Proc) -> None:
     proc.is_in("0::/")
     assert proc.quota is None and proc.memory is None  # nothing is mounted
     write(proc.mount(), cpu__max="nonsense", memory__max="nonsense", memory__high="")
-    control_group._found.cache_clear()
+    control_group._resolved_folders.cache_clear()
     assert proc.quota is None and proc.memory is None
 
 

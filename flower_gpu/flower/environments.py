@@ -321,7 +321,7 @@ def _public(version: str) -> str:
 
 def _remove_unused(parent: Path) -> None:
     """Remove what nobody has used for a week, and what killed processes have left."""
-    files.remove_left_folders(parent)
+    files.remove_stale_folders(parent)
     for path in parent.iterdir():
         with suppress(OSError, RecursionError):
             if _NAME.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _KEPT_S:

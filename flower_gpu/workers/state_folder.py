@@ -147,7 +147,7 @@ def remove_socket_folder(pid: int) -> None:
 
 def remove_left_socket_folders() -> None:
     """Remove the folders of processes that have ended when nobody was left to see it."""
-    files.remove_left_folders()
+    files.remove_stale_folders()
     if (parent := _sockets()) is None:
         return
     found: list[Path] = []
