@@ -135,7 +135,7 @@ def available_memory() -> tuple[int, int]:
 
 
 def oom_kills(proc: Path = _PROC) -> int:
-    """Return the number of processes that the kernel's out-of-memory killer has killed in this process's group.
+    """Return the number of processes killed by the out-of-memory killer in this process's group.
 
     Returns 0 if it is unknown. Includes kills in the groups below, for any limit. Without control groups, it
     counts kills on the whole host.
