@@ -13,6 +13,10 @@ function of its library. The kernel tells where the stack of a waiting thread is
 apart the threads of numpy, scipy, PyTorch, OpenCV, pyarrow and polars; a list of names, or the order in
 which threads were started, does not.
 
+A thread that computes has no such stack. OpenBLAS's threads do so for a moment when they start. With
+``OMP_WAIT_POLICY=active`` libgomp's threads look for work for minutes, so they are released. What computes
+after that may hold any lock, such as OpenBLAS's, for which a fork would wait.
+
 Where the kernel does not tell (another system, a sandbox), native threads are taken to survive.
 """
 
@@ -23,22 +27,25 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+from flower_gpu.workers import threads
 
 # Beginnings of the names of files whose threads may be missing in a fork. gRPC's threads are Flower's.
 _SURVIVE: Final = ("libgomp", "libiomp5", "libomp", "libscipy_openblas", "libopenblas", "libmkl_", "libblis")
 _SURVIVE_TOO: Final = ("cv2.", "libopencv_", "libarrow.", "cygrpc.")
 # Every thread waits in one of these, whatever library calls it.
 _OF_ALL: Final = ("libc.", "libc-", "ld-", "libpthread", "libstdc++", "libm.", "[")
-# Packages with Python threads that a worker does without. It calls nothing of Flower's and ours. tqdm's
-# monitor only redraws slow bars, and a fork starts a new one with its first bar.
-_OF_PROGRAM: Final = ("flwr", "flower_gpu", "tqdm")
+# Packages with Python threads that a worker does without. It calls nothing of Flower's, of gRPC's and ours.
+# tqdm's monitor only redraws slow bars, and a fork starts a new one with its first bar.
+_OF_PROGRAM: Final = ("flwr", "grpc", "flower_gpu", "tqdm")
 
 _STACK_BYTES: Final = 8192  # a thread that waits needs some hundred
-_SETTLE_S: Final = 2.0  # for OpenBLAS's threads, which compute without work when they start
+_SETTLE_S: Final = 2.0  # for threads that are about to wait or to end
 _POLL_S: Final = 0.02
 
 
@@ -54,31 +61,38 @@ def missed_in_fork(known: Collection[int] = ()) -> list[str]:
 
     ``known``: native ids of threads that do not count.
     """
+    _let_closed_executors_end()
     python = {thread.native_id: thread for thread in threading.enumerate()}
-    program = {id(thread) for thread in (*_of_program(), threading.main_thread(), threading.current_thread())}
+    survivors = {threading.main_thread(), threading.current_thread()}
     found = [
         f"thread {thread.name}"
         for number, thread in python.items()
-        if number not in known and id(thread) not in program
+        if not (number in known or thread in survivors or _package(thread) in _OF_PROGRAM)
     ]
     native = native_ids() - {*known} - python.keys() - {os.getpid()}
     return [*found, *sorted(_harmful_files(native))]
 
 
-def _of_program() -> list[threading.Thread]:
-    """Return the threads of Flower and of this package.
+def _let_closed_executors_end() -> None:
+    """Wait for threads of executors that were shut down, which end as soon as they have nothing to do.
 
-    Flower starts its threads before it imports an app. So the ones before the newest of them are Flower's as
-    well, such as those of its executors, which do not tell who made them.
+    Flower gets the parts of a message by an executor, which it does not wait for. Nothing else tells these
+    threads from those of an executor of the app's.
     """
-    threads = [thread for thread in threading.enumerate() if thread.is_alive()]
-    own = [_package(thread) for thread in threads]
-    newest_of_flower = max((place for place, name in enumerate(own) if name == _OF_PROGRAM[0]), default=-1)
-    return [
-        thread
-        for place, thread in enumerate(threads)
-        if place <= newest_of_flower or own[place] in _OF_PROGRAM
-    ]
+    deadline = time.monotonic() + _SETTLE_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and _is_of_closed_executor(thread):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _is_of_closed_executor(thread: threading.Thread) -> bool:
+    """Return True if an executor that takes no more work has started a thread."""
+    # A thread of an executor has a weak reference to it as its first argument.
+    reference = next(iter(getattr(thread, "_args", None) or ()), None)
+    if _package(thread) != "concurrent" or not isinstance(reference, weakref.ref):
+        return False
+    executor = reference()
+    return executor is None or bool(getattr(executor, "_shutdown", False))
 
 
 def _package(thread: threading.Thread) -> str:
@@ -95,8 +109,11 @@ def _harmful_files(native: Collection[int]) -> set[str]:
     deadline, harmful = time.monotonic() + _SETTLE_S, set()
     code = _Code()
     for number in native:
-        while (stack := _stack(number)) is None and time.monotonic() < deadline:
+        if (stack := _stack(number)) is None:
+            threads.release_openmp_threads()
+        while stack is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+            stack = _stack(number)
         if stack is None:
             harmful.add("a thread that computes")
             continue

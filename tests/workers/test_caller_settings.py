@@ -64,6 +64,48 @@ if __name__ == "__main__":
     print(json.dumps(look()))
 """
 
+#: A script whose calls stand in contexts of PyTorch, in a thread, as Flower calls clients.
+CONTEXTS = """
+import json, sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+import numpy, torch
+from flower_gpu import GPUClient
+
+def fit(weights, config):
+    weight = torch.tensor(weights[0], requires_grad=True)
+    error = ""
+    try:
+        (weight * 2).sum().backward()
+    except RuntimeError as caught:
+        error = str(caught)
+    seen = {
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "of product": str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype),
+        "error": error,
+    }
+    return weights, 1, seen
+
+def in_context(context, call):
+    with context():
+        return call([numpy.ones(1, numpy.float32)], {})[2]
+
+if __name__ == "__main__":
+    contexts = {
+        "none": nullcontext,
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+    }
+    calls = [fit, *(GPUClient(fit, start_method=method, gpu="never").fit for method in sys.argv[1:])]
+    with ThreadPoolExecutor(1) as thread:
+        for name, context in contexts.items():
+            found = [thread.submit(in_context, context, call).result() for call in calls]
+            print(json.dumps([name, found]), flush=True)
+"""
+
 #: A script whose worker starts a process of its own, as articles have it, after it has computed in threads.
 STARTS = """
 import multiprocessing as mp
@@ -111,6 +153,21 @@ def test_a_worker_takes_over_what_a_script_sets(tmp_path: Path) -> None:
     assert expected["start method"] == "spawn"
     assert [json.loads(line) for line in found] == [expected] * 2, done.stderr
     assert done.stderr.count("of.script says a line of the worker") == 3  # the last one is the script's own
+
+
+def test_a_call_in_a_context_of_pytorch_computes_as_without_a_worker(tmp_path: Path) -> None:
+    """So a fit in the context of ``no_grad`` fails in a worker, too."""
+    done = run(tmp_path, CONTEXTS, "forkserver", "spawn", "fork")
+    assert done.returncode == 0, done.stderr
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    for name, (plain, *in_workers) in found.items():
+        assert in_workers == [plain] * 3, name
+    plain = {name: results[0] for name, results in found.items()}
+    assert plain["none"] == {"gradients": True, "autocast": False, "of product": "torch.float32", "error": ""}
+    assert plain["autocast"]["of product"] == "torch.bfloat16"
+    for name in ("no_grad", "inference_mode"):
+        assert not plain[name]["gradients"]
+        assert "does not require grad" in plain[name]["error"]
 
 
 @pytest.mark.parametrize("start", ["spawn", "default", "forkserver"])

@@ -64,6 +64,26 @@ def test_a_function_that_is_an_object_and_what_cannot_be_passed_on_are_forked(ve
 
 STARTS = {
     "an executor": "from concurrent import futures; pool = futures.ThreadPoolExecutor(1); pool.submit(int)",
+    # Flower may start a thread at any time, so the order of threads tells nothing.
+    "an executor, before a thread of Flower's": """
+import threading
+from concurrent import futures
+pool = futures.ThreadPoolExecutor(1)
+pool.submit(int)
+def heartbeat():
+    threading.Event().wait()
+heartbeat.__module__ = "flwr.supercore.heartbeat"
+threading.Thread(target=heartbeat, daemon=True).start()
+""",
+    "an executor that still works, though it takes no more work": """
+import threading
+from concurrent import futures
+pool = futures.ThreadPoolExecutor(1)
+is_over = threading.Event()
+pool.submit(is_over.wait)
+pool.shutdown(wait=False)
+end = is_over.set
+""",
     # OpenBLAS waits for a lock of that thread before a fork, which hangs sometimes.
     "matrix products": """
 import itertools, threading, numpy
@@ -87,13 +107,17 @@ def test_with_threads_of_the_app_it_is_not_forked(venv: Path, threads: str, star
     with clientapp(venv, THREADS=threads) as app:
         app.do("import tasks_forkserver")
         assert app.do("answer = run_in_worker(tasks_forkserver.server)") == app.pid
-        app.do(starts)
+        app.do(f"end = int\n{starts}")
         assert app.do("answer = run_in_worker(tasks_forkserver.server)") == only_server().pid
         assert "lower" not in app.errors()
+        app.do("end()")  # else the process waits for it at its exit
 
 
-def test_with_threads_of_openmp_and_openblas_it_is(threads: str) -> None:
-    with Client(env={"FLOWER_GPU_START_METHOD": "auto", "THREADS": threads}) as app:
+@pytest.mark.parametrize("policy", ["passive", "active"])
+def test_with_threads_of_openmp_and_openblas_it_is(threads: str, policy: str) -> None:
+    """Threads of OpenMP with the policy ``active`` use a core each while they wait."""
+    env = {"FLOWER_GPU_START_METHOD": "auto", "THREADS": threads, "OMP_WAIT_POLICY": policy}
+    with Client(env=env) as app:
         app.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")
         begun = app.do(
             """
@@ -103,6 +127,11 @@ def test_with_threads_of_openmp_and_openblas_it_is(threads: str) -> None:
             (numpy.ones((500, 500)) @ numpy.ones((500, 500))).sum()
             library = ctypes.CDLL(os.environ["THREADS"])
             library.sum_in_two_threads()
+            import time
+            from concurrent import futures
+            pool = futures.ThreadPoolExecutor(2)  # as Flower's own, which gets the parts of a message
+            pool.map(time.sleep, [0.3, 0.3])
+            pool.shutdown(wait=False)
             import tqdm
             list(tqdm.tqdm(range(2)))  # leaves a thread that watches bars
             answer = len(os.listdir("/proc/self/task"))

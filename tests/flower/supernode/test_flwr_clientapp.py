@@ -299,7 +299,7 @@ def test_what_the_node_says_goes_before_what_messages_and_the_app_say(
 def test_a_mod_forks_no_app_that_has_started_threads(commands: Commands, node: SuperNode, way: str) -> None:
     """A fork would wait for them for ever. Flower's own threads do not count."""
     env = {"WATCHED_APP_ASKS": "1", "FLOWER_GPU_POLICY": "never", "FLOWER_GPU_TIMEOUT_S": "60"}
-    # The telemetry of Flower has an executor, too. It reaches nobody here.
+    # The telemetry of Flower has a thread, too. It reaches nobody here.
     env |= {"FLWR_TELEMETRY_ENABLED": "1", "HTTPS_PROXY": "http://127.0.0.1:9"}
     for more, parent in (({}, "flwr-clientapp"), ({"WATCHED_APP_STARTS_THREADS": "1"}, "forkserver.program")):
         _, done = commands.tell(way, node, {"submit": True}, env={**env, **more})
