@@ -211,7 +211,7 @@ def until_only(condition: Any) -> control.Status:
         return len(found) == 1 and bool(condition(found[0]))
 
     # Importing libraries takes a busy machine its time.
-    assert wait_until(is_so, timeout_s=90), found
+    assert wait_until(is_so, timeout_s=150), found
     return found[0]
 
 

@@ -34,8 +34,8 @@ from flower_gpu.workers.threads import release_openmp_threads
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to callers that wait in line
 _POLL_S = 0.02
-# How long a new server waits for its first caller, at least. The process that has started it connects at
-# once, unless the host is busy. A server that ended before that would have loaded the user's data in vain.
+# Minimum time for which a new server waits for its first caller. The process that started the server connects
+# at once, unless the host is busy. If the server ended before that, preloaded data would be loaded again.
 _FIRST_CALLER_S = 60.0
 _TRIAL_S = 300.0  # for importing what workers reported; then it is given up
 
@@ -463,11 +463,10 @@ class Server:
         self._grow()
 
     def _report(self, names: Sequence[str], kind: str) -> None:
-        """Report a worker's imports to the server that has this one's name by now.
+        """Report imports to the server that currently listens under this name, if there is one.
 
-        Returns when that server has answered, after a second without an answer, or if there is no server. The
-        answer is read because the kernel resets a connection that is closed with unread data, and the report
-        would be lost.
+        Blocks for at most a second until the answer arrives. With an unread answer the kernel would reset the
+        connection when it is closed, and the report would be lost.
         """
         with suppress(messages.Gone, ConfigError), sockets.connect(self._start.name, _TICK_S) as connection:
             messages.send(connection, {"op": "learn", "names": names, "kind": kind})
