@@ -28,6 +28,7 @@ UNITS: Final = MappingProxyType(
     }
 )
 
+_MOST_JOINED: Final = 3  # lines of an error
 _SLOW_S: Final = 1.0
 _STUCK_S: Final = 10.0
 _AGAIN_S: Final = 60.0
@@ -40,6 +41,17 @@ def printable(text: str) -> str:
     marks that turn the direction of writing.
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def first_line(text: str) -> str:
+    """Return the first line of an error that has any text; of one that ends with a colon, with the next line.
+
+    Some exceptions begin with an empty line, and some only say below their first line what is wrong:
+    ``RuntimeError: Error(s) in loading state_dict for Net:``.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    count = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    return " ".join(lines[: min(count, _MOST_JOINED)])
 
 
 def path_text(path: str | os.PathLike[str]) -> str:

@@ -11,6 +11,7 @@ user's program. It only fills the closed descriptors, so that its own files get 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from contextlib import suppress
@@ -38,6 +39,12 @@ def tell(text: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError, ValueError):  # A reader that has gone must not end a run.
             print(text, file=sys.stderr, flush=True)
+
+
+def escape_unencodable() -> None:
+    """Have standard output write escapes for characters that its encoding lacks, as standard error does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def open_missing() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from waiting import until
 
 from flower_gpu import printable
-from flower_gpu.printable import and_others, duration_text, told_if_slow
+from flower_gpu.printable import and_others, duration_text, first_line, told_if_slow
 
 
 @given(st.floats(0, 1e6))
@@ -48,3 +48,21 @@ def test_what_a_long_wait_is_for_is_said_again_and_again(monkeypatch: pytest.Mon
     with told_if_slow(said.append, "starting the SuperLink", lambda: f"waiting for {next(asked)}"):
         until(lambda: len(said) >= 3, "the third line")
     assert said[:3] == ["starting the SuperLink", "waiting for 0", "waiting for 1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("KeyError: 'w'\nmore", "KeyError: 'w'"),
+        ("\n\n  the data are gone\n", "the data are gone"),
+        ("TypeError: \nunsupported operand\nmore", "TypeError: unsupported operand"),
+        (
+            'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): "w"\n\tsize',
+            'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s): "w"',
+        ),
+        ("ValueError:", "ValueError:"),
+    ],
+)
+def test_the_first_line_of_an_error_says_something(text: str, shown: str) -> None:
+    assert first_line(text) == shown

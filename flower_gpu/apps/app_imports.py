@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dis
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -39,6 +39,27 @@ def is_more_than_listed(folder: Path, module: str, name: str) -> bool:
             if is_renamed or (used == name and id(node) not in listed):
                 return True
     return False
+
+
+def mentions(folder: Path, module: str, names: Collection[str]) -> bool:
+    """Return True if the source of an app has one of these names, such as ``"gpu_mod"``, in its code.
+
+    Strings and comments do not count. ``module``: as of :func:`libraries_of`.
+    """
+    return any(
+        name in names for _, tree in _modules(folder, module) if tree is not None for name in _names(tree)
+    )
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module imports, uses, or looks up as attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            yield node.name.rpartition(".")[2]
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
 
 
 def _modules(folder: Path, module: str) -> Iterator[tuple[str, ast.Module | None]]:

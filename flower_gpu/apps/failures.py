@@ -25,7 +25,7 @@ from typing import Any, Final
 import flower_gpu
 from flower_gpu import standard_streams
 from flower_gpu.errors import shortened
-from flower_gpu.printable import printable
+from flower_gpu.printable import first_line, printable
 
 COMPLETED: Final = "completed"
 
@@ -233,5 +233,4 @@ def _lines(text: str) -> list[str]:
 
 
 def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return printable(shortened(lines[0])) if lines else ""
+    return printable(shortened(first_line(text)))

@@ -114,10 +114,26 @@ def earlier_run(path: Path, command: str) -> tuple[RunFolder, dict[str, Any]]:
         )
     if not folder.has_checkpoint:
         raise ConfigError(
-            f"--resume {path_text(path)}: it has no checkpoint. One is written after each round if the state "
-            "of the strategy is known, as that of Flower's own strategies is. Start this run anew"
+            f"--resume {path_text(path)}: it has no checkpoint, because {_why_no_checkpoint(folder)}. Start "
+            "a new run without --resume"
         )
     return folder, settings
+
+
+def _why_no_checkpoint(folder: RunFolder) -> str:
+    """Return why a run has left no checkpoint, by the first start of a strategy in its trace."""
+    with suppress(OSError):
+        for event in trace.read(folder.trace, only="strategy_started"):
+            if event.get("resumes") is not None:
+                break  # its rounds have checkpoints, and none has finished
+            return (
+                f"the state of its strategy {event.get('strategy')} is not known. Strategies of "
+                "flwr.serverapp.strategy, flower_gpu.FedAvg and FedBuff have checkpoints, and so has each "
+                "strategy of the Message API with state_dict() and load_state_dict()"
+            )
+        else:
+            return "it ended before a strategy was started, or its ServerApp uses no strategy of Flower's"
+    return "it ended before its first round was finished"
 
 
 def check_same_app(before: Mapping[str, Any], name: str, where: Path | None, resume: object) -> None:

@@ -126,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal n.
     """
     standard_streams.open_missing()
+    standard_streams.escape_unencodable()
     try:
         parser = build_parser()
         ours, for_sbatch = slurm.split(sys.argv[1:] if argv is None else argv)

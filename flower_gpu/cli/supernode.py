@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from flower_gpu import frameworks, options, trace
-from flower_gpu.apps.app import ConfigValue, format_pairs, parse_pairs
+from flower_gpu import frameworks
+from flower_gpu.apps.app import ConfigValue, parse_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.calls.settings import call_settings, checked_environment
@@ -26,34 +23,24 @@ from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER
-from flower_gpu.launch import node_keys, ports
+from flower_gpu.launch import node_keys, ports, supernodes
 from flower_gpu.launch.options import check_node_config, node_config_of
-from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor, new_lines
+from flower_gpu.launch.supernodes import NeverStartsError, Notices, SuperNode
+from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
 from flower_gpu.options import (
-    CLIENT_VARIABLE,
     CONCURRENCY,
     GPU_CAP,
     GPU_GUARD,
     LOG_DIR,
     RUN_DIR_VARIABLE,
-    CallOptions,
     Option,
     options_of,
 )
-from flower_gpu.printable import path_text, printable
+from flower_gpu.printable import printable
 
-_FLOWERS: Final = "flower-supernode"
-_NODE_CONFIG = "--node-config"
+_FLOWERS: Final = supernodes.COMMAND
+_NODE_CONFIG: Final = supernodes.NODE_CONFIG
 _KEYS: Final = (node_keys.OPTION, "--ssl-keyfile")
-_PAUSE_S = 5.0  # before one that has ended is started again
-_EARLY_S = 20.0  # one that ends before could not start, or not reach its SuperLink
-_EARLY_ENDS = 3
-_TURNED_AWAY_PAUSE_S = 15.0
-# Flower's levels of lines, and what it writes once the SuperLink has let it in.
-_LINE: Final = re.compile(r"(WARNING|ERROR)\s*:\s+(\S.*)")
-_IS_IN: Final = "SuperNode ID:"
-_ENDS: Final = "Exit Code:"  # its end is said anyway
-_NUMBERS: Final = re.compile(r"\d+")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     env = environment(arguments, os.environ)
     _check_required([_checked_node_config(arguments, env)], env)
+    _check_port(arguments.flower)
     address = superlink.address_of(arguments.flower)
     _tell(arguments, [*_limits(arguments, env), f"connecting to the SuperLink at {printable(address)}"])
     commands.warm_up_in_background(env)
@@ -113,7 +101,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
         supervisor.fork_programs(env, logs.log("programs"))
         supervisor.start(Service("warm-up", commands.warm_up_command(), env, logs.log("warm-up")))
         nodes = [
-            Node(number, count, given, pairs, calls, env, logs, keys[number] if keys else None)
+            SuperNode(number, count, given, pairs, calls, env, logs, keys[number] if keys else None)
             for number in range(count)
         ]
         notices = Notices(count, _print, with_warnings=not is_quiet(arguments))
@@ -125,11 +113,26 @@ def _run_several(arguments: argparse.Namespace) -> int:
                 supervisor.wait(0.5)
         except LaunchStoppedError:
             run.outcome = "interrupted"
-        except _NeverStartsError as error:
+        except NeverStartsError as error:
             run.outcome = "failed"
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _check_port(flower: Sequence[str]) -> None:
+    """Refuse a port on which another process listens; Flower would end with a traceback.
+
+    Raises ConfigError.
+    """
+    from flower_gpu.flower import superlink
+
+    host, port = superlink.runtime_address_of(flower)
+    if port is not None and ports.is_taken(host, port):
+        raise ConfigError(
+            f"--port {port}: another process listens on this port of {host}, such as another SuperNode. Give "
+            "each SuperNode a port of its own with --port, or start several with --count"
+        )
 
 
 def _keys(arguments: argparse.Namespace) -> list[node_keys.NodeKey]:
@@ -180,115 +183,6 @@ def _check_required(configs: Sequence[Mapping[str, ConfigValue]], env: Mapping[s
     from flower_gpu.launch import gpu_check
 
     gpu_check.check_required([call_settings({}, base=env, node_config=config).gpu for config in configs], env)
-
-
-class _NeverStartsError(Exception):
-    """A SuperNode ends again and again, soon after its start."""
-
-
-class Notices:
-    """What is said of so many SuperNodes: errors, and where they are wanted warnings, too."""
-
-    def __init__(self, count: int, say: Callable[[str], object], with_warnings: bool = True) -> None:
-        self._count = count
-        self._say = say
-        self._with_warnings = with_warnings
-        self._said: set[str] = set()
-        self._in: set[str] = set()
-        self._turned_away: set[str] = set()
-
-    def turned_away(self, node: str, text: str) -> None:
-        """Say that the SuperLink does not let a SuperNode in; once until it does."""
-        if node not in self._turned_away:
-            self._turned_away.add(node)
-            self._say(f"{node} is not let in{text}")
-
-    def look(self, node: str, log: trace.Follower, path: Path) -> None:
-        """Read what was added to the log of a SuperNode."""
-        for line in new_lines(log):
-            if _IS_IN in line:
-                self._let_in(node)
-            elif found := _LINE.match(line):
-                self._note(node, found[1], found[2], path)
-
-    def _let_in(self, node: str) -> None:
-        if node in self._turned_away:
-            self._turned_away.remove(node)
-            self._say(f"{node} is let in")
-        if len(self._in) < self._count:
-            self._in.add(node)
-            if len(self._in) == self._count:
-                self._say(f"connected: {self._count} of {self._count} SuperNodes")
-
-    def _note(self, node: str, level: str, text: str, path: Path) -> None:
-        kind = _NUMBERS.sub("#", text)
-        is_wanted = (level == "ERROR" or self._with_warnings) and not text.startswith(_ENDS)
-        if is_wanted and kind not in self._said:
-            self._said.add(kind)
-            self._say(f"{node}: {printable(text)} (in {path_text(path)})")
-
-
-class Node:
-    """One SuperNode, which is started again when it ends."""
-
-    def __init__(
-        self,
-        number: int,
-        count: int,
-        given: Sequence[str],
-        pairs: Mapping[str, ConfigValue],
-        calls: CallOptions,
-        env: Mapping[str, str],
-        logs: RunFolder,
-        key: node_keys.NodeKey | None = None,
-    ) -> None:
-        config = {"partition-id": number, "num-partitions": count, **pairs, **node_config_of(calls, number)}
-        self.options = [*given, _NODE_CONFIG, format_pairs(config)]
-        if key is not None:
-            self.options += [node_keys.OPTION, str(key.private)]
-        self._key = key
-        self.env = {**options.node_environment(env, config), CLIENT_VARIABLE: str(config["partition-id"])}
-        self._name = f"SuperNode {number}"
-        self._log = logs.log(f"supernode-{number}")
-        self._new_lines = trace.Follower(self._log)
-        self._service: Service | None = None
-        self._began = 0.0
-        self._again_at = 0.0
-        self._early_ends = 0
-
-    def look(self, supervisor: Supervisor, notices: Notices) -> None:
-        """Say what it has written; start it if it does not run, and its pause is over."""
-        runs = self._service is not None and self._service.runs
-        notices.look(self._name, self._new_lines, self._log)
-        if runs:
-            return
-        now = time.monotonic()
-        if self._service is not None:
-            self._note_end(self._service, now, notices)
-        if now >= self._again_at:
-            port = ports.free_ports(1)[0]
-            command = [_FLOWERS, "--port", str(port), *self.options]
-            self._service = Service(self._name, command, self.env, self._log)
-            self._began = now
-            supervisor.start(self._service)
-
-    def _note_end(self, service: Service, now: float, notices: Notices) -> None:
-        self._service = None
-        if self._key is not None and node_keys.is_turned_away(service.tail(60)):
-            # No reason to give up: sooner or later the key is registered, or its last connection forgotten.
-            self._again_at = now + _TURNED_AWAY_PAUSE_S
-            notices.turned_away(
-                self._name, f", and asks every {_TURNED_AWAY_PAUSE_S:g} s: {self._key.why_turned_away}"
-            )
-            return
-        self._early_ends = self._early_ends + 1 if now - self._began < _EARLY_S else 0
-        how = service.describe_end()
-        if self._early_ends >= _EARLY_ENDS:
-            raise _NeverStartsError(
-                f"{how}, {self._early_ends} times in a row. The end of {self._log}:\n{service.tail()}"
-            )
-        _print(f"{how}; it is started again in {_PAUSE_S:g} s")
-        self._again_at = now + _PAUSE_S
 
 
 def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: int = 1) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -25,6 +24,7 @@ from flwr.supernode.cli import flwr_clientapp
 from flwr.supernode.runtime import run_clientapp
 
 from flower_gpu import trace
+from flower_gpu.apps.app_exit import describe_exit, is_asked_by_flower
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ClientCallError, ConfigError, encodable, text_of
@@ -36,7 +36,6 @@ from flower_gpu.flower.records import round_of
 from flower_gpu.workers import call_end, methods, threads
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.call_end import place_of
 from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
 
@@ -129,11 +128,9 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                     # Loaded here, since that may fail, too.
                     reply = load(*app)(message=message, context=context)
                 except SystemExit as error:
-                    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-                    if str(frame.f_globals.get("__name__")).startswith("flwr."):  # Flower's, on a signal
+                    if is_asked_by_flower(error):
                         raise
-                    place = place_of(error)
-                    raise ClientCallError(f"the app exited: sys.exit({error.code!r}) in {place}") from error
+                    raise ClientCallError(describe_exit(error, "app")) from error
                 message_call.check_texts(context.state, "context.state")
                 return checked(reply)
             except Exception as error:

@@ -16,7 +16,8 @@
       ▼
     the child, with Flower imported already: Flower's flwr-clientapp, which pulls the message from the
       │  SuperNode and pushes the reply (clientapp.py)
-      ├── "start": it loads the app and runs it; the app takes leases by gpu_mod or GPUClient, or takes none
+      ├── "start", for apps that launch finds gpu_mod or GPUClient in: it loads the app and runs it, and the
+      │     app takes leases by these
       └── "lease": it waits for a lease
             ▼
           a worker, which loads the app and runs it; no app can change that

@@ -32,10 +32,15 @@ def clients_of_nodes(folder: RunFolder) -> dict[int, int]:
 
 def has_connected(log: Path) -> bool:
     """Return True if the SuperLink has let in the SuperNode that was started last with this log."""
+    return _NODE_ID.search(last_output(log)) is not None
+
+
+def last_output(log: Path) -> str:
+    """Return the output of the process that was started last with this log, or an empty text."""
     with suppress(OSError):
         # The launcher begins the output of each start with the command line.
-        return _NODE_ID.search(log.read_text(errors="replace").rpartition("\n$ ")[2]) is not None
-    return False
+        return log.read_text(errors="replace").rpartition("\n$ ")[2]
+    return ""
 
 
 class InOrder(list[Any]):

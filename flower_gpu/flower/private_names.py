@@ -41,6 +41,7 @@ CLIENT_RUNTIME: Final = "flwr.supernode.runtime.run_clientapp"
 INSTALLER: Final = "flwr.cli.install:validate_and_install"
 EMPTY_LIFESPAN: Final = "flwr.clientapp.client_app:_empty_lifespan"
 DEFAULT_SUPERLINK: Final = "flwr.supercore.constant:SUPERLINK_DEFAULT_CLIENT_ADDRESS"
+DEFAULT_SUPERNODE: Final = "flwr.supercore.constant:SUPERNODE_DEFAULT_CLIENT_ADDRESS"
 
 _ALONE: Final = "each object of a message travels in a request of its own"
 _ASKS: Final = "a SuperNode looks for messages and replies at Flower's intervals"
@@ -70,6 +71,7 @@ NAMES: Final = {
     **dict.fromkeys(HEARTBEAT_INTERVALS, "a SuperNode's heartbeats come at Flower's interval"),
     **dict.fromkeys(GENERATORS, "a seed in the ServerApp does not decide alone which clients are asked"),
     f"{CLIENT_RUNTIME}:get_load_client_app_fn": _SILENT,
+    f"{SERVER_RUNTIME}:run_": "a ServerApp that exits fails its run a minute later, without a reason",
     **{
         f"{runtime}:install_app_dependencies": "each message installs what its app declares anew"
         for runtime in (CLIENT_RUNTIME, SERVER_RUNTIME)
@@ -77,6 +79,7 @@ NAMES: Final = {
     INSTALLER: "a confined app could be installed anywhere, so none is",
     EMPTY_LIFESPAN: "a lifespan function runs in each worker of gpu_mod again; train_many gets lists of one",
     DEFAULT_SUPERLINK: "port 8000 is taken for a SuperLink's default",
+    DEFAULT_SUPERNODE: "a second SuperNode without --port ends with a traceback, not with a sentence",
 }
 
 _log = logging.getLogger("flwr.flower_gpu")

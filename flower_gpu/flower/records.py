@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -12,6 +13,10 @@ ROUND_KEY: Final = "server-round"
 #: How the group of a message begins that says which message of a run it is. A run that goes on sends the
 #: same ones again.
 NUMBERED: Final = "message "
+
+# As Flower writes the exception of a ClientApp: <class 'package.Name'>:<'text'>
+_EXCEPTION: Final = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<name>\w+)'>:<'(?P<text>.*)'>", re.DOTALL)
+_OURS: Final = "flower_gpu.errors"  # their texts name the client and say what happened
 
 Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
 
@@ -38,3 +43,15 @@ def round_of(message: Message) -> int | None:
             return value
     group = message.metadata.group_id
     return int(group) if group and group.isdecimal() and len(group) < 10 else None
+
+
+def reason_of(reply: Message) -> str:
+    """Return why a message failed, from the error in its reply: ``"ValueError: no data"``.
+
+    Flower writes ``<class 'ValueError'>:<'no data'>``.
+    """
+    reason = (reply.error.reason or "").strip()
+    found = _EXCEPTION.fullmatch(reason)
+    if found is None:
+        return reason or f"error {reply.error.code}"
+    return found["text"] if found["module"] == _OURS else f"{found['name']}: {found['text']}"

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,12 @@ from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
 from flower_gpu import standard_streams
+from flower_gpu.apps.app_exit import describe_exit, is_asked_by_flower
 from flower_gpu.apps.folder import RunFolder
+from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower import environments, waits
 from flower_gpu.flower.commands import flowers
+from flower_gpu.flower.model_file import write_model
 from flower_gpu.flower.node_logs import ClientOrder
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import HTTP_GRID, SERVER_RUNTIME, find
@@ -54,22 +58,78 @@ def main() -> None:
     ask_for_many()
     keep_generator()
     environments.replace_installation(SERVER_RUNTIME)
+    report_exits()
     ServerApp.__call__ = _recorded(ServerApp.__call__, clock)  # type: ignore[method-assign]
     sys.argv[0] = _NAME
     command.load()()
 
 
+def report_exits() -> None:
+    """Have a ServerApp that exits, also while it is imported, fail at once.
+
+    Flower reports exceptions only. Of an app that calls ``sys.exit`` it reports nothing: the SuperLink waits
+    a minute for a heartbeat, and the text that the app has written is lost.
+    """
+    known = find(f"{SERVER_RUNTIME}:run_")
+    if known is None:
+        return
+
+    @functools.wraps(known)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return known(*args, **kwargs)
+        except SystemExit as error:
+            if is_asked_by_flower(error):
+                raise
+            # Without the traceback of the exit, the last lines of the log have what the app wrote before it.
+            raise ConfigError(describe_exit(error, "ServerApp")) from None
+
+    vars(sys.modules[SERVER_RUNTIME])["run_"] = run
+
+
 def _recorded(call: Callable[..., None], clock: GridTime) -> Callable[..., None]:
     @functools.wraps(call)
     def recorded(app: ServerApp, grid: Grid, context: Any) -> None:
-        folder = os.environ.get(RUN_DIR_VARIABLE)
+        path = os.environ.get(RUN_DIR_VARIABLE)
+        folder = None if path is None else RunFolder(Path(path))
         with recorded_rounds(write_event) as recorder:
             record(grid, recorder, clock)
-            if folder is not None:
-                keep_rounds(grid, recorder, RunFolder(Path(folder)))
-            call(app, grid, context)
+            if folder is None:
+                call(app, grid, context)
+                return
+            keep_rounds(grid, recorder, folder)
+            with _final_model(recorder, folder):
+                call(app, grid, context)
 
     return recorded
+
+
+@contextmanager
+def _final_model(recorder: Recorder, folder: RunFolder) -> Iterator[None]:
+    """Write the last global model into the run's folder, unless the app writes the file itself.
+
+    Raises FlowerGPUError if the disk is full or cannot be written to, and the app has not failed before.
+    """
+    before = _written_at(folder.model)
+    try:
+        yield
+    except BaseException:
+        with suppress(FlowerGPUError):
+            _write_model(recorder, folder, before)
+        raise
+    _write_model(recorder, folder, before)
+
+
+def _write_model(recorder: Recorder, folder: RunFolder, written_at: int | None) -> None:
+    if _written_at(folder.model) == written_at:
+        write_model(recorder.model, folder)
+
+
+def _written_at(path: Path) -> int | None:
+    """Return the time of the last change of a file, in nanoseconds; None if there is no such file."""
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return None
 
 
 def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:

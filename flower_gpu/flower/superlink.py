@@ -17,7 +17,7 @@ from ipaddress import ip_address
 from typing import Final
 
 from flower_gpu.flower import distribution
-from flower_gpu.flower.private_names import DEFAULT_SUPERLINK, find
+from flower_gpu.flower.private_names import DEFAULT_SUPERLINK, DEFAULT_SUPERNODE, find
 
 _PATIENCE_S: Final = 5.0  # A SuperLink that is started at the same time needs some seconds on a busy machine.
 _PAUSE_S: Final = 0.5
@@ -31,6 +31,20 @@ def address_of(options: Sequence[str]) -> str:
     parser.add_argument("--superlink")
     given: str | None = parser.parse_known_args(options)[0].superlink
     return given or find(DEFAULT_SUPERLINK) or "127.0.0.1:8000"
+
+
+def runtime_address_of(options: Sequence[str]) -> tuple[str, int | None]:
+    """Return host and port on which a ``flower-supernode`` with these options listens for its ClientApps.
+
+    The port is None if it is not known, or is no number.
+    """
+    host, _, port = (find(DEFAULT_SUPERNODE) or "127.0.0.1:").rpartition(":")
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--host", default=host)
+    parser.add_argument("--port", default=port)
+    given, _ = parser.parse_known_args(options)
+    is_port = given.port.isdecimal() and 0 < int(given.port) <= _LAST_PORT
+    return given.host, int(given.port) if is_port else None
 
 
 def is_on_this_host(address: str) -> bool:

@@ -31,7 +31,7 @@ from flwr.common.logger import log
 
 from flower_gpu.errors import ClientsFailedError
 from flower_gpu.flower.averaging import weight_of
-from flower_gpu.flower.records import NUMBERED
+from flower_gpu.flower.records import NUMBERED, reason_of
 from flower_gpu.flower.rounds import ResumableGrid, RoundState
 from flower_gpu.flower.streaming import Buffered
 from flower_gpu.trace import NO_REPLY
@@ -143,7 +143,7 @@ class UnderWay:
                 refused += message_id in self._refused
                 self._refused.discard(message_id)
                 self._failed.add(sent.node_id)
-                self._last_error = f"node {sent.node_id}: {reply.error.reason}"
+                self._last_error = f"node {sent.node_id}: {reason_of(reply)}"
             else:
                 updates += 1
                 self._has_update = True

@@ -13,5 +13,6 @@
                                  ▼
     History ──> display while it runs, result and tables at the end, failures.log
 
-``flower-gpu supernode --count`` has its SuperNodes run by ``supervisor``, too, with keys from ``node_keys``.
+``flower-gpu supernode --count`` runs its SuperNodes by ``supernodes`` and ``supervisor``, with keys from
+``node_keys``.
 """

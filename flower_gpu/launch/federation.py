@@ -44,7 +44,7 @@ from flower_gpu.options import (
     RUN_DIR_VARIABLE,
     CallOptions,
 )
-from flower_gpu.printable import printable, told_if_slow
+from flower_gpu.printable import first_line, printable, told_if_slow
 from flower_gpu.workers.threads import planned_threads
 
 #: Name of the connection in the run's own Flower configuration.
@@ -80,6 +80,7 @@ def service_environment(
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's 1 s is felt in every message
         **frameworks.UNTOUCHED_CUDA,  # what an app asks of GPUs when it is imported does not start CUDA
         "PYTHONUNBUFFERED": "1",  # what an app prints is in its log when its process is killed
+        "PYTHONIOENCODING": "utf-8",  # whatever the locale is: else flwr run ends at a text that is not ASCII
         _NOT_INSTALLED: "1",  # what the app declares is here already
         str(ENVIRONMENTS_DIR.variable): str(environments_folder(base)),
         **base,
@@ -200,9 +201,12 @@ class Federation:
             self._link_env = {**self._env, "PATH": path}
             if self.plan.fast_start:
                 nodes = self.plan.clients
-                self._node_env = fast_start(self._env, with_lease=False, nodes=nodes, are_told=True)
+                with_lease = self.plan.gives_leases
+                self._node_env = fast_start(self._env, with_lease=with_lease, nodes=nodes, are_told=True)
         except ConfigError as error:
             so = "messages start as slowly as Flower's own, and rounds are not shown while they run"
+            if self.plan.gives_leases:
+                so += f"; without gpu_mod in {self.plan.app.name} its clients have no leases"
             self._say(f"{so}: {error}")
 
     def _warm_up(self) -> None:
@@ -320,7 +324,7 @@ class Federation:
         if status == "finished:completed":
             return True
         if status.startswith("finished"):
-            text = "" if details in ("", "N/A") else f": {details.splitlines()[0]}"
+            text = "" if details in ("", "N/A") else f": {first_line(details)}"
             raise LaunchFailedError(f"Flower reports the run as {status}{text}", self._run)
         # The log stream broke off, the run did not.
         self._ask()

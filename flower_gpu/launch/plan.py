@@ -11,6 +11,7 @@ from typing import Any, Final, TypeGuard
 
 from flower_gpu import options as call_options
 from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
+from flower_gpu.apps.app_imports import mentions
 from flower_gpu.apps.folder import RunFolder, check_log_dir, check_same_app, earlier_run
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.flower.commands import with_flowers
@@ -30,6 +31,8 @@ from flower_gpu.workers.forkserver import client as forkserver
 
 DEFAULT_CLIENTS: Final = 2
 _NODE_KEYS: Final = ("partition-id", "num-partitions")
+# Names of flower_gpu by which a ClientApp takes leases itself, with options of its own.
+_LEASE_TAKERS: Final = ("gpu_mod", "gpu_client", "GPUClient", "run_in_worker")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Plan:
     clients: int
     overrides: Mapping[str, ConfigValue]  # of the run config: what the launcher passes
     fast_start: bool  # whether SuperNodes start our flwr-clientapp
+    gives_leases: bool = False  # whether each message gets a lease before any code of the app runs
     remarks: tuple[str, ...] = ()  # what the user should know before it starts
     policies: frozenset[str] = frozenset()  # the words of the device policies of clients and server
     folder: RunFolder | None = None  # of an earlier run that goes on
@@ -107,7 +111,20 @@ def make_plan(options: LaunchOptions) -> Plan:
         from flower_gpu.flower.resuming.states import StateStore
 
         Checkpoints(folder.checkpoint, StateStore()).read()  # now, and not when all processes have started
-    return _checked_on_gpus(Plan(options, app, clients, overrides, fast_start, folder=folder))
+    takes_leases = mentions(app.path, app.clientapp.partition(":")[0], _LEASE_TAKERS)
+    remarks = () if fast_start or takes_leases else (_without_leases(app, options),)
+    gives_leases = fast_start and not takes_leases
+    return _checked_on_gpus(
+        Plan(options, app, clients, overrides, fast_start, gives_leases, remarks, folder=folder)
+    )
+
+
+def _without_leases(app: FlowerApp, options: LaunchOptions) -> str:
+    why = "this platform has no fork server" if options.fast_start else "--no-fast-start"
+    return (
+        f"note: the clients of {app.name} have no leases and run in Flower's own processes ({why}). For "
+        "leases write ClientApp(mods=[gpu_mod]) in the app"
+    )
 
 
 def _with_earlier(options: LaunchOptions, app: FlowerApp, before: Mapping[str, Any]) -> LaunchOptions:
@@ -149,10 +166,12 @@ def _checked_on_gpus(plan: Plan) -> Plan:
         remarks = gpu_check.check(callers, calls, env, is_given=is_given, at_once=plan.clients_at_once)
     except (GPUUnavailableError, LeaseError) as error:
         raise ConfigError(str(error)) from error
-    if unguarded := guard.outside_of_workers(os.environ):
-        remarks.append(unguarded)
+    if guarded := (guard.describe if plan.gives_leases else guard.outside_of_workers)(os.environ):
+        remarks.append(guarded)
     return replace(
-        plan, remarks=tuple(remarks), policies=frozenset(one.settings.policy.gpu for one in callers)
+        plan,
+        remarks=(*plan.remarks, *remarks),
+        policies=frozenset(one.settings.policy.gpu for one in callers),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import socket
 from contextlib import ExitStack
@@ -21,6 +22,20 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind((HOST, 0))
         return [int(each.getsockname()[1]) for each in sockets]
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Return True if a process listens on a port of an address of this host."""
+    with ExitStack() as stack:
+        try:
+            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            probe = stack.enter_context(socket.socket(family, kind))
+            # As servers do: a port that was just closed is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+        return False
 
 
 def is_healthy(port: int, timeout_s: float = 1.0) -> bool:

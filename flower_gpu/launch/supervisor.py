@@ -89,7 +89,8 @@ class Service:
         """
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(self.log.open("ab"))
-            log.write(f"$ {shlex.join(self.command)}\n".encode())
+            # In a locale without UTF-8, Python reads other characters of a command line as lone surrogates.
+            log.write(f"$ {shlex.join(self.command)}\n".encode(errors="surrogateescape"))
             log.flush()
             read, self._life = os.pipe()  # both are closed in programs we start, unless passed on
             stack.callback(os.close, read)
@@ -376,8 +377,13 @@ def tail(path: Path, lines: int = 20) -> str:
     except OSError:
         return ""
     # Without the lines by which a traceback underlines its code: they leave no room for the rest.
-    kept = [line.rstrip() for line in _ANSI.sub("", text).splitlines() if line.strip(" ^~")]
+    kept = [line.rstrip() for line in without_colours(text).splitlines() if line.strip(" ^~")]
     return "\n".join(kept[-lines:])
+
+
+def without_colours(text: str) -> str:
+    """Return a text of a log without a terminal's sequences for colours."""
+    return _ANSI.sub("", text)
 
 
 def last_traceback(path: Path) -> str:
@@ -391,4 +397,4 @@ def last_traceback(path: Path) -> str:
 
 def new_lines(log: trace.Follower) -> list[str]:
     """Return the lines that were added to a log since the last time, without colours."""
-    return [_ANSI.sub("", line.decode(errors="replace")).rstrip("\r") for line in log.read_lines()]
+    return [without_colours(line.decode(errors="replace")).rstrip("\r") for line in log.read_lines()]

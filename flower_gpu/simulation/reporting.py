@@ -15,6 +15,7 @@ from flower_gpu.apps.failures import COMPLETED, Failure, FailureLog
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
+from flower_gpu.flower.model_file import model_sha256, write_model
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, finite, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.resuming.states import disk_error
@@ -23,7 +24,7 @@ from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import verifying
 from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.options import LINES_PER_ROUND
-from flower_gpu.simulation.simulation_result import SimulationStoppedError, model_sha256, write_model
+from flower_gpu.simulation.simulation_result import SimulationStoppedError
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
 from flower_gpu.watch.fields import first_line
@@ -296,8 +297,8 @@ def _batches_text(batches: Mapping[str, Any]) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the type of an error and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return shortened(f"{type(error).__name__}: {lines[0]}") if lines else type(error).__name__
+    text = first_line(str(error))
+    return shortened(f"{type(error).__name__}: {text}") if text else type(error).__name__
 
 
 def _print(lines: list[str]) -> None:

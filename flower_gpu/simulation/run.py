@@ -21,6 +21,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu import files, frameworks, standard_streams, trace
+from flower_gpu.apps.app_exit import describe_exit
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.errors import ConfigError
@@ -368,7 +369,10 @@ def _hosts(plan: RunPlan, stack: ExitStack, output: ClientOutput) -> Hosts:
 
 
 def _loaded(reference: str, folder: Path | None) -> ServerApp:
-    loaded = load_app(reference, LoadServerAppError, folder)
+    try:
+        loaded = load_app(reference, LoadServerAppError, folder)
+    except SystemExit as error:
+        raise ConfigError(describe_exit(error, "ServerApp")) from error
     if not isinstance(loaded, ServerApp):
         raise ConfigError(f"{reference} is a {type(loaded).__name__}, not a ServerApp")
     return loaded

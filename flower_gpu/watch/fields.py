@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from flower_gpu import printable
+
 _MOST_METRICS: Final = 3  # of a round's task, in one line
 _FIRST: Final = ({"accuracy", "acc"}, {"loss"}, {"f1", "f1score"}, {"precision"}, {"recall"})
 _WORD: Final = re.compile("[a-z0-9]+")
@@ -45,9 +47,8 @@ def mappings(value: object) -> list[Mapping[str, Any]]:
 
 
 def first_line(value: object) -> str:
-    """Return the first line of a text, such as an error."""
-    lines = text(value).strip().splitlines()
-    return lines[0] if lines else ""
+    """Return the first line of a text, such as an error: see :func:`flower_gpu.printable.first_line`."""
+    return printable.first_line(text(value))
 
 
 def mapping(value: object) -> Mapping[str, Any]:

@@ -280,7 +280,9 @@ _MOST_NAMED: Final = 100  # of one reason
 _MOST_CHARACTERS: Final = 1000  # of one message
 _MOST_ROUNDS_AGAIN: Final = 100  # that a resumed run may do again; it goes on after the last one or two
 _OTHER_REASONS: Final = "other reasons"
-_OF_ONE_WORKER: Final = re.compile(r" \(pid \d+\)| after \d+\.\d s(?=, before)")
+_OF_ONE_WORKER: Final = re.compile(
+    r" \(pid \d+\)| after \d+\.\d s(?=, before)| The last lines it wrote:.*", re.DOTALL
+)
 
 
 class LeaseCounts:

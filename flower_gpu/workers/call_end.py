@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import signal
 import sys
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import control_group
 from flower_gpu.errors import (
@@ -64,12 +65,20 @@ def failure(error: BaseException) -> Outcome:
     )
 
 
+_STANDARD_LIBRARY: Final = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
+
+
 def place_of(error: BaseException) -> str:
     """Return where an app raised an exception, as ``client_app.py, line 33``."""
     frames = traceback.extract_tb(_without_own_frames(error))
     libraries = {"site-packages", "dist-packages"}
-    own = [frame for frame in frames if not libraries & {*Path(frame.filename).parts}]
-    where = (own or frames)[-1]  # wandb has put a sys.exit of its own in the place of Python's
+    # wandb has put a sys.exit of its own in the place of Python's, and argparse calls sys.exit for its user.
+    own = [
+        frame
+        for frame in frames
+        if not libraries & {*Path(frame.filename).parts} and not frame.filename.startswith(_STANDARD_LIBRARY)
+    ]
+    where = (own or frames)[-1]
     return f"{Path(where.filename).name}, line {where.lineno}"
 
 

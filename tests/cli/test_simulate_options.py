@@ -229,7 +229,17 @@ def test_what_is_no_run_to_go_on_with_is_refused(refusal: Refusal, app: Path) ->
     text = refusal("app", "--resume", "run")
     assert "that is a run of other (/apps/other), not of counting" in text and str(app) in text
     checkpoint.unlink()
-    assert "it has no checkpoint" in refusal("app", "--num-supernodes", "3", "--resume", "run")
+    for begun, why in (
+        ({}, "it ended before a strategy was started"),
+        (
+            {"strategy": "LegacyFedAvg", "resumes": None},
+            "the state of its strategy LegacyFedAvg is not known",
+        ),
+    ):
+        if begun:
+            trace.write_to(app.parent / "run", "strategy_started", **begun)
+        text = refusal("app", "--num-supernodes", "3", "--resume", "run")
+        assert f"it has no checkpoint, because {why}" in text
 
 
 def test_nothing_heavy_is_imported_before_the_options_are_known_to_be_right(shell: Shell, app: Path) -> None:

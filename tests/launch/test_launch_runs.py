@@ -6,6 +6,7 @@ import html
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -16,9 +17,10 @@ import pytest
 from file_tables import files_in, files_in_table
 from launch_helpers import TINY_APP, LaunchRun
 from live_processes import is_running
-from run_programs import run
+from run_programs import run, run_cli
 
 from flower_gpu import trace
+from flower_gpu.options import CPU_LEASES
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import RunClock, tries_of
 from flower_gpu.watch.report.page import write_report
@@ -126,8 +128,8 @@ def test_tables_of_files_are_true(ordinary_run: tuple[Path, str, str]) -> None:
     reference = files_in_table("reference/launch.md", "## The folder of a run")
     assert there <= reference
     # What this run has no reason for. Another test may have written its report.
-    assert reference - there - {"report.html"} == {"app/", "model.safetensors"}
-    assert files_in_table("tutorial/first-federation.md") - there == {"model.safetensors"}
+    assert reference - there - {"report.html"} == {"app/"}
+    assert files_in_table("tutorial/first-federation.md") <= there
 
 
 def test_all_clients_fail(both_runs: list[tuple[Path, int, str, str]]) -> None:
@@ -138,6 +140,7 @@ def test_all_clients_fail(both_runs: list[tuple[Path, int, str, str]]) -> None:
     assert "Sampled 2 nodes (out of 2)" in out  # -v
     assert err.count("Traceback (most recent call last)") == 1
     assert "client_app.py" in err and "NameError: name 'Nett' is not defined\n" in err
+    assert "the clients of ordinary have no leases and run in Flower's own processes (--no-fast-start)" in out
     sentence = "flower-gpu launch: all 2 clients failed in round 1; the first traceback is above"
     assert f"\n{sentence}; --keep-going lets such a run go on\n" in err
     *_, last = trace.read(folder / trace.FILE_NAME)
@@ -154,8 +157,9 @@ def test_logs_and_commands_of_both(both_runs: list[tuple[Path, int, str, str]]) 
         assert logs == {"client-0.log", "client-1.log", "run.log", "superlink.log"} | (
             {"programs.log", "warm-up.log"} if fast else set()
         )
-        program = "" if fast else r"/\S+/"  # Flower's own is found by its entry point
-        assert re.search(rf"started as {program}flwr-clientapp\n", (folder / "client-0.log").read_text())
+        # A worker with a lease, or Flower's own command, which is found by its entry point.
+        program = "-c" if fast else r"/\S+/flwr-clientapp"
+        assert re.search(f"started as {program}\n", (folder / "client-0.log").read_text())
         assert (folder / "flwr" / "config.toml").exists()
 
 
@@ -167,12 +171,80 @@ def test_superexecs_are_woken_and_ask_for_nothing_in_vain(ordinary_run: tuple[Pa
         assert tasks <= questions <= tasks + 12, log
 
 
+PARSES = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr")
+print("the app parses", flush=True)
+parser.parse_args()
+"""
+
+
+@pytest.fixture(scope="module")
+def parsing_app(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An app whose ServerApp parses the command line when it is imported."""
+    app = Path(shutil.copytree(ORDINARY_APP, tmp_path_factory.mktemp("parsing") / "app"))
+    server = app / "ordinary" / "server_app.py"
+    server.write_text(PARSES + server.read_text())
+    return app
+
+
+@pytest.fixture(scope="module")
+def lost(
+    launch: Launch, parsing_app: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[LaunchRun, int, str, str]]:
+    """Run, at once, an app of which a client is killed, and one whose ServerApp exits; with their ends.
+
+    The first run is in a locale of ASCII, its app in a folder whose name is not ASCII.
+    """
+    app = shutil.copytree(ORDINARY_APP, tmp_path_factory.mktemp("dying") / "\u00e9")
+    dies = ["--run-config", "train-dies-on='0' num-server-rounds=1"]
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    started = {"client": launch(app, *dies, env=ascii_only), "server": launch(parsing_app)}
+    return {name: (run, *run.finish()) for name, run in started.items()}
+
+
+def test_a_killed_client_of_an_app_without_our_line_costs_its_reply_only(
+    lost: dict[str, tuple[LaunchRun, int, str, str]],
+) -> None:
+    """It runs in a worker, so Flower need not wait a minute for its heartbeat."""
+    run, code, out, err = lost["client"]
+    assert code == 0, err
+    events = list(trace.read(run.folder / trace.FILE_NAME))
+    [reply] = [each for each in events if each["event"] == "reply" and each["error"]]
+    assert reply["error"].startswith("train of client 0: the worker (pid ")
+    assert "was killed by SIGKILL (9)" in reply["error"]
+    assert sum(each["event"] == "worker_started" for each in events) == 4, "each message had a worker"
+    [told] = re.findall("^  client 0, train in round 1: (.*)", out, re.M)
+    assert told.startswith("the worker was killed by SIGKILL (9)")
+
+
+def test_a_serverapp_that_exits_ends_its_run_with_its_own_words(
+    lost: dict[str, tuple[LaunchRun, int, str, str]], parsing_app: Path
+) -> None:
+    """A minute without a heartbeat would end it otherwise, and nothing would be told."""
+    run, code, _, err = lost["server"]
+    assert code == 1
+    sentence = r"the ServerApp exited: sys.exit\(2\) in server_app.py, line 6\. Its argparse has read the"
+    assert re.match(f"flower-gpu launch: .*{sentence}", err), err
+    assert "usage: flwr-serverapp [-h] [--lr LR]" in err and "the app parses" in err
+    simulation = run_cli(
+        "simulate", parsing_app, "--clients=2", "--log-dir", run.log_dir.parent / "simulated"
+    )
+    assert simulation.returncode == 2
+    assert re.search(f"^flower-gpu simulate: {sentence}", simulation.stderr, re.M), simulation.stderr
+
+
 @pytest.fixture(scope="module")
 def ends(launch: Launch) -> dict[str, LaunchRun]:
     """Start, at once, runs that do not come to a good end."""
     waits = "seconds=1000.0"
     configs = {"killed client": waits, "Ctrl-C": waits, "failed server": "fail='evaluate'"}
-    return {name: launch(TINY_APP, "--clients=1", "--run-config", text) for name, text in configs.items()}
+    environment = {CPU_LEASES.variable: "off"}  # else they wait for each other's cores
+    return {
+        name: launch(TINY_APP, "--clients=1", "--run-config", text, env=environment)
+        for name, text in configs.items()
+    }
 
 
 def test_a_killed_client_is_named(ends: dict[str, LaunchRun]) -> None:

@@ -198,5 +198,6 @@ def test_without_our_commands_a_run_goes_on_and_says_so(
     one.use_our_commands()
     assert "PATH" not in one._link_env and "PATH" not in one._node_env
     assert [line.partition(":")[0] for line in said] == [
-        "messages start as slowly as Flower's own, and rounds are not shown while they run"
+        "messages start as slowly as Flower's own, and rounds are not shown while they run; "
+        "without gpu_mod in tiny its clients have no leases"
     ]

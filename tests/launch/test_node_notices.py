@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flower_gpu.cli.supernode import Notices
+from flower_gpu.launch.supernodes import Notices
 from flower_gpu.trace import Follower
 
 FAILED = "\x1b[93mWARNING \x1b[0m:   Connection attempt failed, retrying in 1.64 seconds"
@@ -69,3 +69,27 @@ def test_warnings_and_errors_are_told_once_with_their_log(nodes: Nodes, tmp_path
     (tmp_path / "quiet").mkdir()
     quiet = Nodes(tmp_path / "quiet", with_warnings=False)
     assert len(quiet.write(0, HOT, FULL)) == 1
+
+
+RAISED = "\x1b[91mERROR \x1b[0m:     ClientApp raised an exception"
+
+
+def traceback(exception: str) -> list[str]:
+    frames = ['  File "app.py", line 3, in train', "    fit()"]
+    cause = ["Traceback (most recent call last):", *frames, "KeyError: 'w'", ""]
+    chain = ["The above exception was the direct cause of the following exception:", ""]
+    return [RAISED, *cause, *chain, "Traceback (most recent call last):", *frames, exception]
+
+
+def test_the_exception_of_an_app_is_told_once_for_each_text(nodes: Nodes, tmp_path: Path) -> None:
+    log = tmp_path / "supernode-0.log"
+    told = f"SuperNode 0: ClientApp raised an exception: {{}} (in {log})"
+    lines = [
+        *traceback("ValueError: no data for client 1"),
+        IN,
+        *traceback("ValueError: no data for client 2"),
+    ]
+    assert nodes.write(0, *lines) == [told.format("ValueError: no data for client 1")]
+    error = ["RuntimeError: Error(s) in loading state_dict for Net:", '\tMissing key(s) in state_dict: "w"']
+    assert nodes.write(0, *traceback(error[0]), error[1]) == [told.format(f"{error[0]} {error[1].strip()}")]
+    assert nodes.write(1, *traceback("ValueError: no data for client 3")) == []

@@ -44,8 +44,8 @@ import flower_gpu.flower.strategy as ours
 from flower_gpu import gpu_evaluate, trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower.evaluate import GPUEvaluate
+from flower_gpu.flower.model_file import model_sha256, write_model
 from flower_gpu.flower.strategy_state import OURS
-from flower_gpu.simulation.simulation_result import model_sha256, write_model
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
 from flower_gpu.watch.result import result_of, write_results

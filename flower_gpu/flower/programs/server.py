@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn
 
 import httpx
 
+from flower_gpu.errors import encodable
 from flower_gpu.flower.commands import (
     COMMANDS,
     SERVER_COMMANDS,
@@ -141,7 +142,7 @@ def _be_shown_as(command: str, name: str | None = None) -> None:
     with suppress(ImportError):  # some hosts are given packages one by one
         import setproctitle
 
-        setproctitle.setproctitle(command)
+        setproctitle.setproctitle(encodable(command))
         if name is not None:
             setproctitle.setthreadtitle(name)
 

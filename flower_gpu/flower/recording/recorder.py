@@ -19,7 +19,7 @@ from flwr.common.constant import ErrorCode
 from flower_gpu import trace
 from flower_gpu.apps.failures import AllFailed
 from flower_gpu.errors import ClientsFailedError, shortened
-from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.flower.records import reason_of, records_in, round_of
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.trace import NO_REPLY, SERVER_EVALUATE, TRAIN, Event
 
@@ -241,7 +241,7 @@ class Recorder:
         """Note a reply to a message to a node. Errors of the SuperLink's own name the SuperLink."""
         node_id = reply.metadata.src_node_id if node_id is None else node_id
         if reply.has_error():
-            reason = (reply.error.reason or "").strip() or f"error {reply.error.code}"
+            reason = reason_of(reply)
             with self._lock:
                 self._ended_by = self._ended_by or getattr(reply.error, "ends_run", None)
                 is_late = reply.error.code in _LATE

@@ -17,6 +17,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.cli import main as cli
 from flower_gpu.cli import supernode
 from flower_gpu.errors import ConfigError
+from flower_gpu.launch.supernodes import SuperNode
 from flower_gpu.options import CallOptions
 
 # The line, and words of the refusal: what is wrong, and what would do. Values of options that commands share
@@ -170,9 +171,7 @@ def test_each_supernode_is_told_its_part_and_its_gpu_and_the_users_own_words_win
     calls: CallOptions = {"gpu": "offer", "gpu_ids": "3,5"}
     env = options.environment(calls, {"PATH": "/bin"})
     for number in range(3):
-        one = supernode.Node(
-            number, 3, rest, parse_pairs("--node-config", texts), calls, env, RunFolder(tmp_path)
-        )
+        one = SuperNode(number, 3, rest, parse_pairs("--node-config", texts), calls, env, RunFolder(tmp_path))
         # What Flower's own parser makes of the options.
         parsed = _parse_args_run_supernode().parse_args(one.options)
         gpu = (3, 5, 3)[number]

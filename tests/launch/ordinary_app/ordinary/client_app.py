@@ -1,5 +1,7 @@
 """A client that adds one to the model."""
 
+import os
+import signal
 import sys
 import time
 
@@ -14,6 +16,8 @@ def train(message: Message, context: Context) -> Message:
     """Train."""
     print("started as", sys.argv[0])
     time.sleep(context.run_config["seconds"])
+    if fails(context, "train-dies-on"):
+        os.kill(os.getpid(), signal.SIGKILL)
     if fails(context, "train-fails-on"):
         Nett()  # noqa: F821
     arrays = [array + 1 for array in message.content["arrays"].to_numpy_ndarrays()]

@@ -1,14 +1,11 @@
 """A client that counts its rounds in its state and leaves what it was given in its log."""
 
 import json
-import os
 import time
 
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import ConfigRecord, Context
-
-from flower_gpu import trace
 
 
 class TinyClient(NumPyClient):
@@ -21,17 +18,9 @@ class TinyClient(NumPyClient):
         state["rounds"] = ConfigRecord({"count": rounds})
         run_config = self.context.run_config
         print("given", json.dumps([dict(self.context.node_config), dict(run_config), rounds]))
-        worker = {
-            "pid": os.getpid(),
-            "client": os.environ["FLOWER_GPU_CLIENT"],
-            "task": "fit",
-            "start_method": os.environ.get("FLOWER_GPU_START_METHOD"),
-        }
-        trace.write("worker_started", **worker)
         time.sleep(run_config["seconds"])
         if run_config["fail"] == "client" and self.context.node_config["partition-id"] == 1:
             raise RuntimeError("client 1 fails on purpose")
-        trace.write("worker_finished", **worker, seconds=0.5, outcome="ok", error=None)
         return [array + 1 for array in parameters], 10, {}
 
 

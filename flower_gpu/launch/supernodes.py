@@ -1,0 +1,225 @@
+"""Several SuperNodes of one command: their notices, their ends, and their next starts.
+
+A SuperNode that ends is started again, because its SuperLink may have been away, or a user may have killed
+the process. Some faults would meet every further start: an unknown option, an address that cannot be read, or
+TLS with a SuperLink that has no certificates. These end the command at once. Other faults may be temporary,
+so the command ends after three failed starts in a row.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from flower_gpu import options, trace
+from flower_gpu.apps.app import ConfigValue, format_pairs
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.flower.node_logs import has_connected, last_output
+from flower_gpu.launch import node_keys, ports
+from flower_gpu.launch.options import node_config_of
+from flower_gpu.launch.supervisor import Service, Supervisor, new_lines, without_colours
+from flower_gpu.options import CLIENT_VARIABLE, CallOptions
+from flower_gpu.printable import first_line, path_text, printable
+
+#: Flower's command, and its option for a node's config.
+COMMAND: Final = "flower-supernode"
+NODE_CONFIG: Final = "--node-config"
+
+_PAUSE_S: Final = 5.0  # before a SuperNode that has ended is started again
+_EARLY_S: Final = 20.0  # a start that ends sooner has failed, even if the SuperLink let the SuperNode in
+_MOST_FAILED_STARTS: Final = 3
+_TURNED_AWAY_PAUSE_S: Final = 15.0
+
+# A line of Flower's log, and the levels that are shown.
+_LINE: Final = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR)\s*:\s+(?P<text>\S.*)")
+_SHOWN: Final = ("WARNING", "ERROR")
+_IS_IN: Final = "SuperNode ID:"  # written once the SuperLink has let the SuperNode in
+_TRACEBACK: Final = "Traceback (most recent call last):"
+_NUMBERS: Final = re.compile(r"\d+")
+
+# How Flower ends: a code with a help page (flwr.supercore.exit), the reason, and a link.
+_EXIT_CODE: Final = "Exit Code:"
+_EXIT: Final = re.compile(
+    r"Exit Code: (?P<code>\d+)\n(?P<reason>.*?)\n(?:For more information|INFO)", re.DOTALL
+)
+_USAGE_ERROR: Final = re.compile(rf"^{COMMAND}: error: (?P<reason>.+)", re.MULTILINE)
+_USAGE_STATUS: Final = 2  # of argparse
+_CANNOT_CONNECT: Final = "305"
+# Keys, trusted entities, addresses and certificates that cannot be used.
+_STAYS: Final = ("302", "303", "304", "600", "602", "603", "604", "605")
+_NO_TLS: Final = "WRONG_VERSION_NUMBER"
+_NO_TLS_HINT: Final = (
+    "The SuperLink answers without TLS: add --insecure, or start the SuperLink with certificates"
+)
+
+
+class NeverStartsError(Exception):
+    """A SuperNode cannot be started; the message says why."""
+
+
+class Notices:
+    """Tells the user about the connections and errors of several SuperNodes, each text once.
+
+    ``count``: number of SuperNodes.
+    ``say``: shows a line.
+    ``with_warnings``: if True, warnings are shown as well.
+    """
+
+    def __init__(self, count: int, say: Callable[[str], object], with_warnings: bool = True) -> None:
+        self._count = count
+        self._say = say
+        self._with_warnings = with_warnings
+        self._said: set[str] = set()
+        self._in: set[str] = set()
+        self._turned_away: set[str] = set()
+
+    def turned_away(self, node: str, text: str) -> None:
+        """Say that the SuperLink refuses a SuperNode, once until the SuperLink lets it in."""
+        if node not in self._turned_away:
+            self._turned_away.add(node)
+            self._say(f"{node} is not let in{text}")
+
+    def starts_again(self, how: str) -> None:
+        """Say that a SuperNode has ended, and when its next start is; ``how`` begins with its name."""
+        self._say(f"{how}; it is started again in {_PAUSE_S:g} s")
+
+    def look(self, node: str, log: trace.Follower, path: Path) -> None:
+        """Read the new lines in the log of a SuperNode."""
+        lines = new_lines(log)
+        for number, line in enumerate(lines):
+            if _IS_IN in line:
+                self._let_in(node)
+            elif (found := _LINE.match(line)) and found["level"] in _SHOWN:
+                exception = _exception_in(_rest_of_entry(lines[number + 1 :]))
+                self._note(node, found["level"], ": ".join(filter(None, (found["text"], exception))), path)
+
+    def _let_in(self, node: str) -> None:
+        if node in self._turned_away:
+            self._turned_away.remove(node)
+            self._say(f"{node} is let in")
+        if len(self._in) < self._count:
+            self._in.add(node)
+            if len(self._in) == self._count:
+                self._say(f"connected: {self._count} of {self._count} SuperNodes")
+
+    def _note(self, node: str, level: str, text: str, path: Path) -> None:
+        kind = _NUMBERS.sub("#", text)
+        # The end of a SuperNode is said anyway, with its reason.
+        is_wanted = (level == "ERROR" or self._with_warnings) and not text.startswith(_EXIT_CODE)
+        if is_wanted and kind not in self._said:
+            self._said.add(kind)
+            self._say(f"{node}: {printable(text)} (in {path_text(path)})")
+
+
+def _rest_of_entry(lines: Sequence[str]) -> Sequence[str]:
+    """Return the lines of an entry of a log after its first, such as a traceback."""
+    return lines[: next((number for number, line in enumerate(lines) if _LINE.match(line)), len(lines))]
+
+
+def _exception_in(lines: Sequence[str]) -> str:
+    """Return the text of the exception below the last traceback in some lines, or an empty text."""
+    if _TRACEBACK not in lines:
+        return ""
+    last = max(number for number, line in enumerate(lines) if line == _TRACEBACK)
+    below = [line for line in lines[last + 1 :] if line.strip()]
+    begins = next((number for number, line in enumerate(below) if not line.startswith(" ")), len(below))
+    return first_line("\n".join(below[begins:]))
+
+
+def reason_in(output: str) -> str:
+    """Return why a SuperNode has ended, from the output of its last start, or an empty text."""
+    if (wrong := _USAGE_ERROR.search(output)) is not None:
+        return wrong["reason"].strip()
+    if (ended := _EXIT.search(output)) is not None:
+        reason = " ".join(ended["reason"].split())
+        return f"{reason} {_NO_TLS_HINT}" if _NO_TLS in reason else reason
+    return _exception_in(output.splitlines())
+
+
+def stays(status: int | None, output: str) -> bool:
+    """Return True if the reason for the end of a SuperNode is there in its next start, too.
+
+    ``status``: its exit status.
+    """
+    ended = _EXIT.search(output)
+    code = "" if ended is None else ended["code"]
+    return status == _USAGE_STATUS or code in _STAYS or (code == _CANNOT_CONNECT and _NO_TLS in output)
+
+
+class SuperNode:
+    """One SuperNode and its next starts; see the first lines of this file."""
+
+    def __init__(
+        self,
+        number: int,
+        count: int,
+        given: Sequence[str],
+        pairs: Mapping[str, ConfigValue],
+        calls: CallOptions,
+        env: Mapping[str, str],
+        logs: RunFolder,
+        key: node_keys.NodeKey | None = None,
+    ) -> None:
+        config = {"partition-id": number, "num-partitions": count, **pairs, **node_config_of(calls, number)}
+        self.options = [*given, NODE_CONFIG, format_pairs(config)]
+        if key is not None:
+            self.options += [node_keys.OPTION, str(key.private)]
+        self._key = key
+        self.env = {**options.node_environment(env, config), CLIENT_VARIABLE: str(config["partition-id"])}
+        self._name = f"SuperNode {number}"
+        self._log = logs.log(f"supernode-{number}")
+        self._new_lines = trace.Follower(self._log)
+        self._service: Service | None = None
+        self._began = 0.0
+        self._again_at = 0.0
+        self._failed_starts = 0
+
+    def look(self, supervisor: Supervisor, notices: Notices) -> None:
+        """Show the news in its log, and start it unless it runs or its pause is not over.
+
+        Raises NeverStartsError if another start would fail, too.
+        """
+        runs = self._service is not None and self._service.runs
+        notices.look(self._name, self._new_lines, self._log)
+        if runs:
+            return
+        now = time.monotonic()
+        if self._service is not None:
+            self._note_end(self._service, now, notices)
+        if now >= self._again_at:
+            port = ports.free_ports(1)[0]
+            command = [COMMAND, "--port", str(port), *self.options]
+            self._service = Service(self._name, command, self.env, self._log)
+            self._began = now
+            supervisor.start(self._service)
+
+    def _note_end(self, service: Service, now: float, notices: Notices) -> None:
+        self._service = None
+        if self._key is not None and node_keys.is_turned_away(service.tail(60)):
+            # No reason to give up: sooner or later the key is registered, or its last connection forgotten.
+            self._again_at = now + _TURNED_AWAY_PAUSE_S
+            notices.turned_away(
+                self._name, f", and asks every {_TURNED_AWAY_PAUSE_S:g} s: {self._key.why_turned_away}"
+            )
+            return
+        output = without_colours(last_output(self._log))
+        how = ": ".join(filter(None, (service.describe_end(), printable(reason_in(output)).rstrip("."))))
+        if stays(service.returncode, output):
+            raise NeverStartsError(f"{how}. The whole log is {path_text(self._log)}")
+        has_failed = now - self._began < _EARLY_S or not self._has_begun(output)
+        self._failed_starts = self._failed_starts + 1 if has_failed else 0
+        if self._failed_starts >= _MOST_FAILED_STARTS:
+            raise NeverStartsError(
+                f"{how}, {self._failed_starts} times in a row. The end of {path_text(self._log)}:\n"
+                f"{service.tail()}"
+            )
+        notices.starts_again(how)
+        self._again_at = now + _PAUSE_S
+
+    def _has_begun(self, output: str) -> bool:
+        """Return True if the last start has reached, or looked for, its SuperLink, which may be away."""
+        ended = _EXIT.search(output)
+        return has_connected(self._log) or (ended is not None and ended["code"] == _CANNOT_CONNECT)
