@@ -25,6 +25,25 @@ _BYTE_ORDER_MARK: Final = "\ufeff"
 
 #: The key of a run config by which an app that has it learns how many clients there are.
 NUM_CLIENTS_KEY: Final = "num-clients"
+#: The key of a run config that has the number of rounds.
+NUM_ROUNDS_KEY: Final = "num-server-rounds"
+
+
+def with_rounds(
+    run_config: Mapping[str, ConfigValue], rounds: int | None, option: str, run_config_option: str
+) -> dict[str, ConfigValue]:
+    """Return the values of a run config with the number of rounds that was given by an option, if it was.
+
+    ``option``, ``run_config_option``: names of the options, for an error.
+    Raises ConfigError if the run config has that number as well.
+    """
+    if rounds is None:
+        return dict(run_config)
+    if NUM_ROUNDS_KEY in run_config:
+        raise ConfigError(
+            f"{option} and {run_config_option} {NUM_ROUNDS_KEY} give the same setting twice: leave one out"
+        )
+    return {**run_config, NUM_ROUNDS_KEY: rounds}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from flower_gpu.workers import events
 
 _log = logging.getLogger(events.LOGGER)
 _said: set[str] = set()  # in this process
+_OUT_OF_MEMORY: Final = "figures of a call that ran out of memory"
+_MOST_ELSE: Final = 4  # others on a GPU that are named
 
 
 def say(text: str, level: int = logging.WARNING) -> None:
@@ -31,6 +33,21 @@ def say_once(text: str, level: int = logging.WARNING) -> None:
     if text not in _said:
         _said.add(text)
         _log.log(level, text)
+
+
+def say_out_of_memory(text: str, figures: str) -> None:
+    """Log that a call ran out of GPU memory and is tried again, in a short text.
+
+    Many calls of a run may, so the figures are a warning for the first one only. Those of later calls are
+    debug lines, and the trace has all.
+    """
+    say(text)
+    is_first = _OUT_OF_MEMORY not in _said
+    _said.add(_OUT_OF_MEMORY)
+    if is_first:
+        say(f"{figures}. Of later calls the trace has these figures, and the log with -v")
+    else:
+        say(figures, logging.DEBUG)
 
 
 def say_no_guard(reason: str, *, is_expected: bool) -> None:
@@ -82,7 +99,8 @@ def who_else(lease: Lease, uuid: str) -> str:
             lines.append(
                 f"{format_bytes(process.used_bytes)} used by process {process.pid} {process.name}".rstrip()
             )
-    return "; ".join(lines) or "nobody else that is known"
+    more = [f"{len(lines) - _MOST_ELSE} more"] if len(lines) > _MOST_ELSE else []
+    return "; ".join([*lines[:_MOST_ELSE], *more]) or "nobody else that is known"
 
 
 def refused(label: str, lease: Lease) -> GPUUnavailableError:

@@ -52,6 +52,13 @@ def share_of(told: Mapping[str, Any], lease: Lease) -> Share:
     return next((share for share in lease.shares if share.uuid == told.get("uuid")), lease.shares[0])
 
 
+def what_happened(label: str, told: Mapping[str, Any], lease: Lease) -> str:
+    """Say in a few words that a call ran out of memory."""
+    share = share_of(told, lease)
+    size = format_bytes(share.memory_bytes)
+    return f"{label} ran out of memory on GPU {share.index} with {size}"
+
+
 def describe(told: Mapping[str, Any], lease: Lease) -> str:
     """Describe the event in one sentence, with its numbers."""
     share = share_of(told, lease)

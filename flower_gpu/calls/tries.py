@@ -130,7 +130,7 @@ class Tries:
     def _on_gpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
         """Run it under a lease; again under another one where it ran out of memory."""
         requests = [leasing.settings.request]
-        text, ran_out = "", None
+        what, text, ran_out = "", "", None
         while True:
             with ExitStack() as held_by:
                 try:
@@ -140,7 +140,7 @@ class Tries:
                         raise
                     if not self._may_use_cpu():
                         raise self._failed(text, len(requests) - 1, f"Then {late}") from ran_out
-                    notices.say(f"{text}. Then {late}\nIt runs on the CPU")
+                    notices.say_out_of_memory(f"{what}: it runs on the CPU", f"{text}. Then {late}")
                     break
                 is_done = False
                 try:
@@ -158,6 +158,7 @@ class Tries:
                         raise
                     leasing.learn_at_least(out, held)
                     text = f"{self.label}: {out_of_memory.describe(out, held)}"
+                    what = out_of_memory.what_happened(self.label, out, held)
                     others = notices.who_else(held, out["uuid"])
                     following = None
                     if not self._runs_here():
@@ -172,7 +173,7 @@ class Tries:
                     if figures := self.told.get("gpu_memory"):
                         leasing.learn(figures, held, is_done=is_done)
                     leasing.learn_memory(self.memory_bytes, is_done=not self.was_killed)
-            notices.say(f"{text}. Also there: {others}. It runs {then}")
+            notices.say_out_of_memory(f"{what}: it runs {then}", f"{text}. Also there: {others}")
             if following is None:
                 break
             requests.append(following)

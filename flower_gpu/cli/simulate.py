@@ -14,14 +14,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs
+from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs, with_rounds
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.apps.folder import RunFolder, check_log_dir, earlier_run, short
 from flower_gpu.calls.settings import call_settings, checked_environment
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
 from flower_gpu.kinds import FOLDER, PAIRS
-from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG
 from flower_gpu.options import (
     GPU_CAP,
     GPU_GUARD,
@@ -41,11 +40,10 @@ _INTERRUPTED: Final = 128 + signal.SIGINT
 _MODULES: Final = ("flower_gpu.simulation.run", "flower_gpu.simulation.reporting")
 # What the run itself is given; the others are the command's own.
 _OF_THE_RUN: Final = tuple(
-    name for name in OPTIONS if name not in ("num_supernodes", "progress", "client_output")
+    name for name in OPTIONS if name not in ("num_supernodes", "rounds", "progress", "client_output")
 )
 _TABLE: Final = {
     **OPTIONS,
-    "rounds": replace(RUN_CONFIG["rounds"], group="federation"),
     "run_config": Option(
         "keys of the app's run config (TOML values), or a TOML file; may be repeated",
         PAIRS,
@@ -157,12 +155,7 @@ def _call_options(arguments: argparse.Namespace) -> CallOptions:
 def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigValue]]:
     """Return the number of nodes, by default that of the run that goes on, and the values of a run config."""
     given = given_run_config(arguments.run_config)
-    if arguments.rounds is not None:
-        if NUM_ROUNDS_KEY in given:
-            raise ConfigError(
-                f"--rounds and --run-config {NUM_ROUNDS_KEY} give the same setting twice: leave one out"
-            )
-        given[NUM_ROUNDS_KEY] = arguments.rounds
+    given = with_rounds(given, arguments.rounds, "--rounds", "--run-config")
     if arguments.resume is None:
         if arguments.num_supernodes is None:
             raise ConfigError(

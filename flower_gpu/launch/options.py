@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 from flower_gpu import options
-from flower_gpu.apps.app import ConfigValue
+from flower_gpu.apps.app import NUM_ROUNDS_KEY, ConfigValue
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import (
     ABSOLUTE_PATH,
@@ -25,7 +25,6 @@ from flower_gpu.kinds import (
 from flower_gpu.options import CALL, USE_GPU, CallOptions, Option, flag, table_of
 
 CLIENTS_PER_ROUND_KEY: Final = "clients-per-round"
-NUM_ROUNDS_KEY: Final = "num-server-rounds"
 
 #: Heading of the options that stand for keys of the run config.
 RUN_CONFIG_GROUP: Final = "run config"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeGuard
 
 from flower_gpu import options as call_options
-from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
+from flower_gpu.apps.app import NUM_CLIENTS_KEY, NUM_ROUNDS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.app_imports import mentions
 from flower_gpu.apps.folder import RunFolder, check_log_dir, check_same_app, earlier_run
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
@@ -19,7 +19,6 @@ from flower_gpu.gpu import guard
 from flower_gpu.launch import gpu_check
 from flower_gpu.launch.options import (
     CLIENTS_PER_ROUND_KEY,
-    NUM_ROUNDS_KEY,
     RUN_CONFIG,
     LaunchOptions,
     check_node_config,

@@ -295,7 +295,9 @@ class MessageHandler:
     def _learn(self, visits: Sequence[Visit], slot: Slot) -> float | None:
         """Learn from a call that is done. Return its seconds per message, or None if they say nothing."""
         self._memory.learn(slot.line.peak_bytes)
-        if (advice := self._starts.learn(slot.ready_s, slot.line.call_s)) is not None:
+        if self._work.calls_per_worker == 1 and (
+            advice := self._starts.learn(slot.ready_s, slot.line.call_s)
+        ):
             log(INFO, "%s", advice)
         self._has_used = self._has_used or slot.is_used_again
         # A call with imports was longer than later ones: their workers are forked with these imports.

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
+from flower_gpu.apps.app import NUM_ROUNDS_KEY
 from flower_gpu.kinds import COUNT, NON_NEGATIVE, SIZE, SWITCH, TEXT, words
 from flower_gpu.options import KEEP_GOING, LOG_DIR, RESUME, Option
 
@@ -36,6 +37,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 group=_FEDERATION,
                 synonyms=("clients",),
             ),
+            "rounds": Option("number of rounds", COUNT, group=_FEDERATION, run_config_key=NUM_ROUNDS_KEY),
             "seed": Option(
                 "seed of the node ids and of all random numbers, those of the ServerApp too: the same "
                 "initial model, the same sampled clients (default: drawn, and written down)",

@@ -13,7 +13,7 @@ from typing import Any, Final
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from flower_gpu.apps.app import FlowerApp
+from flower_gpu.apps.app import FlowerApp, with_rounds
 from flower_gpu.apps.folder import RunFolder, check_same_app, earlier_run
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
@@ -92,6 +92,7 @@ class RunPlan:
         folder, before = (None, {}) if resume is None else earlier_run(resume, "simulate")
         name, where, server, client = _components(app)
         check_same_app(before, name, where, resume)
+        run_config = with_rounds(run_config, values["rounds"], "rounds", "run_config")
         run_config = {**before.get("run_config", {}), **run_config}
         if where is not None:
             run_config = FlowerApp.load(where).simulated(run_config, values["num_supernodes"])

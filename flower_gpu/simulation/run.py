@@ -54,6 +54,7 @@ def simulate(
     app: str | Path | tuple[ServerApp, ClientApp],
     num_supernodes: int,
     *,
+    rounds: int | None = None,
     run_config: Mapping[str, Any] | None = None,
     max_workers: int | None = None,
     calls_per_worker: int | None = None,
@@ -86,6 +87,8 @@ def simulate(
     num_supernodes : int
         How many virtual nodes there are. They have ``partition-id`` and ``num-partitions`` in their node
         configs.
+    rounds : int, optional
+        Number of rounds: ``num-server-rounds`` of the run config. Default: the app's own.
     run_config : mapping, optional
         Values in the place of the app's own.
     max_workers : int, optional
@@ -162,10 +165,11 @@ def simulate(
 
     Examples
     --------
-    >>> result = simulate("examples/quickstart", 100, run_config={"num-server-rounds": 5})
+    >>> result = simulate("examples/quickstart", 100, rounds=5)
     """
     given = {
         "num_supernodes": num_supernodes,
+        "rounds": rounds,
         "max_workers": max_workers,
         "calls_per_worker": calls_per_worker,
         "verify_recycling": verify_recycling,

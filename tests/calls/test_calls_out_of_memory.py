@@ -43,9 +43,10 @@ def test_a_call_that_needs_more_than_its_lease_gets_more(calls_host: CallsHost) 
     first, second = calls_host.trace("lease_granted")
     assert told["lease"] == first["lease"] != second["lease"]
     assert [one["outcome"] for one in calls_host.trace("worker_finished")] == ["out of memory", "ok"]
-    [line] = [line for line in caller("lines") if "PyTorch" not in line]  # 2.10 and 2.11 lack something
-    assert "it took more than its lease" in line and "Asked 3.0 GiB, reserved 2.5 GiB" in line
-    assert line.endswith("It runs again")
+    lines = [line for line in caller("lines") if "PyTorch" not in line]  # 2.10 and 2.11 lack something
+    what_follows, figures = lines
+    assert what_follows.endswith(" ran out of memory on GPU 0 with 4.0 GiB: it runs again")
+    assert "it took more than its lease" in figures and "Asked 3.0 GiB, reserved 2.5 GiB" in figures
     assert calls_host.holders() == []
 
 
@@ -61,6 +62,21 @@ def test_a_call_that_grows_and_grows_has_the_gpu_to_itself_at_last(calls_host: C
     )
     assert error.name == "GPUOutOfMemoryError" and "in 2 tries" in error.text
     assert calls_host.granted()[4:] == [4.0, 0.0]  # to ask for more than there is would help no more
+
+
+def test_figures_are_logged_for_the_first_of_many_calls(calls_host: CallsHost) -> None:
+    """Each try has one short line."""
+    caller = calls_host.start()
+    steps = [["take", 0.5], ["take", 0.25]] + [["take", 0.25]] * 20
+    caller.follow(*steps, gpu_memory="1GiB", start_method="fork")
+    lines = [line for line in caller("lines") if "out of memory" in line]
+    short = [line for line in lines if line.endswith(": it runs again")]
+    assert [line.partition(" with ")[2] for line in short] == [
+        f"{size} GiB: it runs again" for size in ("1.0", "2.0", "4.0")
+    ]
+    assert max(map(len, short)) < 100
+    (figures,) = set(lines) - set(short)
+    assert "Asked 256 MiB" in figures and figures.endswith("the trace has these figures, and the log with -v")
 
 
 @pytest.mark.parametrize("on_oom", ["retry", "cpu"])

@@ -54,6 +54,14 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> SimulationResult:
     return run(log_dir=tmp_path_factory.mktemp("runs"), verbose=False)
 
 
+def test_rounds_are_a_key_of_the_run_config() -> None:
+    assert run(log_dir=None, rounds=1).context.run_config["num-server-rounds"] == 1
+    with pytest.raises(
+        ConfigError, match="rounds and run_config num-server-rounds give the same setting twice"
+    ):
+        run(log_dir=None, rounds=1, run_config={"num-server-rounds": 1})
+
+
 def test_a_process_simulates_one_run_at_a_time() -> None:
     """Two would mix environment variables, and patches of Flower's classes."""
     begin, start = dict(os.environ), FedAvg.start
