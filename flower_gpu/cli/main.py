@@ -107,8 +107,10 @@ def build_parser() -> _Parser:
 
 def _suggestion(text: str, known: Iterable[str]) -> str:
     """Return the end of an error message that suggests the known word nearest to a mistyped one, or ""."""
-    matches = difflib.get_close_matches(text, known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    # Without dashes, by which all options resemble each other.
+    names = {name.strip("-"): name for name in known}
+    matches = difflib.get_close_matches(text.strip("-"), names, n=1)
+    return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
 def _suggested_option(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:

@@ -37,11 +37,14 @@ class ReplySum:
         self.keeps_integers = keeps_integers
         self._weighted_by_key = weighted_by_key
 
-    def add(self, reply: Message) -> None:
-        """Add a reply, if it is no error; keeps no reference to it, to its arrays, or to their memory."""
+    def add(self, reply: Message, source: str | None = None) -> None:
+        """Add a reply, if it is no error; keeps no reference to it, to its arrays, or to their memory.
+
+        ``source``: whose reply it is, for errors; by default the node.
+        """
         if reply.has_error() or self.misfit:
             return
-        source = f"node {reply.metadata.src_node_id}"
+        source = source or f"node {reply.metadata.src_node_id}"
         records = list(records_of(reply.content, ArrayRecord).values())
         weight = weight_of(reply.content, self._weighted_by_key)
         if len(records) != 1:

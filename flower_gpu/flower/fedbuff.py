@@ -183,6 +183,10 @@ class _UpdateSum(ReplySum):
         self._round = server_round
         self._examples = 0.0
 
+    def add(self, reply: Message, source: str | None = None) -> None:
+        """Add an update."""
+        super().add(reply, source or self._under_way.name_of(reply.metadata.src_node_id))
+
     def _add(self, reply: Message, record: ArrayRecord, weight: float, source: str) -> None:
         sent = self._under_way.to_sum.pop(reply.metadata.reply_to_message_id)
         before = cast(ArrayRecord, sent.content[self._strategy.arrayrecord_key])

@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.private_names import GENERATORS, find
-from flower_gpu.flower.strategy_state import ANEW, OURS, StrategyState
+from flower_gpu.flower.strategy_state import OURS, StrategyState, without_checkpoint
 from flower_gpu.flower.streaming import ComingReplies
 
 #: State of random number generators, made of what JSON has.
@@ -205,7 +205,7 @@ class _RoundParts:
             if before != now:
                 raise ConfigError(
                     f"the run cannot go on: its {what} was {before}, and is {now} now. Give the app that of "
-                    f"then, or start a new run {ANEW}"
+                    f"then, or start a new run {without_checkpoint()}"
                 )
         log(INFO, "Going on after round %s of %s", state.server_round, num_rounds)
         self.arrays = state.arrays

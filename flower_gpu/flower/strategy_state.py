@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Iterator, Mapping
 from logging import WARNING
 from typing import Any, Final
@@ -26,12 +27,11 @@ from numpy.typing import NDArray
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import arrays
+from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.workers.transport.regions import Region
 
 #: The kind of a checkpoint of flower_gpu's FedAvg, or of a class derived from it.
 OURS: Final = "flower_gpu.FedAvg"
-#: How to do without a checkpoint.
-ANEW: Final = "without --resume (with resumable(): in another folder)"
 
 _FLOWERS: Final = "flwr."
 _OF_PACKAGES: Final = (_FLOWERS, "flower_gpu.")
@@ -44,6 +44,11 @@ RESUMABLE: Final = (
     "Flower's own strategies (flwr.serverapp.strategy), flower_gpu.FedAvg and FedBuff have checkpoints, and "
     "so has each strategy with state_dict() and load_state_dict() and without a start() of its own"
 )
+
+
+def without_checkpoint() -> str:
+    """Return how to start a run without its checkpoint, for errors: of a command, or of ``resumable()``."""
+    return "without --resume" if os.environ.get(RUN_DIR_VARIABLE) else "in another folder"
 
 
 class StrategyState:
@@ -247,5 +252,5 @@ def _load(target: Any, content: Any, path: str) -> None:
         what = path if path == _ITSELF else f"strategy's {path}"
         raise ConfigError(
             f"the {what} refuses its state in the checkpoint: {error}. "
-            f"Use the app with which the run began, or start a new run {ANEW}"
+            f"Use the app with which the run began, or start a new run {without_checkpoint()}"
         ) from error

@@ -94,6 +94,8 @@ class UnderWay:
         self._clock: Callable[[], float] = getattr(grid, "clock", time.monotonic)
         self._wait = getattr(grid, "wait_for_replies", _wait)
         self._taken = getattr(grid, "taken", lambda reply, node_id: None)  # for recorded grids
+        #: Returns how errors name a node.
+        self.name_of: Callable[[int], str] = getattr(grid, "name_of", "node {}".format)
         self.kind = strategy.checkpoint_kind
         #: The newest version of the model, and the round in which it is trained.
         self.arrays, self._round = arrays, 1
@@ -143,7 +145,7 @@ class UnderWay:
                 refused += message_id in self._refused
                 self._refused.discard(message_id)
                 self._failed.add(sent.node_id)
-                self._last_error = f"node {sent.node_id}: {reason_of(reply)}"
+                self._last_error = f"{self.name_of(sent.node_id)}: {reason_of(reply)}"
             else:
                 updates += 1
                 self._has_update = True

@@ -97,32 +97,35 @@ class GroupSum:
     total: ReplySum = field(init=False)
     ids: list[str] = field(default_factory=list)
     error: InvalidResultError | None = None
-    _early: dict[int, Message] = field(default_factory=dict)  # those before them are not here
+    _early: dict[int, tuple[Message, str]] = field(default_factory=dict)  # those before them are not here
     _next: int = 0
 
     def __post_init__(self) -> None:
         self.total = ReplySum(self.group.weighted_by_key, keeps_integers=self.group.keeps_integers)
 
-    def add(self, reply: Message, place: int | None) -> None:
-        """Add a reply: at once, or when all those with a lower place are there."""
+    def add(self, reply: Message, place: int | None, source: str) -> None:
+        """Add a reply: at once, or when all those with a lower place are there.
+
+        ``source``: whose reply it is, for errors.
+        """
         self.ids.append(reply.metadata.reply_to_message_id)
         if place is None:
-            self._sum(reply)
+            self._sum(reply, source)
             return
-        self._early[place] = reply
+        self._early[place] = reply, source
         while self._next in self._early:
-            self._sum(self._early.pop(self._next))
+            self._sum(*self._early.pop(self._next))
             self._next += 1
 
     def settle(self) -> None:
         """Add, in their order, replies that wait for others before them: those do not come any more."""
         for place in sorted(self._early):
-            self._sum(self._early.pop(place))
+            self._sum(*self._early.pop(place))
 
-    def _sum(self, reply: Message) -> None:
+    def _sum(self, reply: Message, source: str) -> None:
         if self.error is None:
             try:
-                self.total.add(reply)
+                self.total.add(reply, source)
             except InvalidResultError as error:
                 self.error = error
 

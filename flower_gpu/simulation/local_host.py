@@ -137,7 +137,11 @@ class QueueHost(Host):
                 continue
             if group.number not in self._sums:
                 self._sums[group.number] = GroupSum(group)
-            self._sums[group.number].add(reply, visit.place)
+            self._sums[group.number].add(reply, visit.place, self.name_of(visit))
+
+    def name_of(self, visit: Visit) -> str:
+        """Return how errors name the receiver of a message."""
+        return f"node {visit.message.metadata.dst_node_id}"
 
     def ask_for_sum(self, group: int) -> None:
         """Have the sum of a group come with the next answers; the group begins anew."""
@@ -280,6 +284,10 @@ class LocalHost(QueueHost):
             About(platform.node(), concurrency, threads, determinism.described(self.gpus), cores(), [])
         )
         self._opened = ExitStack()
+
+    def name_of(self, visit: Visit) -> str:
+        """Return how errors name the receiver of a message: by its partition, as the displays do."""
+        return f"client {self._run.nodes.partition_of(visit.message.metadata.dst_node_id)}"
 
     def begin(self, joined: Callable[[Host], object]) -> None:
         """Get ready for messages, and ask for some."""

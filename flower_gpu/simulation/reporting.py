@@ -44,6 +44,7 @@ _OTHER_STRATEGY: Final = (
 #: The attribute of an error that has ended a run which says where its results are.
 FOLDER: Final = "folder_of_run"
 _SMALL_BYTES: Final = 4096  # of a table or a result, about
+_FEW: Final = 3  # failures, and messages
 
 
 class Report:
@@ -277,7 +278,23 @@ def lines_of(summary: Mapping[str, Any], folder: RunFolder | None) -> list[str]:
         more.append(("batches", _batches_text(batches)))
     if hidden := summary.get("client_lines_hidden"):
         more.append(("client output", f"{hidden} lines are not shown here: {_all_lines(folder)}"))
-    return result_lines(summary, None if folder is None else folder.shown, more)
+    lines = result_lines(summary, None if folder is None else folder.shown, more)
+    return [*lines, *_only_used_workers_failed(summary)]
+
+
+def _only_used_workers_failed(summary: Mapping[str, Any]) -> list[str]:
+    """Return a hint if messages failed in workers that had handled others before, and in no new worker.
+
+    A few failures may be there by chance, because most messages are handled by used workers.
+    """
+    new, used = (summary.get("calls_by_use", {}).get(name, {}) for name in ("new", "used"))
+    if new.get("failed") or min(new.get("count", 0), used.get("failed", 0)) < _FEW:
+        return []
+    return [
+        f"  all {used['failed']} were in workers that had handled other messages before, and the first "
+        f"messages of {new['count']} workers went well: --calls-per-worker 1 gives each message a worker of "
+        "its own"
+    ]
 
 
 def _all_lines(folder: RunFolder | None) -> str:

@@ -11,8 +11,9 @@ from typing import Any, Final
 from flower_gpu import trace
 from flower_gpu.apps.failures import COMPLETED
 from flower_gpu.trace import SERVER_EVALUATE, Event
-from flower_gpu.watch.fields import mapping, mappings, metric_rank, number, text, whole, whose
+from flower_gpu.watch.fields import SERVER, mapping, mappings, metric_rank, number, text, whole, whose
 from flower_gpu.watch.spans import (
+    CANCELLED,
     CONSEQUENCES,
     HOST_LOST,
     MOST_HOSTS,
@@ -467,6 +468,8 @@ class History:
     def _on_worker_finished(self, time: float, event: Event) -> None:
         worker, outcome = self._worker_of(event), text(event.get("outcome"))
         self.tally.workers_finished[outcome if outcome in OUTCOMES else OTHER] += 1
+        if outcome != CANCELLED and text(event.get("client")) != SERVER:
+            self.tally.calls_by_use[event.get("used_again") is True, outcome != "ok"] += 1
         if worker is None:  # the line of its start was cut off
             worker = self._begin_worker(time - (number(event.get("seconds")) or 0.0), event)
         if worker.round == (current := self.current_round):  # with FedBuff, others are of earlier rounds

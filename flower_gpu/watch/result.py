@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from flower_gpu import trace
 from flower_gpu.apps.failures import outcome_text
 from flower_gpu.apps.folder import RunFolder, write_json
 from flower_gpu.printable import and_others, duration_text
@@ -21,7 +21,8 @@ _MOST_CLIENTS: Final = 5  # of one reason
 _MOST_HOSTS: Final = 8
 _MOST_ROUNDS: Final = 5
 _MOST_METRICS: Final = 8
-_REASON_CHARACTERS: Final = 120
+_REASON_CHARACTERS: Final = 240
+_LEFT_OUT: Final = " ... "
 _SHOWN_WAIT_S: Final = 1.0
 #: How a call that ran out of GPU memory went on: ``then`` in its event.
 THEN: Final = {"again": "ran again", "on the CPU": "ran on the CPU", "failed": "failed"}
@@ -69,12 +70,20 @@ def result_of(history: History, client_of: Callable[[int], Any] = lambda node: n
         "waited_s": _rounded(history.waited_s),
         "cut_lines": history.cut_lines,
         "workers_started": tally.workers_started,
+        "calls_by_use": {
+            name: {
+                "count": tally.calls_by_use[is_used, False] + tally.calls_by_use[is_used, True],
+                "failed": tally.calls_by_use[is_used, True],
+            }
+            for name, is_used in (("new", False), ("used", True))
+        },
         "leases": {**_waits(tally.leases), "out_of_memory": dict(tally.out_of_memory)},
         "cores": _waits(tally.cores),
         "model": None,
         "model_sha256": None,
         **history.facts,
         "metrics": history.last_metrics,
+        "not_finite": _not_finite(history.last_metrics),
         "initial": initial,
         "rounds": rows,
         "settings": history.settings,
@@ -126,13 +135,26 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
+def _not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the metrics of each task that JSON has no number for, as texts."""
+    found = {
+        task: {name: trace.spelled(value) for name, value in told.items() if _is_not_finite(value)}
+        for task, told in metrics.items()
+    }
+    return {task: texts for task, texts in found.items() if texts}
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _plain(value: Any) -> Any:
     """Return a value as JSON can hold it: numbers that are none become null."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return None if _is_not_finite(value) else value
 
 
 # For people
@@ -168,8 +190,10 @@ def result_lines(
         rows.append(("memory", f"ran out {sum(counts.values())} times: {follows}"))
     if cores["waited_s"] >= _SHOWN_WAIT_S:
         rows.append(("cores", _waits_text(cores)))
+    not_finite = result.get("not_finite") or {}
     for kind, metrics in result["metrics"].items():
-        if text := metrics_text(metrics, _MOST_METRICS):
+        numbers = {name: float(text) for name, text in not_finite.get(kind, {}).items()}
+        if text := metrics_text({**metrics, **numbers}, _MOST_METRICS):
             rows.append((kind, text))
     if sha256 := result["model_sha256"]:
         rows.append(("model sha256", sha256))
@@ -192,6 +216,15 @@ def _hosts_text(hosts: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(hosts)}{f', {lost} lost' if lost else ''}; messages: {most}{more}"
 
 
+def _without_middle(text: str) -> str:
+    """Return a reason in one line, of a long one the head and the tail: many end with what is wrong."""
+    text = " ".join(text.split())
+    if len(text) <= _REASON_CHARACTERS:
+        return text
+    half = (_REASON_CHARACTERS - len(_LEFT_OUT)) // 2
+    return f"{text[:half].rstrip()}{_LEFT_OUT}{text[-half:].lstrip()}"
+
+
 def _failures(result: Mapping[str, Any]) -> list[str]:
     """Return a line for each reason, with the clients."""
     reasons = result["failures"][:_MOST_FAILURES]
@@ -204,7 +237,7 @@ def _failures(result: Mapping[str, Any]) -> list[str]:
         rounds = [str(number) for message in messages if (number := message["round"]) is not None]
         in_rounds = f" in {_listed('round', list(dict.fromkeys(rounds)), _MOST_ROUNDS)}" if rounds else ""
         count = f" ({reason['count']} messages)" if reason["count"] > len(clients) else ""
-        text = textwrap.shorten(reason["reason"], _REASON_CHARACTERS, placeholder=" ...") or "no reason given"
+        text = _without_middle(reason["reason"]) or "no reason given"
         who = _listed("client", clients, _MOST_CLIENTS)
         lines.append(f"  {who}, {kinds}{in_rounds}{count}: {text}")
     if more := result["failed"] - sum(reason["count"] for reason in reasons):

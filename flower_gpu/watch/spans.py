@@ -315,6 +315,9 @@ class Tally:
     leases: LeaseCounts = field(default_factory=LeaseCounts)  # of GPUs
     cores: LeaseCounts = field(default_factory=LeaseCounts)  # to calls on the CPU
     out_of_memory: Counter[str] = field(default_factory=Counter)  # by what followed
+    #: Clients' calls that have ended, by whether their worker had done another call before, and whether they
+    #: failed.
+    calls_by_use: Counter[tuple[bool, bool]] = field(default_factory=Counter)
     rounds_finished: int = 0
     host_calls: dict[str, Counter[str]] = field(default_factory=dict)  # by host, then by outcome
 

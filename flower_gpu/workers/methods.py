@@ -159,8 +159,11 @@ def write_request(call: Call, files: dict[str, int], *, preloaded: bool, is_new:
     except OSError as error:  # no memory for it, or a limit
         raise WorkerStartError(f"cannot start a worker: {error}") from error
     except Exception as error:
+        what = f"{task_name(call.task)} or its arguments"
+        if getattr(call.task, "__module__", "").partition(".")[0] == "flower_gpu":
+            what = "the function, or what it is called with,"  # the user's function is among the arguments
         raise WorkerStartError(
-            f"{call.label}: {task_name(call.task)} or its arguments cannot be passed to a worker "
+            f"{call.label}: {what} cannot be passed to a worker "
             f"({type(error).__name__}: {error}). Functions of modules that can be imported and plain values "
             "can"
         ) from error

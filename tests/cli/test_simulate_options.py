@@ -192,6 +192,7 @@ def refusal(
         ("--clients 3 --resume nothing", "--resume nothing: there is no such folder"),
         ("--clients 3 --resume app", "--resume app: it has no trace.jsonl of `flower-gpu simulate`"),
         ("--clients 3 --log-dir app/pyproject.toml/x", "pyproject.toml is not a folder"),
+        ("--clients 3 --bogus", "unknown: --bogus (options: flower-gpu simulate --help)"),
         ("--clients 3 --faster", "unknown: --faster (options: flower-gpu simulate --help)"),
         ("--num-supernode 3", "unknown: --num-supernode 3; did you mean --num-supernodes?"),
     ],

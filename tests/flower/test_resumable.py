@@ -110,7 +110,11 @@ def test_a_grid_with_checkpoints_keeps_them_as_well(tmp_path: Path) -> None:
     ("strategy", "size", "words"),
     [
         (flowers.FedYogi(fraction_evaluate=0.0), 3, "strategy was flwr.serverapp.strategy.FedAdam, and is"),
-        (FedAvg(), 3, "is flower_gpu.FedAvg now. Give the app that of then, or start a new run"),
+        (
+            FedAvg(),
+            3,
+            "is flower_gpu.FedAvg now.* or start a new run in another folder$",
+        ),
         (flowers.FedAdam(), 4, "first model was 1 arrays with 3 numbers .*, and is 1 arrays with 4 numbers"),
     ],
 )

@@ -84,6 +84,7 @@ def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_pat
         again = run("exact", NODES, tmp_path, "--resume", str(alone.folder))
     assert model_of(done) != model_of(alone), "the app's bits depend on the threads"
     assert again.status == 2 and "threads was 1 and is 2" in again.output
+    assert "or start a new run without --resume" in again.output and "resumable()" not in again.output
 
 
 def test_a_run_that_goes_on_elsewhere_is_told(caplog: pytest.LogCaptureFixture) -> None:

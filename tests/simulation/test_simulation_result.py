@@ -16,7 +16,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from flower_gpu import ConfigError, SimulationResult, simulate
+import flower_gpu
+from flower_gpu import ClientsFailedError, ConfigError, InvalidResultError, SimulationResult, simulate
 from flower_gpu.watch.notebook import result_html
 from flower_gpu.watch.spans import RoundPart
 
@@ -52,6 +53,46 @@ def run(**options: Any) -> SimulationResult:
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> SimulationResult:
     return run(log_dir=tmp_path_factory.mktemp("runs"), verbose=False)
+
+
+def test_errors_name_the_client_whose_reply_does_not_fit() -> None:
+    """And not Flower's id of its node, which nobody knows."""
+    odd = ClientApp()
+
+    @odd.train()
+    def train_oddly(message: Message, context: Context) -> Message:
+        size = 3 + int(context.node_config["partition-id"] == 1)
+        arrays = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
+        content = RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})})
+        return Message(content, reply_to=message)
+
+    for strategy in (flower_gpu.FedAvg(exact_order=True), flower_gpu.FedBuff(2, 2)):
+        server = ServerApp()
+
+        @server.main()
+        def main(grid: Grid, context: Context, strategy: Any = strategy) -> None:
+            strategy.start(grid, ArrayRecord({"w": Array(np.zeros(3, np.float32))}), num_rounds=1)
+
+        options = {"progress": False, "start_method": "in-process", "gpu": "never", "log_dir": None}
+        with pytest.raises(InvalidResultError, match="array 'w' of client 1 "):
+            simulate((server, odd), 2, **options)
+
+
+def test_fedbuff_names_the_client_that_has_failed_last() -> None:
+    server, failing = ServerApp(), ClientApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = flower_gpu.FedBuff(1, 1)
+        strategy.start(grid, ArrayRecord({"w": Array(np.zeros(3, np.float32))}), num_rounds=2)
+
+    @failing.train()
+    def fail(message: Message, context: Context) -> Message:
+        raise ValueError("no data")
+
+    options = {"progress": False, "start_method": "in-process", "gpu": "never", "log_dir": None}
+    with pytest.raises(ClientsFailedError, match=r"The last failure is that of client [01]: .*no data"):
+        simulate((server, failing), 2, keep_going=True, **options)
 
 
 def test_rounds_are_a_key_of_the_run_config() -> None:

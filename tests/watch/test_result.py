@@ -98,6 +98,23 @@ def test_a_reason_is_told_once_with_its_clients() -> None:
     ]
 
 
+def test_a_reason_is_not_cut_before_what_is_wrong() -> None:
+    """Some errors begin with a line that only announces the next one, or with an empty one; some are long."""
+    shapes = "size mismatch for conv.weight: the shape in current model is torch.Size([4, 4])"
+    reasons = [
+        f"RuntimeError: Error(s) in loading state_dict for Net:\n\t{shapes}.\nmore",
+        "TypeError: \n\nno data",
+        f"ValueError: {'x' * 400} is no label of this data set",
+    ]
+    failures = [failed(1, "train", number, text) for number, text in enumerate(reasons)]
+    lines = result_lines(summary(failures), None)
+    first, second, third = lines[lines.index("failed:") + 1 :]
+    assert first.endswith(f": RuntimeError: Error(s) in loading state_dict for Net: {shapes}.")
+    assert second.endswith(": TypeError: no data")
+    assert ": ValueError: xxx" in third and third.endswith("x is no label of this data set")
+    assert " ... " in third and len(third) < 300
+
+
 @given(st.integers(1, 400), st.integers(1, 300))
 def test_of_many_reasons_ten_are_named_and_all_failures_are_counted(clients: int, reasons: int) -> None:
     failures = [failed(1, "train", client, f"reason {client % reasons}") for client in range(clients)]
@@ -173,6 +190,9 @@ def test_numbers_that_are_not_finite_reach_the_table(tmp_path: Path, monkeypatch
     assert (tmp_path / "metrics.csv").read_text().splitlines()[1] == "1,train,nan,inf,-inf,nan,1.5"
     result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
     assert result["metrics"]["train"] == {**dict.fromkeys("abcd"), "e": 1.5}
+    assert result["not_finite"] == {"train": {"a": "NaN", "b": "Infinity", "c": "-Infinity"}}
+    (line,) = [line for line in result_lines(result, None) if line.startswith("train ")]
+    assert line.split(maxsplit=1)[1] == "a nan, b inf, c -inf, e 1.5"
 
 
 @pytest.mark.parametrize("torn", ['{"v": 1, "time": 105.0, "ev', "\x00\x00", "[1]\n", '"text"\n', "\n"])

@@ -21,7 +21,7 @@ import pytest
 from processes import SHARED_MEMORY, SUPERVISED, Run, is_running, wait_until
 from worker_lines import Caller
 
-from flower_gpu import run_in_worker
+from flower_gpu import run_in_worker, trace
 from flower_gpu.errors import (
     InvalidResultError,
     WorkerDiedError,
@@ -299,6 +299,13 @@ def test_argument_that_cannot_be_passed(run: Run) -> None:
         assert part.strip("'") in str(caught.value)
     assert isinstance(caught.value.__cause__, TypeError)
     assert run.pids() == []
+
+
+def test_a_function_of_ours_is_not_named_in_the_place_of_the_users(run: Run) -> None:
+    with pytest.raises(WorkerStartError) as caught:
+        run_in_worker(trace.read, threading.Lock(), start_method="spawn")
+    text = "the function, or what it is called with, cannot be passed to a worker (TypeError: "
+    assert f"read on the server: {text}" in str(caught.value)
 
 
 def test_argument_that_cannot_be_rebuilt(run: Run) -> None:

@@ -89,6 +89,10 @@ class RecordedGrid:
         """Note that a node's reply to one of :class:`Buffered` messages is of the round that is open now."""
         self._recorder.taken(reply, node_id)
 
+    def name_of(self, node_id: int) -> str:
+        """Return how errors name a node."""
+        return self._recorder.name_of(node_id)
+
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:

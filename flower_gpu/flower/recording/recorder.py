@@ -329,6 +329,11 @@ class Recorder:
         partition = self._partition(node_id)
         return node_id if partition is None else partition
 
+    def name_of(self, node_id: int) -> str:
+        """Return how errors name a node: as a client where its partition is known."""
+        partition = None if self._partition_of is None else self._partition(node_id)
+        return f"node {node_id}" if partition is None else f"client {partition}"
+
     def _partition(self, node_id: int) -> int | None:
         if self._partition_of is None:
             return node_id

@@ -40,7 +40,7 @@ from flower_gpu.flower.records import records_of
 from flower_gpu.flower.resuming.metrics_log import MetricsLog
 from flower_gpu.flower.resuming.states import FilePlace, StateStore, disk_error
 from flower_gpu.flower.rounds import RoundState
-from flower_gpu.flower.strategy_state import ANEW
+from flower_gpu.flower.strategy_state import without_checkpoint
 from flower_gpu.printable import path_text
 
 FORMAT_VERSION: Final = 5
@@ -283,7 +283,7 @@ class Checkpoints:
             raise ConfigError(
                 f"{path_text(self._index)} was written by another flower-gpu: its format is version "
                 f"{version}, and this one reads version {FORMAT_VERSION}. Continue the run with the version "
-                f"that began it, or start it anew {ANEW}"
+                f"that began it, or start it anew {without_checkpoint()}"
             )
         if zlib.crc32(text) != int(match[2]):
             raise ValueError("its checksum is another one")
@@ -302,7 +302,7 @@ class Checkpoints:
         if differing:
             raise ConfigError(
                 f"the run in {path_text(self._folder)} cannot be continued by this one: "
-                f"{'; '.join(differing)}. Give the earlier values, or start a new run {ANEW}"
+                f"{'; '.join(differing)}. Give the earlier values, or start a new run {without_checkpoint()}"
             )
 
 
@@ -332,7 +332,7 @@ def _sync(path: Path) -> None:
 def _damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"{path_text(path)} is damaged ({reason}), so that the run cannot be continued. Bring the file back "
-        f"from a copy if there is one, else start the run anew {ANEW}"
+        f"from a copy if there is one, else start the run anew {without_checkpoint()}"
     )
 
 
