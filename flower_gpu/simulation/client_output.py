@@ -1,8 +1,8 @@
-"""Which of the lines that clients write are shown while a run goes on.
+"""The lines of clients that a run shows.
 
-A hundred clients that print one line per epoch write a thousand lines in each round. Among these nobody finds
-the line of the round. All lines are in a file of the run's folder in any case, so only the first ones of each
-round are shown unless the user asks for all.
+A hundred clients that print a line for each epoch write a thousand lines in a round, and the line of the
+round is lost among them. All lines are in a file of the run's folder anyway. So a run shows the first lines
+of each round, unless the user asks for all.
 """
 
 from __future__ import annotations

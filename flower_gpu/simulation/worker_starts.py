@@ -1,8 +1,8 @@
-"""How long workers take until they train, in a run in which each message has a worker of its own.
+"""The time until workers train, in a run in which each message has a worker of its own.
 
-Such a worker imports the app's modules, and most apps load their data in it, for each message again. That
-may take longer than the training, and it looks like training: only the first step of an optimizer tells them
-apart. PyTorch tells of that step. Without it the time until the app's function begins is all that is known.
+Such a worker imports the app's modules, and most apps load their data again for each message. This may take
+longer than the training, and it looks like training: only the first step of an optimizer tells them apart.
+PyTorch reports that step. With other frameworks, only the time until the app's function begins is known.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Final
 from flower_gpu.printable import duration_text
 
 _KEPT: Final = 1000  # starts of each kind
-_ENOUGH: Final = 4  # starts, before anything is advised
+_ENOUGH: Final = 4  # starts before the first advice
 _LONG_S: Final = 0.5
 _LONG_PART: Final = 0.2  # of the calls' time
 
 
 class WorkerStarts:
-    """The times that new workers took until they were ready, as far as they have told.
+    """The times until new workers were ready, as the workers reported them.
 
-    ``has_preload``: whether data are loaded once for all workers, so that nobody need be told how.
+    ``has_preload``: whether data are loaded once for all workers. Then there is no advice.
     """
 
     def __init__(self, *, has_preload: bool) -> None:

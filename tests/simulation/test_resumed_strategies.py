@@ -468,7 +468,7 @@ def test_an_accountant_that_does_not_take_its_state_is_an_error_with_what_to_do(
     name = "DifferentialPrivacyClientSideFixedClipping"
     run(name, MAKE[name](), tmp_path)
     without = flowers.DifferentialPrivacyClientSideFixedClipping(FedAvg(), 0.3, 2.0, NODES)
-    with pytest.raises(ConfigError, match=r"strategy's accountant refuses its state .* without --resume"):
+    with pytest.raises(ConfigError, match=r"strategy's accountant refuses its state .* in another folder"):
         run(name, without, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""How long new workers take until they train, and when somebody is told how to make that shorter."""
+"""The time until new workers train, and the advice if it is long."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_long_starts_lead_to_advice_once() -> None:
     ("has_preload", "ready_s", "call_s"),
     [(True, {True: 6.0}, 8.0), (False, {True: 6.0}, 60.0), (False, {True: 0.2}, 0.3), (False, {}, 8.0)],
 )
-def test_nobody_is_advised_without_reason(
+def test_there_is_no_advice_without_reason(
     has_preload: bool, ready_s: dict[bool, float], call_s: float
 ) -> None:
-    """With data that are loaded once; with a long training, or a short start; with used workers."""
+    """Data are loaded once, training takes longer, starts are short, or workers are used again."""
     starts = WorkerStarts(has_preload=has_preload)
     assert advice(starts, ready_s, call_s) == []
     assert bool(starts.facts()) == bool(ready_s)
