@@ -54,10 +54,11 @@ class Display:
         """Let the time that is shown go on."""
 
     def say(self, text: str) -> None:
-        """Print a text on the stream, above what is drawn there."""
+        """Print a text on the stream, above what is drawn there. Any thread may do so."""
         if self.stream is not None:
             with suppress(OSError, ValueError):
-                print(text, file=self.stream, flush=True)
+                # One write, so that another thread cannot print between the text and the end of its line.
+                print(f"{text}\n", end="", file=self.stream, flush=True)
 
     def close(self) -> None:
         """Leave the stream as it was; what is shown stays."""
@@ -148,7 +149,7 @@ class RoundLines(Display):
 
     def _print(self, text: str) -> None:
         self._line_at_s = time.monotonic()
-        print(text, file=self.stream, flush=True)
+        self.say(text)
 
 
 class _Bars(Display):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from flower_gpu import frameworks
@@ -65,4 +63,3 @@ def test_the_first_step_of_an_optimizer_is_told_once() -> None:
     assert told == [1]
     train()
     assert told == [1]
-    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
