@@ -232,11 +232,6 @@ class _Shown:
         if self.has_bars:
             _say(text)
 
-    def tell(self, folder: Path) -> None:
-        """Say how to have a report of a run."""
-        if self.progress:
-            print(f"report  flower-gpu report {short(folder)}", file=sys.stderr, flush=True)
-
 
 def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> int:
     # Here: what they import takes a second, and an error in an option is there at once.
@@ -244,7 +239,6 @@ def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> 
         from flower_gpu.simulation.reporting import FOLDER, error_text, lines_of
         from flower_gpu.simulation.run import simulate
         from flower_gpu.simulation.simulation_result import SimulationStoppedError
-        from flower_gpu.watch.trackers import tracking
 
     try:
         result = simulate(app, num_supernodes, **options)
@@ -256,8 +250,9 @@ def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> 
         if not is_told and not isinstance(error, RunEndedError):
             print(shortened(traceback.format_exc()), end="", file=sys.stderr)
         folder = vars(error).get(FOLDER)
-        if folder is not None and not isinstance(error, DiskError):
-            shown.tell(folder)
+        has_no_summary = shown.progress and shown.is_quiet  # otherwise it has named the command
+        if folder is not None and has_no_summary and not isinstance(error, DiskError):
+            _say(f"report: flower-gpu report {short(folder)}")
         if is_told:
             raise
         if isinstance(error, RunEndedError):
@@ -269,11 +264,6 @@ def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> 
     if shown.progress and shown.is_quiet:
         run_folder = None if result.folder is None else RunFolder(result.folder)
         print("\n".join(lines_of(result.summary, run_folder)), file=sys.stderr, flush=True)
-    if result.folder is not None:
-        for line in tracking.where(result.folder) if shown.progress else ():
-            print(f"tracker  {line}", file=sys.stderr, flush=True)
-        if shown.has_bars:
-            shown.tell(result.folder)
     return 0
 
 

@@ -21,7 +21,7 @@ from flower_gpu.options import CALL, RUN_DIR_VARIABLE, USE_GPU
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism
 from flower_gpu.watch.history import History
-from flower_gpu.watch.result import result_lines, result_of, write_results
+from flower_gpu.watch.result import places_of, result_lines, result_of, write_results
 from flower_gpu.watch.trackers import tracking
 
 _NO_ROUNDS: Final = (
@@ -230,12 +230,10 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int
             )
         return
     if not result["rounds"] and not result["initial"]:
-        print(_NO_ROUNDS)
-    more = [("tracker", line) for line in tracking.where(folder.path)]
-    more.append(("report", f"flower-gpu report {folder.shown}"))
-    print("\n".join(result_lines(result, folder.shown, more)), flush=True)
+        print(_NO_ROUNDS, flush=True)
     for remark in remarks_at_end(plan, history):
         _complain(remark)
+    print("\n".join(result_lines(result, places=places_of(folder))), flush=True)
 
 
 def remarks_at_end(plan: Plan, history: History) -> Iterator[str]:

@@ -31,7 +31,7 @@ from flower_gpu.watch.fields import first_line
 from flower_gpu.watch.history import History
 from flower_gpu.watch.metrics_table import MetricsTable
 from flower_gpu.watch.output import flower_lines
-from flower_gpu.watch.result import result_lines, result_of, write_results
+from flower_gpu.watch.result import places_of, result_lines, result_of, write_results
 
 _CANNOT_RESUME: Final = (
     f"this run cannot go on with {{}}, because its state is not known. {RESUMABLE}. Start a new run"
@@ -196,7 +196,7 @@ class Report:
                 _print([f"not all results are written: {full}"])  # what ended the run is told as well
 
     def conclude(self) -> None:
-        """Write the results and show them, once the trace has the end of the run.
+        """Write the results, once the trace has the end of the run.
 
         Raises DiskError if there is no room for the results of a run that was complete.
         """
@@ -219,9 +219,11 @@ class Report:
                 raise full from error
             if not self._is_disk_full:
                 _print([f"not all results are written: {full}"])
-        finally:
-            if self._is_shown:
-                _print(lines_of(self.summary, self.folder))
+
+    def show_summary(self) -> None:
+        """Show how the run has ended, if progress is shown: its last lines, also after those of trackers."""
+        if self._is_shown and self.summary:
+            _print(lines_of(self.summary, self.folder))
 
 
 @contextmanager
@@ -278,8 +280,10 @@ def lines_of(summary: Mapping[str, Any], folder: RunFolder | None) -> list[str]:
         more.append(("batches", _batches_text(batches)))
     if hidden := summary.get("client_lines_hidden"):
         more.append(("client output", f"{hidden} lines are not shown here: {_all_lines(folder)}"))
-    lines = result_lines(summary, None if folder is None else folder.shown, more)
-    return [*lines, *_only_used_workers_failed(summary)]
+    places = () if folder is None else places_of(folder)
+    lines = result_lines(summary, more, places)
+    end_of_failures = len(lines) - len(places)
+    return [*lines[:end_of_failures], *_only_used_workers_failed(summary), *lines[end_of_failures:]]
 
 
 def _only_used_workers_failed(summary: Mapping[str, Any]) -> list[str]:

@@ -223,6 +223,7 @@ class _Record:
             self.folder = RunFolder.create(plan.log_dir)
         self._report: Report | None = None
         self._run: RecordedRun | None = None
+        stack.callback(self._show_summary)  # first in, last out: trackers may warn while they end
         if self.folder is None:
             stack.callback(self._conclude)
         else:
@@ -300,6 +301,10 @@ class _Record:
     def _conclude(self) -> None:
         if self._report is not None:
             self._report.conclude()
+
+    def _show_summary(self) -> None:
+        if self._report is not None:
+            self._report.show_summary()
 
 
 def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: ExitStack) -> SimulationGrid:

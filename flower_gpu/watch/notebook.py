@@ -36,7 +36,8 @@ class ReportPath(PosixPath):
 
 def result_html(app: str, summary: Mapping[str, Any], folder: str, parts: Sequence[RoundPart]) -> str:
     """Return the HTML that a notebook shows of a run; ``folder`` is empty where it has none."""
-    lines = "\n".join([f"<b>{_text(app)}</b>", *map(_text, result_lines(summary, folder or None))])
+    places = [("results", folder)] if folder else []
+    lines = "\n".join([f"<b>{_text(app)}</b>", *map(_text, result_lines(summary, places=places))])
     return f"<div><pre>{lines}</pre>{_table(parts)}</div>"
 
 

@@ -15,6 +15,7 @@ from flower_gpu.watch.fields import client_key, metrics_text
 from flower_gpu.watch.history import History
 from flower_gpu.watch.metrics_table import MetricsTable
 from flower_gpu.watch.spans import LeaseCounts, RoundPart
+from flower_gpu.watch.trackers import tracking
 
 _MOST_FAILURES: Final = 10  # reasons
 _MOST_CLIENTS: Final = 5  # of one reason
@@ -161,9 +162,13 @@ def _plain(value: Any) -> Any:
 
 
 def result_lines(
-    result: Mapping[str, Any], where: str | None, more: Sequence[tuple[str, str]] = ()
+    result: Mapping[str, Any], more: Sequence[tuple[str, str]] = (), places: Sequence[tuple[str, str]] = ()
 ) -> list[str]:
-    """Write a result for people: ``where`` is the run's folder, ``more`` are further rows."""
+    """Return the summary of a run, line by line.
+
+    ``more``: further rows of the table. ``places``: rows that say where the results are. They come last,
+    because the end of a long list of failures is what stays in sight.
+    """
     of = f" of {result['num_rounds']}" if result["num_rounds"] else ""
     rate, leases, cores = result["messages_per_s"], result["leases"], result["cores"]
     rows = [
@@ -198,10 +203,15 @@ def result_lines(
     if sha256 := result["model_sha256"]:
         rows.append(("model sha256", sha256))
     rows += more
-    if where is not None:
-        rows.append(("results", where))
-    width = max(len(name) for name, _ in rows)
-    return [*(f"{name:{width}}  {text}" for name, text in rows), *_failures(result)]
+    width = max(len(name) for name, _ in [*rows, *places])
+    table, ends = ([f"{name:{width}}  {text}" for name, text in part] for part in (rows, places))
+    return [*table, *_failures(result), *ends]
+
+
+def places_of(folder: RunFolder) -> list[tuple[str, str]]:
+    """Return rows that say where the results of a run are, for the end of its summary."""
+    trackers = [("tracker", line) for line in tracking.where(folder.path)]
+    return [*trackers, ("results", folder.shown), ("report", f"flower-gpu report {folder.shown}")]
 
 
 def _waits_text(counts: Mapping[str, Any]) -> str:

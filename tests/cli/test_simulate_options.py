@@ -315,9 +315,10 @@ def test_quiet_shows_the_summary_only_and_where_the_results_are(shell: Shell, ap
     options = ["--num-supernodes", "3", "--gpu", "never", "-c", f"folder='{here}'", "-q", "--log-dir", odd]
     quiet = simulate(shell, here, "app", *options)
     assert (quiet.returncode, quiet.stdout) == (0, "")
-    first, *_, last = quiet.stderr.splitlines()
+    first, *_, results, report = quiet.stderr.splitlines()
     assert first.split() == ["outcome", "completed"]
-    label, shown = last.split(maxsplit=1)
+    label, shown = results.split(maxsplit=1)
+    assert report.split(maxsplit=1) == ["report", f"flower-gpu report {shown}"]
     listed = subprocess.run(["bash", "-c", f"ls {shown}"], cwd=here, capture_output=True, timeout=60)
     assert label == "results" and b"result.json" in listed.stdout.split(), listed.stderr
     assert "ROUND" not in quiet.stderr and "trains with" not in quiet.stderr

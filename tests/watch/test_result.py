@@ -16,7 +16,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower.recording.recorder import write_event
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
-from flower_gpu.watch.result import result_lines, result_of, write_results
+from flower_gpu.watch.result import places_of, result_lines, result_of, write_results
 
 
 def failed(number: int, kind: str, client: int, error: str) -> Event:
@@ -59,7 +59,7 @@ def test_the_wait_of_a_resumed_run_is_that_since_it_went_on() -> None:
 def test_the_summary_has_what_one_wants_to_know() -> None:
     lines = result_lines(
         summary([], workers_started=12, peak_worker_bytes=300 << 20, model_sha256="0f3c"),
-        "runs/2026-01-31_12-00-00",
+        places=[("results", "runs/2026-01-31_12-00-00")],
     )
     shown = dict(line.split(maxsplit=1) for line in lines)
     assert shown.pop("time") == "0.04 s, 5e+03 messages/s"
@@ -88,7 +88,7 @@ def test_a_reason_is_told_once_with_its_clients() -> None:
         how = "exited with code 0 (sys.exit in task.py, line 3)"
         text = f"the worker (pid {100 + client}) {how} after {client}.5 s"
         failures.append(failed(1, "train", client, f"train of client {client}: {text}, before it returned"))
-    lines = result_lines(summary(failures), None)
+    lines = result_lines(summary(failures))
     assert lines[lines.index("failed:") :] == [
         "failed:",
         "  clients 3, 8, train and evaluate in rounds 1, 2 (8 messages): ValueError: no data",
@@ -107,7 +107,7 @@ def test_a_reason_is_not_cut_before_what_is_wrong() -> None:
         f"ValueError: {'x' * 400} is no label of this data set",
     ]
     failures = [failed(1, "train", number, text) for number, text in enumerate(reasons)]
-    lines = result_lines(summary(failures), None)
+    lines = result_lines(summary(failures))
     first, second, third = lines[lines.index("failed:") + 1 :]
     assert first.endswith(f": RuntimeError: Error(s) in loading state_dict for Net: {shapes}.")
     assert second.endswith(": TypeError: no data")
@@ -115,11 +115,18 @@ def test_a_reason_is_not_cut_before_what_is_wrong() -> None:
     assert " ... " in third and len(third) < 300
 
 
+def test_the_last_lines_say_where_the_results_are_also_below_failures() -> None:
+    found = summary([failed(1, "train", client, "no data") for client in range(3)], model_sha256="0f3c")
+    *_, before, results, report = result_lines(found, places=places_of(RunFolder(Path("/runs/one"))))
+    assert before == "  clients 0, 1, 2, train in round 1: no data"
+    assert (results, report) == ("results          /runs/one", "report           flower-gpu report /runs/one")
+
+
 @given(st.integers(1, 400), st.integers(1, 300))
 def test_of_many_reasons_ten_are_named_and_all_failures_are_counted(clients: int, reasons: int) -> None:
     failures = [failed(1, "train", client, f"reason {client % reasons}") for client in range(clients)]
     found = summary(failures)
-    lines = result_lines(found, None)
+    lines = result_lines(found)
     named = lines[lines.index("failed:") + 1 :]
     more = sum(reason["count"] for reason in found["failures"][10:])
     if more > 0:
@@ -191,7 +198,7 @@ def test_numbers_that_are_not_finite_reach_the_table(tmp_path: Path, monkeypatch
     result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
     assert result["metrics"]["train"] == {**dict.fromkeys("abcd"), "e": 1.5}
     assert result["not_finite"] == {"train": {"a": "NaN", "b": "Infinity", "c": "-Infinity"}}
-    (line,) = [line for line in result_lines(result, None) if line.startswith("train ")]
+    (line,) = [line for line in result_lines(result) if line.startswith("train ")]
     assert line.split(maxsplit=1)[1] == "a nan, b inf, c -inf, e 1.5"
 
 
@@ -296,7 +303,7 @@ def test_leases_are_summed_up() -> None:
         "longest_wait_s": 4.0,
         "out_of_memory": {"again": 1, "on the CPU": 1},
     }
-    shown = dict(line.split(maxsplit=1) for line in result_lines(result, None)[1:])
+    shown = dict(line.split(maxsplit=1) for line in result_lines(result)[1:])
     assert shown["leases"] == "3, waited for 5.50 s in all, 4.00 s at most"
     assert shown["memory"] == "ran out 2 times: 1 ran again, 1 ran on the CPU"
 
