@@ -43,7 +43,8 @@ class WorkerStarts:
         ``call_s``: seconds of the whole call, with the start of its worker.
         """
         with self._lock:
-            for is_step, seconds in ready_s.items():
+            # A call in the run's own process has no worker, and no duration here.
+            for is_step, seconds in ready_s.items() if call_s > 0 else ():
                 self._starts[is_step].append((seconds, call_s))
             starts = self._starts[self._has_steps]
             if self._is_advised or self._has_preload or len(starts) < _ENOUGH:
