@@ -57,6 +57,7 @@ class FlowerApp:
     run_config: Mapping[str, ConfigValue]  # the declared keys with their defaults, nested keys joined by dots
     # Allowed texts by key, where the app states them in [tool.flower-gpu.choices].
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dependencies: tuple[str, ...] = ()  # the packages that the app declares, as in ``[project]``
 
     def overrides(
         self,
@@ -145,6 +146,7 @@ class FlowerApp:
                     if isinstance(values, list)
                 }
             ),
+            dependencies=_texts(_table(content, "project").get("dependencies")),
         )
 
 
@@ -153,6 +155,10 @@ def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
         value = content.get(key)
         content = value if isinstance(value, Mapping) else {}
     return content
+
+
+def _texts(values: object) -> tuple[str, ...]:
+    return tuple(value for value in values if isinstance(value, str)) if isinstance(values, list) else ()
 
 
 # Config values on a command line: ``key=value key="text"``, values as in TOML

@@ -27,7 +27,7 @@ from flower_gpu.flower.environments import OPTION, environments_folder
 from flower_gpu.flower.node_logs import clients_of_nodes, has_connected
 from flower_gpu.flower.waits import with_group
 from flower_gpu.launch import ports
-from flower_gpu.launch.plan import Plan
+from flower_gpu.launch.plan import NOT_INSTALLED, Plan
 from flower_gpu.launch.supervisor import (
     LaunchFailedError,
     Service,
@@ -53,7 +53,6 @@ CONNECTION: Final = "launch"
 PORT_ATTEMPTS: Final = 4
 # What flwr run prints when the SuperLink has accepted the app.
 _SUBMITTED: Final = "Successfully started run"
-_NOT_INSTALLED: Final = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
 # What flwr's FAB builder may take; anything else in the app's folder stays where it is.
@@ -81,7 +80,7 @@ def service_environment(
         **frameworks.UNTOUCHED_CUDA,  # what an app asks of GPUs when it is imported does not start CUDA
         "PYTHONUNBUFFERED": "1",  # what an app prints is in its log when its process is killed
         "PYTHONIOENCODING": "utf-8",  # whatever the locale is: else flwr run ends at a text that is not ASCII
-        _NOT_INSTALLED: "1",  # what the app declares is here already
+        NOT_INSTALLED: "1",  # what the app declares is here already
         str(ENVIRONMENTS_DIR.variable): str(environments_folder(base)),
         **base,
         # What keeps runs apart from each other and from the user's Flower configuration.
@@ -234,7 +233,7 @@ class Federation:
     def link_service(self, port: int) -> Service:
         """Return the SuperLink on a port, reachable from this machine only."""
         command = ["flower-superlink", "--insecure", "--host", ports.HOST, "--port", str(port)]
-        if self._env[_NOT_INSTALLED] == "1":
+        if self._env[NOT_INSTALLED] == "1":
             command += ["--disable-runtime-dependency-installation"]
         return Service("SuperLink", command, self._link_env, self.folder.log("superlink"))
 
@@ -242,7 +241,7 @@ class Federation:
         command = ["flower-supernode", "--insecure", "--superlink", f"{ports.HOST}:{self._port}"]
         command += ["--host", ports.HOST, "--port", str(port)]
         command += ["--node-config", format_pairs(self.plan.node_config_of(client))]
-        if self._env[_NOT_INSTALLED] != "1":
+        if self._env[NOT_INSTALLED] != "1":
             command.append(OPTION)
         env = self._client_environment(self._node_env, client)
         return Service(f"SuperNode of client {client}", command, env, self.folder.log(f"client-{client}"))

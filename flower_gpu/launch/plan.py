@@ -12,6 +12,7 @@ from typing import Any, Final, TypeGuard
 from flower_gpu import options as call_options
 from flower_gpu.apps.app import NUM_CLIENTS_KEY, NUM_ROUNDS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.app_imports import mentions
+from flower_gpu.apps.dependencies import missing_packages_note
 from flower_gpu.apps.folder import RunFolder, check_log_dir, check_same_app, earlier_run
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.flower.commands import with_flowers
@@ -29,6 +30,8 @@ from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client as forkserver
 
 DEFAULT_CLIENTS: Final = 2
+#: Flower's variable: with "1" it installs nothing of what apps declare.
+NOT_INSTALLED: Final = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"
 _NODE_KEYS: Final = ("partition-id", "num-partitions")
 # Names of flower_gpu by which a ClientApp takes leases itself, with options of its own.
 _LEASE_TAKERS: Final = ("gpu_mod", "gpu_client", "GPUClient", "run_in_worker")
@@ -167,6 +170,9 @@ def _checked_on_gpus(plan: Plan) -> Plan:
         raise ConfigError(str(error)) from error
     if guarded := (guard.describe if plan.gives_leases else guard.outside_of_workers)(os.environ):
         remarks.append(guarded)
+    # With "0" Flower installs for each app what it declares.
+    if os.environ.get(NOT_INSTALLED) != "0" and (text := missing_packages_note(plan.app)):
+        remarks.append(f"note: {text}")
     return replace(
         plan,
         remarks=(*plan.remarks, *remarks),

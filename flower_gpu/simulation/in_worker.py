@@ -20,6 +20,7 @@ from flwr.clientapp.client_app import LoadClientAppError
 from flwr.supercore.object_ref import load_app
 
 from flower_gpu import frameworks
+from flower_gpu.apps.dependencies import missing_packages_named
 from flower_gpu.flower import many, message_call
 from flower_gpu.frameworks.framework import Framework
 from flower_gpu.simulation.process_state import ProcessState
@@ -41,7 +42,8 @@ class AppReference:
 
         Raises LoadClientAppError if that fails, or it is something else.
         """
-        app = load_app(self.name, LoadClientAppError, self.folder)
+        with missing_packages_named(self.folder):
+            app = load_app(self.name, LoadClientAppError, self.folder)
         if not isinstance(app, ClientApp):
             raise LoadClientAppError(f"{self.name} is a {type(app).__name__}, not a ClientApp")
         return app
@@ -78,7 +80,8 @@ def handle(
     with as_first(seeds[0]):
         began_s = time.monotonic() - facts.import_s
         # In a context of its own, so that context variables are those of a new worker as well.
-        with _ready_told():
+        folder = app.folder if isinstance(app, AppReference) else None
+        with _ready_told(), missing_packages_named(folder):
             handled = copy_context().run(_replies, loaded, handler, messages, contexts, identity)
         took_s = time.monotonic() - facts.import_s - began_s
         if slow_down > 1:

@@ -21,7 +21,9 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu import files, frameworks, standard_streams, trace
+from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.app_exit import describe_exit
+from flower_gpu.apps.dependencies import missing_packages_named, missing_packages_note
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.errors import ConfigError
@@ -342,8 +344,10 @@ def _run_server(
     plan: RunPlan, hosts: Hosts, grid: RecordedGrid, context: Context, say: Callable[[str], None]
 ) -> None:
     """Import the ServerApp, preload the workers' data, and run the ServerApp until it returns."""
-    with _seeded(plan.work.nodes.seed):
+    with _seeded(plan.work.nodes.seed), missing_packages_named(plan.where):
         server, name = plan.server, plan.work.name
+        if plan.where is not None and (text := missing_packages_note(FlowerApp.load(plan.where))):
+            say(f"note: {text}")
         if isinstance(server, str):
             with told_if_slow(say, f"importing {server.partition(':')[0]} of {name}"):
                 server = _loaded(server, plan.where)

@@ -141,6 +141,18 @@ def plan_of(app: Path, arguments: str) -> Plan:
     return make_plan(from_arguments(parsed))
 
 
+def test_a_declared_package_that_is_missing_is_named_unless_flower_installs_it(
+    tiny_app: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyproject, server = tiny_app / "pyproject.toml", tiny_app / "tiny/server_app.py"
+    pyproject.write_text(pyproject.read_text().replace('["flwr"]', '["flwr", "absent-one"]'))
+    server.write_text(f"import absent_module\n{server.read_text()}")
+    note = "note: tiny declares absent-one, which is not installed: pip install absent-one"
+    assert note in plan_of(tiny_app, "").remarks
+    monkeypatch.setenv("FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", "0")
+    assert note not in plan_of(tiny_app, "").remarks
+
+
 @pytest.mark.parametrize(
     ("arguments", "overrides"),
     [
