@@ -67,8 +67,16 @@ class Page(HTMLParser):
 
     @property
     def pictures(self) -> list[xml.etree.ElementTree.Element]:
-        """The pictures, without their legends."""
-        found = re.findall(r"<svg viewBox=\S+ \S+ \S+ \S+ role=.*?</svg>", self.text, re.DOTALL)
+        """The pictures over time, without their legends."""
+        return self._drawn(r'<svg height=\S+ class="picture".*?</svg>(?=</div>)')
+
+    @property
+    def charts(self) -> list[xml.etree.ElementTree.Element]:
+        """The curves of metrics, one picture for each."""
+        return self._drawn(r'<svg viewBox="[^"]*" class="chart".*?</svg>')
+
+    def _drawn(self, pattern: str) -> list[xml.etree.ElementTree.Element]:
+        found = re.findall(pattern, self.text, re.DOTALL)
         return [xml.etree.ElementTree.fromstring(one) for one in found]
 
     @property
@@ -111,7 +119,12 @@ def test_a_whole_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
     page = Page((tmp_path / "mine.html").read_text(encoding="utf-8"))
     tables = ["Sums", "Failures", "GPUs", "Rounds", "Clients", "Run"]
-    assert headings(page) == ["Workers", "GPU memory", *tables]
+    assert headings(page) == ["Metrics", "Workers", "GPU memory", *tables]
+    assert page.text.index('class="chart"') < page.text.index('class="picture"')
+    names = ["accuracy", "loss", "train_loss", "f1", "num-examples"]
+    assert [words_of(chart)[0] for chart in page.charts] == names
+    assert [len(list(chart.iter("circle"))) for chart in page.charts] == [3] * len(names)
+    assert "server-evaluate" in kinds_of(page.charts[0]) and "train" in kinds_of(page.charts[2])
     workers, memory = page.pictures
     assert {"waiting", "starting", "running", "exiting", "failed", "no-end"} <= kinds_of(workers)
     assert {"c0", "c6", "used", "limit", "before"} <= kinds_of(memory)
@@ -210,7 +223,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 def test_hosts_of_a_cluster(tmp_path: Path) -> None:
     write(tmp_path, on_hosts(Run(clients=12, gpus=4, lease_gib=7.0).events(), 2, lost_at=3.0))
     page = page_of(tmp_path)
-    assert headings(page)[2:5] == ["Sums", "Hosts", "GPUs"]
+    assert headings(page)[3:6] == ["Sums", "Hosts", "GPUs"]
     assert page.has("12 clients, 1 of 1 rounds, 2 hosts, 4 GPUs")
     assert re.search(r"\d ok, \d lost with a host no failure in any call", page.plain)
     assert re.search(r"node0 \d+ 0 \d+ [\d.]+ s 16 2 NVIDIA A100 0\.50 s - ", page.plain)
@@ -229,6 +242,23 @@ def test_thousands_of_workers(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert sum(tag == "tr" for tag, _ in page.seen) > 2100
     assert sum(len(list(picture.iter())) for picture in page.pictures) < 2000
+
+
+def test_texts_of_pictures_keep_their_size_on_a_telephone(tmp_path: Path) -> None:
+    """Shapes are compressed with the axis of time, and texts and marks are outside of that."""
+    write(tmp_path, RICH.events())
+    for picture in page_of(tmp_path).pictures:
+        assert picture.get("viewBox") is None and picture.get("width") is None
+        shapes = [one for one in picture if one.get("preserveAspectRatio") == "none"]
+        assert len(shapes) == 1 and shapes[0].get("width") == "100%"
+        within = {one.tag for one in shapes[0].iter()}
+        assert "rect" in within and not {"text", "circle"} & within
+        assert not [one for one in shapes[0].iter() if "mark" in (one.get("class") or "").split()]
+        places = [one.get("x") or "" for one in picture.iter("text")]
+        assert all(place.endswith("%") or float(place) <= 0 for place in places)
+        # Every other number of the axis has no room there, and the one with the unit has.
+        labels = [one for one in picture.iter("text") if (one.text or "").endswith(" s")]
+        assert labels and not [one for one in labels if "wide-only" in (one.get("class") or "")]
 
 
 # What others have written

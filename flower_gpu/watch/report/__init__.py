@@ -3,6 +3,7 @@
 trace.jsonl -> History -> calls:  Clock (seconds of the run, without interruptions), calls with their phases,
                                   rows of clients
                        -> totals: each lease's part of a GPU, and sums
-                       -> pictures: where the shapes of the two pictures lie
+                       -> curves:   the charts of metrics
+                       -> pictures: where the shapes of the two pictures over time lie
                        -> page:   page.html.jinja and page.css -> report.html
 """

@@ -20,7 +20,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.printable import and_others, duration_text, format_bytes, path_text, printable
 from flower_gpu.watch.fields import client_key, mapping, metric_rank
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report import pictures
+from flower_gpu.watch.report import curves, pictures
 from flower_gpu.watch.report.calls import PHASES, RunClock, client_rows, tries_of
 from flower_gpu.watch.report.totals import Totals, holdings_of
 from flower_gpu.watch.result import THEN
@@ -95,6 +95,8 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
         totals=totals,
         clients=client_rows(tries),
         pictures=[one for one in drawn if one is not None],
+        charts=curves.charts_of(history.rounds),
+        chart_size=curves,
         axis=axis,
         size=pictures,
         folder=folder,
@@ -162,6 +164,7 @@ def _template() -> Template:
         "listed": lambda counts: ", ".join(f"{count:,} {name}" for name, count in counts.items()),
         "task": task_name,
         "px": "{:.1f}".format,
+        "part": lambda x: f"{100 * x / pictures.WIDTH:.2f}%",
         "thousands": "{:,}".format,
     }
     return environment.get_template("page.html.jinja")

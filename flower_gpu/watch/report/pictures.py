@@ -1,7 +1,8 @@
-"""The two pictures of a report: the memory of the GPUs by lease, and the workers, each over time.
+"""Two pictures of a report: the memory of the GPUs by lease, and the workers, each over time.
 
 A picture is panels over the same axis of time, one for each GPU, whose shapes the template draws as SVG.
-Lengths are in units of the SVG, which are pixels where the page is as wide as it can be.
+Heights are pixels. The axis of time is WIDTH units long, and as wide as the page has room for: a telephone
+compresses the shapes, and the texts beside them keep their size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ MOST_BARS: Final = 2000
 #: Clients that each have a colour of their own: the style sheet has so many. With more, all have the same.
 COLOURS: Final = 14
 
-WIDTH, LEFT, RIGHT, TITLE_HEIGHT, GAP = 1000, 56, 8, 24, 16
+WIDTH, TITLE_HEIGHT, GAP = 1000, 24, 16
+#: The width of the axis of time on a telephone, in pixels.
+NARROW_WIDTH: Final = 290
 _MEMORY_HEIGHT, _COUNT_HEIGHT, _LANES_HEIGHT = 150, 64, 700
 _LANE, _LEAST_LANE, _LETTER = 20.0, 2.0, 7.0
 _COLUMN: Final = 2  # what is drawn as a sum has one value for so many pixels
@@ -57,7 +60,12 @@ class Bar:
     width: float = 0.0
     height: float = 0.0
     path: str = ""
-    name: str = ""  # written in it
+    name: str = ""  # written in it where the page is wide
+
+    @property
+    def has_room_on_a_telephone(self) -> bool:
+        """Whether its name has room in it there, too."""
+        return self.width * NARROW_WIDTH / WIDTH > _LETTER * len(self.name) + 6
 
 
 @dataclass(frozen=True)
@@ -116,22 +124,22 @@ class TimeAxis:
         self.unit, unit_s = next((one for one in limits if self.length_s > 3 * one[1]), ("s", 1.0))
         self.ticks = [(self.x(tick * unit_s), f"{tick:g}") for tick in ticks(self.length_s / unit_s, 10)]
         #: Where the first call begins: before it the run starts up.
-        self.work_x = self.x(tries[0].begin_s) if tries else LEFT
+        self.work_x = self.x(tries[0].begin_s) if tries else 0.0
         self.pauses_x = [self.x(clock.seconds(begin)) for begin, _ in clock.pauses]
 
     @property
     def pixel_s(self) -> float:
         """How many seconds lie in a pixel."""
-        return self.length_s / (WIDTH - LEFT - RIGHT)
+        return self.length_s / WIDTH
 
     def x(self, seconds: float) -> float:
         """Return where a moment of the run lies."""
-        return LEFT + (WIDTH - LEFT - RIGHT) * seconds / self.length_s
+        return WIDTH * seconds / self.length_s
 
     def means(self, spans: Iterable[tuple[float, float, float]]) -> list[float]:
         """Return the mean sum over spans (begin, end, amount) in each column, from the left to the right."""
         at_s, sums = steps(spans)
-        edges = np.linspace(0.0, self.length_s, (WIDTH - LEFT - RIGHT) // _COLUMN + 1)
+        edges = np.linspace(0.0, self.length_s, WIDTH // _COLUMN + 1)
         if not at_s:
             return [0.0] * (len(edges) - 1)
         areas = np.concatenate([[0.0], np.cumsum(np.array(sums[:-1]) * np.diff(at_s))])
@@ -196,9 +204,9 @@ def _memory_panel(
     panel.ticks = [(y(tick * _GIB), f"{tick:g}") for tick in ticks(top / _GIB, 4)]
     panel.bars = _lease_bars(axis, holdings, kinds, y)
     if gpu.capacity_bytes:
-        panel.lines["limit"] = f"M{LEFT} {y(gpu.capacity_bytes):.1f}H{WIDTH - RIGHT}"
+        panel.lines["limit"] = f"M0 {y(gpu.capacity_bytes):.1f}H{WIDTH}"
     if samples:
-        panel.lines["before"] = f"M{LEFT} {y(samples[0][1]):.1f}H{WIDTH - RIGHT}"
+        panel.lines["before"] = f"M0 {y(samples[0][1]):.1f}H{WIDTH}"
         highest: dict[float, float] = {}  # in each column
         for time, used in samples:
             x = round(axis.x(axis.clock.seconds(time)), 0 if len(samples) > WIDTH else 1)
@@ -399,10 +407,10 @@ def pack(spans: Sequence[tuple[float, float]]) -> list[int]:
 
 def _area(floor: Sequence[float], tops: Iterable[float]) -> str:
     """Return the path around columns that stand beside each other, each from its floor to its top."""
-    edges = [LEFT + _COLUMN * place for place in range(len(floor) + 1)]
+    edges = [_COLUMN * place for place in range(len(floor) + 1)]
     there = [f"V{top:.1f}H{right}" for top, right in zip(tops, edges[1:], strict=True)]
     back = [f"V{low:.1f}H{left}" for low, left in reversed(list(zip(floor, edges, strict=False)))]
-    return f"M{LEFT} {floor[0]:.1f}{''.join(there)}{''.join(back)}z"
+    return f"M0 {floor[0]:.1f}{''.join(there)}{''.join(back)}z"
 
 
 # Names
