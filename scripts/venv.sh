@@ -48,6 +48,22 @@ sys.exit(not all(map(find_spec, sys.argv[1:])))' "${modules[@]}"; then
       "$(printf '%q' "$venv/bin/python") -m pip install -e $(printf '%q' "${clone}[$extra]")"
     return 2
   fi
+  if [[ $extra == dev ]]; then check_own_package; fi
+}
+
+# Tests of this clone start programs of the environment: with the package of another one, half of what they run
+# would be the other's.
+check_own_package() {
+  local package
+  package=$("$venv/bin/python" -P -c 'import os
+from importlib.util import find_spec
+print(os.path.realpath(next(iter(find_spec("flower_gpu").submodule_search_locations))))')
+  if [[ $package != "$(cd -P "$clone" && pwd)/flower_gpu" ]]; then
+    say "the flower-gpu of FLOWER_GPU_VENV=$venv is another checkout, ${package%/flower_gpu}, and not this one," \
+      "$clone; to install this one there: $(printf '%q' "$venv/bin/python") -m pip install -e" \
+      "$(printf '%q' "${clone}[$extra]")"
+    return 2
+  fi
 }
 
 is_new_enough() {

@@ -236,6 +236,28 @@ def test_an_existing_environment_without_the_package(
     ]  # fmt: skip
 
 
+def test_tests_with_the_package_of_another_checkout_stop(
+    clone: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    (clone / "tests").mkdir()
+    shutil.copy(ROOT / "tests/run.sh", clone / "tests")
+    other = tmp_path / "other"
+    shutil.copytree(clone / "flower_gpu", other / "flower_gpu")
+    env["FLOWER_GPU_VENV"] = sys.prefix
+    env["PYTHONPATH"] = str(other)
+    # From the clone, too: what it has in the current folder is not what programs of the environment have.
+    for here in (tmp_path, clone):
+        result = run(clone / "tests/run.sh", "--version", env=env, cwd=here)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert f"is another checkout, {other}, and not this one, {clone}; to install" in result.stderr
+        assert shlex.split(result.stderr.rstrip().rpartition("there: ")[2]) == [
+            f"{sys.prefix}/bin/python", "-m", "pip", "install", "-e", f"{clone}[dev]",
+        ]  # fmt: skip
+    env["PYTHONPATH"] = str(clone)
+    result = run(clone / "tests/run.sh", "--version", env=env, cwd=tmp_path)
+    assert result.returncode == 0 and "pytest" in result.stdout + result.stderr
+
+
 def test_no_python(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
     env = only(env, tmp_path)
     replace_python(tmp_path / "bin", "[ $1 = --version ] && echo Python 3.8.1 || exit 1")
