@@ -84,8 +84,31 @@ def _leased(lease: Lease) -> Iterator[None]:
         _fixed(kept | frameworks.rules(caps, kept)),
         frameworks.held_to(caps, partial(events.send, "cuda_started")) as holds,
         _watched(lease, holds),
+        _own_numbers_told(len(lease.shares)),
     ):
         yield
+
+
+@contextmanager
+def _own_numbers_told(count: int) -> Iterator[None]:
+    """Add the numbers of this worker's GPUs to an error about a number that it does not have.
+
+    An app that chooses ``cuda:1`` for its second client works without leases on a host with two GPUs. In the
+    worker of that client, CUDA says "invalid device ordinal", and nothing about the reason.
+    """
+    try:
+        yield
+    except Exception as error:
+        first, *more = str(error).splitlines() or [""]
+        if not own_process.is_inside() and frameworks.says_no_such_device(first):
+            numbers = "the GPU of its lease, as cuda:0" if count == 1 else _numbers(count)
+            own = f"{first} (a worker sees only {numbers}; write torch.device('cuda'))"
+            error.args = ("\n".join([own, *more]),)
+        raise
+
+
+def _numbers(count: int) -> str:
+    return f"the {count} GPUs of its lease, as cuda:0 to cuda:{count - 1}"
 
 
 @contextmanager

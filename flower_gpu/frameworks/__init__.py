@@ -200,6 +200,11 @@ def no_cuda() -> dict[str, Any] | None:
     return next((found for each in loaded() if (found := each.no_cuda()) is not None), None)
 
 
+def says_no_such_device(text: str) -> bool:
+    """Return True if this is the text of a loaded framework about a GPU number that does not exist."""
+    return any(each.says_no_such_device(text) for each in loaded())
+
+
 def lacks() -> str | None:
     """Return the names that a loaded framework lacks in its version, each with the effect."""
     return next((found for each in loaded() if (found := each.lacks()) is not None), None)

@@ -96,6 +96,10 @@ class Framework:
         """Tell whether an exception with this text is its own for want of GPU memory."""
         return False
 
+    def says_no_such_device(self, text: str) -> bool:
+        """Return True if this is the text of its error about a GPU number that does not exist here."""
+        return False
+
     def cap_variables(self, fraction: str, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that cap a worker to this part of each GPU; a user's smaller cap stays."""
         return {}

@@ -69,6 +69,8 @@ _FIRST_CUDNN: Final = re.compile(r"libcudnn\.so\.(\d+)(\.\d+)*")
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES: Final = (":4096:8", ":16:8")
 _NO_ALGORITHM: Final = re.compile(r"(\S+) does not have a deterministic implementation")
+# cudaErrorInvalidDevice; torch.cuda.get_device_properties().
+_NO_SUCH_DEVICE: Final = re.compile(r"invalid device (ordinal|id)\b", re.IGNORECASE)
 _NO_WORKSPACE: Final = "this operation is not deterministic because it uses CuBLAS"
 
 
@@ -83,6 +85,10 @@ class PyTorch(Framework):
     def says_out_of_memory(self, error: BaseException, text: str) -> bool:
         """Tell by its class. Other errors of CUDA that it raises have CUDA's text, which all have."""
         return is_of(error, "torch", "OutOfMemoryError")
+
+    def says_no_such_device(self, text: str) -> bool:
+        """Look for the text of CUDA, or of the check that PyTorch itself makes."""
+        return _NO_SUCH_DEVICE.search(text) is not None
 
     def cap_variables(self, fraction: str, environ: Mapping[str, str]) -> dict[str, str]:
         """Set the cap where this PyTorch reads it; an older one gets it only when CUDA starts."""

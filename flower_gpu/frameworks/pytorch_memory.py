@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
@@ -45,6 +46,7 @@ _NOT_PUBLIC: Final = {
 
 _lacking: dict[str, None] = {}  # those of them that were needed in this process and not there
 _waiting: list[AllocatorHold] = []  # what sets its cap when CUDA starts in this process
+_in_force_here: list[AllocatorHold] = []  # the holds that have set a cap in this process
 
 
 class AllocatorHold(Hold):
@@ -61,6 +63,7 @@ class AllocatorHold(Hold):
     def apply(self) -> None:
         """Apply the cap now, or as soon as CUDA starts."""
         torch = _torch()
+        _keep_caps()
         if torch.cuda.is_initialized():
             self.when_started()
         else:
@@ -104,10 +107,15 @@ class AllocatorHold(Hold):
             self._on_start()
         self.follow_settings()
         own = users_fraction(self._fraction, os.environ)
+        _in_force_here.append(self)
         for index, cap in enumerate(self._caps[: torch.cuda.device_count()]):
             fraction = largest_fraction(cap.cap_bytes, torch.cuda.get_device_properties(index).total_memory)
             self._fractions[index] = fraction if own is None else min(own, fraction)
             torch.cuda.set_per_process_memory_fraction(self._fractions[index], index)
+
+    def most(self, index: int) -> float:
+        """Return the largest fraction of a GPU that the cap allows."""
+        return self._fractions.get(index, 1.0)
 
     def in_force_bytes(self) -> list[int | None]:
         """Read back how much of each GPU the allocator takes at most; None where it cannot tell."""
@@ -123,8 +131,9 @@ class AllocatorHold(Hold):
         """Take the cap away again, where this process goes on without the lease."""
         torch = _torch()
         ANSWERS.count_leased(False)
-        if self in _waiting:
-            _waiting.remove(self)
+        for holds in (_waiting, _in_force_here):
+            if self in holds:
+                holds.remove(self)
         for index in self._fractions:
             torch.cuda.set_per_process_memory_fraction(1.0, index)
         if self._before is not None and (give := private(_SET)) is not None:
@@ -141,6 +150,40 @@ class AllocatorHold(Hold):
         # The task's module may have set the old name, which wins; processes of the task get the cap, too.
         os.environ[OLD_SETTINGS if OLD_SETTINGS in os.environ else SETTINGS] = merged
         return merged
+
+
+def _keep_caps() -> None:
+    """Have ``torch.cuda.set_per_process_memory_fraction`` keep to the caps of this process.
+
+    Training code that was written for a whole GPU calls it with 1.0, or with the fraction of a GPU that Ray
+    would give it. That would take the cap away, and the memory of other leases with it.
+    """
+    torch = _torch()
+    original = torch.cuda.set_per_process_memory_fraction
+    if hasattr(original, "keeps_caps"):
+        return
+
+    @wraps(original)
+    def set_per_process_memory_fraction(fraction: Any, device: Any = None) -> None:
+        torch.cuda.init()  # as PyTorch's own does: the caps are known from then on
+        index = device if isinstance(device, int | None) else torch.device(device).index
+        index = torch.cuda.current_device() if index is None else index
+        most = min((hold.most(index) for hold in _in_force_here), default=1.0)
+        # Anything else is for PyTorch to refuse.
+        if isinstance(fraction, float) and most < fraction <= 1.0:
+            warnings.warn(
+                f"set_per_process_memory_fraction({fraction:g}) has no effect: the lease of this call grants "
+                f"{most:.3g} of the GPU's memory, and that stays the limit. A larger lease is gpu_memory or "
+                "num_gpus (--gpu-memory, --num-gpus)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            fraction = most
+        original(fraction, device)
+
+    set_per_process_memory_fraction.keeps_caps = True  # type: ignore[attr-defined]
+    for module in (torch.cuda, torch.cuda.memory):
+        module.set_per_process_memory_fraction = set_per_process_memory_fraction
 
 
 def settings_with_cap(fraction: str, environ: Mapping[str, str]) -> str:
