@@ -260,6 +260,8 @@ class Supervisor:
         if self._programs is not None:
             self._programs.close()
         self.left = self._kill_all()
+        if self._programs is not None:
+            self._programs.reap()
         deadline = time.monotonic() + KILL_S
         for service in self._services:  # without /proc none of them was found
             service.send(signal.SIGKILL)

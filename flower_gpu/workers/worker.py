@@ -195,7 +195,11 @@ def serve(ends: Ends, origin: Origin) -> None:
     # fork of a process whose OpenMP threads have started would wait for them for ever.
     os.register_at_fork(before=threads.release_openmp_threads)
     state_folder.take_socket_folder()
-    _Calls(socket.socket(fileno=ends.calls), origin).do()
+    line = socket.socket(fileno=ends.calls)
+    _Calls(line, origin).do()
+    # Not after an error such as sys.exit(): then the end of this process is what the caller has to see first.
+    with suppress(OSError):  # the task has closed all descriptors
+        line.close()
 
 
 class _Calls:

@@ -87,6 +87,14 @@ def test_workers_that_are_used_again_give_the_same_model(complete: Simulation, t
     assert model(done.folder).tobytes() == model(complete.folder).tobytes()
 
 
+def test_no_socket_is_left_to_the_garbage_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
+    done = run("plain", 2, tmp_path, "--calls-per-worker", "1", "--client-output", "all")
+    assert done.status == 0, done.output
+    assert "partition 1" in done.output, "what workers write is shown"
+    assert "ResourceWarning" not in done.output, done.output
+
+
 def test_clients_start_processes_of_their_own(tmp_path: Path) -> None:
     """Of pools whose processes import the app's modules anew."""
     done = run("children", 2, tmp_path)

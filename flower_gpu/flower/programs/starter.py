@@ -104,10 +104,14 @@ class ProgramHandle:
 
 
 class Programs:
-    """Has programs started by the server at the other end of a connection."""
+    """Has programs started by the server at the other end of a connection.
 
-    def __init__(self, connection: socket.socket) -> None:
+    ``process``: that server, if it is a child of this process.
+    """
+
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._connection: socket.socket | None = connection
+        self._process = process
         self._lock = threading.Lock()
         #: Why the last request was refused; that of the first is said.
         self.reason = ""
@@ -163,6 +167,11 @@ class Programs:
                 self._connection.close()
                 self._connection = None
 
+    def reap(self) -> None:
+        """Take the exit status of a server that has ended. Whoever has killed it may have taken it before."""
+        if self._process is not None:
+            self._process.poll()
+
 
 def start_server(env: Mapping[str, str], log: Path) -> Programs:
     """Start a server, a child of this process; the first request waits until it has imported Flower.
@@ -176,7 +185,7 @@ def start_server(env: Mapping[str, str], log: Path) -> Programs:
     )
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, log.open("ab") as output:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [*command, _TITLE],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -185,7 +194,7 @@ def start_server(env: Mapping[str, str], log: Path) -> Programs:
             process_group=0,  # out of reach of a terminal's Ctrl-C
             pass_fds=(theirs.fileno(),),
         )
-    return Programs(ours)
+    return Programs(ours, process)
 
 
 class Subprocess:

@@ -42,30 +42,35 @@ def fork(
     if not client.is_supported() or _is_watched():
         return None
     life, end = os.pipe2(os.O_CLOEXEC)
+    place: client.ServerPlace | None = None
     try:
         client.learn(modules, without, client.LEARN_FOR_LIMITED_S)
         place = client.find(Call(function, label=label, without=without), None, {})
         message = {"op": "program", "function": function, "argv": sys.argv, "label": label}
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        return partial(_wait, label, place.fork(message, [life, 0, 1, 2]), end)
+        return partial(_wait, label, place, place.fork(message, [life, 0, 1, 2]), end)
     except (WorkerStartError, Gone, OSError) as error:
         _log.debug("%s runs in this process: %s", label, error)
         os.close(end)  # should there be one, it ends
+        if place is not None:
+            place.close()
         return None
     finally:
         os.close(life)
 
 
-def _wait(label: str, forked: Forked, life: int) -> int:
+def _wait(label: str, place: client.ServerPlace, forked: Forked, life: int) -> int:
     """Pass signals on to a program until it has ended; returns its exit status, as a shell tells it.
 
+    ``place``: what has forked it. It is closed at the end.
     ``life``: the write end of the pipe by which it ends with this process.
     """
     with _passing_on_to(forked.pidfd):
         readable([forked.pidfd], None)
     os.close(life)
     status = forked.reap()
+    place.close()
     if status is None:
         _say(f"how {label} has ended is not known: the fork server was ended")
         return UNKNOWN
