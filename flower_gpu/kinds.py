@@ -151,11 +151,9 @@ def _bytes(value: Any) -> int:
     elif math.isfinite(value):
         number = Decimal(float(value))
     else:
-        raise RefusedValueError("is no size of memory")
+        raise RefusedValueError("is not a memory size")
     if number > _MOST_BYTES:
-        raise RefusedValueError(
-            f"is more than {format_bytes(_MOST_BYTES)}, which no GPU has; is its unit right?"
-        )
+        raise RefusedValueError(f"is more than {format_bytes(_MOST_BYTES)}, which no GPU has. Check the unit")
     return math.ceil(number)
 
 
@@ -168,7 +166,7 @@ def _from_text(text: str) -> Decimal:
             upper = unit.upper()
             hint = f": {upper} could mean {upper}B or {upper}iB, so write one of these"
         raise RefusedValueError(
-            f"is no size of memory{hint}. Units are {', '.join(UNITS)}; without one it is bytes. "
+            f"is not a memory size{hint}. Units are {', '.join(UNITS)}; without one it is bytes. "
             'Examples: "2GiB", "1.5 GB", 2000000000'
         )
     return Decimal(found["number"]) * _BY_LOWER[unit or "b"]

@@ -120,9 +120,9 @@ def test_a_call_refuses_bad_values() -> None:
         ),
         ("FLOWER_GPU_TIMEOUT_S", "soon", f"FLOWER_GPU_TIMEOUT_S {SECONDS} 'soon'"),
         ("FLOWER_GPU_NUM_GPUS", "1.5", "FLOWER_GPU_NUM_GPUS must be a share of one GPU"),
-        ("FLOWER_GPU_MEMORY", "2G", "FLOWER_GPU_MEMORY='2G' is no size of memory: G could mean GB or GiB"),
+        ("FLOWER_GPU_MEMORY", "2G", "FLOWER_GPU_MEMORY='2G' is not a memory size: G could mean GB or GiB"),
         ("FLOWER_GPU_PLACEMENT", "odd", "FLOWER_GPU_PLACEMENT='odd' is not one of spread, pack"),
-        ("FLOWER_GPU_RESERVE", "much", "FLOWER_GPU_RESERVE='much' is no size of memory"),
+        ("FLOWER_GPU_RESERVE", "much", "FLOWER_GPU_RESERVE='much' is not a memory size"),
         ("FLOWER_GPU_CONCURRENCY", "0", "FLOWER_GPU_CONCURRENCY must be a whole number, 1 or more, not '0'"),
     ],
 )

@@ -80,12 +80,12 @@ class FlowerApp:
                 raise ConfigError(f"{said(key)}: {self.name} declares no such key (its keys: {known}){more}")
             allowed = self.choices.get(key)
             if allowed and str(value) not in allowed:
-                raise ConfigError(f"{said(key)} {value}: {self.name} knows {', '.join(allowed)}")
+                raise ConfigError(f"{said(key)} {value}: {self.name} takes only {', '.join(allowed)}")
             default = self.run_config[key]
             if isinstance(value, str) and not isinstance(default, str):
                 raise ConfigError(
-                    f"{said(key)}={_format(value)} is a text, and {self.name} takes a number or true or "
-                    f"false there: its own value is {_format(default)}"
+                    f"{said(key)}={_format(value)} is a string, but {self.name} takes a number, true or "
+                    f"false here: its default is {_format(default)}"
                 )
         if NUM_CLIENTS_KEY not in self.run_config:
             return dict(given)
@@ -110,7 +110,7 @@ class FlowerApp:
         if not file.is_file():
             raise ConfigError(
                 f"{path_text(folder)} has no pyproject.toml. Give the folder of a Flower app as APP_DIR, or "
-                "begin in it"
+                "run the command in that folder"
             )
         try:
             text = file.read_text(encoding="utf-8")
@@ -194,8 +194,8 @@ def _pairs_of(text: str) -> dict[str, ConfigValue]:
             values.update(flatten(tomllib.loads(f"{key} = {value}")))
         except ValueError:  # TOMLDecodeError is one
             raise ValueError(
-                f"{key}={value} has no TOML number, true, false or quoted text "
-                f"(for a text write {key}='\"{value}\"')"
+                f"{key}={value}: {value} is not a TOML number, true, false or a quoted string "
+                f"(for a string write {key}='\"{value}\"')"
             ) from None
     return values
 

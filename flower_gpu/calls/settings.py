@@ -168,7 +168,7 @@ def call_settings(
 def _checked_env(env: Mapping[str, str]) -> Mapping[str, str]:
     for key, value in env.items():
         if not isinstance(key, str):
-            raise ConfigError(f"env maps names to strings, and {key!r} is no name")
+            raise ConfigError(f"env maps names to strings, and {key!r} is not a valid name")
         if not isinstance(value, str):  # the value itself may be secret
             raise ConfigError(f"env maps names to strings, and {key} has a {type(value).__name__}")
     return MappingProxyType(dict(env))

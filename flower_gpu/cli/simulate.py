@@ -302,7 +302,7 @@ def _once_mended(path: Path | None, can_resume: bool) -> str:
         return more
     more = f"all failures are in {short(RunFolder(path).failures)}; {more}"
     if can_resume:
-        more += f"; once that is mended, add this to the same command: --resume {short(path)}"
+        more += f"; after you have fixed the cause, continue with the same command and --resume {short(path)}"
     return more
 
 

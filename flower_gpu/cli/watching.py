@@ -42,7 +42,7 @@ def _top(arguments: argparse.Namespace) -> int:
             return _once(runs, as_json=arguments.json)
         if not _has_screen():
             print(
-                "flower-gpu top: here is no terminal to draw on and with keys, so this is one look (--once); "
+                "flower-gpu top: stdin or stdout is not a terminal, so this shows the state once (--once); "
                 "over ssh, use ssh -t",
                 file=sys.stderr,
             )

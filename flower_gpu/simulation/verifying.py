@@ -94,9 +94,11 @@ def text(facts: dict[str, Any]) -> str:
     """Say in one sentence what :meth:`Verifier.facts` has."""
     found = f"{facts['compared']} messages of {facts['compared_clients']} clients compared"
     if facts["noisy_clients"]:
-        found += f"; new workers give other values each time: {_listed(facts['noisy_clients'])}"
+        named = _listed(facts["noisy_clients"])
+        found += f"; new workers give different results for the same message of clients {named}"
     if facts["different_clients"]:
-        return f"{found}; used workers give others: {_listed(facts['different_clients'])}"
+        named = _listed(facts["different_clients"])
+        return f"{found}; used workers give other results than new ones for clients {named}"
     return found if facts["noisy_clients"] else f"{found}; the same"
 
 

@@ -172,10 +172,10 @@ def refusal(
             "--clients 3 --rounds 1 -c num-server-rounds=1",
             "--rounds and --run-config num-server-rounds give the same",
         ),
-        ("--clients 3 -c \"mode='odd'\"", "counting knows plain, raise, wait"),
+        ("--clients 3 -c \"mode='odd'\"", "counting takes only plain, raise, wait"),
         (
             "--clients 3 -c num-server-rounds='\"many\"'",
-            'run config num-server-rounds="many" is a text, and counting takes a number',
+            'run config num-server-rounds="many" is a string, but counting takes a number',
         ),
         ("--clients 3 -c num-clients=4", "num-clients=4, but there are 3 clients"),
         ("--clients 3 -c none.toml", "--run-config none.toml: No such file"),
@@ -186,7 +186,7 @@ def refusal(
         ("--clients 3 --preload counting.app.load", "no module 'counting.app.load'"),
         ("--clients 3 --gpu require", "this node's policy is require"),
         ('--clients 3 --preload "counting.app:load 3"', "--preload: '3' is not of the form"),
-        ("--clients 3 --state-memory much", "--state-memory: 'much' is no size of memory"),
+        ("--clients 3 --state-memory much", "--state-memory: 'much' is not a memory size"),
         ("--clients 3 --gpu-memory 1GiB --num-gpus 1", "not allowed with argument"),
         ("--clients 3 --resume app --log-dir x", "not allowed with argument"),
         ("--clients 3 --resume nothing", "--resume nothing: there is no such folder"),
@@ -207,7 +207,7 @@ def test_a_folder_without_an_app_is_refused_and_that_of_the_app_may_be_the_curre
     assert "nothing is not a folder" in refusal("nothing", "--clients", "3")
     assert ". has no pyproject.toml" in refusal("--clients", "3")
     monkeypatch.chdir(app)
-    assert "counting knows plain" in refusal("--clients", "3", "-c", "mode='odd'")
+    assert "counting takes only plain" in refusal("--clients", "3", "-c", "mode='odd'")
 
 
 def test_a_byte_order_mark_is_refused_in_pyproject_and_accepted_in_a_run_config(
@@ -215,7 +215,7 @@ def test_a_byte_order_mark_is_refused_in_pyproject_and_accepted_in_a_run_config(
 ) -> None:
     values = app.parent / "values.toml"
     values.write_text("mode = 'odd'", encoding="utf-8-sig")
-    assert "counting knows plain" in refusal("app", "--clients", "3", "-c", "values.toml")
+    assert "counting takes only plain" in refusal("app", "--clients", "3", "-c", "values.toml")
     project = app / "pyproject.toml"
     project.write_text(project.read_text(), encoding="utf-8-sig")
     assert "begins with a byte order mark" in refusal("app", "--clients", "3")

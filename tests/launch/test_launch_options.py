@@ -35,7 +35,7 @@ BAD_OPTIONS = [
     ("--start-method thread", "--start-method 'thread' spawn fork"),
     ("--partition label", "--partition 'label' iid dirichlet"),
     ("--dirichlet-alpha 0.1", "--dirichlet-alpha --partition dirichlet iid"),
-    ("--dataset three", "--dataset three tiny knows one two"),
+    ("--dataset three", "--dataset three tiny takes only one two"),
     ("--run-config dataset='three'", "--run-config dataset three one two"),
     ("--model cnn", "--model key model tiny num-server-rounds"),
     ("--batch-size 32", "--batch-size batch-size tiny learning-rate"),

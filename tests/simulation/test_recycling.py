@@ -286,8 +286,18 @@ def test_a_framework_that_a_client_imports_is_seeded_and_deterministic(
     ("task", "different", "noisy", "found"),
     [
         ("append", [], [], "the same"),
-        ("remember", ["1", "2", "3"], [], "used workers give others: 0, 1, 2 and 1 more"),
-        ("own", [], ["0", "1", "2", "3"], "new workers give other values each time: 0, 1, 2 and 1 more"),
+        (
+            "remember",
+            ["1", "2", "3"],
+            [],
+            "used workers give other results than new ones for clients 0, 1, 2 and 1 more",
+        ),
+        (
+            "own",
+            [],
+            ["0", "1", "2", "3"],
+            "new workers give different results for the same message of clients 0, 1, 2 and 1 more",
+        ),
     ],
 )
 def test_used_workers_are_verified(

@@ -33,7 +33,7 @@ REFUSED = [
     ("supernode -- --node-config num-cpus=10000", "num-cpus node config is too much at most"),
     ("supernode -- --node-config gpu=3", "gpu node config never, offer, force, require"),
     ("supernode --count 2 -- --node-config", "--node-config key=value"),
-    ("supernode --count 2 -- --node-config data=here", "--node-config data=here quoted text '\"here\"'"),
+    ("supernode --count 2 -- --node-config data=here", "--node-config data=here quoted string '\"here\"'"),
     ("supernode --count 2 --gpu never -- --node-config \"gpu='force'\"", "--gpu --node-config gpu twice"),
     ("supernode --count 2 --log-dir= -- --insecure", "--log-dir must be a path"),
     (
