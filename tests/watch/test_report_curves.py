@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_gpu.watch.report.curves import (
@@ -91,7 +91,6 @@ def test_a_long_run_is_a_short_path_that_keeps_its_spikes() -> None:
     assert min(y for _, y in points) == TOP and points[0][0] == LEFT and points[-1][0] == WIDTH - RIGHT
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 400), FLOATS), min_size=1, max_size=60, unique_by=lambda one: one[0])
 )
@@ -104,7 +103,6 @@ def test_any_curve_lies_in_its_chart(values: list[tuple[int, float]]) -> None:
     assert all(LEFT <= x <= WIDTH - RIGHT and TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1 for x, y in points)
 
 
-@settings(deadline=None, derandomize=True)
 @given(low=FLOATS, high=FLOATS)
 def test_numbers_of_values_are_few_and_in_the_range(low: float, high: float) -> None:
     low, high = sorted((low, high))
@@ -114,7 +112,6 @@ def test_numbers_of_values_are_few_and_in_the_range(low: float, high: float) -> 
     assert low - slack <= found[0] and found[-1] <= high + slack
 
 
-@settings(deadline=None, derandomize=True)
 @given(first=st.integers(0, 10**9), span=st.integers(0, 10**9))
 def test_numbers_of_rounds_are_few_and_at_equal_distances(first: int, span: int) -> None:
     found = round_ticks(first, first + span)
@@ -122,7 +119,6 @@ def test_numbers_of_rounds_are_few_and_at_equal_distances(first: int, span: int)
     assert len({after - before for before, after in pairwise(found)}) <= 1
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=1))
 def test_a_thinned_curve_has_the_ends_and_extremes_of_each_column(points: list[tuple[float, float]]) -> None:
     points.sort(key=lambda point: point[0])
