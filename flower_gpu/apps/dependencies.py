@@ -21,7 +21,7 @@ from flower_gpu.errors import ConfigError
 
 
 def missing_packages_text(app: FlowerApp) -> str:
-    """Return a sentence about the declared packages that are not installed; empty if there is none."""
+    """Return a sentence that names the declared packages that are missing; empty if all are installed."""
     missing = [text for text in app.dependencies if _is_missing(text)]
     if not missing:
         return ""
@@ -30,9 +30,9 @@ def missing_packages_text(app: FlowerApp) -> str:
 
 
 def missing_packages_note(app: FlowerApp) -> str:
-    """Return the same sentence if the app imports a module that is missing; nothing of the app runs.
+    """Return the same sentence if the app imports a module that is missing; otherwise an empty text.
 
-    A declared package that no module of the app imports is not missed.
+    The imports are read from the source, so no code of the app runs.
     """
     references = (app.serverapp, app.clientapp)
     modules = [name for each in references for name in libraries_of(app.path, each.partition(":")[0])]
