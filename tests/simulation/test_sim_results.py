@@ -46,6 +46,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.flower.model_file import model_sha256, write_model
 from flower_gpu.flower.strategy_state import OURS
+from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
 from flower_gpu.watch.result import result_of, write_results
@@ -314,9 +315,12 @@ def secure_workflow(grid: Any, context: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["server_fn", "own Server", "workflow", "SecAgg+"])
-def test_a_legacy_server_is_recorded(name: str) -> None:
+def test_a_legacy_server_is_recorded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from flwr.client.mod import secaggplus_mod
 
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
     app = {
         "server_fn": ServerApp(server_fn=legacy_server),
         "own Server": ServerApp(server_fn=own_server),
@@ -330,6 +334,8 @@ def test_a_legacy_server_is_recorded(name: str) -> None:
     )
     recorded = run_app(app, handled_by(client_app, nodes), nodes)
     assert recorded.strategies() == [("FedAvg", ROUNDS)]
+    said = [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()]
+    assert len(said) == 1 and "the state of flwr.server.strategy.fedavg.FedAvg is not known" in said[0]
     rounds = range(1, ROUNDS + 1)
     trained = recorded.phases("train")
     assert [phase.round for phase in trained] == list(rounds)

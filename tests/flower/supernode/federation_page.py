@@ -14,6 +14,9 @@ from waiting import until
 
 from flower_gpu.launch import ports
 
+#: Seconds for the third shell. If this program were killed, the SuperLink and the SuperNodes would stay.
+LIMIT_S = 220.0
+
 
 def main() -> int:
     page, port = Path(sys.argv[1]), int(sys.argv[2])
@@ -24,7 +27,7 @@ def main() -> int:
         try:
             until(lambda: link.poll() is not None or ports.is_healthy(port), "the SuperLink answers")
             nodes = subprocess.Popen([*shell, f"exec {supernodes}"])
-            return subprocess.run([*shell, "\n".join(third)], check=False).returncode
+            return subprocess.run([*shell, "\n".join(third)], check=False, timeout=LIMIT_S).returncode
         finally:
             for process in filter(None, (nodes, link)):
                 process.terminate()

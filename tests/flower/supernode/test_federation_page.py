@@ -14,7 +14,7 @@ from run_programs import run
 from flower_gpu.launch import ports
 from flower_gpu.workers.forkserver.identity import script_folders
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(360)]
 
 REPOSITORY = PAGES.parents[1]
 COMMANDS = Path(__file__).parent / "federation_page.py"
@@ -49,7 +49,7 @@ def test_its_commands_start_a_federation_and_a_run_in_it(tmp_path: Path) -> None
         "PYTHONPATH": str(REPOSITORY / "tests"),
     }
     command = [*prefix, sys.executable, COMMANDS, page, port]
-    done = run(command, timeout_s=250, env=env, cwd=tmp_path)
+    done = run(command, timeout_s=320, env=env, cwd=tmp_path)
     logs = "\n".join(log.read_text() for log in tmp_path.glob("runs/*/*.log"))
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"
     assert f"connecting to the SuperLink at 127.0.0.1:{port}" in done.stdout
