@@ -68,11 +68,23 @@ def test_another_library_beside_pytorch_counts_for_its_task_only(calls_host: Cal
 SCRIPT = """
 import calls_tasks
 import flower_gpu
+import numpy
 
 def train(gib):
     calls_tasks.follow([["train", gib, 1.0]])
 
+def fit(weights, config):
+    train({gib})
+    return weights, 1, {{}}
+
+def evaluate(server_round, weights, config):
+    train({gib})
+    return 0.0, {{}}
+
 if __name__ == "__main__":
+    weights = [numpy.zeros(2, numpy.float32)]
+    flower_gpu.GPUClient(fit, start_method="fork").fit(weights, {{}})
+    flower_gpu.gpu_evaluate(evaluate, start_method="fork")(1, weights, {{}})
     flower_gpu.run_in_worker(train, {gib}, start_method="fork")
     flower_gpu.run_in_worker("task:train", {gib}, start_method="fork")
 """
@@ -91,7 +103,7 @@ def test_functions_of_one_name_in_two_programs_have_two_footprints(calls_host: C
         done = subprocess.run(line, env=calls_host.env, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
     small, large = lease_for(CONTEXT + 1.0), lease_for(CONTEXT + 6.0)
-    assert calls_host.granted() == [0.0] * 4 + [small] * 2 + [large] * 2
+    assert calls_host.granted() == [0.0] * 8 + [small] * 4 + [large] * 4
 
 
 def test_the_key_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
