@@ -21,8 +21,8 @@ import cuda_stub
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from _pytest.outcomes import OutcomeException
-from hypothesis import HealthCheck, Phase, settings
-from properties import EXPLORED, USUAL
+from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
+from properties import EXPLORED, USUAL, examples
 from run_programs import TIMEOUT_S
 
 # CI checks each property with the same examples every time, so that a rare example fails no change that has
@@ -139,7 +139,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Between them come shorter ones: whole federations at the same time would all want the CPU, and what is
     left for the end waits for most of its time.
+
+    Tests of properties get as many times as long as they have examples.
     """
+    if (factor := examples(1)) > 1:
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker(pytest.mark.timeout(factor * limit_s(item)), append=False)
     if hasattr(config, "workerinput"):  # of pytest-xdist
         longest_s: dict[Path, float] = {}
         for item in items:

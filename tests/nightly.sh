@@ -13,7 +13,7 @@ source .ci/test_versions.sh
 ensure_venv "$here" dev
 
 explored=0
-bare tests/run.sh -q -m hypothesis --hypothesis-profile explore -o timeout=1800 || explored=$?
+bare tests/run.sh -q -m hypothesis --hypothesis-profile explore || explored=$?
 
 nightly=$here/.venv-nightly
 rm -rf "$nightly"

@@ -14,7 +14,6 @@ from flower_gpu.flower import package_content, package_sources
 from flower_gpu.flower.package_sources import Reference
 
 
-@pytest.mark.timeout(60)
 def test_the_digest_of_a_folder_follows_links_to_folders(tmp_path: Path) -> None:
     package, shared = tmp_path / "package", tmp_path / "shared"
     package.mkdir()
@@ -28,7 +27,6 @@ def test_the_digest_of_a_folder_follows_links_to_folders(tmp_path: Path) -> None
     assert after != before and package_content.digest(package) == after
 
 
-@pytest.mark.timeout(60)
 def test_the_digest_of_a_folder_reads_no_pipe(tmp_path: Path) -> None:
     before = package_content.digest(tmp_path)
     os.mkfifo(tmp_path / "pipe")

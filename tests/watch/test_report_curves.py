@@ -25,8 +25,6 @@ from flower_gpu.watch.report.curves import (
 )
 from flower_gpu.watch.spans import RoundPart
 
-pytestmark = pytest.mark.timeout(120)
-
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
