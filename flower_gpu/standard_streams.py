@@ -44,7 +44,9 @@ def tell(text: str) -> None:
 def escape_unencodable() -> None:
     """Have standard output write escapes for characters that its encoding lacks, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # A fork may have a pipe in the place of a file. Python looks for its position when all else is done.
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def open_missing() -> None:

@@ -197,6 +197,30 @@ def test_node_config_of_each_client(tiny_app: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("source", "takes_leases"),
+    [
+        ("from flower_gpu import gpu_mod", True),
+        ("import flower_gpu as fg\nmods = [fg.gpu_mod(num_gpus=0.5)]", True),
+        ("def client():\n    from flower_gpu import gpu_client as made", True),
+        ("class Client(flower_gpu.GPUClient): ...", True),
+        ("# gpu_mod\ntext = 'gpu_mod'\nfrom flower_gpu import progress, to_device", False),
+    ],
+)
+def test_messages_get_leases_unless_the_app_takes_its_own(
+    source: str, takes_leases: bool, tiny_app: Path
+) -> None:
+    """Also if a module names it that the ClientApp's module imports."""
+    (tiny_app / "tiny" / "task.py").write_text(source)
+    client_app = tiny_app / "tiny" / "client_app.py"
+    client_app.write_text(f"from tiny import task\n{client_app.read_text()}")
+    assert plan_of(tiny_app, "").gives_leases == (not takes_leases)
+    slow = plan_of(tiny_app, "--no-fast-start")
+    assert not slow.gives_leases
+    said = [line for line in slow.remarks if "the clients of tiny have no leases" in line]
+    assert len(said) == (not takes_leases)
+
+
 def test_data_dir_becomes_absolute(tiny_app: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace(tiny_app / "pyproject.toml", "[tool.flwr.app.config]", '[tool.flwr.app.config]\ndata-dir = ""')
     monkeypatch.chdir(tiny_app.parent)
