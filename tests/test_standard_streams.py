@@ -1,11 +1,14 @@
-"""Commands, runs and calls in programs that were started with closed standard streams, as cron does it."""
+"""Commands, runs and calls with standard streams that are closed, or that cannot be written to."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -64,6 +67,80 @@ def test_a_look_at_the_host(closed: tuple[int, ...]) -> None:
 )
 def test_each_command_ends_as_with_open_streams(status: int, line: str) -> None:
     assert run(ALL, *CLI, *line.split()).returncode == status
+
+
+FULL = "full"  # a full disk
+GONE = "gone"  # a pipe whose reader has gone
+
+
+@contextmanager
+def unwritable(kind: str) -> Iterator[int]:
+    """Open a descriptor to which nothing can be written."""
+    if kind == FULL:
+        if not Path("/dev/full").exists():
+            pytest.skip("there is no /dev/full here")
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, descriptor = os.pipe()
+        os.close(read)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def run_into(kind: str, stream: str, *command: object) -> subprocess.CompletedProcess[str]:
+    """Run a command whose ``stdout``, ``stderr`` or both cannot be written to."""
+    with unwritable(kind) as descriptor:
+        streams = {
+            name: descriptor if stream in (name, "both") else subprocess.PIPE for name in ("stdout", "stderr")
+        }
+        return subprocess.run(
+            list(map(str, command)),
+            **streams,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            env={**os.environ, **SHARED_STATE},
+        )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("line", ["leases", "gpus --json", "--version", "leases --help", "workers stop"])
+def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(
+    line: str, unbuffered: str, tmp_path: Path
+) -> None:
+    variables = [f"PYTHONUNBUFFERED={unbuffered}", f"FLOWER_GPU_STATE_DIR={tmp_path}"]
+    command = ["env", *variables, *CLI, *line.split()]
+    done = run_into(FULL, "stdout", *command)
+    reason = "flower-gpu: cannot write to standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, reason)
+    done = run_into(GONE, "stdout", *command)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    assert run_into(FULL, "both", *command).returncode == 1
+
+
+@pytest.mark.parametrize("kind", [FULL, GONE])
+@pytest.mark.parametrize(
+    ("status", "line"), [(0, "footprint"), (2, "leases --nonsense"), (2, "nonsense"), (2, "report /nowhere")]
+)
+def test_messages_that_cannot_be_written_change_no_status(kind: str, status: int, line: str) -> None:
+    done = run_into(kind, "stderr", *CLI, *line.split())
+    assert (done.returncode, done.stdout) == (status, "")
+
+
+@pytest.mark.parametrize("kind", [FULL, GONE])
+@pytest.mark.parametrize("stream", ["stdout", "stderr", "both"])
+def test_a_run_goes_on_if_its_output_cannot_be_written(kind: str, stream: str, tmp_path: Path) -> None:
+    command = ["simulate", PLAIN, "--clients", "2", "--rounds", "1", "--log-dir", tmp_path]
+    done = run_into(kind, stream, *CLI, *command)
+    assert done.returncode == 0
+    if stream == "stdout":
+        assert "Traceback" not in done.stderr and "outcome" in done.stderr
+        told = "cannot write to standard output: No space left on device. The command goes on without it"
+        assert done.stderr.count(told) == (kind == FULL), done.stderr
+    [folder] = tmp_path.iterdir()
+    assert json.loads((folder / "result.json").read_text())["outcome"] == "completed"
 
 
 @pytest.mark.parametrize("closed", CLOSED)

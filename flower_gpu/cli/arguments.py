@@ -35,6 +35,8 @@ class Command:
     takes_app: bool = False
     add: Callable[[argparse.ArgumentParser], None] = _nothing_more  # arguments that no table has
     after_dashes: str = ""  # whose options stand after two dashes
+    # True if the command's work is more than its output: it goes on if standard output cannot be written to.
+    outlives_output: bool = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments to its parser."""

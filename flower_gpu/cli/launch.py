@@ -68,4 +68,5 @@ stopped at the end. Nothing needs to be configured, and the user's Flower config
     _GROUPS,
     _MORE,
     takes_app=True,
+    outlives_output=True,
 )

@@ -79,6 +79,10 @@ class _Parser(argparse.ArgumentParser):
             error.message += _suggestion(str(value), map(str, action.choices or ()))
             raise
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        standard_streams.flush_stdout()  # because argparse ignores an error when it prints help
+        super().exit(status, message)
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (options: {self.prog} --help)\n")
 
@@ -124,11 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     ``argv``: arguments without the program's name; default: those of the process.
-    Returns 0: done. 1: something that was started failed. 2: the input cannot be used. 128 + n: ended by
-    signal n.
+    Returns 0: done. 1: something that was started failed, or standard output cannot be written to. 2: the
+    input cannot be used. 128 + n: ended by signal n.
     """
     standard_streams.open_missing()
     standard_streams.escape_unencodable()
+    standard_streams.watch()
     try:
         parser = build_parser()
         ours, for_sbatch = slurm.split(sys.argv[1:] if argv is None else argv)
@@ -143,7 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"unknown: {' '.join(unknown)}{dashes}{suggestion} ({options})")
             if argv is None and arguments.command == "simulate":
                 simulate.begin_command(arguments)
-            return _run(arguments)
+            if COMMANDS[arguments.command].outlives_output:
+                standard_streams.ignore_stdout_errors()
+            status = _run(arguments)
+            standard_streams.flush_stdout()
+            return status
         except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
             # Of a GPU that this node requires: neither the node nor the option is as it has to be.
@@ -151,9 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of our output is gone (`| head`): Python would complain once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        standard_streams.discard_stdout()
+        return 128 + signal.SIGPIPE  # the reader of our output is gone (`| head`)
+    except OSError:
+        if not (reason := standard_streams.why_stdout_fails()):
+            raise
+        print(f"flower-gpu: {reason}", file=sys.stderr)
+        standard_streams.discard_stdout()
+        return EXIT_FAILED
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -328,4 +328,5 @@ Metrics, the final model and the result are left in a folder under --log-dir."""
         "timeout_s": "; then the client is dropped",
     },
     takes_app=True,
+    outlives_output=True,
 )

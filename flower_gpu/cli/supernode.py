@@ -290,4 +290,5 @@ num-partitions in their node configs. A SuperNode that ends is started again.
     },
     add=_add_flowers,
     after_dashes=_FLOWERS,
+    outlives_output=True,
 )

@@ -137,6 +137,7 @@ runs. The figures are of the moment of the question. It changes nothing.
             default="127.0.0.1",
         ),
     },
+    outlives_output=True,
 )
 
 
