@@ -71,6 +71,11 @@ class BatchSize:
         """Maximum number of messages in a batch."""
         return self._sizes[-1]
 
+    @property
+    def largest_in_use(self) -> int:
+        """Maximum number of messages in the next batches."""
+        return max([self.fastest, *self._contest])
+
     def choose(self, available: int) -> int:
         """Return the number of messages for the next batch, up to ``available``."""
         for size, side in sorted(self._contest.items(), key=lambda item: (item[1].progress, item[0])):
@@ -132,6 +137,11 @@ class Batches:
         """Return the maximum number of messages in an assignment; 1 until a worker has said more."""
         with self._lock:
             return self._sizes[message_type].largest if message_type in self._sizes else 1
+
+    def largest_in_use(self, message_type: str) -> int:
+        """Return the maximum number of messages in the next assignments."""
+        with self._lock:
+            return self._sizes[message_type].largest_in_use if message_type in self._sizes else 1
 
     def choose(self, message_type: str, available: int) -> int:
         """Return the number of messages for the next assignment, up to ``available``."""

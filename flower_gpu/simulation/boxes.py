@@ -81,13 +81,13 @@ class Box:
     """Messages whose replies are taken one by one.
 
     ``changed``: the grid's lock.
-    ``most_unread``: returns how many replies may be here or on their way.
+    ``most_unread``: returns how many replies to messages of a type may be here or on their way.
     """
 
     _ends_running: ClassVar = True  # whether a message that expires while it is handled is answered at once
 
     def __init__(
-        self, changed: threading.Condition, most_unread: Callable[[], float] = lambda: math.inf
+        self, changed: threading.Condition, most_unread: Callable[[str], float] = lambda _: math.inf
     ) -> None:
         self.kind = ""  # the type of the messages, of all that are here in nearly every case
         self._changed = changed
@@ -122,7 +122,7 @@ class Box:
 
     def begin(self, host: Host) -> Job | None:
         """Return the message that a host handles next, if there is one for it."""
-        has_room = len(self.replies) + len(self.running) < self._most_unread()
+        has_room = len(self.replies) + len(self.running) < self._most_unread(self.kind)
         if not (self._waiting and has_room):
             return None
         return self._begun(Job(host, heapq.heappop(self._waiting)[-1], self))

@@ -134,9 +134,13 @@ class Dispatcher:
         """How many messages all hosts handle at a time, at most."""
         return sum(host.about.concurrency for host in self.hosts)
 
-    def most_unread(self) -> int:
-        """Return how many replies may be here that nobody has taken: more would fill the memory."""
-        return 2 * (self.concurrency + len(self.hosts))
+    def most_unread(self, kind: str) -> int:
+        """Return the maximum number of replies that are expected or unread. More would fill the memory.
+
+        With batches it is larger: while the replies of one batch are read, the next one has to be complete.
+        """
+        single = 2 * (self.concurrency + len(self.hosts))
+        return max(single, 2 * sum(host.messages_in_batches(kind) for host in self.hosts))
 
     def stuck_since(self) -> float | None:
         """Return since when messages wait and none has a worker; None where that is not so, or not known."""

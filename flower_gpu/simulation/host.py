@@ -317,6 +317,10 @@ class Host(ABC):
         ahead = _AHEAD_S / max(call_s, _LEAST_S) * self.about.concurrency
         return self.about.concurrency + int(ahead)
 
+    def messages_in_batches(self, kind: str) -> int:
+        """Return the number of messages in the batches that it handles at a time; 0 if it has no batches."""
+        return 0
+
 
 class Hosts(Protocol):
     """The hosts of a run, made by an engine from a :class:`Work`.

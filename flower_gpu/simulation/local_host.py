@@ -83,6 +83,11 @@ class QueueHost(Host):
         together = self._handler.batches.largest(kind)
         return few if together == 1 else max(few, len(self._threads) * together)
 
+    def messages_in_batches(self, kind: str) -> int:
+        """Return the number of messages in the batches that it handles at a time; 0 if it has no batches."""
+        together = self._handler.batches.largest_in_use(kind)
+        return 0 if together == 1 else len(self._threads) * together
+
     def take(self, visits: Sequence[Visit]) -> None:
         """Have messages handled, in this order."""
         with self._lock:

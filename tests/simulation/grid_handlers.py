@@ -123,10 +123,11 @@ class GridUnderTest:
         durations: Durations | None = None,
         *,
         has_spare: bool = False,
+        handling: Handling | None = None,
         **options: Any,
     ) -> None:
         self.nodes = VirtualNodes(nodes, 1, RUN_ID, {})
-        self.handling = Handling()
+        self.handling: Any = handling or Handling()
         self.dispatcher = Dispatcher(self.nodes, StateStore(), 3, Durations())
         self.grid = SimulationGrid(Run.create_empty(RUN_ID), self.dispatcher, durations=durations, **options)
         self.host = SafeHost(About("here", threads, 1, {}, threads, []))

@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from grid_handlers import RUN_ID, GridUnderTest, Handling
 
-from flower_gpu.simulation.batch_size import BatchSize
+from flower_gpu.flower import message_call
+from flower_gpu.simulation.batch_size import Batches, BatchSize
+from flower_gpu.simulation.host import Answer, Visit
 
 
 def played(
@@ -120,3 +123,34 @@ def test_a_batch_that_ran_out_of_memory_is_the_end_of_its_size() -> None:
     assert max(played(sizes, 500, lambda size: 1 / size)) == 16
     assert [sizes.refuse(16), sizes.refuse(4), sizes.refuse(2)] == [4, 1, 1]
     assert sizes.choose(100) == 1
+
+
+class HandlesBatches(Handling):
+    """Takes several messages at once, and notes how many."""
+
+    def __init__(self, max_messages: int) -> None:
+        super().__init__()
+        self.batches = Batches(1)
+        self.batches.learn("train", max_messages, 1, None)
+        self.sizes: list[int] = []
+
+    def may_share(self, first: Visit, other: Visit) -> bool:
+        return True
+
+    def __call__(self, *visits: Visit) -> list[Answer]:
+        self.sizes.append(len(visits))
+        answers = [answer for visit in visits for answer in super(HandlesBatches, self).__call__(visit)]
+        self.batches.learn("train", 64, len(visits), 1.0)  # a batch takes as long as a single message
+        return answers
+
+
+def test_a_strategy_that_reads_replies_one_by_one_gets_batches_of_all_sizes() -> None:
+    """Few replies may wait to be read, but as many as a batch has."""
+    message_call.assume({"_run_id": RUN_ID, "_node_id": 1, "_task_id": 1})
+    tested = GridUnderTest(1, handling=HandlesBatches(64))
+    try:
+        replies = list(tested.grid.stream(tested.messages(1000)))
+    finally:
+        tested.close()
+    assert len(replies) == 1000
+    assert max(tested.handling.sizes) > 32
