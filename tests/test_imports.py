@@ -93,7 +93,7 @@ def imports_of(path: Path) -> set[str]:
 #: The rooms of the package, from top to bottom, as its map has them. Each may import itself and what stands
 #: below it.
 ROOMS = re.findall(
-    r"\[(\w+)(?:/|\.py)\]\(\1", (PACKAGE / "README.md").read_text().partition("\n## The way of one call")[0]
+    r"\[(\w+)(?:/|\.py)\]\(\1", (PACKAGE / "README.md").read_text().partition("\n## How a message travels")[0]
 )
 #: Tasks of workers are given by name, upward too: the task of a rank that handles one of Flower's messages.
 TASKS_BY_NAME = {("flower_gpu.ranks.function", "flower_gpu.flower.rank_messages")}
