@@ -1,34 +1,37 @@
-"""What the engine must know of PyTorch, TensorFlow (with Keras) and JAX: one file for each.
+"""PyTorch, TensorFlow (with Keras) and JAX, as far as the engine has to know them: one file for each.
 
-Other rooms ask here; only the fork server names torch, which it imports in any case::
+Other rooms call the functions of this module. Only the fork server names torch, because it always imports
+it::
 
     fork server   read_at_import, comes_before, seed_fork ───┐
     worker        environment, held_to, figures, threads ────┼──>  ALL = (PyTorch, TensorFlow, JAX)
     second try    says_out_of_memory ────────────────────────┤          │
-    simulation    seed, settings (set back between calls),   │          └──> those loaded in this process
+    simulation    seed, settings (reset between calls),      │          └──> those loaded in this process
                   be_deterministic, not_deterministic ───────┘
 
-Nothing here imports a framework: a task that uses JAX need not load PyTorch. To add one, answer the questions
-of :class:`~flower_gpu.frameworks.framework.Framework` in a file here, and add it to :data:`ALL`. What users
-call, such as ``get_weights``, is in the rooms ``pytorch``, ``keras`` and ``jax`` above.
+This room imports no framework, so a task with JAX does not load PyTorch. To add a framework, subclass
+:class:`~flower_gpu.frameworks.framework.Framework` in a new file and add it to :data:`ALL`. Functions for
+users, such as ``get_weights``, are in the rooms ``pytorch``, ``keras`` and ``jax`` above.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from flower_gpu.frameworks.framework import AfterImport, Cap, Figures, Framework, Hold, Rule, fraction_of
 from flower_gpu.frameworks.jax import JAX
 from flower_gpu.frameworks.pytorch import NVML_CHECK, PyTorch
 from flower_gpu.frameworks.tensorflow import TensorFlow
 
+T = TypeVar("T")
+
 ALL: Final[tuple[Framework, ...]] = (PyTorch(), TensorFlow(), JAX())
 
-#: Variables of a process that may import frameworks, but is not to start CUDA.
+#: Variables of a process that may import frameworks but must not start CUDA.
 UNTOUCHED_CUDA: Final = {NVML_CHECK: "1"}
 
 
@@ -38,42 +41,42 @@ def loaded() -> list[Framework]:
 
 
 def with_threads() -> str | None:
-    """Name the framework whose threads this process has started: a fork would wait for them for ever."""
+    """Return the name of a framework with threads in this process, or None. A fork would hang."""
     return next((framework.name for framework in ALL if framework.has_threads()), None)
 
 
 def read_at_import(modules: Collection[str]) -> set[str]:
-    """Return the variables that C++ code reads while these modules are imported, unseen by ``os.environ``."""
+    """Return the variables that C++ code reads itself during the import of these modules."""
     return {name for framework in ALL if framework.native in modules for name in framework.read_by_native}
 
 
 def comes_before(module: str) -> str:
-    """Return the library that must be imported before a module; empty where there is none."""
+    """Return the library that must be imported before a module, or an empty text."""
     return next((framework.comes_after for framework in ALL if framework.module == module), "")
 
 
 def imported_in_use(module: str) -> tuple[str, ...]:
-    """Return the modules that a framework imports at its first use, which takes seconds in each worker."""
+    """Return the modules that a framework imports at its first use, which takes seconds."""
     return next((framework.imported_in_use for framework in ALL if framework.module == module), ())
 
 
 def loaded_on_gpu() -> list[str]:
-    """Return the files of libraries that frameworks load when a GPU is first used: in each process anew."""
+    """Return the library files that loaded frameworks open when a process first uses a GPU."""
     return [file for framework in loaded() for file in framework.loaded_on_gpu()]
 
 
 def read_on_gpu() -> set[str]:
-    """Return the variables that these libraries read while they are loaded, unseen by ``os.environ``."""
+    """Return the variables that these libraries read while they are loaded, bypassing ``os.environ``."""
     return {name for framework in loaded() for name in framework.read_on_gpu}
 
 
 def set_by_modules() -> set[str]:
-    """Return the variables of a worker that the task's module may set: frameworks join them with ours."""
+    """Return the variables that the module of a task may set. Frameworks merge them with our values."""
     return {name for framework in ALL for name in framework.set_by_modules}
 
 
 def seed_fork() -> None:
-    """Give a fork random numbers of its own: numpy's and those of frameworks would be the same in each."""
+    """Seed the global generators of numpy and the frameworks, so that each fork draws other numbers."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     for framework in loaded():
@@ -81,18 +84,18 @@ def seed_fork() -> None:
 
 
 def use_one_thread() -> None:
-    """Have frameworks compute in one thread here: with more of them, forks of this process would hang."""
+    """Let frameworks compute in one thread in this process, because forks would hang otherwise."""
     for framework in loaded():
-        if (own := framework.threads()) is not None:
-            own.set(1)
+        if (threads := framework.threads()) is not None:
+            threads.set(1)
 
 
 def environment(caps: Sequence[Cap], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that hold a worker's frameworks to their caps.
+    """Return the variables that cap the frameworks of a worker.
 
-    The user's settings of allocators in ``environ`` stay, a smaller cap too.
+    The user's settings of allocators in ``environ`` are kept, including a smaller cap.
 
-    Raises ConfigError if a user's own cap is no number.
+    Raises ConfigError if the user's cap is not a number.
     """
     fraction = fraction_of(caps)
     return {
@@ -101,37 +104,38 @@ def environment(caps: Sequence[Cap], environ: Mapping[str, str]) -> dict[str, st
 
 
 def rules(caps: Sequence[Cap], fixed: Container[str]) -> dict[str, Rule]:
-    """Return rules for variables that code of the worker sets; other ``fixed`` variables stay."""
+    """Return rules for variables that code in the worker sets. Other ``fixed`` variables stay the same."""
     fraction = fraction_of(caps)
     return {name: rule for framework in ALL for name, rule in framework.cap_rules(fraction, fixed).items()}
 
 
 @contextmanager
 def held_to(caps: Sequence[Cap], on_start: Callable[[], None]) -> Iterator[list[Hold]]:
-    """Hold each framework to caps in the block, as soon as it is imported.
+    """Cap each framework within the block, as soon as it is imported.
 
-    ``on_start`` is called when one starts CUDA and can tell. The list has what holds a framework by then.
+    ``on_start``: called when a framework starts CUDA, if it can report that.
+    Yields a list to which the holds of the frameworks are added.
     """
     holds: list[Hold] = []
 
-    def hold(framework: Framework, is_new: bool) -> None:
-        if (found := framework.hold(caps, on_start, is_new=is_new)) is not None:
-            holds.append(found)
+    def add_hold(framework: Framework, is_new: bool) -> None:
+        if (hold := framework.hold(caps, on_start, is_new=is_new)) is not None:
+            holds.append(hold)
 
     try:
-        with each_loaded(hold):
+        with each_loaded(add_hold):
             yield holds
     finally:
-        for each in holds:
-            with suppress(Exception):  # it must not take the place of the task's own error
-                each.release()
+        for hold in holds:
+            with suppress(Exception):  # must not hide the error of the task
+                hold.release()
 
 
 @contextmanager
 def each_loaded(then: Callable[[Framework, bool], None]) -> Iterator[None]:
-    """Call a function with each framework: now, or in the block as soon as it is imported.
+    """Call a function with each framework: at once if it is loaded, otherwise when the block imports it.
 
-    Its second argument tells whether the framework was imported just now.
+    ``then``: called with the framework, and with True if it was imported within the block.
     """
     finders = []
     try:
@@ -148,7 +152,7 @@ def each_loaded(then: Callable[[Framework, bool], None]) -> Iterator[None]:
 
 @contextmanager
 def at_first_step(then: Callable[[], object]) -> Iterator[None]:
-    """Call a function at the first step of an optimizer in the block, if a framework tells of steps."""
+    """Call a function at the first step of an optimizer in the block, if a framework reports steps."""
     with ExitStack() as hooks:
 
         def watch(framework: Framework, _: bool) -> None:
@@ -170,41 +174,45 @@ def deterministic_variables(threads: int, environ: Mapping[str, str]) -> dict[st
 
 def not_deterministic(text: str) -> str | None:
     """Return the operation without a deterministic algorithm that an error names, or None."""
-    return next((found for each in ALL if (found := each.not_deterministic(text)) is not None), None)
+    return _first(framework.not_deterministic(text) for framework in ALL)
 
 
 def reserved_bytes() -> list[int] | None:
-    """Return a framework's reserved bytes of each GPU; None without CUDA, or without such figures."""
-    return next((found for each in loaded() if (found := each.reserved_bytes()) is not None), None)
+    """Return a framework's reserved bytes on each GPU, or None without CUDA or such figures."""
+    return _first(framework.reserved_bytes() for framework in loaded())
 
 
 def figures() -> tuple[Figures, ...] | None:
-    """Return the figures of a framework's allocator, one of each GPU; None like :func:`reserved_bytes`."""
-    return next((found for each in loaded() if (found := each.figures()) is not None), None)
+    """Return the figures of a framework's allocator for each GPU, or None without CUDA or such figures."""
+    return _first(framework.figures() for framework in loaded())
+
+
+def _first(answers: Iterable[T | None]) -> T | None:
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def reset_peaks() -> None:
-    """Let the highest figures of allocators be those from now on: a process may do several calls."""
+    """Reset the peaks of all allocators, at the start of another call in this process."""
     for framework in loaded():
         framework.reset_peaks()
 
 
 def free_cached() -> None:
-    """Return the caches of all allocators to the driver: this process waits for a call."""
+    """Return the caches of all allocators to the driver, while this process waits for a call."""
     for framework in loaded():
         framework.free_cached()
 
 
 def no_cuda() -> dict[str, Any] | None:
-    """Return why a framework that is loaded cannot use a GPU; None where none says so."""
-    return next((found for each in loaded() if (found := each.no_cuda()) is not None), None)
+    """Return why a loaded framework cannot use a GPU, or None if all can."""
+    return _first(framework.no_cuda() for framework in loaded())
 
 
 def says_no_such_device(text: str) -> bool:
     """Return True if this is the text of a loaded framework about a GPU number that does not exist."""
-    return any(each.says_no_such_device(text) for each in loaded())
+    return any(framework.says_no_such_device(text) for framework in loaded())
 
 
 def lacks() -> str | None:
-    """Return the names that a loaded framework lacks in its version, each with the effect."""
-    return next((found for each in loaded() if (found := each.lacks()) is not None), None)
+    """Return the names missing from the version of a loaded framework, each with the effect, or None."""
+    return _first(framework.lacks() for framework in loaded())

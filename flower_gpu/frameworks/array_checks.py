@@ -1,7 +1,7 @@
-"""Whether numpy arrays fit the weights of a model, of any framework.
+"""Checks that numpy arrays fit the weights of a model of any framework.
 
-numpy has no bfloat16, so such weights travel as float32, which loses nothing. Strategies average integers and
-booleans into floats; those are rounded on the way in.
+numpy has no bfloat16, so such weights travel as float32, without loss. Strategies average integers and
+booleans into floats, which are rounded when they are loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flower_gpu.errors import WeightsError
 
-_HANDFUL: Final = 5  # entries a message names before it says "and n more"
+_HANDFUL: Final = 5  # number of entries named in a message, before "and n more"
 
 _SAME: Final = frozenset(
     {"float64", "float32", "float16", "complex128", "complex64", "bool"}
@@ -23,9 +23,9 @@ _SAME: Final = frozenset(
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype in which weights of a dtype of this name travel.
+    """Return the numpy dtype for weights of the dtype with this name.
 
-    Raises WeightsError if numpy has none that holds its values.
+    Raises WeightsError if numpy has no dtype for its values.
     """
     if name == "bfloat16":
         return np.dtype(np.float32)
@@ -40,9 +40,9 @@ def to_numpy(value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def check_count(weights: object, names: Sequence[str], hint: str = "") -> Sequence[Any]:
-    """Return ``weights`` if it is a list of one array for each name.
+    """Return ``weights`` if it is a list with one array for each name.
 
-    Raises WeightsError if it is not.
+    Raises WeightsError otherwise.
     """
     if isinstance(weights, str) or not isinstance(weights, Sequence):
         raise WeightsError(f"expected a list of {len(names)} numpy arrays, got {type(weights).__name__}")
@@ -52,34 +52,35 @@ def check_count(weights: object, names: Sequence[str], hint: str = "") -> Sequen
 
 
 def each(names: Iterable[str], convert: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """Convert everything, or raise one error that names each entry that cannot be.
+    """Return all converted entries.
 
-    Raises WeightsError if ``convert`` raised it for one of them.
+    Raises a WeightsError with all failed entries if ``convert`` raised one.
     """
-    done, problems = [], []
+    converted, problems = [], []
     for name, *values in zip(names, *columns, strict=True):
         try:
-            done.append(convert(*values))
+            converted.append(convert(*values))
         except WeightsError as error:
             problems.append(f"{name}: {error}")
     if problems:
         raise WeightsError(few(problems, separator="\n"))
-    return done
+    return converted
 
 
 def fitted(value: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return ``value`` as an array of this shape and dtype, which may be ``value`` itself.
 
-    Two differences of dtype are taken, because averaging makes them: floats for integers or booleans, which
-    are rounded to the nearest one (halves to the even one), and 0-d float64 for a smaller float (numpy before
+    Averaging causes two differences of dtype, which are accepted: floats in the place of integers or booleans
+    are rounded (halves to even), and a 0-d float64 in the place of a smaller float is converted (numpy before
     2.0 promotes 0-d arrays).
 
-    Raises WeightsError if it does not fit; the message says what was expected and what came.
+    Raises WeightsError if the value does not fit. The message gives the expected and the actual shape and
+    dtype.
     """
     expected = f"expected shape {shape} {dtype}"
     if not isinstance(value, np.ndarray | np.generic):
         raise WeightsError(f"{expected}, got {type(value).__name__}, not a numpy array")
-    array: NDArray[Any] = np.asarray(value)  # arithmetic on 0-d arrays makes numpy scalars
+    array: NDArray[Any] = np.asarray(value)  # arithmetic on 0-d arrays returns numpy scalars
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     got = f"got shape {array.shape} {array.dtype}"
@@ -90,15 +91,15 @@ def fitted(value: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArr
     if array.dtype != dtype and not (array.ndim == 0 and array.dtype == np.float64 and dtype.kind == "f"):
         hint = f"; convert it with .astype('{dtype}')" if array.dtype.kind in "biuf" else ""
         raise WeightsError(f"{expected}, {got}{hint}")
-    with np.errstate(over="ignore"):  # as in frameworks: what is too large becomes infinite
+    with np.errstate(over="ignore"):  # too large values become infinite, as in frameworks
         return array.astype(dtype, copy=False)
 
 
 def _round(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    with np.errstate(all="ignore"):  # what is out of range is refused below
+    with np.errstate(all="ignore"):  # values out of range are refused below
         rounded = np.rint(np.asarray(array, dtype=np.float64))
-    # high + 1 is a power of two, so exact as a float; high of a 64-bit integer is not. NaN fails.
+    # high + 1 is a power of two and so exact as a float, unlike high of a 64-bit integer. NaN compares False.
     fits = (rounded >= float(low)) & (rounded < float(high + 1))
     if not fits.all():
         raise WeightsError(
@@ -108,7 +109,7 @@ def _round(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def few(texts: Iterable[str], separator: str = ", ") -> str:
-    """Join the first handful and count the rest."""
+    """Return the first few texts joined, and the number of the others."""
     listed = list(texts)
     rest = len(listed) - _HANDFUL
     return separator.join(listed[:_HANDFUL]) + (f" and {rest} more" if rest > 0 else "")

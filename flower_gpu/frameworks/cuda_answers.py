@@ -1,9 +1,9 @@
-"""What PyTorch says of GPUs: it asks NVML, and CUDA stays untouched.
+"""Lets ``torch.cuda.is_available`` and ``device_count`` answer from NVML, without starting CUDA.
 
-Modules often begin with ``DEVICE = "cuda" if torch.cuda.is_available() else "cpu"``. That starts CUDA, after
-which no fork can use a GPU. PyTorch can ask NVML by itself, but starts CUDA all the same where NVML fails or
-a MIG device is visible. And it looks at all cards: where one of them cannot be opened it warns, and counts
-none, though that is another one's, by the GPU guard or a control group.
+Modules often begin with ``DEVICE = "cuda" if torch.cuda.is_available() else "cpu"``. This starts CUDA, and
+after that no fork can use a GPU. PyTorch has a check with NVML of its own, but still starts CUDA if NVML
+fails or a MIG device is visible. PyTorch also opens all cards. If it cannot open one, because of the GPU
+guard or a control group, it warns and counts no GPU, although that card belongs to another lease.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _CUDA_SUCCESS = 0
 
 
 class CUDAAnswers:
-    """What ``is_available`` and ``device_count`` of ``torch.cuda`` say in this process."""
+    """The answers of ``torch.cuda.is_available`` and ``torch.cuda.device_count`` in this process."""
 
     def __init__(self) -> None:
         self._asks_nvml = False
-        #: Whether some module of this process wanted to know of GPUs while NVML was asked.
+        #: True if a module of this process has called one of the functions while they used NVML
         self.has_asked = False
         self._waits_for_torch = False
         self._has_lease = False
 
     def ask_nvml(self) -> None:
-        """Have them ask NVML, also if PyTorch is imported later."""
+        """Let the functions use NVML, also if PyTorch is imported later."""
         self._asks_nvml = True
         if "torch" in sys.modules:
             self._wrap()
@@ -43,11 +43,11 @@ class CUDAAnswers:
             AfterImport("torch", self._wrap)
 
     def ask_cuda(self) -> None:
-        """Have them ask CUDA again, in a fork that may start it."""
+        """Let the functions use CUDA again, in a fork that may start it."""
         self._asks_nvml = False
 
     def count_leased(self, has_lease: bool) -> None:
-        """Have ``device_count`` look at the GPUs of this worker's lease only; CUDA has not started there."""
+        """Let ``device_count`` count the GPUs of this worker's lease only, until CUDA has started."""
         self._has_lease = has_lease
         self._wrap()
 
@@ -64,43 +64,44 @@ class CUDAAnswers:
         original = getattr(cuda, name)
 
         @wraps(original)
-        def asked() -> Any:  # a module may keep it: in a worker it must be what it was
+        def replacement() -> Any:
+            # Decided at each call: a module may keep a reference, which must behave normally in a worker.
             return in_server() if self._asks_nvml else in_worker()
 
-        for attribute in ("cache_clear", "cache_info"):  # of a version of PyTorch that remembers the count
+        for attribute in ("cache_clear", "cache_info"):  # some versions of PyTorch cache the count
             if hasattr(original, attribute):
-                setattr(asked, attribute, getattr(original, attribute))
-        vars(asked)["asks_nvml"] = True
-        setattr(cuda, name, asked)
+                setattr(replacement, attribute, getattr(original, attribute))
+        vars(replacement)["asks_nvml"] = True
+        setattr(cuda, name, replacement)
 
     def _count_leased(self) -> int:
-        """Count the GPUs of the lease; 0: there is none, or CUDA has started and knows, or NVML does not."""
+        """Return the number of GPUs in the lease, or 0 to ask CUDA: without a lease, or if NVML fails."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return len(inventory.take_of(visible.split(","))) if self._has_lease else 0
 
     def _count(self) -> int:
-        """Count the GPUs that CUDA would show: those that NVML can open."""
+        """Return the number of GPUs that CUDA would show, which are those that NVML can open."""
         self.has_asked = True
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible == "":
             return 0
-        found = inventory.take_here()
-        cards = [gpu for gpu in found.visible(visible) if gpu.uuid]
-        whole = [gpu for gpu in cards if gpu.mig_parent is None]
-        count = len(whole) or min(1, len(cards))  # of MIG devices CUDA uses one
+        host = inventory.take_here()
+        devices = [gpu for gpu in host.visible(visible) if gpu.uuid]
+        cards = [gpu for gpu in devices if gpu.mig_parent is None]
+        count = len(cards) or min(1, len(devices))  # CUDA uses only one MIG device
         if not count:
-            broken = next((f"GPU {gpu.index}: {gpu.problem}" for gpu in found.gpus if gpu.problem), "")
-            if reason := found.problem or broken:
-                _say_none(reason)
+            broken = next((f"GPU {gpu.index}: {gpu.problem}" for gpu in host.gpus if gpu.problem), "")
+            if reason := host.problem or broken:
+                _tell_no_gpu(reason)
         return count
 
 
-#: Those of this process: ``torch.cuda`` is one for all of its code.
+#: The answers of this process, because ``torch.cuda`` is shared by all of its code.
 ANSWERS: Final = CUDAAnswers()
 
 
 @cache
-def _say_none(reason: str) -> None:
+def _tell_no_gpu(reason: str) -> None:
     if not reason.startswith(NO_DRIVER):
         standard_streams.tell(
             "flower-gpu: a module asked for GPUs when it was imported for all workers, and there is "
@@ -109,9 +110,9 @@ def _say_none(reason: str) -> None:
 
 
 def initialized_cuda_devices() -> int | None:
-    """Count the GPUs this process sees, if it has initialised CUDA.
+    """Return the number of visible GPUs if this process has initialised CUDA, or None.
 
-    Returns None while CUDA is untouched: then a forked child can initialise it for itself.
+    With None, a forked child can initialise CUDA for itself.
     """
     libcuda = _loaded_cuda()
     count = ctypes.c_int(0)
@@ -122,7 +123,7 @@ def initialized_cuda_devices() -> int | None:
 
 def _loaded_cuda() -> ctypes.CDLL | None:
     try:
-        # RTLD_NOLOAD: only if it is in this process already. Loading alone initialises nothing.
+        # RTLD_NOLOAD: only if the library is loaded already. Loading it does not initialise CUDA.
         return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except (OSError, AttributeError):
         return None

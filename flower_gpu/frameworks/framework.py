@@ -1,6 +1,6 @@
-"""The questions that the engine asks of each framework; the answers here are for one that needs nothing.
+"""The interface of a framework. The default answers are those of a framework without special needs.
 
-:class:`AfterImport` calls a function right after a framework was imported, before its user can do anything.
+:class:`AfterImport` calls a function right after the import of a framework, before its user can do anything.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 
 from flower_gpu.errors import ConfigError
 
-_DIGITS = 12  # of a fraction; of a GPU with 200 GB that is less than a byte
+# Digits of a fraction. On a GPU with 200 GB, the last digit is less than a byte.
+_DIGITS = 12
 
-#: Makes of the value that code sets a variable to the value that the variable gets.
+#: Turns the value that code assigns to a variable into the value that the variable gets.
 Rule = Callable[[str], str]
 
 
 class Cap(NamedTuple):
-    """The memory of one GPU that allocators of this process may take."""
+    """Limit of the allocators of this process on one GPU."""
 
     cap_bytes: int  # without the CUDA context
-    total_bytes: int  # of the whole GPU, as NVML tells it
+    total_bytes: int  # memory of the whole GPU, from NVML
 
 
 class Setting(NamedTuple):
-    """Something that code can set in this process: how to read it, and how to set it."""
+    """A process-wide setting that code can change: how to read it, and how to set it."""
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
@@ -42,165 +43,170 @@ class Threads(NamedTuple):
 
     get: Callable[[], int]
     set: Callable[[int], object]
-    variables: tuple[str, ...] = ()  # which the framework puts before OMP_NUM_THREADS
-    at_most_cores: bool = False  # of what its variables say; code may set more
+    variables: tuple[str, ...] = ()  # variables with precedence over OMP_NUM_THREADS
+    at_most_cores: bool = False  # True if variables cannot set more threads than cores; code can
 
 
 @dataclass(frozen=True)
 class Figures:
     """The memory of a framework's allocator on one GPU."""
 
-    reserved_bytes: int  # has from the driver
+    reserved_bytes: int  # memory of the allocator
     peak_reserved_bytes: int
-    allocated_bytes: int  # of that in tensors
+    allocated_bytes: int  # part of it in tensors
     peak_allocated_bytes: int
-    free_bytes: int | None  # unused memory of the GPU; None where this process has no context on it
-    total_bytes: int  # of the whole GPU, as CUDA shows it
-    num_alloc_retries: int  # times that the allocator gave back what it kept, and tried again
-    num_ooms: int = 0  # times that it had too little memory all the same, also where its caller went on
+    free_bytes: int | None  # unused memory of the GPU; None if this process has no context on it
+    total_bytes: int  # memory of the whole GPU, from CUDA
+    num_alloc_retries: int  # number of times that the allocator returned its cache and tried again
+    num_ooms: int = 0  # number of out-of-memory errors, including those that the code has handled
 
 
 class Hold:
     """The cap on a framework in this process."""
 
     def in_force_bytes(self) -> list[int | None]:
-        """Read back how much of each GPU the framework takes at most; empty where it cannot tell."""
+        """Return the limit on each GPU as the framework reports it. Empty if it does not report limits."""
         return []
 
     def release(self) -> None:
-        """Take the cap away again, in a process that goes on without the lease."""
+        """Remove the cap, in a process that goes on without the lease."""
 
 
 class Framework:
-    """One framework. No method imports it. All but the two cap_ methods need it to be loaded."""
+    """One framework. No method imports it, and all except the two cap_ methods need it to be loaded."""
 
-    name = ""  # in messages
-    module = ""  # its top-level module
-    last = "__name__"  # an attribute of that module that is there when the others that are used are there
-    native = ""  # the top-level module of its C++ code, ...
-    read_by_native: tuple[str, ...] = ()  # ... which reads these variables while it is imported
-    comes_after = ""  # a library that must be imported before it, where that is installed
-    imported_in_use: tuple[str, ...] = ()  # modules that it imports when it is used, which takes seconds
-    read_on_gpu: tuple[str, ...] = ()  # variables that what it loads on a GPU reads while it is loaded
-    set_by_modules: tuple[str, ...] = ()  # its variables that a task's module may set: they join ours
+    name = ""  # for messages
+    module = ""  # top-level module
+    # An attribute of the module. When it exists, the import is far enough for all others to exist
+    last = "__name__"
+    native = ""  # top-level module of the C++ code
+    read_by_native: tuple[str, ...] = ()  # variables read during the import of the C++ code
+    comes_after = ""  # library that must be imported first, if it is installed
+    imported_in_use: tuple[str, ...] = ()  # slow modules imported at the first use of the framework
+    read_on_gpu: tuple[
+        str, ...
+    ] = ()  # variables read by libraries that are loaded with the first use of a GPU
+    set_by_modules: tuple[str, ...] = ()  # variables that a task's module may set; merged with our values
 
     def is_loaded(self) -> bool:
-        """Tell whether this process has imported it."""
+        """Return True if this process has imported the framework."""
         return hasattr(sys.modules.get(self.module), self.last)
 
     def has_threads(self) -> bool:
-        """Tell whether it has started threads here without which a fork would wait for ever."""
+        """Return True if the framework has started threads here. A fork would wait for them for ever."""
         return False
 
     def says_out_of_memory(self, error: BaseException, text: str) -> bool:
-        """Tell whether an exception with this text is its own for want of GPU memory."""
+        """Return True if an exception with this text is the framework's own out-of-memory error for a GPU."""
         return False
 
     def says_no_such_device(self, text: str) -> bool:
-        """Return True if this is the text of its error about a GPU number that does not exist here."""
+        """Return True if this is the text of the framework's error about a GPU number that does not exist."""
         return False
 
     def cap_variables(self, fraction: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that cap a worker to this part of each GPU; a user's smaller cap stays."""
+        """Return the variables that cap a worker to a fraction of each GPU, or to the user's smaller cap."""
         return {}
 
     def cap_rules(self, fraction: str, fixed: Container[str]) -> dict[str, Rule]:
-        """Return rules for variables that code of a worker sets; without a rule, ``fixed`` ones stay."""
+        """Return rules for variables that code in a worker sets. Other ``fixed`` variables stay the same."""
         return {}
 
     def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold | None:
-        """Hold it to caps, without starting it; ``on_start`` is called when it starts CUDA.
+        """Apply caps without starting CUDA.
 
-        ``is_new`` means that it was imported just now, with this process's environment.
+        ``on_start``: called when the framework starts CUDA.
+        ``is_new``: True if the framework was imported in this process, with this process's environment.
         """
         return None
 
     def loaded_on_gpu(self) -> list[str]:
-        """Return the files of libraries that it loads when a GPU is first used, in the order for that."""
+        """Return the library files that the framework loads with the first use of a GPU, in loading order."""
         return []
 
     def figures(self) -> tuple[Figures, ...] | None:
-        """Return its memory on each GPU; None where it has not started CUDA or cannot tell."""
+        """Return the allocator's figures on each GPU, or None without CUDA or such figures."""
         return None
 
     def reset_peaks(self) -> None:
-        """Let the highest figures be those from now on."""
+        """Reset the peaks of the allocator."""
 
     def free_cached(self) -> None:
-        """Return its allocator's cache to the driver, in a process that waits for a call."""
+        """Return the allocator's cache to the driver, while this process waits for a call."""
 
     def reserved_bytes(self) -> list[int] | None:
-        """Return its allocator's bytes of each GPU, like :meth:`figures`; cheap, and in any thread."""
+        """Return the allocator's bytes on each GPU, like :meth:`figures`. Cheap, and safe in any thread."""
         return None
 
     def no_cuda(self) -> dict[str, Any] | None:
-        """Return why it cannot use a GPU, with its version and the one of its CUDA; None where it can."""
+        """Return why the framework cannot use a GPU, with its version and its CUDA's, or None if it can."""
         return None
 
     def lacks(self) -> str | None:
-        """Return the names that its version lacks, each with the effect."""
+        """Return the private names missing from this version, each with the effect, or None."""
         return None
 
     def threads(self) -> Threads | None:
-        """Return its own threads."""
+        """Return the thread count of the framework's own pool, or None without one."""
         return None
 
     def seed(self, seed: int) -> None:
-        """Seed its random number generators."""
+        """Seed the global random number generators."""
 
     def random_state(self) -> bytes | None:
-        """Return the state of its global generator on the CPU; None where it has none that can be set."""
+        """Return the state of the global generator on the CPU, or None if it has none that can be set."""
         return None
 
     def set_random_state(self, state: bytes) -> None:
-        """Restore that generator from :meth:`random_state`."""
+        """Restore a state from :meth:`random_state`."""
 
     def seed_fork(self) -> None:
-        """Give a fork random numbers of its own, where all forks would draw the same."""
+        """Seed the global generators in a fork, if all forks would draw the same numbers otherwise."""
 
     def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that make it deterministic, with this number of threads.
+        """Return the variables that make the framework deterministic, with this number of threads.
 
-        A user's own values in ``environ`` that do no harm to that stay.
+        The user's values in ``environ`` are kept unless they prevent that.
         """
         return {}
 
     def be_deterministic(self) -> None:
-        """Use only algorithms that give the same bits each time; others raise an error from now on."""
+        """Use only deterministic algorithms. Operations without one raise an error from now on."""
 
     def not_deterministic(self, text: str) -> str | None:
-        """Return its operation without a deterministic algorithm that an error names, or None."""
+        """Return the operation without a deterministic algorithm that an error names, or None."""
         return None
 
     def on_first_step(self, then: Callable[[], object]) -> Callable[[], None] | None:
-        """Have a function called at the next step of any of its optimizers.
+        """Call a function at the next step of any optimizer.
 
-        Returns what ends that; None if the framework cannot tell when an optimizer makes a step.
+        Returns a function that cancels the call, or None if the framework does not report steps.
         """
         return None
 
     def taken_over(self) -> Iterator[Setting]:
-        """Yield the settings that a worker takes over from its caller. To read them starts nothing."""
+        """Yield the settings that a worker takes over from its caller. Reading them has no side effects."""
         return iter(())
 
     def settings(self) -> Iterator[Setting]:
-        """Yield the settings that code can change in it for all later calls of this process."""
+        """Yield the settings by which code can affect later calls in the same process."""
         return iter(())
 
 
 def fraction_of(caps: Sequence[Cap]) -> str:
-    """Return the part of a GPU that an allocator may take, never more than the cap.
+    """Return the largest fraction of a GPU within the cap.
 
-    In the environment there is one number for all GPUs of a process: of several it is the smallest part.
+    Environment variables have one number for all GPUs of a process, so it is the smallest fraction of all
+    GPUs.
     """
-    # NVML's total is a little more than what CUDA shows, so this is on the safe side.
-    return min((_down(cap.cap_bytes, cap.total_bytes) for cap in caps), default=_down(1, 1))
+    # NVML's total is a little larger than CUDA's, so the fraction is never too large.
+    return min((_rounded_down(cap.cap_bytes, cap.total_bytes) for cap in caps), default=_rounded_down(1, 1))
 
 
 def smaller_fraction(ours: str, users: str | None, name: str, most: float = 1.0) -> str:
-    """Return our fraction, or the user's own in the variable ``name`` if that is smaller.
+    """Return our fraction, or the user's in the variable ``name`` if it is smaller.
 
-    Raises ConfigError if the user's own is not a number from 0 to ``most``.
+    Raises ConfigError if the user's fraction is not a number from 0 to ``most``.
     """
     if users is None:
         return ours
@@ -214,21 +220,24 @@ def smaller_fraction(ours: str, users: str | None, name: str, most: float = 1.0)
 
 
 def is_of(error: BaseException, library: str, name: str) -> bool:
-    """Tell whether an exception's class, or one that it derives from, is ``name`` of a library."""
+    """Return True if the class of an exception, or a base class, is ``name`` of a library."""
     return any(
         kind.__name__ == name and kind.__module__.partition(".")[0] == library for kind in type(error).__mro__
     )
 
 
-def _down(part: int, whole: int) -> str:
-    """Return ``part / whole`` as a decimal number, rounded down; at most 1."""
+def _rounded_down(part: int, whole: int) -> str:
+    """Return ``part / whole`` as a decimal number, rounded down and limited to 1."""
     units = 10**_DIGITS
     parts = min(units, max(0, part) * units // whole) if whole > 0 else 0
     return f"{parts // units}.{parts % units:0{_DIGITS}d}"
 
 
 class AfterImport:
-    """Calls ``then`` right after the module ``name`` was imported: a finder that finds nothing itself."""
+    """Calls ``then`` right after the import of the module ``name``.
+
+    It is a finder on ``sys.meta_path`` that lets the other finders do the work and wraps the loader.
+    """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
@@ -236,12 +245,12 @@ class AfterImport:
         sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Do not call it any more, if the module was not imported."""
+        """Cancel the call if the module has not been imported."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find the module as others do, and watch its loader."""
+        """Find the module with the other finders, and wrap its loader."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)
@@ -252,10 +261,11 @@ class AfterImport:
         loader, execute = spec.loader, spec.loader.exec_module
 
         def execute_and_call(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # the loader's own again
+            vars(loader).pop("exec_module", None)  # restore the loader's own method
             execute(module)
             self._then()
 
-        with suppress(AttributeError):  # a loader that takes no attributes: the environment has the cap
+        # Some loaders accept no attributes. Then only the environment has the cap.
+        with suppress(AttributeError):
             loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

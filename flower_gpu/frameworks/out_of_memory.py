@@ -1,4 +1,4 @@
-"""Recognises exceptions of missing GPU memory, of a missing GPU, or of faults: of frameworks, and of CUDA."""
+"""Recognises exceptions of frameworks and CUDA: out of GPU memory, no GPU, and faults of a GPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MEMORY_ERROR: Final = "builtins.MemoryError"
 
 
 class _Text(NamedTuple):
-    """A text with which a library says that a GPU has too little memory."""
+    """A library's text for too little GPU memory."""
 
     pattern: str
-    #: The class, or the module of the classes, whose exceptions count; subclasses do, too. :data:`_ANY`
-    #: where the text is a name of NVIDIA's, which is in no other error.
+    #: Class of the exceptions, or module of their classes. Subclasses count as well. :data:`_ANY` if the text
+    #: is a name of NVIDIA's, because no other error contains it.
     raised_as: str
-    #: Where the library has the text, and the versions in which it was looked up.
+    #: File with the text, and the versions in which it was found.
     source: str
 
 
-#: Texts of libraries that ask CUDA for memory. Those of TensorFlow and JAX are in their files of this folder.
+#: Texts of libraries that allocate CUDA memory. The texts of TensorFlow and JAX are in their own files.
 TEXTS: Final = (
     # Also in texts of RMM, XGBoost and CuPy.
     _Text("cudaErrorMemoryAllocation", _ANY, "driver_types.h of CUDA 13.0"),
@@ -35,17 +35,17 @@ TEXTS: Final = (
     _Text("(?:CUBLAS|CUSPARSE|CUSOLVER)_STATUS_ALLOC_FAILED", _ANY, "their headers of CUDA 13.0"),
     _Text("CUFFT_ALLOC_FAILED", _ANY, "cufft.h of CUDA 13.0"),
     _Text("CURAND_STATUS_ALLOCATION_FAILED", _ANY, "curand.h of cuRAND 10.4"),
-    # From 9.0 on it is a name for CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED, which texts have then:
-    # that is main memory.
+    # In cuDNN 9.0 and later, this name stands for CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED, an
+    # error of main memory. Texts contain the long name then.
     _Text("CUDNN_STATUS_ALLOC_FAILED", _ANY, "cuDNN before 9.0"),
     _Text("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", _ANY, "cudnn_graph.h, cuDNN 9.0 to 9.24"),
     _Text("CUDA out of memory", _RUNTIME_ERROR, "c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.14"),
-    # torch.AcceleratorError is a RuntimeError. So is what a DataLoader makes of an error of its processes.
+    # torch.AcceleratorError is a RuntimeError. A DataLoader also turns errors of its processes into one.
     _Text(
         "CUDA(?: driver)? error: out of memory", _RUNTIME_ERROR, "c10/cuda/CUDAException.cpp of PyTorch 2.14"
     ),
-    # When PyTorch words its error, it asks NVML for other processes on the GPU. Where NVML does not answer,
-    # as on Jetson and MIG, that fails first.
+    # PyTorch asks NVML for other processes on the GPU to compose its error. If NVML does not answer, as on
+    # Jetson and MIG, this assertion fails first.
     _Text(
         r"NVML_SUCCESS == r INTERNAL ASSERT FAILED at \S*CUDACachingAllocator",
         _RUNTIME_ERROR,
@@ -60,8 +60,8 @@ TEXTS: Final = (
         "RMM failure at: ?.*Maximum pool size exceeded", _MEMORY_ERROR, "pool_memory_resource.hpp of RMM 24"
     ),
 )
-#: Texts that also mean other things, such as a dtype that a GPU cannot compute with. They count where memory
-#: was short: then no workspace fitted, or not even cuBLAS's own memory.
+#: Ambiguous texts, which also occur for other reasons such as an unsupported dtype. They count only if memory
+#: was short, so that no workspace or not even cuBLAS's own memory could be allocated.
 TEXTS_IF_SHORT: Final = (
     _Text(
         "unable to find an engine to execute this computation|Unable to find a valid cuDNN algorithm",
@@ -74,12 +74,12 @@ TEXTS_IF_SHORT: Final = (
         "aten/src/ATen/cuda/CublasHandlePool.cpp of PyTorch 2.14",
     ),
 )
-# cudaErrorDevicesUnavailable (46): one process at a time may compute there, and another one does.
+# cudaErrorDevicesUnavailable (46): another process uses a GPU in exclusive compute mode
 _BUSY: Final = re.compile(
     r"CUDA-capable devices?\S* (?:is|are|is/are) busy or unavailable|cudaErrorDevicesUnavailable"
     r"|CUDA_ERROR_DEVICE_UNAVAILABLE"
 )
-# After these a process can do nothing more with CUDA. With MPS no other client of the server can either.
+# After these errors, a process cannot use CUDA any more. Under MPS, neither can other clients of the server.
 _FAULT: Final = re.compile(
     r"illegal memory access|unspecified launch failure|device-side assert|misaligned address"
     r"|illegal instruction|invalid program counter|hardware stack error|uncorrectable ECC"
@@ -97,110 +97,109 @@ _DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
 def out_of_memory_in(
     error: BaseException, is_short: Callable[[], bool] = lambda: False
 ) -> BaseException | None:
-    """Return the exception of a chain that reports too little memory of a GPU (not of the host), or None.
+    """Return the exception in a chain that reports too little GPU memory, or None.
 
-    These are errors of frameworks, and of other libraries as in :data:`TEXTS`.
+    Main memory does not count. The errors are those of frameworks and of the libraries in :data:`TEXTS`.
 
-    ``is_short``: returns True if memory was short: then :data:`TEXTS_IF_SHORT` count, too.
+    ``is_short``: returns True if GPU memory was short. Then :data:`TEXTS_IF_SHORT` count as well.
     """
     links = list(_chain(error))
-    if (found := next(filter(_says_out_of_memory, links), None)) is not None:
-        return found
-    found = next((link for link in links if _has_one_of(TEXTS_IF_SHORT, link, _text(link))), None)
-    return found if found is not None and is_short() else None
+    if (link := next(filter(_says_out_of_memory, links), None)) is not None:
+        return link
+    link = next((link for link in links if _matches(TEXTS_IF_SHORT, link, _text(link))), None)
+    return link if link is not None and is_short() else None
 
 
 def says_device_is_busy(error: BaseException) -> bool:
-    """Tell whether something in a chain of exceptions says that CUDA was refused the GPU."""
+    """Return True if an exception in the chain says that the GPU refused the process."""
     return any(_BUSY.search(_text(link)) for link in _chain(error))
 
 
 def says_fault(error: BaseException) -> bool:
-    """Tell whether something in a chain of exceptions says that a GPU, or its MPS server, had a fault."""
+    """Return True if an exception in the chain reports a fault of a GPU or its MPS server."""
     return any(_FAULT.search(_text(link)) for link in _chain(error))
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Return how much memory was asked for, as far as the text of an out-of-memory error says."""
+    """Return the number of requested bytes in the text of an out-of-memory error, or None."""
     for link in _chain(error):
-        if found := _REQUESTED.search(_text(link)):
-            unit = found[2]
-            return int(float(found[1].replace(",", "")) * (_UNITS.get(unit) or _UNITS[unit[0]]))
+        if match := _REQUESTED.search(_text(link)):
+            unit = match[2]
+            return int(float(match[1].replace(",", "")) * (_UNITS.get(unit) or _UNITS[unit[0]]))
     return None
 
 
 def device_index(error: BaseException) -> int | None:
-    """Return the GPU that an out-of-memory error of PyTorch is about."""
+    """Return the index of the GPU in the text of PyTorch's out-of-memory error, or None."""
     for link in _chain(error):
-        if found := _DEVICE.search(_text(link)):
-            return int(found[1])
+        if match := _DEVICE.search(_text(link)):
+            return int(match[1])
     return None
 
 
 def classify(reserved: int | None, requested: int | None, cap: int, free: int | None) -> str:
-    """Tell why memory was not enough, by numbers: PyTorch's text says "allowed" whenever there is a cap.
+    """Return why memory was not enough, from figures in bytes. PyTorch's text blames the cap if there is one.
 
-    ``"over_cap"``: the GPU has room (``free``), the lease (``cap``) does not. ``"card_full"``: the lease has
-    room, the GPU does not. ``"unclear"``: neither or both, as with fragmented memory. All are bytes.
+    Returns ``"over_cap"`` if the GPU has room (``free``) and the lease (``cap``) does not, ``"card_full"`` if
+    the lease has room and the GPU does not, and ``"unclear"`` otherwise, as with fragmented memory.
     """
     if reserved is None or requested is None or free is None:
         return "unclear"
-    over = reserved + requested > cap
-    full = free < requested
-    if over == full:
+    is_over_cap = reserved + requested > cap
+    is_card_full = free < requested
+    if is_over_cap == is_card_full:
         return "unclear"
-    return "over_cap" if over else "card_full"
+    return "over_cap" if is_over_cap else "card_full"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its causes, members of groups too.
+    """Yield an exception, its causes and contexts, and the members of groups.
 
-    An exception that was raised while another one was handled hides that, as in a ``finally``, unless it was
-    raised ``from`` something.
+    The context matters, because an exception raised in a ``finally`` hides the original one.
     """
-    waiting, seen = [error], set()
-    while waiting:
-        link = waiting.pop(0)
+    pending, seen = [error], set()
+    while pending:
+        link = pending.pop(0)
         if id(link) in seen:
             continue
         seen.add(id(link))
         yield link
         if isinstance(link, BaseExceptionGroup):
-            waiting += link.exceptions
-        hidden = None if link.__suppress_context__ else link.__context__
-        waiting += [each for each in (link.__cause__, hidden) if each is not None]
+            pending += link.exceptions
+        context = None if link.__suppress_context__ else link.__context__
+        pending += [error for error in (link.__cause__, context) if error is not None]
 
 
 def _says_out_of_memory(error: BaseException) -> bool:
     text = _text(error)
     if isinstance(error, WorkerTaskError):
-        error = _like_that_of(error)
+        error = _stand_in(error)
     if any(framework.says_out_of_memory(error, text) for framework in ALL):
         return True
-    return is_of(error, "cupy", "OutOfMemoryError") or _has_one_of(TEXTS, error, text)
+    return is_of(error, "cupy", "OutOfMemoryError") or _matches(TEXTS, error, text)
 
 
-def _has_one_of(texts: Sequence[_Text], error: BaseException, text: str) -> bool:
+def _matches(texts: Sequence[_Text], error: BaseException, text: str) -> bool:
     if not isinstance(error, Exception):
         return False
     classes = [f"{kind.__module__}.{kind.__name__}." for kind in type(error).__mro__]
     return any(
-        re.search(each.pattern, text, re.IGNORECASE)
-        and (each.raised_as == _ANY or any(name.startswith(f"{each.raised_as}.") for name in classes))
-        for each in texts
+        re.search(known.pattern, text, re.IGNORECASE)
+        and (known.raised_as == _ANY or any(name.startswith(f"{known.raised_as}.") for name in classes))
+        for known in texts
     )
 
 
-def _like_that_of(error: WorkerTaskError) -> BaseException:
-    """Return an exception of a class with the name that a worker told: the class is not imported here."""
+def _stand_in(error: WorkerTaskError) -> BaseException:
+    """Return an exception with the class name of a worker's error, because its class is not imported here."""
     module, _, name = error.error_type.rpartition(".")
     base = Exception if module == "builtins" else RuntimeError
-    like: BaseException = type(name, (base,), {"__module__": module})()
-    return like
+    stand_in: BaseException = type(name, (base,), {"__module__": module})()
+    return stand_in
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # its own __str__ failed
+    except Exception:  # the __str__ of the exception failed
         return ""

@@ -1,7 +1,7 @@
-"""GPU memory as PyTorch sees it: the cap in its settings, the cap on this process, and the figures.
+"""PyTorch's GPU memory: the cap in its settings, the cap on its allocator, and its figures.
 
-Nothing here imports it, or starts CUDA but for :func:`no_cuda_reason`. What PyTorch has no public function
-for is asked for here only, by :func:`private`.
+This module does not import PyTorch, and only :func:`no_cuda_reason` may start CUDA. All private names of
+PyTorch are looked up here, by :func:`private`.
 
 Sources: "Optimizing memory usage" in PyTorch's CUDA notes, and c10/cuda/CUDAAllocatorConfig.cpp.
 """
@@ -20,14 +20,14 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.cuda_answers import ANSWERS
 from flower_gpu.frameworks.framework import Cap, Figures, Hold, fraction_of, smaller_fraction
 
-#: Where PyTorch reads its allocator's settings. Where both are set the old name wins, and as a whole.
+#: Variables with the settings of PyTorch's allocator. If both are set, PyTorch ignores the new one.
 SETTINGS: Final = "PYTORCH_ALLOC_CONF"
 OLD_SETTINGS: Final = "PYTORCH_CUDA_ALLOC_CONF"
 
-#: The setting that caps what PyTorch's allocator takes of a GPU.
+#: The setting that limits the memory of PyTorch's allocator.
 FRACTION: Final = "per_process_memory_fraction"
 
-# An unknown setting makes PyTorch raise an error when CUDA starts. This one came with 2.10 (pytorch#161035).
+# The first version with that setting (pytorch#161035). Older ones raise an error for unknown settings.
 _FRACTION_SINCE: Final = (2, 10)
 
 _IN_FORCE = re.compile(FRACTION + r"\s*:\s*([^,\s]+)")
@@ -35,7 +35,7 @@ _IN_FORCE = re.compile(FRACTION + r"\s*:\s*([^,\s]+)")
 _SET: Final = "_C._accelerator_setAllocatorSettings"
 _GET: Final = "_C._accelerator_getAllocatorSettings"
 
-# Names that are not public: the versions of PyTorch in which each was seen, and what is so without it.
+# Private names: the versions of PyTorch in which each was found, and the effect if it is missing
 _NOT_PUBLIC: Final = {
     "cuda._lazy_call": ("2.6 to 2.14", "a GPU is capped by PYTORCH_ALLOC_CONF only"),
     "_C._cuda_hasPrimaryContext": ("2.6 to 2.14", "why memory has run out on a GPU stays unclear"),
@@ -44,9 +44,9 @@ _NOT_PUBLIC: Final = {
     "_GLOBAL_DEVICE_CONTEXT": ("2.6 to 2.14", "workers do not take over the default device of their caller"),
 }
 
-_lacking: dict[str, None] = {}  # those of them that were needed in this process and not there
-_waiting: list[AllocatorHold] = []  # what sets its cap when CUDA starts in this process
-_in_force_here: list[AllocatorHold] = []  # the holds that have set a cap in this process
+_missing: dict[str, None] = {}  # private names that this process needed and did not find
+_pending: list[AllocatorHold] = []  # holds that set their cap when CUDA starts in this process
+_active: list[AllocatorHold] = []  # holds that have set a cap in this process
 
 
 class AllocatorHold(Hold):
@@ -57,7 +57,7 @@ class AllocatorHold(Hold):
         self._fraction = fraction_of(caps)
         self._on_start = on_start
         self._is_awaited = False
-        self._before: str | None = None
+        self._previous: str | None = None  # settings to restore
         self._fractions: dict[int, float] = {}
 
     def apply(self) -> None:
@@ -67,30 +67,30 @@ class AllocatorHold(Hold):
         if torch.cuda.is_initialized():
             self.when_started()
         else:
-            # The very first thing that Python does on a GPU. It is needed although there are the settings:
-            # PyTorch before 2.10 has none for this, one number cannot be right for several GPUs, and user
-            # code often changes the settings in os.environ when the environment is long set.
+            # Runs before any other use of a GPU. The variables alone are not enough: PyTorch before 2.10 has
+            # no such setting, one number cannot be right for several GPUs, and user code often changes the
+            # settings in os.environ.
             self._is_awaited = True
             ANSWERS.count_leased(True)
-            _waiting.append(self)
+            _pending.append(self)
             _await_start()
 
     def follow_settings(self) -> None:
-        """Give PyTorch the settings of the environment, cap included, where it does not have them.
+        """Pass the settings of the environment, including the cap, to PyTorch.
 
-        PyTorch reads the environment once, when its settings are first used. A fork of a process that has
-        done so has that process's settings.
+        PyTorch reads the environment only once, at the first use of its settings. A fork inherits the
+        settings that its parent has read.
         """
         wanted = self._settings()
-        give = None if wanted is None else private(_SET)
-        if give is None:
+        set_settings = None if wanted is None else private(_SET)
+        if set_settings is None:
             return
         try:
-            read = private(_GET, is_needed=False)
-            present = "" if read is None else read()
+            get_settings = private(_GET, is_needed=False)
+            present = "" if get_settings is None else get_settings()
             if present != wanted:
-                self._before = present if self._before is None else self._before
-                give(wanted)
+                self._previous = present if self._previous is None else self._previous
+                set_settings(wanted)
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
@@ -99,64 +99,65 @@ class AllocatorHold(Hold):
             ) from error
 
     def when_started(self) -> None:
-        """Set each GPU's cap; CUDA has started."""
+        """Set the cap on each GPU, after CUDA has started."""
         torch = _torch()
         if self._is_awaited:
             self._is_awaited = False
             ANSWERS.count_leased(False)
             self._on_start()
         self.follow_settings()
-        own = users_fraction(self._fraction, os.environ)
-        _in_force_here.append(self)
+        of_user = users_fraction(self._fraction, os.environ)
+        _active.append(self)
         for index, cap in enumerate(self._caps[: torch.cuda.device_count()]):
             fraction = largest_fraction(cap.cap_bytes, torch.cuda.get_device_properties(index).total_memory)
-            self._fractions[index] = fraction if own is None else min(own, fraction)
+            self._fractions[index] = fraction if of_user is None else min(of_user, fraction)
             torch.cuda.set_per_process_memory_fraction(self._fractions[index], index)
 
-    def most(self, index: int) -> float:
+    def allowed_fraction(self, index: int) -> float:
         """Return the largest fraction of a GPU that the cap allows."""
         return self._fractions.get(index, 1.0)
 
     def in_force_bytes(self) -> list[int | None]:
-        """Read back how much of each GPU the allocator takes at most; None where it cannot tell."""
+        """Return the limit of the allocator on each GPU, as PyTorch reports it, or None if it does not."""
         torch = _torch()
         if torch.cuda.is_initialized():
             return [_in_force(index) for index in range(min(len(self._caps), torch.cuda.device_count()))]
-        if self._settings() is None or (read := private(_GET)) is None:
+        if self._settings() is None or (get_settings := private(_GET)) is None:
             return [None] * len(self._caps)
-        found = _IN_FORCE.findall(read())
-        return [int(float(found[-1]) * cap.total_bytes) if found else None for cap in self._caps]
+        fractions = _IN_FORCE.findall(get_settings())
+        return [int(float(fractions[-1]) * cap.total_bytes) if fractions else None for cap in self._caps]
 
     def release(self) -> None:
-        """Take the cap away again, where this process goes on without the lease."""
+        """Remove the cap, in a process that goes on without the lease."""
         torch = _torch()
         ANSWERS.count_leased(False)
-        for holds in (_waiting, _in_force_here):
+        for holds in (_pending, _active):
             if self in holds:
                 holds.remove(self)
         for index in self._fractions:
             torch.cuda.set_per_process_memory_fraction(1.0, index)
-        if self._before is not None and (give := private(_SET)) is not None:
-            # A setting that is not named keeps its value.
-            named = "" if _IN_FORCE.search(self._before) else f"{FRACTION}:1.0"
-            give(",".join(filter(None, [self._before, named])))
+        if self._previous is not None and (set_settings := private(_SET)) is not None:
+            # A setting without a new value keeps its old one, so the fraction is named.
+            fraction = "" if _IN_FORCE.search(self._previous) else f"{FRACTION}:1.0"
+            set_settings(",".join(filter(None, [self._previous, fraction])))
 
     def _settings(self) -> str | None:
-        """Return the settings of the environment with the cap in them; None where PyTorch takes no cap so."""
-        # To ask for an installed package's version takes several milliseconds.
+        """Return the settings of the environment with the cap, or None if PyTorch has no setting for it."""
+        # From torch itself, because looking up an installed version takes several milliseconds.
         if not knows_fraction(str(_torch().__version__)):
             return None
         merged = settings_with_cap(self._fraction, os.environ)
-        # The task's module may have set the old name, which wins; processes of the task get the cap, too.
+        # The task's module may have set the old variable, which takes precedence. Set in os.environ, so that
+        # child processes of the task get the cap as well.
         os.environ[OLD_SETTINGS if OLD_SETTINGS in os.environ else SETTINGS] = merged
         return merged
 
 
 def _keep_caps() -> None:
-    """Have ``torch.cuda.set_per_process_memory_fraction`` keep to the caps of this process.
+    """Limit ``torch.cuda.set_per_process_memory_fraction`` to the caps of this process.
 
-    Training code that was written for a whole GPU calls it with 1.0, or with the fraction of a GPU that Ray
-    would give it. That would take the cap away, and the memory of other leases with it.
+    Training code for a whole GPU calls it with 1.0, or with the GPU fraction of a Ray actor. That would
+    remove the cap, and the process could use the memory of other leases.
     """
     torch = _torch()
     original = torch.cuda.set_per_process_memory_fraction
@@ -165,20 +166,20 @@ def _keep_caps() -> None:
 
     @wraps(original)
     def set_per_process_memory_fraction(fraction: Any, device: Any = None) -> None:
-        torch.cuda.init()  # as PyTorch's own does: the caps are known from then on
+        torch.cuda.init()  # as the original does; the fractions of the caps are known after it
         index = device if isinstance(device, int | None) else torch.device(device).index
         index = torch.cuda.current_device() if index is None else index
-        most = min((hold.most(index) for hold in _in_force_here), default=1.0)
-        # Anything else is for PyTorch to refuse.
-        if isinstance(fraction, float) and most < fraction <= 1.0:
+        allowed = min((hold.allowed_fraction(index) for hold in _active), default=1.0)
+        # PyTorch refuses invalid values itself.
+        if isinstance(fraction, float) and allowed < fraction <= 1.0:
             warnings.warn(
                 f"set_per_process_memory_fraction({fraction:g}) has no effect: the lease of this call grants "
-                f"{most:.3g} of the GPU's memory, and that stays the limit. A larger lease is gpu_memory or "
-                "num_gpus (--gpu-memory, --num-gpus)",
+                f"{allowed:.3g} of the GPU's memory, which stays the limit. For more, set gpu_memory or num_gpus "
+                "(--gpu-memory, --num-gpus)",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            fraction = most
+            fraction = allowed
         original(fraction, device)
 
     set_per_process_memory_fraction.keeps_caps = True  # type: ignore[attr-defined]
@@ -187,57 +188,57 @@ def _keep_caps() -> None:
 
 
 def settings_with_cap(fraction: str, environ: Mapping[str, str]) -> str:
-    """Return the user's settings of PyTorch's allocator in ``environ`` with the cap in them.
+    """Return the user's settings of PyTorch's allocator in ``environ``, merged with the cap.
 
-    Raises ConfigError if the user's own cap is not a number from 0 to 1.
+    Raises ConfigError if the user's cap is not a number from 0 to 1.
     """
     name = OLD_SETTINGS if OLD_SETTINGS in environ else SETTINGS
     text = environ.get(name, "")
     entries = _entries(text)
     if any((key, value) == ("backend", "cudaMallocAsync") for _, key, value in entries):
-        # It ignores the cap of its settings, and warns; it has the one that is set when CUDA starts.
+        # This backend ignores the setting and warns about it. It gets the cap when CUDA starts.
         return text
-    own = [value for _, key, value in entries if key == FRACTION]
+    of_user = [value for _, key, value in entries if key == FRACTION]
     others = [entry for entry, key, _ in entries if key != FRACTION]
-    cap = smaller_fraction(fraction, own[-1] if own else None, name)
+    cap = smaller_fraction(fraction, of_user[-1] if of_user else None, name)
     return ",".join([*others, f"{FRACTION}:{cap}"])
 
 
 def users_fraction(fraction: str, environ: Mapping[str, str]) -> float | None:
-    """Return the cap that a user has set to less than ``fraction``; None where nobody has."""
+    """Return the user's own cap if it is smaller than ``fraction``, or None."""
     entries = _entries(environ.get(OLD_SETTINGS, environ.get(SETTINGS, "")))
-    own = [float(value) for _, key, value in entries if key == FRACTION]
-    return own[-1] if own and own[-1] < float(fraction) else None
+    of_user = [float(value) for _, key, value in entries if key == FRACTION]
+    return of_user[-1] if of_user and of_user[-1] < float(fraction) else None
 
 
 def _entries(text: str) -> list[tuple[str, str, str]]:
-    """Return each entry of settings, its name and its value; commas inside of brackets belong to an entry."""
+    """Return each entry of the settings with its name and value. Commas in brackets are part of an entry."""
     entries = (entry.strip() for entry in re.findall(r"(?:\[[^\]]*\]?|[^,\[])+", text))
     split = ((entry, *entry.partition(":")[::2]) for entry in entries if entry)
     return [(entry, key.strip(), value.strip()) for entry, key, value in split]
 
 
 def knows_fraction(version: str) -> bool:
-    """Tell whether this version of PyTorch takes its cap from the environment."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(a|b|rc|\.?dev)?", version)
-    if not found:
+    """Return True if this version of PyTorch reads its cap from the environment."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(a|b|rc|\.?dev)?", version)
+    if not match:
         return False
-    number = int(found[1]), int(found[2])
-    # A pre-release of that very version may be older than the setting.
-    return number > _FRACTION_SINCE or (number == _FRACTION_SINCE and not found[3])
+    number = int(match[1]), int(match[2])
+    # A pre-release of the first version with the setting may still lack it.
+    return number > _FRACTION_SINCE or (number == _FRACTION_SINCE and not match[3])
 
 
 def largest_fraction(cap_bytes: int, total_bytes: int) -> float:
-    """Return the largest fraction with which PyTorch allows no more than ``cap_bytes``."""
+    """Return the largest fraction for which PyTorch allows at most ``cap_bytes``."""
     fraction = min(1.0, max(0, cap_bytes) / total_bytes) if total_bytes > 0 else 0.0
-    # PyTorch multiplies and cuts off (setMemoryFraction in CUDACachingAllocator.cpp).
+    # PyTorch multiplies and truncates (setMemoryFraction in CUDACachingAllocator.cpp).
     while fraction > 0 and int(fraction * total_bytes) > cap_bytes:
         fraction -= 2**-53
     return fraction
 
 
 def figures() -> tuple[Figures, ...] | None:
-    """Return the memory figures of each GPU this process sees; None where CUDA has not started."""
+    """Return the memory figures of each visible GPU, or None before CUDA has started."""
     cuda = _torch().cuda
     return tuple(map(_figures, range(cuda.device_count()))) if cuda.is_initialized() else None
 
@@ -247,7 +248,8 @@ def _figures(index: int) -> Figures:
     stats = torch.cuda.memory_stats(index)
     free = None
     has_context = private("_C._cuda_hasPrimaryContext")
-    if has_context is not None and has_context(index):  # to ask for the free memory would make one
+    # Asking for the free memory would create a context.
+    if has_context is not None and has_context(index):
         free = torch.cuda.mem_get_info(index)[0]
     return Figures(
         reserved_bytes=stats.get("reserved_bytes.all.current", 0),
@@ -266,12 +268,12 @@ def _in_force(index: int) -> int | None:
     try:
         fraction = cuda.get_per_process_memory_fraction(index)
         return int(fraction * cuda.get_device_properties(index).total_memory)
-    except RuntimeError:  # an allocator that cannot tell
+    except RuntimeError:  # this allocator does not report it
         return None
 
 
 def no_cuda_reason() -> str | None:
-    """Return why this PyTorch cannot use a GPU; None where it can. May start NVML, or the CUDA driver."""
+    """Return why this PyTorch cannot use a GPU, or None if it can. May start NVML or the CUDA driver."""
     torch = _torch()
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is a build without CUDA"
@@ -286,31 +288,31 @@ def no_cuda_reason() -> str | None:
 
 
 def lacks() -> str | None:
-    """Return the private names that this process did not find in PyTorch, each with the effect."""
-    texts = [f"torch.{name} (seen in {_NOT_PUBLIC[name][0]}): {_NOT_PUBLIC[name][1]}" for name in _lacking]
+    """Return the private names that this process did not find in PyTorch, each with the effect, or None."""
+    texts = [f"torch.{name} (seen in {_NOT_PUBLIC[name][0]}): {_NOT_PUBLIC[name][1]}" for name in _missing]
     return f"PyTorch {_torch().__version__} has no {'; no '.join(texts)}" if texts else None
 
 
 def private(name: str, *, is_needed: bool = True) -> Any:
-    """Return PyTorch's object of a name in ``_NOT_PUBLIC``, or None."""
-    found = _torch()
+    """Return PyTorch's object with a name in ``_NOT_PUBLIC``, or None."""
+    attribute = _torch()
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None and is_needed:
-        _lacking[name] = None
-    return found
+        attribute = getattr(attribute, part, None)
+    if attribute is None and is_needed:
+        _missing[name] = None
+    return attribute
 
 
-@cache  # PyTorch keeps the call for the process, and for its forks
+@cache  # PyTorch remembers the call, also in forks
 def _await_start() -> None:
     if (call := private("cuda._lazy_call")) is not None:
         call(_when_started)
 
 
 def _when_started() -> None:
-    for hold in _waiting:
+    for hold in _pending:
         hold.when_started()
-    _waiting.clear()
+    _pending.clear()
 
 
 def _torch() -> Any:

@@ -1,14 +1,14 @@
-"""TensorFlow, and Keras on it: growth is on, and each GPU is a logical device with a limit.
+"""TensorFlow, and Keras on TensorFlow: memory growth, and a logical device with a limit for each GPU.
 
-TensorFlow asks for the whole limit of a logical device at once, unless growth is on: BFCAllocator in
-xla/tsl/framework/bfc_allocator.cc begins with 2 MiB if ``allow_growth`` is set, else with ``memory_limit``,
-and never has more than that. Its Python API refuses growth for a GPU with logical devices
-(``set_memory_growth`` in tensorflow/python/eager/context.py), but ``TF_FORCE_GPU_ALLOW_GROWTH``, which every
-worker with a lease has, overrides what programs ask for (``GetAllowGrowthValue`` in gpu_bfc_allocator.cc). So
-the two together are a cap, and no more is taken than is needed.
+Without growth, TensorFlow allocates the whole limit of a logical device at once. BFCAllocator in
+xla/tsl/framework/bfc_allocator.cc starts with 2 MiB if ``allow_growth`` is set, or else with
+``memory_limit``, and never exceeds that limit. The Python API refuses growth for a GPU with logical devices
+(``set_memory_growth`` in tensorflow/python/eager/context.py). But ``TF_FORCE_GPU_ALLOW_GROWTH``, which every
+worker with a lease has, overrides the API (``GetAllowGrowthValue`` in gpu_bfc_allocator.cc). Both together
+are a cap without preallocation.
 
-The limit is of that allocator: like the lease's cap without the CUDA context, and without what libraries take
-from CUDA themselves.
+The limit applies to that allocator, like the cap of the lease. It excludes the CUDA context and the memory
+that libraries allocate from CUDA directly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flower_gpu.frameworks.framework import Cap, Framework, Hold, is_of
 
 _MIB: Final = 1 << 20
 _THREADS: Final = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-# tensorflow/core/util/determinism.h and those who include it.
+# Texts in tensorflow/core/util/determinism.h and the files that include it
 _NOT_DETERMINISTIC: Final = re.compile(
     r"deterministic (GPU )?implementation|[Dd]eterminism is (not|enabled)|op-determinism"
 )
@@ -34,7 +34,7 @@ class TensorFlow(Framework):
 
     name, module, last = "TensorFlow", "tensorflow", "config"
     native = "tensorflow"
-    # Seen for 2.21. Its other variables are read when it looks for devices, in the worker.
+    # Observed with 2.21. Other variables are read when it looks for devices, in the worker.
     read_by_native = (
         "TF_CPP_MAX_VLOG_LEVEL",
         "TF_CPP_MIN_LOG_LEVEL",
@@ -42,14 +42,14 @@ class TensorFlow(Framework):
         "TF_ENABLED_DEVICE_TYPES",
         "TF_ENABLE_ONEDNN_OPTS",
     )
-    # PyTorch's optimizers import Triton; a process that has TensorFlow aborts then ("registered more than
-    # once": both have an LLVM), and with Triton first it does not. Seen with TensorFlow 2.21 and torch 2.15.
-    # A task with PyTorch may get a fork of the same server.
+    # PyTorch's optimizers import Triton. A process that has imported TensorFlow aborts then ("registered more
+    # than once"), because both contain LLVM. With Triton first, it does not abort. Observed with TensorFlow
+    # 2.21 and torch 2.15. A task with PyTorch may get a fork of the same server.
     comes_after = "triton"
 
     def has_threads(self) -> bool:
-        """Tell whether it has made a tensor; importing it starts no threads (seen with 2.21)."""
-        # No function of its API tells that without making one.
+        """Return True if TensorFlow has created a tensor. Its import starts no threads (seen with 2.21)."""
+        # All public functions for this create a tensor themselves.
         context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
         return getattr(context, "_context_handle", None) is not None
 
@@ -58,24 +58,24 @@ class TensorFlow(Framework):
         sys.modules["tensorflow"].random.set_seed(seed & (1 << 31) - 1)
 
     def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Set the number of its threads, where the user has not: sums are cut into as many parts."""
+        """Set the number of threads unless the user has, because sums are split into this many parts."""
         return {name: environ.get(name) or str(threads) for name in _THREADS}
 
     def be_deterministic(self) -> None:
-        """Turn deterministic operations on, as an error where there is none."""
+        """Turn deterministic operations on. Operations without one raise an error."""
         sys.modules["tensorflow"].config.experimental.enable_op_determinism()
 
     def not_deterministic(self, text: str) -> str | None:
-        """Return the line of its error that says so."""
+        """Return the line of TensorFlow's error about a missing deterministic operation, or None."""
         lines = (line.strip() for line in text.splitlines())
         return next((f"TensorFlow: {line}" for line in lines if _NOT_DETERMINISTIC.search(line)), None)
 
     def says_out_of_memory(self, error: BaseException, text: str) -> bool:
-        """Return True by its class and text.
+        """Return True for the classes and texts of TensorFlow 2.4 and later.
 
-        The texts are those of TensorFlow from 2.4 on. Kernels that MLIR has compiled, as that of ``Mul``,
-        have the second one (https://github.com/SciSharp/TensorFlow.NET/issues/881). The last one is of a copy
-        to a GPU without room for it. It names the CPU, too, where the data were.
+        Kernels compiled by MLIR, such as ``Mul``, have the second text
+        (https://github.com/SciSharp/TensorFlow.NET/issues/881). The last one comes from a copy to a full GPU.
+        It also names the CPU as the source of the data.
         """
         if is_of(error, "tensorflow", "ResourceExhaustedError"):
             is_of_gpu = "device:CPU" not in text
@@ -84,25 +84,25 @@ class TensorFlow(Framework):
         return is_copy and "device:GPU" in text
 
     def cap_variables(self, fraction: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """Let its memory grow on demand, up to the limit of :meth:`hold`."""
+        """Let the memory grow on demand, up to the limit of :meth:`hold`."""
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
     def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold | None:
-        """Hold it to caps, as soon as it looks for GPUs; ``on_start`` is not called."""
+        """Apply caps as soon as TensorFlow looks for GPUs. ``on_start`` is never called."""
         try:
             return hold_to(caps)
-        except (ImportError, AttributeError) as error:  # a release whose parts are elsewhere
+        except (ImportError, AttributeError) as error:  # private names have moved in this release
             standard_streams.tell(f"flower-gpu: this TensorFlow is not held to its lease ({error})")
             return None
 
 
 class _TensorFlowHold(Hold):
     def __init__(self, context: Any, kind: type) -> None:
-        self._context = context  # by which TensorFlow starts its runtime
-        self._kind = kind  # its class until now
+        self._context = context  # the object that starts TensorFlow's runtime
+        self._kind = kind  # original class of the context
 
     def release(self) -> None:
-        """Take the cap away again, unless TensorFlow's runtime has started: it cannot be changed then."""
+        """Remove the cap, unless TensorFlow's runtime has started. It cannot be changed after that."""
         limited = self._context.flower_gpu_limited
         self._context.__class__ = self._kind
         del self._context.flower_gpu_limited
@@ -112,11 +112,11 @@ class _TensorFlowHold(Hold):
 
 
 def hold_to(caps: Sequence[Cap]) -> Hold | None:
-    """Hold TensorFlow to caps, rounded down to whole MiB, without starting its runtime or CUDA.
+    """Apply caps to TensorFlow, rounded down to whole MiB, without starting its runtime or CUDA.
 
-    Programs cannot undo it: of logical devices that they make themselves the limits are reduced to what fits,
-    and ``set_memory_growth`` does nothing, as growth is on. None where its runtime has started already, and
-    has the cap that it got then.
+    Programs cannot undo the caps: the limits of their own logical devices are reduced to fit, and
+    ``set_memory_growth`` has no effect, because growth is on. Returns None if the runtime has started
+    already. It keeps the caps from its start then.
     """
     from tensorflow.python.eager import context as module
 
@@ -126,7 +126,8 @@ def hold_to(caps: Sequence[Cap]) -> Hold | None:
     kind: Any = type(context)
     limits_mib = [max(1, cap.cap_bytes // _MIB) for cap in caps]
 
-    # A class, and not functions of the public tf.config: that exists under several names, which all end here.
+    # Overrides the class, because the functions of the public tf.config exist under several names that all
+    # call it.
     class Limited(kind):  # type: ignore[misc]
         def _initialize_physical_devices(self, *args: Any, **kwargs: Any) -> None:
             super()._initialize_physical_devices(*args, **kwargs)
@@ -136,9 +137,10 @@ def hold_to(caps: Sequence[Cap]) -> Hold | None:
             # strict=False: TensorFlow leaves out GPUs that it cannot use.
             self.flower_gpu_limited.update(zip(gpus, limits_mib, strict=False))
             for gpu, limit_mib in self.flower_gpu_limited.items():
-                own = self._virtual_device_map.get(gpu)
+                of_program = self._virtual_device_map.get(gpu)
                 whole = [module.LogicalDeviceConfiguration(memory_limit=limit_mib)]
-                super().set_logical_device_configuration(gpu, reduced(own, limit_mib) if own else whole)
+                devices = reduced(of_program, limit_mib) if of_program else whole
+                super().set_logical_device_configuration(gpu, devices)
 
         def set_memory_growth(self, dev: Any, enable: bool) -> None:
             self._initialize_physical_devices()
@@ -157,14 +159,16 @@ def hold_to(caps: Sequence[Cap]) -> Hold | None:
 
 
 def reduced(devices: Sequence[Any], limit_mib: int) -> list[Any]:
-    """Return a program's own logical devices of one GPU, with limits that together fit ``limit_mib``.
+    """Return a program's logical devices of one GPU, with limits that together fit into ``limit_mib``.
 
-    One without a limit stays: TensorFlow refuses it, and tells why.
+    A device without a limit is kept. TensorFlow refuses it and gives the reason.
     """
-    asked = sum(device.memory_limit or 0 for device in devices)
-    if asked <= limit_mib:
+    total_mib = sum(device.memory_limit or 0 for device in devices)
+    if total_mib <= limit_mib:
         return list(devices)
     return [
-        device._replace(memory_limit=device.memory_limit and max(1, device.memory_limit * limit_mib // asked))
+        device._replace(
+            memory_limit=device.memory_limit and max(1, device.memory_limit * limit_mib // total_mib)
+        )
         for device in devices
     ]
