@@ -174,8 +174,8 @@ def _keep_caps() -> None:
         if isinstance(fraction, float) and allowed < fraction <= 1.0:
             warnings.warn(
                 f"set_per_process_memory_fraction({fraction:g}) has no effect: the lease of this call grants "
-                f"{allowed:.3g} of the GPU's memory, which stays the limit. For more, set gpu_memory or num_gpus "
-                "(--gpu-memory, --num-gpus)",
+                f"{allowed:.3g} of the GPU's memory, and that stays the limit. For more, set gpu_memory or "
+                "num_gpus (--gpu-memory, --num-gpus)",
                 RuntimeWarning,
                 stacklevel=2,
             )
