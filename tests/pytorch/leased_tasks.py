@@ -36,7 +36,7 @@ def settings_of_its_own() -> tuple[str, list[int | None], str]:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch
 
-    (hold,) = pytorch_memory._waiting
+    (hold,) = pytorch_memory._pending
     hold.follow_settings()  # the first thing that happens when CUDA starts
     return (
         torch._C._accelerator_getAllocatorSettings(),

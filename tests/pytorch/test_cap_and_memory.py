@@ -42,11 +42,11 @@ def told(parsed_before, version, environ):
     held = {
         "settings": torch._C._accelerator_getAllocatorSettings(),
         "in_force": hold.in_force_bytes(),
-        "waits": hold in pytorch_memory._waiting,
+        "waits": hold in pytorch_memory._pending,
         "started": torch.cuda.is_initialized(),
     }
     hold.release()
-    waits = hold in pytorch_memory._waiting
+    waits = hold in pytorch_memory._pending
     return [held, {"settings": torch._C._accelerator_getAllocatorSettings(), "waits": waits}]
 
 for case in json.loads(sys.argv[1]):
