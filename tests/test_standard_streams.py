@@ -124,8 +124,11 @@ def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(
 @pytest.mark.parametrize(
     ("status", "line"), [(0, "footprint"), (2, "leases --nonsense"), (2, "nonsense"), (2, "report /nowhere")]
 )
-def test_messages_that_cannot_be_written_change_no_status(kind: str, status: int, line: str) -> None:
-    done = run_into(kind, "stderr", *CLI, *line.split())
+def test_messages_that_cannot_be_written_change_no_status(
+    kind: str, status: int, line: str, tmp_path: Path
+) -> None:
+    # In a state folder of its own, where no footprint was learned.
+    done = run_into(kind, "stderr", "env", f"FLOWER_GPU_STATE_DIR={tmp_path}", *CLI, *line.split())
     assert (done.returncode, done.stdout) == (status, "")
 
 
