@@ -151,7 +151,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if COMMANDS[arguments.command].outlives_output:
                 standard_streams.ignore_stdout_errors()
             status = _run(arguments)
-            standard_streams.flush_stdout()
+            try:
+                standard_streams.flush_stdout()
+            except OSError:
+                # A signal has ended the command, such as SIGHUP of a terminal that was closed.
+                if status > 128:
+                    standard_streams.discard_stdout()
+                    return status
+                raise
             return status
         except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
