@@ -157,7 +157,8 @@ def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple
             HostNeed(card_of_task(os.getuid(), 7), 1 << 20, 1 << 20, capacity=GIB),
         )
 
-    ledger = Ledger(LedgerFolder(root.parent))
+    # Without a reserve: on a busy machine, all free memory may be within it.
+    ledger = Ledger(LedgerFolder(root.parent), host_reserve_bytes=0)
     claimant = Claimant(lambda gpus: tuple(GPUNeed(gpu.uuid, 8 * GIB) for gpu in gpus), host_needs=needed)
     with ExitStack() as stack:
         for name, data, report in found:
@@ -173,6 +174,7 @@ def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple
             os.fchown(descriptor, OTHER, -1)
             lock(descriptor)
         ticket = ledger.acquire(claimant, deadline=time.monotonic())
+        stack.callback(ledger.release, ticket)
         got = {part.uuid: part.memory_bytes for part in ticket.entry.parts}
         assert got == {A: 8 * GIB} | {need.resource: need.amount for need in needed()}
         state = ledger.status()
@@ -180,7 +182,6 @@ def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple
         assert "\x1b" not in "\n".join([*leases._lines(state), *map(describe, state.waiting)])
         json.dumps(leases.describe(ledger, state), allow_nan=False)
         assert what_is_held(ledger.status(), ticket.entry, "x")
-        ledger.release(ticket)
 
 
 def test_a_grant_counts_only_if_the_mutex_was_not_replaced_meanwhile(

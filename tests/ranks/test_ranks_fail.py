@@ -87,7 +87,7 @@ def test_a_rank_hangs(tmp_path: Path, nothing_left: Callable[[int], None]) -> No
 def test_the_call_takes_too_long(tmp_path: Path, nothing_left: Callable[[int], None]) -> None:
     """All ranks are named, with where they were."""
     with pytest.raises(WorkerTimeoutError) as caught:
-        run_in_worker("ranks_tasks:hang_all", str(tmp_path), num_gpus=2, timeout_s=25)
+        run_in_worker("ranks_tasks:hang_all", str(tmp_path), num_gpus=2, timeout_s=45)
     text = str(caught.value)
     assert "rank 0 of 2 was at" in text
     assert "rank 1 of 2 was at" in text

@@ -172,8 +172,8 @@ def test_given_up_before_its_worker_is_there(
         handler(0)
     memory = handler.handler._memory
     with memory.room():  # so that the next one has to wait for the host's memory
-        if task == "hang":
-            memory._available = lambda: (0, 1 << 40)
+        # Independent of this machine's memory: the first try waits in one case, the second in the other.
+        memory._available = lambda: (0 if task == "hang" else 1 << 40, 1 << 40)
         visit = handler.visit(1, task, file=str(tmp_path / "begun"))
         answers: list[Answer] = []
         thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
