@@ -1,4 +1,4 @@
-"""Kinds of option values: how each is read, and the error for a wrong one."""
+"""Kinds of option values: how each is parsed and checked, and the error for an invalid value."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from typing import Any, Final
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import UNITS, format_bytes
 
-#: The longest time that can be set, 31 years. Clocks and timers of the system overflow above.
+#: The longest duration, 31 years. Clocks and timers of the system overflow beyond it.
 MAX_SECONDS: Final = 1e9
 
 
 def is_duration(value: float) -> bool:
-    """Tell whether something can take so many seconds: more than 0, up to :data:`MAX_SECONDS`."""
+    """Return True if the number of seconds is above 0 and at most :data:`MAX_SECONDS`."""
     return 0 < value <= MAX_SECONDS
 
 
 class RefusedValueError(ValueError):
-    """Why a value cannot be read, in words that follow the value in a message."""
+    """A value cannot be parsed. The text follows the value in a message."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an option's value can be."""
+    """The valid values of an option."""
 
-    what: str  # "a whole number, 1 or more": a value must be that
+    what: str  # description of a valid value, such as "a whole number, 1 or more"
     metavar: str | None = None
-    read: Callable[[Any], Any] = lambda value: value  # a text or a value; raises a ValueError
-    allows: Callable[[Any], bool] = lambda value: True
-    types: tuple[type, ...] = (str,)  # of a value that is no text from outside
-    words: tuple[str, ...] = ()  # the only values
-    meanings: tuple[str, ...] = ()  # of the words, each in a short line
+    read: Callable[[Any], Any] = lambda value: value  # parses a text or a value; raises ValueError
+    allows: Callable[[Any], bool] = lambda value: True  # returns True for a valid parsed value
+    types: tuple[type, ...] = (str,)  # accepted types of values from code or a config
+    words: tuple[str, ...] = ()  # the only valid values
+    meanings: tuple[str, ...] = ()  # short descriptions of the words
     is_repeated: bool = False  # the option may be given several times
-    keeps_text: bool = False  # on a command line, for messages and for processes that read it again
+    keeps_text: bool = False  # a command line keeps the text, for messages and for other processes
 
     def from_text(self, text: Any, source: str) -> Any:
-        """Read a text from outside: a variable, or an option of a command line.
+        """Parse a text of an environment variable or a command line.
 
-        Raises ConfigError if it cannot be used; the message begins with ``source``.
+        Raises ConfigError if it is invalid. The message begins with ``source``.
         """
         try:
             value = self.read(text)
@@ -57,9 +57,9 @@ class Kind:
         raise ConfigError(self._refusal(text, source))
 
     def check(self, value: Any, source: str) -> Any:
-        """Read a value of code or of a config.
+        """Parse a value from code or a config.
 
-        Raises TypeError if it has the wrong type, and ConfigError as :meth:`from_text` does.
+        Raises TypeError if it has the wrong type, and ConfigError like :meth:`from_text`.
         """
         if not isinstance(value, self.types) or (isinstance(value, bool) and bool not in self.types):
             raise TypeError(f"{source} must be {self.what}, not a {type(value).__name__}: {value!r}")
@@ -83,13 +83,13 @@ def _shown(value: object) -> str:
 
 
 def words(*allowed: str, meanings: tuple[str, ...] = ()) -> Kind:
-    """Return the kind of option that is one of these words."""
+    """Return the kind of an option with one of these words as its value."""
     what = f"one of the words {', '.join(allowed)}"
     return Kind(what, allows=lambda word: word in allowed, words=allowed, meanings=meanings)
 
 
 def several(*allowed: str) -> Kind:
-    """Return the kind of option that is some of these words, with commas between them; it may be repeated."""
+    """Return the kind of an option with a comma-separated list of these words. It may be repeated."""
     return Kind(
         f"one or more of the words {', '.join(allowed)}",
         "|".join(allowed),
@@ -110,18 +110,18 @@ def _path(text: str | Path) -> Path:
 
 
 def _whole(value: str | int) -> int:
-    # int() also takes 1_0, and digits of other scripts.
+    # int() also accepts 1_0 and digits of other scripts.
     if isinstance(value, str) and not re.fullmatch(r"\s*[+-]?\d{1,20}\s*", value, re.ASCII):
         raise ValueError
     return int(value)
 
 
-# What sums such as 0.1 + 0.2 + 0.7 may be off by.
+# Largest rounding error of sums such as 0.1 + 0.2 + 0.7
 _ROUNDING = 1e-9
 
 
 def _gpus(value: Any) -> float:
-    """Read up to 1 a share of one GPU, and from 1 on a whole number of GPUs."""
+    """Parse a share of one GPU, up to 1, or a whole number of GPUs."""
     number = float(value)
     whole = float(round(number))
     return whole if whole >= 1 and abs(number - whole) <= _ROUNDING else number
@@ -132,17 +132,17 @@ _SIZE = re.compile(
     r"\s*(?P<number>[+-]?(?:\d[\d_]{0,30}(?:\.\d{0,30})?|\.\d{1,30})(?:e[+-]?\d{1,2})?)\s*(?P<unit>[a-z]*)\s*",
     re.ASCII | re.IGNORECASE,
 )
-# More than any GPU will have for long: most likely a slip, such as bytes with a unit.
-_MOST_BYTES = 1 << 50
-# Less than this no GPU hands out at once; whoever asks for "4" means something else than 4 bytes.
-_LEAST_GPU_BYTES = 1 << 20
+# Largest size. A larger one is most likely a mistake, such as a number of bytes with a unit.
+_MAX_BYTES = 1 << 50
+# Smallest size on a GPU, which is what a GPU allocates at once. "4" most likely does not mean 4 bytes.
+_MIN_GPU_BYTES = 1 << 20
 
 
 def _bytes(value: Any) -> int:
-    """Read a size of memory: bytes, or a text with one of :data:`UNITS`, such as ``"2GiB"``, ``"1.5 gb"``.
+    """Parse a size of memory: bytes, or a text with one of :data:`UNITS`, such as ``"2GiB"`` or ``"1.5 gb"``.
 
-    A text without a unit is bytes. Parts of a byte are rounded up. ``"2G"`` is refused, since programs
-    disagree whether that is 2 GB or 2 GiB.
+    A text without a unit means bytes. Fractions of a byte are rounded up. ``"2G"`` is refused, because
+    programs disagree whether it means 2 GB or 2 GiB.
     """
     if isinstance(value, str):
         number = _from_text(value)
@@ -152,8 +152,8 @@ def _bytes(value: Any) -> int:
         number = Decimal(float(value))
     else:
         raise RefusedValueError("is not a memory size")
-    if number > _MOST_BYTES:
-        raise RefusedValueError(f"is more than {format_bytes(_MOST_BYTES)}, which no GPU has. Check the unit")
+    if number > _MAX_BYTES:
+        raise RefusedValueError(f"is more than {format_bytes(_MAX_BYTES)}, which no GPU has. Check the unit")
     return math.ceil(number)
 
 
@@ -181,7 +181,7 @@ def _positive_bytes(value: Any) -> int:
 
 def _gpu_bytes(value: Any) -> int:
     size = _positive_bytes(value)
-    if size < _LEAST_GPU_BYTES:
+    if size < _MIN_GPU_BYTES:
         raise RefusedValueError(
             f"is {size} bytes, too little for anything on a GPU. "
             'A number without a unit is bytes; for GiB write "4GiB"'
@@ -190,20 +190,20 @@ def _gpu_bytes(value: Any) -> int:
 
 
 _GPU_NUMBER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
-# As NVML writes them, or their beginning; older drivers name MIG devices MIG-GPU-<uuid>/<number>/<number>.
+# UUIDs of NVML, or prefixes of them. Older drivers name MIG devices MIG-GPU-<uuid>/<number>/<number>.
 _UUID = re.compile(r"(?:GPU|MIG)-[\w./-]+", re.ASCII | re.IGNORECASE)
 
 
 def _gpu_ids(value: int | str) -> tuple[int | str, ...]:
-    """Read which GPUs are meant: each once, in the order given. A negative number is kept: no GPU has it."""
+    """Parse a list of GPUs without duplicates, in the given order. Negative numbers are kept."""
     if isinstance(value, int):
         return (value,)
-    found: dict[int | str, None] = {}
+    entries: dict[int | str, None] = {}
     for entry in (part.strip() for part in value.split(",")):
         if _GPU_NUMBER.fullmatch(entry):
-            found[int(entry)] = None
+            entries[int(entry)] = None
         elif _UUID.fullmatch(entry):
-            found[entry] = None
+            entries[entry] = None
         elif entry:
             raise RefusedValueError(
                 f"names {_shown(entry)}, which is neither a GPU number nor a UUID (GPU-... or MIG-..., see "
@@ -211,7 +211,7 @@ def _gpu_ids(value: int | str) -> tuple[int | str, ...]:
             )
         else:
             raise RefusedValueError('has an empty entry; write numbers or UUIDs such as "0" or "4,5"')
-    return tuple(found)
+    return tuple(entries)
 
 
 def _count(what: str, allows: Callable[[int], bool]) -> Kind:
@@ -226,7 +226,7 @@ COUNT: Final = _count("a whole number, 1 or more", lambda n: n >= 1)
 NON_NEGATIVE: Final = _count("a whole number, 0 or more", lambda n: n >= 0)
 PORT: Final = _count("a whole number, 1 or more and at most 65535", lambda n: 1 <= n <= 65535)
 PORT_OR_0: Final = _count("a whole number, 0 to 65535", lambda n: 0 <= n <= 65535)
-#: Of a longer time than a clock can count to nothing is left.
+#: Limited, so that a duration times the factor does not overflow clocks.
 FACTOR: Final = _number("a number from 1 to 1000000", "X", lambda x: 1 <= x <= 1e6)
 PART: Final = _number("a number from 0 to 1", "X", lambda x: 0 <= x <= 1)
 POSITIVE: Final = _number("a number above 0", "X", lambda x: 0 < x < math.inf)
@@ -234,7 +234,7 @@ SECONDS: Final = _number(f"a number of seconds above 0, at most {MAX_SECONDS:g}"
 SECONDS_OR_0: Final = _number(
     f"a number of seconds, 0 to {MAX_SECONDS:g}", "S", lambda s: s == 0 or is_duration(s)
 )
-#: Seconds between two looks: the screen is not drawn more often than can be seen.
+#: Seconds between two refreshes of a screen.
 INTERVAL: Final = _number(
     f"a number of seconds, 0.1 to {MAX_SECONDS:g}", "S", lambda s: 0.1 <= s <= MAX_SECONDS
 )
@@ -264,9 +264,9 @@ GPU_IDS: Final = Kind(
 )
 TEXT: Final = Kind("a text that is not empty", "NAME", _filled)
 FOLDER: Final = Kind("a path", "DIR", _path, types=(str, Path))
-#: The processes that read it may run in another folder.
+#: Resolved at once, because other processes may read the path in another working directory.
 ABSOLUTE_PATH: Final = Kind("a path", "DIR", lambda text: str(_path(text).resolve()))
-#: Like :data:`ABSOLUTE_PATH` and :data:`PORT`, and the option may be repeated.
+#: Like :data:`ABSOLUTE_PATH` and :data:`PORT`, for options that may be repeated.
 FOLDERS: Final = replace(ABSOLUTE_PATH, is_repeated=True)
 PORTS: Final = replace(PORT, metavar="PORT", is_repeated=True)
 TRUE_OR_FALSE: Final = Kind(
@@ -276,7 +276,7 @@ TRUE_OR_FALSE: Final = Kind(
     lambda value: isinstance(value, bool),
     (bool,),
 )
-#: ``key=value`` pairs in TOML; the option may be repeated.
+#: ``key=value`` pairs in TOML, for an option that may be repeated.
 PAIRS: Final = Kind("key=value pairs", "'K=V ...'", is_repeated=True)
-#: ``--keep-going``; or ``--no-progress``, where the default is True.
+#: A switch such as ``--keep-going``, or ``--no-progress`` if the default is True.
 SWITCH: Final = Kind("true or false", types=(bool,))

@@ -1,7 +1,7 @@
-"""Landlock: a process gives up rights for good, with all its children. Root is not needed.
+"""Landlock: a process gives up rights for itself and all its children, for good and without root.
 
-The rules are those of a process tree, and no program can take them back. The kernel's side is described in
-landlock(7) and in its file Documentation/userspace-api/landlock.rst.
+No program can take the rules back. landlock(7) and the kernel's Documentation/userspace-api/landlock.rst
+describe the interface.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BIND_TCP: Final = 1 << 0
 _CONNECT_TCP: Final = 1 << 1
 _SCOPES: Final = 1 << 0 | 1 << 1  # abstract Unix sockets and signals
 
-#: The versions with which a process gives up more than files, and their kernels.
+#: The versions with more kinds of rights than files, and the first kernels with them.
 TRUNCATE_VERSION: Final = 3
 TCP_VERSION: Final = 4
 SCOPES_VERSION: Final = 6
@@ -57,23 +57,23 @@ _OF_A_FILE: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 
 _SET_NO_NEW_PRIVS: Final = 38  # linux/prctl.h
 
-#: Whether this process has set ``no_new_privs`` itself, for its rules; a fork inherits both.
+#: True if this process has set ``no_new_privs`` in order to apply rules. A fork inherits both.
 has_set_no_new_privs = False
 
-#: The first version whose rules leave renames and links between folders alone, and its kernel.
+#: The first version that allows renames and links between folders, and its kernel.
 LEAST_VERSION: Final = 2
 _LEAST_KERNEL: Final = "5.19"
 
 
 class LandlockUnavailableError(Exception):
-    """The kernel lets this process give nothing up. The text says why, in words."""
+    """The kernel cannot restrict this process. The text gives the reason."""
 
 
 def version() -> int:
-    """Return the version of Landlock that the kernel has.
+    """Return the kernel's version of Landlock.
 
-    Raises LandlockUnavailableError if it has none, or one with which programs would not find everything else
-    as before.
+    Raises LandlockUnavailableError if the kernel has no Landlock, or a version that would restrict more than
+    asked.
     """
     try:
         found = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
@@ -96,16 +96,16 @@ def version() -> int:
 
 
 class Ruleset:
-    """What a process is about to give up. The kernel holds it under a descriptor.
+    """The rights that a process is about to give up, held by the kernel under a descriptor.
 
-    Whoever has the descriptor can allow more: it is to be closed before other people's code runs. What the
-    kernel's version does not know is left out.
+    Code with the descriptor can allow more, so it must be closed before other people's code runs. Rights
+    unknown to the kernel's version are left out.
 
-    ``files``: rights to files and folders, given up everywhere but where :meth:`allow` gives them back.
+    ``files``: rights to files and folders to give up, except for the paths of :meth:`allow`.
     ``tcp``: the same for TCP ports.
-    ``scopes``: what is given up towards processes outside: signals, abstract sockets.
+    ``scopes``: signals to, and abstract sockets of, processes outside.
 
-    Raises LandlockUnavailableError if the kernel cannot do that.
+    Raises LandlockUnavailableError if the kernel cannot create the ruleset.
     """
 
     def __init__(self, files: int, *, tcp: int = 0, scopes: int = 0) -> None:
@@ -118,21 +118,21 @@ class Ruleset:
             self._descriptor = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
 
     def allow(self, path: str, rights: int, flags: int = os.O_NOFOLLOW) -> None:
-        """Give rights to a file, or to a folder with all below it, back; nothing happens if there is none.
+        """Keep rights to a file, or to a folder and everything below it. A missing path is ignored.
 
-        ``flags``: 0 if it may be a symbolic link.
+        ``flags``: 0 if the path may be a symbolic link.
         """
         try:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return  # gone meanwhile, or nobody's business here
+            return
         rights &= self._files
         try:
             try:
                 self._add_path(rights, file)
             except OSError as error:
-                # The kernel's answer to rights that only folders have, for a file. Asked by ``fstat``, a dead
-                # network disk would keep the worker waiting for ever.
+                # The kernel refuses rights of folders for a file with EINVAL. This is not checked by
+                # ``fstat``, because a dead network disk would block the worker for ever.
                 if error.errno != errno.EINVAL or not rights & _OF_A_FILE:
                     raise
                 self._add_path(rights & _OF_A_FILE, file)
@@ -145,10 +145,14 @@ class Ruleset:
     def allow_beside(
         self, paths: Collection[str], above: Container[str], rights: int, folder: str = "/"
     ) -> None:
-        """Give rights to all in a folder back, but to these paths, which are in the folders ``above``."""
+        """Keep rights to everything in a folder except ``paths``.
+
+        ``above``: all folders that contain one of the paths, at any depth.
+        """
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.path in paths or entry.is_symlink():  # what a link leads to has its own rule
+                # The target of a link has its own rule.
+                if entry.path in paths or entry.is_symlink():
                     continue
                 if entry.path in above:
                     self.allow_beside(paths, above, rights, entry.path)
@@ -156,18 +160,18 @@ class Ruleset:
                     self.allow(entry.path, rights)
 
     def allow_connect(self, port: int) -> None:
-        """Give the right to connect to a TCP port, on any host, back."""
+        """Keep the right to connect to a TCP port on any host."""
         if self._tcp:
             _call(_ADD_RULE, self._descriptor, _NET_PORT, struct.pack("=QQ", _CONNECT_TCP, port), 0)
 
     def restrict_self(self) -> None:
-        """Restrict this process, and all that it starts, for good.
+        """Restrict this process and all its children, for good.
 
-        Without the right to administer the system this sets ``no_new_privs``: programs with a setuid bit run
-        as the user who starts them.
+        Without CAP_SYS_ADMIN this sets ``no_new_privs``, so programs with a setuid bit run as the user who
+        starts them.
 
-        Raises LandlockUnavailableError if the kernel cannot do that, or this process has other threads: they
-        would stay as they are.
+        Raises LandlockUnavailableError if the kernel refuses, or if this process has other threads, which
+        would stay unrestricted.
         """
         if (threads := sum(1 for _ in os.scandir("/proc/self/task"))) > 1:
             count = "another thread" if threads == 2 else f"{threads - 1} other threads"
@@ -184,21 +188,21 @@ class Ruleset:
                 has_set_no_new_privs = True
 
     def close(self) -> None:
-        """Close the ruleset; restricted processes stay restricted."""
+        """Close the ruleset. Restricted processes stay restricted."""
         os.close(self._descriptor)
 
 
 @contextmanager
 def without(paths: Collection[str], but: Collection[str] = ()) -> Iterator[Ruleset]:
-    """Yield rules for giving up these files and all below them, and making device files anywhere.
+    """Yield a ruleset that denies these paths and everything below them, and creating device files anywhere.
 
-    Other files are opened, made, moved and removed as before. So are new ones, but for those that come later
-    into a folder that holds one of ``paths``, or into one above it.
+    Other files can be opened, created, moved and removed as before. The same holds for new files, except for
+    new entries of a folder that contains one of ``paths``, at any depth.
 
-    ``paths``: absolute, without symbolic links in them.
-    ``but``: files among them that stay. Those that do not exist are left out.
+    ``paths``: absolute paths without symbolic links.
+    ``but``: files among the paths to keep. Missing files are ignored.
 
-    Raises LandlockUnavailableError if the kernel cannot do that.
+    Raises LandlockUnavailableError if the kernel cannot create the ruleset.
     """
     above = set()
     for path in paths:
@@ -214,22 +218,21 @@ def without(paths: Collection[str], but: Collection[str] = ()) -> Iterator[Rules
 
 
 def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
-    """Give up all files but these, TCP, and signals and abstract sockets of processes outside of this one.
+    """Give up all files except these, TCP, and signals to and abstract sockets of other processes.
 
-    What the kernel's :func:`version` does not know stays as it is. Files are met by their names now: those
-    that are made later in one of these folders can be opened, too. An account without rights gives up
-    programs with a setuid bit.
+    Rights unknown to the kernel's :func:`version` stay. Paths are resolved now, and files created later in
+    one of the folders can be opened as well. Without CAP_SYS_ADMIN, setuid bits have no effect any more.
 
-    ``rights``: :data:`LOOK`, :data:`READ`, :data:`CHANGE`, :data:`WRITE` or :data:`DEVICE` by the path of a
-    file, or of a folder with all below it. Links are followed. Those that do not exist are left out.
-    ``ports``: TCP ports to which it can connect, on any host.
+    ``rights``: :data:`LOOK`, :data:`READ`, :data:`CHANGE`, :data:`WRITE` or :data:`DEVICE` by path. The path
+    of a folder stands for everything below it. Links are followed, and missing paths are ignored.
+    ``ports``: TCP ports for connections to any host.
 
-    Raises LandlockUnavailableError if the kernel cannot do that.
+    Raises LandlockUnavailableError if the kernel cannot restrict this process.
     """
     files = WRITE | _MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV
     with closing(Ruleset(files, tcp=_BIND_TCP | _CONNECT_TCP, scopes=_SCOPES)) as rules, _explained():
-        for path, wanted in rights.items():
-            rules.allow(path, wanted, flags=0)
+        for path, rights_to_path in rights.items():
+            rules.allow(path, rights_to_path, flags=0)
         for port in ports:
             rules.allow_connect(port)
         rules.restrict_self()
@@ -245,12 +248,12 @@ def _explained() -> Iterator[None]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)  # once: it takes longer than the call of the kernel
+    return ctypes.CDLL(None, use_errno=True)  # cached, because loading takes longer than the system call
 
 
 def _call(number: int, *args: object) -> int:
-    found: int = _library().syscall(number, *args)
-    if found < 0:
+    result: int = _library().syscall(number, *args)
+    if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return found
+    return result

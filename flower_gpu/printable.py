@@ -1,4 +1,4 @@
-"""Text that others have written, as a terminal may be given it."""
+"""Texts for people: without control characters and secrets, with units of bytes and durations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
-#: Bytes of each unit of memory (IEC 80000-13): those with an ``i`` are powers of 1024, the others of 1000.
+#: Bytes of each unit of memory (IEC 80000-13). Units with an ``i`` are powers of 1024, the others of 1000.
 UNITS: Final = MappingProxyType(
     {
         "B": 1,
@@ -35,10 +35,10 @@ _AGAIN_S: Final = 60.0
 
 
 def printable(text: str) -> str:
-    """Return a text with ``?`` in the place of a terminal's control characters.
+    """Return a text with ``?`` instead of each character that cannot be printed.
 
-    A client's name is in labels, traces and tickets, and may be anything: escape sequences, line breaks,
-    marks that turn the direction of writing.
+    Names of clients appear in labels, traces and tickets, and may contain anything: escape sequences, line
+    breaks, or marks that change the direction of writing.
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
@@ -55,10 +55,10 @@ def first_line(text: str) -> str:
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Return a path as it can be pasted into a shell: quoted where it has to be.
+    """Return a path that can be pasted into a shell, quoted if necessary.
 
-    A byte that cannot be printed, such as one that is not UTF-8, is written in octal within ``$'...'``, which
-    bash and zsh take.
+    Bytes that cannot be printed, such as invalid UTF-8, are written in octal within ``$'...'``, which bash
+    and zsh understand.
     """
     text = os.fspath(path)
     if text.isprintable():
@@ -74,17 +74,17 @@ def _escaped(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
 
 
-# Characters that can follow a URL are no part of it: quotes and brackets of a message.
+# Quotes and brackets of the surrounding message do not belong to the URL.
 _URL: Final = re.compile(
     r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?P<authority>[^\s/?#'\"`<>]+)(?P<rest>[^\s'\"`<>)\]]*)"
 )
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which each URL is cut to scheme, host and port.
+    """Return a text with each URL shortened to scheme, host and port.
 
-    A URL may hold credentials in front of the host, as a token in the path, or in the query. A URL without a
-    host, such as that of a local file, stays as it is.
+    A URL may contain credentials before the host, a token in the path, or secrets in the query. A URL without
+    a host, such as that of a local file, is not changed.
     """
 
     def shown(url: re.Match[str]) -> str:
@@ -95,7 +95,7 @@ def without_secrets(text: str) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Write how long something took: ``"0.12 s"``, ``"41.3 s"``, ``"3 min 20 s"``, ``"2 h 5 min"``."""
+    """Return a duration for people: ``"0.12 s"``, ``"41.3 s"``, ``"3 min 20 s"``, ``"2 h 5 min"``."""
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -106,23 +106,24 @@ def duration_text(seconds: float) -> str:
 
 
 def format_bytes(number: int) -> str:
-    """Write a number of bytes for people.
+    """Return a number of bytes for people, such as ``"2.0 GiB"``, ``"512 MiB"`` or ``"3 B"``.
+
+    The unit is the largest binary unit for which the number is at least 1. Sizes from GiB on have one
+    decimal.
 
     ``number``: bytes; a difference may be negative.
-    Returns ``"2.0 GiB"``, ``"512 MiB"``, ``"3 B"``: the largest binary unit in which it is 1 or more, with
-    one digit after the point from GiB on.
     """
     sign, size = ("-", -number) if number < 0 else ("", number)
     for unit, digits in (("B", 0), ("KiB", 0), ("MiB", 0), ("GiB", 1)):
         text = f"{size / UNITS[unit]:.{digits}f}"
-        if float(text) < 1024:  # as it is shown: 1023.7 MiB is 1.0 GiB
+        if float(text) < 1024:  # compares the rounded number, so that 1023.7 MiB becomes 1.0 GiB
             return f"{sign}{text} {unit}"
     return f"{sign}{size / UNITS['TiB']:.1f} TiB"
 
 
-@cache  # the live view asks for each row of each look
+@cache  # the live view calls it for each row of each refresh
 def account_name(user: int) -> str:
-    """Return the name of an account; its number where the system knows no name."""
+    """Return the name of an account, or its number if it has no name."""
     try:
         return printable(pwd.getpwuid(user).pw_name)
     except (KeyError, OverflowError):
@@ -130,7 +131,7 @@ def account_name(user: int) -> str:
 
 
 def and_others(count: int) -> str:
-    """Return the end of a list that leaves out ``count`` names: ``" and 1 other"``, or "" for 0 or less."""
+    """Return the end of a list without its last ``count`` names: ``" and 1 other"``, or "" for 0 or less."""
     return f" and {count} other{'s' if count > 1 else ''}" if count > 0 else ""
 
 
@@ -140,7 +141,7 @@ def told_if_slow(
 ) -> Iterator[None]:
     """Say what the block does if it takes longer than a second, and later what it waits for.
 
-    ``missing``: returns a line about what the block waits for. It is called in a thread of its own: after ten
+    ``missing``: returns a line about what the block waits for. It is called in a separate thread after ten
     seconds, and then once a minute.
     """
     ended = threading.Event()
@@ -154,7 +155,7 @@ def told_if_slow(
             say(missing())
             pause_s = _AGAIN_S
 
-    with suppress(RuntimeError):  # this process can start no more threads, so nothing is said
+    with suppress(RuntimeError):  # the limit of threads is reached, so nothing is said
         threading.Thread(target=tell, daemon=True).start()
     try:
         yield

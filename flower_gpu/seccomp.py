@@ -1,8 +1,7 @@
-"""Seccomp: system calls that a process gives up for good, with all that it starts. Root is not needed.
+"""Seccomp: a process gives up system calls for itself and all its children, for good and without root.
 
-Here for what Landlock knows nothing of: the network besides TCP, keys, and calls by which a process changes
-something of other processes, or of files that it cannot write to. The kernel's side is described in
-seccomp(2).
+It covers what Landlock cannot: the network except TCP, keys, and calls that change other processes, or files
+without write permission. seccomp(2) describes the interface.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-# linux/audit.h, and asm/unistd.h: numbers of calls differ between these two.
+# linux/audit.h and asm/unistd.h. The numbers of system calls differ between these architectures.
 _ARCHITECTURES: Final = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
-_X32: Final = 0x40000000  # a bit in the numbers of another ABI on x86_64
+_X32: Final = 0x40000000  # set in the numbers of the x32 ABI on x86_64
 _NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = MappingProxyType(
     {
         "socket": (41, 198),
@@ -96,13 +95,13 @@ _NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = MappingProxyType(
     }
 )
 
-#: Calls that programs do without where a kernel lacks them.
+#: Calls that some kernels lack, so programs have a fallback. They fail with ENOSYS.
 _MISSING: Final = (
     *("io_uring_setup", "io_uring_enter", "io_uring_register", "userfaultfd", "bpf", "perf_event_open"),
     *("add_key", "request_key", "keyctl", "mq_open", "mq_unlink"),
     *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl"),
     *("msgget", "msgsnd", "msgrcv", "msgctl"),
-    "openat2",  # its flags are in memory, where a filter cannot look
+    "openat2",  # its flags are in memory, which a filter cannot read
 )
 _UNSUPPORTED: Final = (
     *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "file_setattr"),
@@ -110,45 +109,45 @@ _UNSUPPORTED: Final = (
     *("getxattr", "lgetxattr", "fgetxattr", "getxattrat"),
     *("listxattr", "llistxattr", "flistxattr", "listxattrat"),
 )
-#: These change files that the process need not be able to open. Nothing is changed, and nothing is said:
-#: each copy of a file would end with an error.
+#: Calls that change files which the process may be unable to open. They report success without an effect,
+#: because with an error, each copy of a file would fail.
 _WITHOUT_EFFECT: Final = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2"),
     *("chown", "fchown", "lchown", "fchownat"),
 )
-#: The same for dates: the number of the argument with them. Without it the date is that of now, which stays
-#: possible: pathlib's touch() looks by it whether there is a file.
+#: Calls that set dates, with the number of the argument for the dates. Without that argument they set the
+#: present time, which stays allowed: pathlib's touch() uses it to check that a file exists.
 _SETS_DATES: Final = MappingProxyType({"utimensat": 2, "futimesat": 2, "utimes": 1, "utime": 1})
-#: These change how much of the cores a process gets. Of the process itself only; libraries that name their
-#: own threads are told that it is done.
+#: Calls that change a process's share of the cores. They work for the process itself only. For other ids,
+#: such as a library's own threads, they report success without an effect.
 _SETS_SHARES: Final = ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _PRIORITY_OF_PROCESS, _IO_PRIORITY_OF_PROCESS = 0, 1  # linux/resource.h, linux/ioprio.h
-#: By ioctl file systems change what is only open for reading: flags, or snapshots of files that the process
-#: cannot open at all. The kinds of theirs (Documentation/userspace-api/ioctl/ioctl-number.rst): of all file
-#: systems and ext4, XFS, btrfs, F2FS, FAT, bcachefs, NILFS, Ceph, SMB.
+#: Types of ioctl of file systems (Documentation/userspace-api/ioctl/ioctl-number.rst): all file systems and
+#: ext4, XFS, btrfs, F2FS, FAT, bcachefs, NILFS, Ceph, SMB. They can change files that are open for reading
+#: only, and even access snapshots of files that the process cannot open.
 _OF_FILE_SYSTEMS: Final = (*b"fvX", 0x94, 0xF5, *b"r", 0xBC, *b"n", 0x97, 0xCF)
 _KIND_OF_IOCTL: Final = 0xFF00
-#: Who runs such a program is its owner meanwhile.
+#: A program with one of these bits runs as its owner or group.
 _SETUID_OR_SETGID: Final = 0o6000
 _CREATES: Final = os.O_CREAT | 0o20000000  # or __O_TMPFILE
 _WRITES: Final = os.O_WRONLY | os.O_RDWR
 
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _STREAM, _DATAGRAM = 1, 2
-_SOCKET_TYPES: Final = 0xF  # the rest are flags
+_SOCKET_TYPES: Final = 0xF  # the other bits are flags
 _TCP, _UDP = 6, 17
-_FAST_OPEN: Final = 0x20000000  # of sendto and the like: connects without connect()
+_FAST_OPEN: Final = 0x20000000  # flag of sendto and similar calls that connects without connect()
 
 # linux/seccomp.h and linux/filter.h
 _SET_MODE_FILTER: Final = 1
 _FOR_ALL_THREADS: Final = 1 << 0
 _NEW_LISTENER: Final = 1 << 3
-_FAIL_BY_ERRNO: Final = 1 << 4  # where a thread cannot be reached
-_WAIT_KILLABLE: Final = 1 << 5  # no signal but the last one interrupts a call that is asked about; Linux 5.19
+_FAIL_BY_ERRNO: Final = 1 << 4  # if a thread cannot be restricted
+_WAIT_KILLABLE: Final = 1 << 5  # only a fatal signal interrupts a waiting call; Linux 5.19
 _ALLOW: Final = 0x7FFF0000
 _REFUSE: Final = 0x00050000  # with an errno in the low bits
 _ASK: Final = 0x7FC00000
-# What is asked, and the answers: struct seccomp_notif, seccomp_notif_resp and seccomp_notif_addfd.
+# The notification and the answers: struct seccomp_notif, seccomp_notif_resp and seccomp_notif_addfd
 _QUESTION: Final = struct.Struct("=QIIiIQ6Q")
 _ANSWER: Final = struct.Struct("=QqiI")
 _ANSWER_WITH_FILE: Final = struct.Struct("=QIIII")
@@ -169,11 +168,11 @@ _Line = tuple[int, int, int, int]  # code, how many lines to skip if true and if
 
 
 class SeccompUnavailableError(Exception):
-    """The kernel lets this process give up no calls. The text says why, in words."""
+    """The kernel cannot restrict the system calls of this process. The text gives the reason."""
 
 
 def check() -> None:
-    """Raise SeccompUnavailableError if calls cannot be given up on this host."""
+    """Raise SeccompUnavailableError if this host cannot restrict system calls."""
     _machine()
     if not Path("/proc/sys/kernel/seccomp/actions_avail").exists():
         raise SeccompUnavailableError("the kernel has no seccomp filters")
@@ -181,23 +180,24 @@ def check() -> None:
 
 @dataclass(frozen=True)
 class Opening:
-    """A call that opens a file. Its thread waits for the answer."""
+    """A pending system call that opens a file. Its thread waits for the answer."""
 
     id: int
-    thread: int  # its number, as this process sees it
-    path_at: int  # where the path is in the memory of its process
+    thread: int  # thread id in the namespace of this process
+    path_at: int  # address of the path in the memory of the calling process
     flags: int
 
 
 def confine(*, network: bool = False, asks: bool = False) -> int:
-    """Give up the network, and calls that reach beyond a process and its files. Unix sockets stay.
+    """Give up the network and calls that affect other processes or files. Unix sockets stay.
 
-    ``network``: whether TCP stays, and UDP, which names of hosts are looked up by.
-    ``asks``: whether the kernel asks before it opens an existing file for writing.
+    ``network``: True to keep TCP, and UDP for looking up the names of hosts.
+    ``asks``: True if the kernel shall ask before it opens an existing file for writing.
 
-    Returns a descriptor for whoever answers by :func:`asked` and :func:`answer`. When the last copy of it is
-    closed, such calls fail. -1 where the kernel does not ask: somebody else answers for this process.
-    Raises SeccompUnavailableError if the kernel cannot do that.
+    Returns a descriptor for the process that answers with :func:`asked` and :func:`answer`. After the last
+    copy of the descriptor is closed, such calls fail. Returns -1 if the kernel does not ask, also because
+    another process already answers for this one.
+    Raises SeccompUnavailableError if the kernel refuses the filter.
     """
     machine = _machine()
     lines = _program(machine, network, asks)
@@ -207,30 +207,30 @@ def confine(*, network: bool = False, asks: bool = False) -> int:
     library = ctypes.CDLL(None, use_errno=True)
     library.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     flags = _FOR_ALL_THREADS | (_NEW_LISTENER | _FAIL_BY_ERRNO | _WAIT_KILLABLE if asks else 0)
-    found: int = library.syscall(_SECCOMP[machine], _SET_MODE_FILTER, flags, program)
-    if found < 0 and asks and ctypes.get_errno() == errno.EBUSY:  # a process has one listener at most
+    result: int = library.syscall(_SECCOMP[machine], _SET_MODE_FILTER, flags, program)
+    if result < 0 and asks and ctypes.get_errno() == errno.EBUSY:  # a process can have only one listener
         return confine(network=network)
-    if found < 0:
+    if result < 0:
         raise SeccompUnavailableError(
             f"the kernel refuses a seccomp filter ({os.strerror(ctypes.get_errno())})"
         )
-    return found if asks else -1
+    return result if asks else -1
 
 
 def asked(listener: int) -> Opening:
-    """Return the kernel's question; OSError if the thread does not wait any more."""
-    told = bytearray(_QUESTION.size)
-    fcntl.ioctl(listener, _RECEIVE, told)
-    question, thread, _, number, _, _, *arguments = _QUESTION.unpack(told)
+    """Return the next pending call. Raises OSError if its thread no longer waits."""
+    buffer = bytearray(_QUESTION.size)
+    fcntl.ioctl(listener, _RECEIVE, buffer)
+    question, thread, _, number, _, _, *arguments = _QUESTION.unpack(buffer)
     numbers = dict(zip(_ARCHITECTURES, _NUMBERS["openat"], strict=True))
-    first = 1 if number == numbers[_machine()] else 0  # openat begins with a folder
+    first = 1 if number == numbers[_machine()] else 0  # the first argument of openat is a folder
     return Opening(question, thread, arguments[first], arguments[first + 1] & 0xFFFFFFFF)
 
 
 def answer(listener: int, opening: Opening, file: int | None) -> None:
-    """Have a call return a copy of an open file; None: it goes on, and opens what the process may open.
+    """Let a pending call return a copy of an open file, or with None proceed with the rights of its process.
 
-    Raises OSError if that cannot be done, as for a process with too many open files.
+    Raises OSError on failure, for example if the process has too many open files.
     """
     if file is None:
         fcntl.ioctl(listener, _SEND, _ANSWER.pack(opening.id, 0, 0, _GO_ON))
@@ -288,12 +288,13 @@ def _sockets(network: bool) -> list[_Line]:
     inet = []
     if network:
         for kind, protocol in ((_STREAM, _TCP), (_DATAGRAM, _UDP)):
-            found = [_argument(2), *_if_equal(0, [_allow()]), *_if_equal(protocol, [_allow()])]
-            inet += [_argument(1), (_AND, 0, 0, _SOCKET_TYPES), *_if_equal(kind, found)]
+            checks = [_argument(2), *_if_equal(0, [_allow()]), *_if_equal(protocol, [_allow()])]
+            inet += [_argument(1), (_AND, 0, 0, _SOCKET_TYPES), *_if_equal(kind, checks)]
     return [
         _argument(0),
         *_if_equal(_UNIX, [_allow()]),
-        *_if_equal(_NETLINK, [_argument(2), *_if_equal(0, [_allow()]), refused]),  # addresses of this host
+        # Netlink with protocol 0, for the addresses of this host
+        *_if_equal(_NETLINK, [_argument(2), *_if_equal(0, [_allow()]), refused]),
         *_if_equal(_INET, [*inet, refused]),
         *_if_equal(_INET6, [*inet, refused]),
         refused,
@@ -307,10 +308,10 @@ def _ioctls() -> list[_Line]:
 
 
 def _opens(flags: int, mode: int, asks: bool) -> list[_Line]:
-    # Without these flags the mode is whatever was in the register.
-    looked = _without_flag(mode, _SETUID_OR_SETGID)
-    asked = [(_ANY_BIT, 0, 1, _WRITES), (_RETURN, 0, 0, _ASK)] if asks else []
-    return [_argument(flags), (_ANY_BIT, 0, len(looked), _CREATES), *looked, *asked, _allow()]
+    # Without a flag that creates a file, the mode is an arbitrary value in a register.
+    mode_check = _without_flag(mode, _SETUID_OR_SETGID)
+    question = [(_ANY_BIT, 0, 1, _WRITES), (_RETURN, 0, 0, _ASK)] if asks else []
+    return [_argument(flags), (_ANY_BIT, 0, len(mode_check), _CREATES), *mode_check, *question, _allow()]
 
 
 def _of_itself(kind: int) -> list[_Line]:
@@ -318,7 +319,7 @@ def _of_itself(kind: int) -> list[_Line]:
 
 
 def _only_without(pointer: int) -> list[_Line]:
-    """Answer that it is done, without doing it, where a pointer is given."""
+    """Return lines that report success without an effect if a pointer is given."""
     low, high = _argument(pointer), (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * pointer + 4)
     return [low, *_if_equal(0, [high, *_if_equal(0, [_allow()])]), _refuse(0)]
 
@@ -332,7 +333,7 @@ def _if_equal(value: int, then: list[_Line]) -> list[_Line]:
 
 
 def _argument(number: int) -> _Line:
-    return _LOAD, 0, 0, _ARGUMENTS_AT + 8 * number  # the low half: what the kernel takes of an int
+    return _LOAD, 0, 0, _ARGUMENTS_AT + 8 * number  # the low half, which holds an int
 
 
 def _refuse(code: int) -> _Line:

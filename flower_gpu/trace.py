@@ -1,7 +1,7 @@
-"""What happened in a run, as JSON lines that many processes append to one file.
+"""The trace of a run: events as JSON lines, which many processes append to one file.
 
-A line is written by a single ``write`` to a descriptor opened with ``O_APPEND``, so lines of different
-processes do not mix; a process killed in between can leave a torn last line, which readers skip.
+Each line is written by a single ``write`` to a descriptor opened with ``O_APPEND``, so lines of different
+processes do not mix. A process that is killed meanwhile can leave an incomplete line, which readers skip.
 """
 
 from __future__ import annotations
@@ -22,70 +22,71 @@ from flower_gpu.options import RUN_DIR_VARIABLE
 
 VERSION: Final = 1
 FILE_NAME: Final = "trace.jsonl"
-#: ``task`` of rounds: what Flower's strategies ask clients for, and an evaluation that sends no messages.
+#: Values of ``task`` in events of rounds: training and evaluation by clients, and evaluation on the server.
 TRAIN: Final = "train"
 EVALUATE: Final = "evaluate"
 SERVER_EVALUATE: Final = "server-evaluate"
-#: How the ``error`` of a ``reply`` begins if there was no reply.
+#: Start of the ``error`` in a ``reply`` event if no reply came.
 NO_REPLY: Final = "no reply"
 #: One event, as docs/reference/trace.md describes it.
 Event = Mapping[str, Any]
-_START = f'{{"v": {VERSION}, "time": '  # of every line
+_START = f'{{"v": {VERSION}, "time": '  # start of each line
 _START_BYTES = _START.encode()
 
-_encode = json.JSONEncoder(default=str).encode  # made once: json.dumps makes a new one for each line
+_encode = json.JSONEncoder(default=str).encode  # json.dumps would create an encoder for each line
 
-#: How the trace spells numbers that JSON does not have, in metrics.
+#: Texts for numbers in metrics that JSON does not have.
 SPELLED: Final[Mapping[str, float]] = MappingProxyType(
     {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 )
-# A pair is one character, a lone surrogate is none. An escaped backslash may stand before "ud800".
+# A pair of surrogates is one character, a lone surrogate is not a character. The last branch skips other
+# escapes, such as an escaped backslash before "ud800".
 _ESCAPE: Final = re.compile(r"\\(?:ud[89ab]..\\ud[c-f]..|(?P<lone>ud[89a-f]..)|.)", re.IGNORECASE)
 
 
 def spelled(number: float) -> float | str:
-    """Return a number as metrics in the trace have it: one that is not finite as a text."""
+    """Return a number for metrics in the trace: a finite number as it is, others as a text."""
     if math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def make(event: str, **fields: Any) -> Event:
-    """Return one event of this moment."""
+    """Return an event with the present time."""
     return {"v": VERSION, "time": time.time(), "event": event, **fields}
 
 
 def write(event: str, **fields: Any) -> None:
-    """Append one event to the trace of the current run; do nothing outside of a run."""
+    """Append an event to the trace of the current run. Has no effect outside of a run."""
     folder = os.environ.get(RUN_DIR_VARIABLE)
-    if folder and not _here.is_muted:
+    if folder and not _this_thread.is_muted:
         append(folder, make(event, **fields))
 
 
-class _Here(threading.local):
+class _ThisThread(threading.local):
     is_muted = False
 
 
-_here = _Here()
+_this_thread = _ThisThread()
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Let :func:`write` do nothing in this thread: the block is no part of the run."""
-    _here.is_muted = True
+    """Disable :func:`write` in this thread within the block, for calls that do not belong to the run."""
+    _this_thread.is_muted = True
     try:
         yield
     finally:
-        _here.is_muted = False
+        _this_thread.is_muted = False
 
 
 def write_to(folder: str | Path, event: str, **fields: Any) -> None:
-    """Append one event to the trace in a folder."""
+    """Append an event to the trace in a folder."""
     append(folder, make(event, **fields))
 
 
 def append(folder: str | Path, line: Event) -> None:
-    """Append an event that was made before."""
+    """Append an event from :func:`make` to the trace in a folder."""
     data = f"{_without_lone_surrogates(_encode(line))}\n".encode()
     with suppress(OSError):  # a removed folder or a full disk must not end a training run
         if _open:
@@ -101,13 +102,13 @@ def append(folder: str | Path, line: Event) -> None:
 
 
 def keep_open(folder: Path) -> None:
-    """Keep the trace in a folder open: this process has three events for each of thousands of calls."""
+    """Keep the trace in a folder open, for a process that writes events of thousands of calls."""
     with suppress(OSError), _lock:
         _open[str(folder)] = _opened(folder)
 
 
 def let_go(folder: Path) -> None:
-    """Close it again."""
+    """Close the trace in a folder after :func:`keep_open`."""
     with _lock:
         if (descriptor := _open.pop(str(folder), None)) is not None:
             os.close(descriptor)
@@ -124,7 +125,8 @@ def _opened(folder: str | Path) -> int:
 
 def _after_fork_in_child() -> None:
     global _lock
-    _lock = threading.Lock()  # the thread that held it does not exist here
+    # Another thread of the parent may have held the lock. That thread does not exist in the fork.
+    _lock = threading.Lock()
     while _open:
         os.close(_open.popitem()[1])
 
@@ -135,9 +137,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def read(
     path: Path, on_cut: Callable[[], None] = lambda: None, only: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace file, oldest first; skip torn or foreign lines, and call ``on_cut``.
+    """Yield the events of a trace file, oldest first.
 
-    With ``only`` events of one name: a long trace is searched ten times as fast as it is read.
+    ``on_cut``: called for each incomplete or invalid line, which is skipped.
+    ``only``: name of the wanted events. Searching a long trace is ten times as fast as reading it.
     """
     try:
         file = path.open("rb")
@@ -155,41 +158,42 @@ def read(
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line of a trace; None where it is torn or not ours."""
+    """Return the event in a line of a trace, or None if the line is incomplete or invalid."""
     text = line.decode("utf-8", errors="replace")
     event = _parse(text)
-    if event is None:  # torn; then the next process's line begins in the middle of it
+    # After an incomplete line, the line of the next process begins in the middle of this one.
+    if event is None:
         event = _parse(text[max(text.rfind(_START), 0) :])
     return event if isinstance(event, dict) and event.get("v") == VERSION else None
 
 
 class Follower:
-    """Reads the new part of a trace, or of a log; the file may not exist yet."""
+    """Reads the new part of a trace or a log at each call. The file may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
-        self._torn = b""
+        self._incomplete = b""  # start of a line without its end
 
     @property
     def position(self) -> int:
-        """How many bytes of the file have been read."""
+        """Number of bytes read so far."""
         return self._position
 
     @property
     def size(self) -> int:
-        """How many bytes the file has now; 0 where there is none."""
+        """Present size of the file in bytes, or 0 without a file."""
         try:
             return self._path.stat().st_size
         except OSError:
             return 0
 
     def read_new(self, most_bytes: int = -1) -> list[dict[str, Any]]:
-        """Return new events of the next ``most_bytes`` (-1: of all)."""
+        """Return the events in the next ``most_bytes`` bytes, or in the rest of the file with -1."""
         return [event for line in self.read_lines(most_bytes) if (event := parse(line)) is not None]
 
     def read_lines(self, most_bytes: int = -1) -> list[bytes]:
-        """Return new lines of the next ``most_bytes``; a line without its end waits."""
+        """Return the complete lines in the next ``most_bytes`` bytes, or in the rest of the file with -1."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -197,18 +201,18 @@ class Follower:
         except OSError:
             return []
         self._position += len(new)
-        *lines, self._torn = (self._torn + new).split(b"\n")
+        *lines, self._incomplete = (self._incomplete + new).split(b"\n")
         return lines
 
 
 def _without_lone_surrogates(line: str) -> str:
-    r"""Return a line of JSON in which a lone surrogate is the text of its escape: no reader can encode it.
+    r"""Return a line of JSON with each lone surrogate replaced by the text of its escape.
 
-    A file name that is not UTF-8 brings one into an error, for example.
+    No reader can encode a lone surrogate. For example, an error may contain a file name that is not UTF-8.
     """
     if "\\ud" not in line and "\\uD" not in line:
         return line
-    return _ESCAPE.sub(lambda found: f"\\\\{found['lone']}" if found["lone"] else found[0], line)
+    return _ESCAPE.sub(lambda match: f"\\\\{match['lone']}" if match["lone"] else match[0], line)
 
 
 def _parse(text: str) -> Any:
