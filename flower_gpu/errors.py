@@ -1,6 +1,6 @@
-"""Every exception of the package, and how much of a text is kept.
+"""All exceptions of the package, and the functions that shorten their texts.
 
-A message says what happened, with the numbers, and what to do next.
+A message says what happened, with numbers, and what to do next.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-#: So many characters of a text that others have written (exception, traceback, line of a log) are kept.
+#: Longest text of other code that is kept, in characters: of an exception, a traceback, or a line of a log.
 MOST_CHARACTERS: Final = 16_000
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return a text as it is kept: of a long one the head and the tail, and how much is left out.
+    """Return a text of about ``most`` characters: head and tail of a longer text, with a note in between.
 
     An exception may quote a whole batch. Its text goes into the reply to the server, the trace, the logs and
-    the summary: each of them keeps what this function returns, some dozens of characters more than ``most``.
-    The result can be encoded: see :func:`encodable`.
+    the summary. The note adds some dozens of characters to ``most``. The result can be encoded, see
+    :func:`encodable`.
     """
-    # A text that is cut already is a little longer than the limit. It is not cut again.
+    # A shortened text is a little longer than the limit, and must not be shortened again.
     if len(text) <= most + _NOTE_CHARACTERS:
         return encodable(text)
     half = most // 2
@@ -28,10 +28,10 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def encodable(text: str) -> str:
-    r"""Return a text with each lone surrogate as its escape, such as ``\udcff``.
+    r"""Return a text with each lone surrogate replaced by its escape, such as ``\udcff``.
 
-    Python reads a file name that is not UTF-8 with such characters. No encoding has them, so protobuf, the
-    libraries of trackers and files refuse the whole text.
+    Python represents file names that are not UTF-8 with such characters. They cannot be encoded, so protobuf,
+    the libraries of trackers and files would refuse the whole text.
     """
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
@@ -43,28 +43,28 @@ def text_of(error: BaseException | None) -> str:
     """Return the class of an exception, and its text shortened."""
     try:
         return shortened(f"{type(error).__name__}: {error}")
-    except Exception:  # its own __str__ failed
+    except Exception:  # the __str__ of the exception failed
         return type(error).__name__
 
 
 class FlowerGPUError(Exception):
-    """Base of everything this package raises on its own."""
+    """Base class of all exceptions of this package."""
 
 
 class ConfigError(FlowerGPUError, ValueError):
-    """A setting, option or argument that cannot be used."""
+    """A setting, option or argument is invalid."""
 
 
 class DiskError(FlowerGPUError):
-    """What a run has to keep could not be written."""
+    """A file that a run needs could not be written."""
 
 
 class WorkerError(FlowerGPUError):
-    """A call failed in its worker. Only this call: the next one gets a new worker."""
+    """A call failed in its worker. Other calls are not affected: the next one gets a new worker."""
 
 
 class WorkerStartError(WorkerError):
-    """The worker could not be started, or could not load the task it was given."""
+    """The worker could not be started, or could not load its task."""
 
 
 class WorkerTaskError(WorkerError):
@@ -73,7 +73,7 @@ class WorkerTaskError(WorkerError):
     Attributes
     ----------
     error_type : str
-        ``module.Class`` of it.
+        ``module.Class`` of the exception.
     """
 
     error_type = ""
@@ -87,11 +87,11 @@ class WorkerDiedError(WorkerError):
     exitcode : int
         Exit status of the worker; ``-n`` when signal ``n`` ended it.
     tail : str
-        The last lines the worker wrote.
+        The last lines of the worker's output.
     is_out_of_memory : bool
-        Whether the kernel killed the worker because main memory ran out. False where that is not certain.
+        True if the kernel certainly killed the worker because main memory ran out.
     peak_bytes : int
-        The most main memory that the worker had; 0 where that is not known.
+        Peak of the worker's main memory, or 0 if unknown.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RankError(WorkerError):
     Attributes
     ----------
     rank : int
-        The rank, from 0 on.
+        Number of the rank, from 0.
     """
 
     def __init__(self, message: str, rank: int = 0) -> None:
@@ -133,11 +133,11 @@ class GPUError(FlowerGPUError):
 
 
 class GPUUnavailableError(GPUError):
-    """The node requires a GPU that cannot be used, or a leased one answers no more or is refused."""
+    """The node requires a GPU that cannot be used, or a leased GPU does not answer or is refused."""
 
 
 class LeaseError(GPUError):
-    """A share that no GPU of this host can ever give, or a ledger that cannot be used."""
+    """No GPU of this host can ever grant the request, or the ledger cannot be used."""
 
 
 class LeaseTimeoutError(GPUError, TimeoutError):
@@ -148,22 +148,22 @@ class LeaseTimeoutError(GPUError, TimeoutError):
 
 
 class GPUOutOfMemoryError(WorkerError, GPUError):
-    """A call ran out of GPU memory, also in further tries; the message has the numbers."""
+    """A call ran out of GPU memory, also when it was tried again. The message has the numbers."""
 
 
 class ClientCallError(FlowerGPUError):
-    """A function of a ``ClientApp`` raised an exception, which is the cause; the message names the client."""
+    """A function of a ``ClientApp`` raised an exception, which is the cause. The message names the client."""
 
 
 class RunEndedError(FlowerGPUError):
-    """A simulated run was ended because it could not give a valid result; the message has the reason.
+    """A simulated run was ended because its result would be invalid. The message has the reason.
 
     Attributes
     ----------
     folder : Path or None
-        Where the run's results are.
+        Folder with the results of the run.
     can_resume : bool
-        Whether there is a checkpoint to go on from, once the reason is gone.
+        True if a checkpoint exists, so that the run can be resumed.
     """
 
     def __init__(self, message: str, folder: Path | None = None, can_resume: bool = False) -> None:
@@ -177,12 +177,12 @@ class ClientsFailedError(RunEndedError):
 
 
 class NotDeterministicError(RunEndedError):
-    """In a deterministic run something happened that would give another model the next time."""
+    """A deterministic run would not give the same model again, because of an event in the message."""
 
 
 class InvalidResultError(FlowerGPUError, ValueError):
-    """A task returned something Flower cannot use; the message names the entry."""
+    """A task returned a value that Flower cannot use. The message names the entry."""
 
 
 class WeightsError(FlowerGPUError, ValueError):
-    """Weights that do not fit a model; the message names the entry."""
+    """The weights do not fit the model. The message names the entry."""

@@ -1,14 +1,14 @@
-"""The one table of options, and the one way to the value of an option.
+"""The table of all options, and how their values are resolved.
 
     CallOptions, VARIABLES, launch.options.LaunchOptions       one line for each option
-      |-> Option.resolve()            its value, from the first place that says something
+      |-> Option.resolve()            the value, from the first source that sets it
       |-> resolve_all()               the values of the options of a call, for calls/settings.py
-      |-> environment()               what a command passes on to the processes that it starts
+      |-> environment()               the environment of the processes that a command starts
       |-> cli.arguments.add_options() argparse: names, types, choices and help of a command
-      '-> docs/reference              tests hold the pages to the table
+      '-> docs/reference              tests compare the pages with the table
 
-The places are a config, the code or the command line, and the environment; docs/reference/environment.md
-has their order.
+The sources are a config, the code or the command line, and the environment. docs/reference/environment.md has
+their order.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class GivenValue:
-    """What one place says of an option."""
+    """The value of an option in one source."""
 
     value: Any
     kind: Kind | None
-    place: int  # in the order of precedence, from 0 on
-    source: str  # as messages name it
+    place: int  # precedence of the source, 0 for the highest
+    source: str  # name of the source in messages
     is_variable: bool = False
     is_config: bool = False
 
     def read(self) -> Any:
-        """Return the value that it stands for.
+        """Return the parsed value.
 
-        Raises TypeError if code gives a value of a wrong type, and ConfigError if the value cannot be used.
+        Raises TypeError if code passes a value of a wrong type, and ConfigError if the value is invalid.
         """
         if self.kind is None:
             return self.value
@@ -81,19 +81,19 @@ class Option:
     """One option."""
 
     help: str
-    kind: Kind | None = None  # None: checked where it is used
-    variable: str = ""
-    default: Any = None  # where no place says anything; a text is read as of a user
-    group: str = ""  # its heading in --help
-    commands: tuple[str, ...] = ()  # that have it
-    node_key: str = ""  # of a SuperNode's --node-config
-    is_nodes: bool = False  # the node has the last word: the variable goes before the code
-    alone: str = ""  # the value of the option without one
-    synonyms: tuple[str, ...] = ()  # options that mean the same, and that --help lists
-    excludes: str = ""  # the name of the option that says the same in another way
-    run_config_key: str = ""  # it stands for this key of the app's run config
+    kind: Kind | None = None  # None for values that are checked by their users
+    variable: str = ""  # environment variable
+    default: Any = None  # a text is parsed like a text of a user
+    group: str = ""  # heading in --help
+    commands: tuple[str, ...] = ()  # commands with this option
+    node_key: str = ""  # key of a SuperNode's --node-config
+    is_nodes: bool = False  # the node has the last word: the variable takes precedence over the code
+    alone: str = ""  # value of the option on a command line without a value
+    synonyms: tuple[str, ...] = ()  # other names of the option, listed in --help
+    excludes: str = ""  # name of the option that sets the same in another way
+    run_config_key: str = ""  # key of the app's run config that the option sets
     hint: str = ""  # for the author of an app that does not declare the key
-    name: str = ""  # in code
+    name: str = ""  # name in code
 
     def resolve(
         self,
@@ -101,12 +101,12 @@ class Option:
         environment: Mapping[str, str] = _NOTHING,
         config: Mapping[str, Any] = _NOTHING,
     ) -> Any:
-        """Return the value that the first place gives which says something; else the default.
+        """Return the value of the first source that sets the option, or the default.
 
-        ``argument``: from code or a command line; None says nothing.
-        ``environment``: with variables; an empty one says nothing.
-        ``config``: the node config, or for an option with a key of the run config that.
-        Raises as :meth:`GivenValue.read` does. Nobody looks at the values of later places.
+        ``argument``: value from code or a command line, or None.
+        ``environment``: environment variables. An empty variable counts as not set.
+        ``config``: the node config, or the run config for an option with a key of the run config.
+        Raises the errors of :meth:`GivenValue.read`. Values of later sources are not checked.
         """
         given = self.find(argument, environment, config)
         return given.read() if given is not None else self.default_value
@@ -118,7 +118,10 @@ class Option:
         config: Mapping[str, Any] = _NOTHING,
         named: Callable[[str], str] = str,
     ) -> GivenValue | None:
-        """Return the first place's value; ``named`` writes an argument's name for messages."""
+        """Return the value of the first source that sets the option, or None.
+
+        ``named``: returns the name of an argument for messages.
+        """
         key = self.node_key or self.run_config_key
         if key and config.get(key) is not None:
             of_run = f"{key} in the config of the call or the run"
@@ -131,19 +134,19 @@ class Option:
 
     @property
     def default_value(self) -> Any:
-        """The default, read."""
+        """The parsed default."""
         is_text = self.kind is not None and isinstance(self.default, str)
         return self.kind.from_text(self.default, self.name) if is_text else self.default  # type: ignore[union-attr]
 
     @property
     def described(self) -> str:
-        """The help, with the default."""
+        """The help text with the default."""
         default = f"{self.default:g}" if isinstance(self.default, float) else self.default
         return self.help.replace("{default}", str(default))
 
 
 def table_of(annotated: type) -> dict[str, Option]:
-    """Return the options of an annotated class, by the names of its fields, with their defaults."""
+    """Return the options in the annotations of a class, with their defaults, by field."""
     return {
         name: replace(meta, name=name, default=vars(annotated).get(name, meta.default))
         for name, hint in get_type_hints(annotated, include_extras=True).items()
@@ -153,11 +156,11 @@ def table_of(annotated: type) -> dict[str, Option]:
 
 
 def flag(name: str) -> str:
-    """Return an option as it is written on a command line."""
+    """Return the name of an option on a command line, such as ``--gpu-memory``."""
     return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
 
 
-# The words are types, so that mypy and pyright find wrong ones in users' code.
+# The words are types, so that mypy and pyright find invalid words in users' code.
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
 StartMethodWord = Literal["auto", "forkserver", "spawn", "fork", "in-process"]
 #: What a node can say; docs/explanation/device-policy.md has the table.
@@ -181,9 +184,9 @@ _EVERYWHERE: Final = ("launch", "simulate", "supernode")
 class CallOptions(TypedDict, total=False):
     """Options of calls: of clients, of the server's evaluation, of a simulation, of a function.
 
-    ``GPUClient``, ``gpu_client``, ``gpu_mod``, ``gpu_evaluate``, ``simulate``, ``run_in_worker`` take them.
-    What is left out is taken from the environment (docs/reference/environment.md), else the default.
-    docs/reference/python.md says more of each.
+    ``GPUClient``, ``gpu_client``, ``gpu_mod``, ``gpu_evaluate``, ``simulate`` and ``run_in_worker`` accept
+    them. An option that is not passed comes from the environment (docs/reference/environment.md), or is the
+    default. docs/reference/python.md describes each option.
     """
 
     start_method: Annotated[
@@ -499,55 +502,58 @@ def resolve_all(
     node_config: Mapping[str, Any] = _NOTHING,
     named: Callable[[str], str] = str,
 ) -> tuple[dict[str, Any], dict[str, GivenValue]]:
-    """Return the values of the options of a call, and what is given of them.
+    """Return the values of all options of a call, and the sources of those that are set.
 
-    Of two options that exclude each other, the one counts that an earlier place has.
-    Raises ConfigError if one place has both, and as :meth:`GivenValue.read` does.
+    Of two options that exclude each other, the one with the higher precedence is kept.
+    Raises ConfigError if one source sets both, and the errors of :meth:`GivenValue.read`.
     """
-    found = (
+    values = (
         (name, option.find(arguments.get(name), environment, node_config, named))
         for name, option in CALL.items()
     )
-    given = {name: value for name, value in found if value is not None}
-    for name in tuple(given):
-        one, other = given.get(name), given.get(CALL[name].excludes)
-        if one is None or other is None:
+    set_values = {name: value for name, value in values if value is not None}
+    for name in tuple(set_values):
+        value, excluded = set_values.get(name), set_values.get(CALL[name].excludes)
+        if value is None or excluded is None:
             continue
-        if one.place == other.place:
-            raise ConfigError(f"{one} and {other} are both given; give one: a share of the GPU, or a size")
-        given.pop(name if other.place < one.place else CALL[name].excludes)
+        if value.place == excluded.place:
+            raise ConfigError(
+                f"{value} and {excluded} are both given; give one: a share of the GPU, or a size"
+            )
+        set_values.pop(name if excluded.place < value.place else CALL[name].excludes)
     return {
-        name: given[name].read() if name in given else option.default_value for name, option in CALL.items()
-    }, given
+        name: set_values[name].read() if name in set_values else option.default_value
+        for name, option in CALL.items()
+    }, set_values
 
 
 def joined(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of several places in one mapping: what a later one says counts."""
-    found: dict[str, Any] = {}
+    """Return the options of several sources in one mapping. Later sources take precedence."""
+    options: dict[str, Any] = {}
     for layer in layers:
-        # A share and a size are two ways to say one thing: whichever is given takes the other's place.
+        # A share and a size set the same thing, so each of them replaces the other.
         for name in layer:
             if name in CALL:
-                found.pop(CALL[name].excludes, None)
-        found.update(layer)
-    return found
+                options.pop(CALL[name].excludes, None)
+        options.update(layer)
+    return options
 
 
 def options_of(command: str) -> dict[str, Option]:
-    """Return the call options that a command has."""
+    """Return the call options of a command."""
     return {name: option for name, option in CALL.items() if command in option.commands}
 
 
 def environment(options: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with these call options in it: they win over the variables that are there."""
-    # A share and a size are two ways to say one thing: whichever is given takes the other's place.
+    """Return an environment with these call options. They take precedence over the variables in ``base``."""
+    # A share and a size set the same thing, so each of them replaces the other.
     replaced = {CALL[CALL[name].excludes].variable for name in options if CALL[name].excludes}
-    said = {variable: str(value) for name, value in options.items() if (variable := CALL[name].variable)}
-    return {**{name: value for name, value in base.items() if name not in replaced}, **said}
+    added = {variable: str(value) for name, value in options.items() if (variable := CALL[name].variable)}
+    return {**{name: value for name, value in base.items() if name not in replaced}, **added}
 
 
 def node_environment(env: Mapping[str, str], node_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a client's environment: its node config holds also for code that passes no context on."""
+    """Return a client's environment with its node config, for code that does not pass the context on."""
     return environment(
         {
             name: node_config[option.node_key]

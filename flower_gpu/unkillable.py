@@ -1,18 +1,18 @@
 """Processes that SIGKILL does not end.
 
 The kernel delivers SIGKILL when a thread returns from the kernel. A thread in uninterruptible sleep (state D)
-does not return until the event that it waits for: an answer of a GPU that fell off the bus, of a network disk
-whose server is gone, of a FUSE file system. That may take minutes, or for ever.
+does not return before its event: an answer of a GPU that fell off the bus, of a network disk with a dead
+server, or of a FUSE file system. This may take minutes, or for ever.
 
-So no wait for a killed process may be without a limit. After :data:`KILLED_S` the caller of a worker goes
-on, and a thread of its own waits for the worker's end. The ticket of the worker's lease stays locked
-meanwhile, by the worker and by that thread, so its memory is granted to no other claim.
+So each wait for a killed process needs a limit. After :data:`KILLED_S`, the caller of a worker goes on, and a
+separate thread waits for the worker's end. Until then, the worker and that thread keep the ticket of the
+lease locked, so its memory is not granted to another claim.
 
-``subprocess.run`` with a timeout waits for the end of the program that it has killed, also in Python 3.14. So
-:func:`run` stands for it where a driver may hang.
+``subprocess.run`` with a timeout waits without a limit for the end of the killed program, also in Python
+3.14. :func:`run` replaces it for programs that use a driver.
 
-A process is gone only when its last thread is: its first thread may be a zombie while another one sleeps.
-Therefore :func:`sleeping_in` looks at all of them.
+A process exists until its last thread has ended. Its first thread may be a zombie while another thread
+sleeps, so :func:`sleeping_in` looks at all threads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-#: Seconds from SIGKILL until a process counts as one that cannot be killed. To free the memory of a large
-#: process, or a CUDA context, takes a second or two.
+#: Seconds after SIGKILL until a process counts as unkillable. Freeing the memory of a large process, or a
+#: CUDA context, takes a second or two.
 KILLED_S: Final = 5.0
 
-# States of proc(5), the one that explains most first.
+# States of proc(5), sorted by how well they explain an unkillable process
 _STATES: Final = {
     "D": "uninterruptible sleep",
     "T": "stopped",
@@ -40,10 +40,10 @@ _STATES: Final = {
 
 
 def sleeping_in(pid: int) -> str:
-    """Return the state of a process and the kernel function in which it sleeps, for an error.
+    """Return the state of a process and the kernel function in which it sleeps, for an error message.
 
-    For example ``state D (uninterruptible sleep), in request_wait_answer``. A thread in state D is preferred
-    to others. The function is left out where the kernel does not tell it (``wchan`` of proc(5)).
+    For example ``state D (uninterruptible sleep), in request_wait_answer``. A thread in state D is preferred.
+    The function (``wchan`` of proc(5)) is left out if the kernel does not show it.
     """
     states = list(_threads(pid))
     if not states:
@@ -57,10 +57,11 @@ def sleeping_in(pid: int) -> str:
 
 
 def run(command: Sequence[str], *, timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program and return its output; raise TimeoutExpired if it does not end in time.
+    """Run a program and return its output. Raises TimeoutExpired if it does not end in time.
 
-    ``options``: those of ``subprocess.Popen``. The program is killed when its time is over, and given up if
-    that does not end it.
+    The program is killed at the timeout, and abandoned if it does not end then.
+
+    ``options``: options of ``subprocess.Popen``.
     """
     process = subprocess.Popen(command, text=True, **options)
     try:
@@ -77,9 +78,9 @@ def run(command: Sequence[str], *, timeout_s: float, **options: Any) -> subproce
 
 
 def end_group(process: subprocess.Popen[Any], patience_s: float) -> bool:
-    """Wait for the end of a program that leads a process group; then kill the group.
+    """Wait for the end of a program that leads a process group, and kill the group after ``patience_s``.
 
-    Returns False if it is still there after that.
+    Returns False if the program still exists after that.
     """
     for timeout_s in (patience_s, KILLED_S):
         with suppress(subprocess.TimeoutExpired):
