@@ -1,4 +1,19 @@
-"""What a trace tells, put together: a run, its hosts, leases, workers, rounds and GPUs."""
+"""Folds the events of a trace into the state of a run: hosts, leases, workers, rounds and GPUs.
+
+The problem: a trace is a list of events such as ``lease_granted`` or ``round_finished``. Displays, reports
+and metrics need the state that results from these events, and must not each compute it in their own way.
+
+The object: a :class:`History` takes in one event after the other and updates its attributes. It reads no
+files except in :meth:`History.read`, starts no threads and has no locks. Whoever shares it between threads
+has to serialize the calls.
+
+What a trace may lack: a killed process writes no end of its workers, and a full disk cuts lines. So each
+handler accepts events whose beginning is missing. A resumed run appends to the same trace and repeats its
+last rounds, so the handlers remove the first attempt of a repeated round from all counts.
+
+Memory: a view of a run in progress needs neither finished workers nor old samples. With
+``keep_finished=False``, the history drops them after every ``_EVENTS_PER_CLEANUP`` events.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +49,32 @@ from flower_gpu.watch.spans import (
     drop_oldest,
 )
 
-_FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
-# With ``keep_finished=False`` no trace makes this process grow, also one whose ends nobody has written down.
+# The following limits apply with ``keep_finished=False``.
+# Number of recent entries that are kept for each kind of finished item.
+_KEPT_ENTRIES: Final = 50
+# Limit for items without an end. It bounds the memory of this process even if a trace never reports an end.
 _MOST_OPEN: Final = 10_000
-_MOST_PARTS: Final = 1_500  # of rounds: curves need more than the last few
-_CURVES: Final = 3  # metrics that are kept of those
-_MOST_UNFORGOTTEN: Final = 1_000  # events
-#: Events that a host which is lost is named in, too.
-_OF_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
+# Number of parts of rounds. Curves need more than the most recent parts.
+_MOST_PARTS: Final = 1_500
+# Number of metrics that an old part keeps for its curves.
+_KEPT_METRICS: Final = 3
+_EVENTS_PER_CLEANUP: Final = 1_000
+#: Events that are valid even if they name a lost host.
+_EVENTS_ABOUT_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
 
 
 class History:
-    """A run, as far as its events tell; fed event by event, so that it can be followed while it goes on.
+    """The state of a run, according to the events received until now.
 
-    Everything that shows a run or writes it down reads it here. With ``keep_finished=False`` what is over is
-    forgotten, so that a long run takes no more and more memory. Then ``leases`` and ``workers`` are those
-    that go on, ``samples`` the last of each GPU, ``out_of_memory`` the last few, ``rounds`` many of the last;
-    with ``keep_rounds`` all rounds stay. Counts go into ``tally``, which runs may share.
+    All displays, reports and metrics of a run read its history. The events arrive one by one, so a run can be
+    followed while it is in progress.
 
-    A method ``_on_<name>`` takes in the events of that name.
+    With ``keep_finished=False``, the history drops finished items, so the memory of this process stays
+    bounded during a long run. Then ``leases`` and ``workers`` hold active items only, ``samples`` the last
+    sample of each GPU, ``out_of_memory`` the last few events, and ``rounds`` many recent parts. With
+    ``keep_rounds``, all parts of rounds stay. Counts go into ``tally``, which several runs may share.
+
+    The method ``_on_<name>`` handles the events with that name.
     """
 
     def __init__(
@@ -60,70 +82,73 @@ class History:
     ) -> None:
         self._keep_finished = keep_finished
         self._keep_rounds = keep_rounds
-        self._unforgotten = 0  # events since the last time
+        self._events_since_cleanup = 0
         self.tally = Tally() if tally is None else tally
-        # Of the run; empty or None as long as that is not told.
+        # Facts about the run. They are empty or None until an event reports them.
         self.kind = self.name = self.host = self.version = ""
-        self.settings: Mapping[str, Any] = {}  # that it was started with, the first time
-        self.outcome = ""  # also empty for a run that was killed
-        self.error = ""  # why it has failed
-        self.facts: Mapping[str, Any] = {}  # what its engine tells at the end
+        self.settings: Mapping[str, Any] = {}  # settings of the first start
+        self.outcome = ""  # also empty for a killed run
+        self.error = ""  # reason for a failed run
+        self.facts: Mapping[str, Any] = {}  # facts from the engine at the end of the run
         self.pid: int | None = None
         self.clients: int | None = None
         self.cores: int | None = None
         self.started_at: float | None = None
-        self.begun_at: float | None = None  # the last time: a run may be resumed
+        self.begun_at: float | None = None  # time of the last start, which may have resumed the run
         self.finished_at: float | None = None
-        self.first_at: float | None = None  # of all events
+        self.first_at: float | None = None  # time of the first event of any kind
         self.last_at: float | None = None
-        self.waited_s = 0.0  # without any worker, since others had what its calls need
-        self.pauses: list[tuple[float, float]] = []  # from the end of a run to when it was resumed
-        self.cut_lines = 0  # of the trace, which are left out
-        self._before: float | None = None  # the time of the event before this one
-        self.hosts: dict[str, HostSpan] = {}  # of a Ray cluster, by name; empty for a run on one machine
-        self.gpus: dict[str, GPUInfo] = {}  # by UUID, as the samples
-        self.samples: dict[str, list[GPUSample]] = {}
-        #: Requests for GPUs, or for cores and main memory alone, and leases on them, as they have begun.
+        #: Seconds without any worker because other processes held what the calls need.
+        self.waited_s = 0.0
+        self.pauses: list[tuple[float, float]] = []  # end and resumption of each interrupted part
+        self.cut_lines = 0  # number of incomplete lines in the trace, which are ignored
+        self._previous_at: float | None = None  # time of the previous event
+        self.hosts: dict[str, HostSpan] = {}  # hosts of a Ray cluster by name; empty on a single machine
+        self.gpus: dict[str, GPUInfo] = {}  # by UUID
+        self.samples: dict[str, list[GPUSample]] = {}  # by UUID
+        #: Requests and leases in the order of their start, for GPUs or for cores and main memory alone.
         self.leases: list[LeaseSpan] = []
         self._waiting: dict[str, LeaseSpan] = {}  # requests without a lease, by call
-        self._granted: dict[str, LeaseSpan] = {}  # by id
+        self._granted: dict[str, LeaseSpan] = {}  # leases by id
         self.workers: list[WorkerSpan] = []  # in the order of their starts
         self.out_of_memory: list[OutOfMemory] = []
         self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
-        self._processes: dict[tuple[str, int], int] = {}  # numbers of workers, by host and pid
-        self._started = 0  # processes
-        self._last_round: int | None = None  # of a worker
-        self._calls_round: int | None = None
-        self._calls_done: Counter[str] = Counter()  # of that round
-        self._worked_at = 0.0  # when a worker was done last
-        # Rounds, and their messages.
+        self._processes: dict[tuple[str, int], int] = {}  # number of each worker process, by host and pid
+        self._processes_started = 0
+        self._last_round: int | None = None  # round of the last worker that had a round
+        self._calls_round: int | None = None  # round of _calls_done
+        self._calls_done: Counter[str] = Counter()  # finished calls by task
+        self._worked_at = 0.0  # time at which the last worker finished
+        # Rounds and their messages.
         self.strategy: str | None = None
         self.strategy_started_at: float | None = None
         self.num_rounds: int | None = None
         self.resumed_round: int | None = None
-        self.highest_round = 0  # of those that have finished, in all their parts
-        self._counted_round = 0  # the same, also where a resumed run does rounds again
-        self._latest_round = 0  # of which a part has finished
-        self._has_strategy = False  # one that is under way
-        self.open_round: OpenRound | None = None  # messages that are under way
-        self.closed_round: OpenRound | None = None  # the ones before, all of which are over
-        self._parts: dict[tuple[int | None, str], RoundPart] = {}  # that have finished, by round and task
-        # Kept up to date, because displays ask for them all the time and a run may have thousands of rounds.
-        self._last_told: dict[str, tuple[float, Mapping[str, Any]]] = {}  # time and metrics, by task
-        self._open_ends: dict[int, float] = {}  # times of the last parts, by round that is not over
-        #: When the last of the rounds that are over has ended.
+        self.highest_round = 0  # highest round with all parts finished
+        # Highest round in the tally. It does not go down when a resumed run repeats rounds.
+        self._counted_round = 0
+        self._latest_round = 0  # highest round with a finished part
+        self._has_strategy = False  # True while a strategy is running
+        self.open_round: OpenRound | None = None  # messages in flight
+        self.closed_round: OpenRound | None = None  # previous messages, all finished
+        self._parts: dict[tuple[int | None, str], RoundPart] = {}  # finished parts by round and task
+        # These are updated with each event, because displays often read them and a run may have thousands of
+        # rounds.
+        self._last_metrics: dict[str, tuple[float, Mapping[str, Any]]] = {}  # time and metrics, by task
+        self._open_ends: dict[int, float] = {}  # time of the last part, by unfinished round
+        #: Time at which the last finished round ended.
         self.rounds_ended_at: float | None = None
-        self._sent = self._failed = 0  # messages of these parts
-        self._sent_before = 0  # of which so many were sent before the run was resumed
-        # Replies of the parts that are under way, by round, task and whether they are errors.
+        self._sent = self._failed = 0  # number of messages in finished parts
+        self._sent_before_resume = 0  # number of these messages from before the run was resumed
+        # Number of replies of unfinished parts, by round, task, and whether the reply is an error.
         self._replied: Counter[tuple[int | None, str, bool]] = Counter()
-        self._told_counts: tuple[int, int] | None = None  # messages and failed ones, as told at the end
-        self.failures = FailureReasons()  # of replies that are errors
-        self.all_failed = ""  # why the run computes nothing, once that is so
+        self._final_counts: tuple[int, int] | None = None  # sent and failed messages, from the end of the run
+        self.failures = FailureReasons()  # reasons in replies with errors
+        self.all_failed = ""  # reason why no client of the run works any longer
 
     @classmethod
     def read(cls, path: Path, *, keep_finished: bool = True) -> History:
-        """Read a whole trace, and keep all its rounds."""
+        """Return the history of a complete trace, including all rounds."""
         history = cls(keep_finished=keep_finished, keep_rounds=True)
 
         def count() -> None:
@@ -133,125 +158,131 @@ class History:
         return history
 
     def feed(self, events: Iterable[Event]) -> None:
-        """Take in events, oldest first. What is not understood is left out: a trace may be cut anywhere."""
+        """Process events, oldest first.
+
+        Unknown and malformed events are ignored, because a trace may be cut anywhere.
+        """
         for event in events:
             time = number(event.get("time"))
             handler = getattr(self, f"_on_{event.get('event')}", None)
             if time is None:
                 continue
             self.first_at = time if self.first_at is None else self.first_at
-            self._before, self.last_at = self.last_at, max(self.last_at or time, time)
+            self._previous_at, self.last_at = self.last_at, max(self.last_at or time, time)
             if handler is not None and not self._is_late(event):
                 handler(time, event)
-            self._unforgotten += 1
-            if self._unforgotten >= _MOST_UNFORGOTTEN:
+            self._events_since_cleanup += 1
+            if self._events_since_cleanup >= _EVENTS_PER_CLEANUP:
                 self._forget_finished()
         self._forget_finished()
 
-    # What there is now
+    # Current state
 
     @property
     def waiting(self) -> list[LeaseSpan]:
-        """Requests that wait for a lease, the oldest first."""
+        """Requests that are waiting for a lease, oldest first."""
         return list(self._waiting.values())
 
     @property
     def running(self) -> list[WorkerSpan]:
-        """Workers that have not ended, the oldest first."""
+        """Workers that have not finished, oldest first."""
         return list(self._running.values())
 
     @property
     def stuck_since(self) -> float | None:
-        """Since when calls wait for leases and none has a worker; None where that is not so."""
+        """Time since which calls have been waiting for leases with no worker running, or None."""
         waiting = [span.requested_at for span in self.waiting if span.requested_at is not None]
         return max(min(waiting), self._worked_at) if waiting and not self._running else None
 
     def messages_under_way(self, host: str) -> int:
-        """Return how many messages a worker handles on a host of a Ray cluster, or wait for a lease there."""
-        running = sum(one.host == host for one in self.running)
-        return running + sum(one.host == host for one in self.waiting)
+        """Return the number of messages on a host of a Ray cluster, running or waiting for a lease."""
+        running = sum(worker.host == host for worker in self.running)
+        return running + sum(request.host == host for request in self.waiting)
 
     def lease_of(self, worker: WorkerSpan) -> LeaseSpan | None:
-        """Return the lease that a worker has; None where it has none."""
+        """Return the lease of a worker, or None."""
         return self._granted.get(worker.lease)
 
     @property
     def current_round(self) -> int | None:
-        """The round that is under way, or was last: the highest that anything is of."""
+        """The round of the open messages, or else the highest round of recent workers and parts."""
         if self.open_round is not None and self.open_round.round is not None:
             return self.open_round.round
-        told = [worker.round for worker in self.running]
-        told += [number for number, _ in islice(reversed(self._parts), 1)]
-        return max((number for number in (self._last_round, *told) if number is not None), default=None)
+        rounds = [worker.round for worker in self.running]
+        rounds += [number for number, _ in islice(reversed(self._parts), 1)]
+        return max((number for number in (self._last_round, *rounds) if number is not None), default=None)
 
     @property
     def calls_done(self) -> dict[str, int]:
-        """How many calls of the current round are done, by task; a call of no round is not counted."""
+        """Number of finished calls in the current round, by task. Calls without a round do not count."""
         is_current = self._calls_round is not None and self._calls_round == self.current_round
         return dict(self._calls_done) if is_current else {}
 
     @property
     def gpus_of_run(self) -> list[GPUInfo]:
-        """The GPUs that the run could use, by their numbers. Samples tell of all GPUs of the host."""
+        """GPUs available to the run, sorted by host and index. Samples may include other GPUs of the host."""
         leased = {uuid for lease in self.leases for uuid in lease.memory_bytes}
-        told = [gpu for gpu in self.gpus.values() if gpu.index >= 0 or gpu.uuid in leased]
-        return sorted(told or self.gpus.values(), key=lambda gpu: (gpu.host, gpu.index, gpu.uuid))
+        available = [gpu for gpu in self.gpus.values() if gpu.index >= 0 or gpu.uuid in leased]
+        return sorted(available or self.gpus.values(), key=lambda gpu: (gpu.host, gpu.index, gpu.uuid))
 
-    # What came of it
+    # Results
 
     @property
     def rounds(self) -> list[RoundPart]:
-        """What has finished of each round, by task; ``round`` is None for messages that say none."""
+        """Finished parts of all rounds, one for each task. ``round`` is None for messages without a round."""
         return list(self._parts.values())
 
     def part(self, server_round: int | None, task: str) -> RoundPart | None:
-        """Return what has finished of a round for a task."""
+        """Return the finished part of a round for a task, or None."""
         return self._parts.get((server_round, task))
 
     def newest_parts(self) -> Iterator[RoundPart]:
-        """Yield what has finished of each round, the newest part first."""
+        """Return an iterator over the finished parts of all rounds, newest first."""
         return reversed(self._parts.values())
 
     @property
     def evaluations(self) -> list[RoundPart]:
-        """What has finished, of rounds with a number."""
+        """Finished parts of all rounds that have a number."""
         return [part for part in self._parts.values() if part.round is not None]
 
     @property
     def last_metrics(self) -> dict[str, Mapping[str, Any]]:
-        """The last metrics of each task, as told; the latest at the end."""
-        by_time = sorted(self._last_told.items(), key=lambda item: item[1][0])
-        return {task: told for task, (_, told) in by_time}
+        """The last reported metrics of each task, sorted by time."""
+        by_time = sorted(self._last_metrics.items(), key=lambda item: item[1][0])
+        return {task: metrics for task, (_, metrics) in by_time}
 
     @property
     def messages_sent(self) -> int:
-        """How many messages are over: those of parts that have finished, and those with a reply."""
-        return self._sent + self._replied.total() if self._told_counts is None else self._told_counts[0]
+        """Number of finished messages: all messages of finished parts, and others with a reply."""
+        return self._sent + self._replied.total() if self._final_counts is None else self._final_counts[0]
 
     @property
     def messages_failed(self) -> int:
-        """How many of these have failed."""
-        if self._told_counts is not None:
-            return self._told_counts[1]
+        """Number of finished messages that have failed."""
+        if self._final_counts is not None:
+            return self._final_counts[1]
         return self._failed + sum(count for (*_, is_error), count in self._replied.items() if is_error)
 
     @property
     def seconds(self) -> float | None:
-        """How long the run has taken since it has begun, or was resumed, the last time."""
+        """Seconds since the run was started or last resumed, until its end or its last event."""
         end = self.last_at if self.finished_at is None else self.finished_at
         return None if self.begun_at is None or end is None else max(0.0, end - self.begun_at)
 
     @property
     def messages_per_s(self) -> float | None:
-        """How many messages a second were over in this time."""
-        return (self.messages_sent - self._sent_before) / self.seconds if self.seconds else None
+        """Number of messages finished per second since the run was started or last resumed."""
+        return (self.messages_sent - self._sent_before_resume) / self.seconds if self.seconds else None
 
     def over_at(self, since: float, end: float) -> float:
-        """Return the latest possible end of a span: the end of its part of the run, or of the trace."""
+        """Return the latest possible end of a span that began at ``since``.
+
+        That is the next interruption of the run, or ``end`` if the run was not interrupted later.
+        """
         return min((begin for begin, _ in self.pauses if begin >= since), default=end)
 
     def _forget_finished(self) -> None:
-        self._unforgotten = 0
+        self._events_since_cleanup = 0
         if self._keep_finished:
             return
         drop_oldest(self._waiting, _MOST_OPEN)
@@ -264,40 +295,46 @@ class History:
         drop_oldest(self._processes, _MOST_OPEN)
         if not self._keep_rounds:
             drop_oldest(self._parts, _MOST_PARTS)
-            for part in islice(reversed(self._parts.values()), _FEW, None):
-                if part.told:  # a curve needs no more of it
-                    kept = sorted(part.metrics, key=metric_rank)[:_CURVES]
+            for part in islice(reversed(self._parts.values()), _KEPT_ENTRIES, None):
+                # The curves need only a few metrics of an old part.
+                if part.told:
+                    kept = sorted(part.metrics, key=metric_rank)[:_KEPT_METRICS]
                     part.told, part.metrics = {}, {name: part.metrics[name] for name in kept}
-        drop_oldest(self._last_told, _FEW)
-        drop_oldest(self._open_ends, _FEW)
+        drop_oldest(self._last_metrics, _KEPT_ENTRIES)
+        drop_oldest(self._open_ends, _KEPT_ENTRIES)
         drop_oldest(self.hosts, MOST_HOSTS)
         self.workers = list(self._running.values())
         for samples in self.samples.values():
             del samples[:-1]
-        del self.out_of_memory[:-_FEW]
-        del self.pauses[:-_FEW]
+        del self.out_of_memory[:-_KEPT_ENTRIES]
+        del self.pauses[:-_KEPT_ENTRIES]
 
     # The run
 
     def _on_run_started(self, time: float, event: Event) -> None:
-        is_alone = event.get("kind") != "supernodes"  # on one host, by one command at a time
-        # Of two hosts that share a folder, each says that the run begins: then nothing has ended.
-        goes_on = self.finished_at is not None or is_alone
-        before = self._before if self.finished_at is None else self.finished_at
-        if self.started_at is not None and goes_on and before is not None and before < time:
-            self.pauses.append((before, time))
-            self._leave_hosts(before)
-        self._told_counts = None
-        if is_alone:  # whoever goes on sends again what says no round, and what had no end
+        # Other kinds of runs have one host, and one command at a time.
+        has_one_host = event.get("kind") != "supernodes"
+        # If two hosts share a folder, each reports a start. The second start does not mean that the run was
+        # interrupted.
+        is_resumed = self.finished_at is not None or has_one_host
+        ended_at = self._previous_at if self.finished_at is None else self.finished_at
+        if self.started_at is not None and is_resumed and ended_at is not None and ended_at < time:
+            self.pauses.append((ended_at, time))
+            self._leave_hosts(ended_at)
+        self._final_counts = None
+        # A resumed run repeats messages without a round, and messages of unfinished parts.
+        if has_one_host:
             self._replied.clear()
-            self._take_back(lambda server_round: server_round is None)
-        self._sent_before = self._sent
-        # A run that is resumed begins again; its times are those of the first.
+            self._discard_rounds(lambda server_round: server_round is None)
+        self._sent_before_resume = self._sent
+        # A resumed run reports its start again, but keeps the time of its first start.
         self.started_at = time if self.started_at is None else self.started_at
         self.begun_at = time
-        self.waited_s = 0.0  # like `seconds`, of the last part of a resumed run
+        # Like `seconds`, this covers only the time since the run was last resumed.
+        self.waited_s = 0.0
         self.finished_at, self.outcome, self.error, self.facts, self.all_failed = None, "", "", {}, ""
-        if not self._keep_finished:  # what the one before has left open was killed with it
+        # Workers and leases that the previous process left open were killed with it.
+        if not self._keep_finished:
             self._waiting, self._granted, self._running = {}, {}, {}
         self.kind, self.name = text(event.get("kind")), text(event.get("name"))
         self.host, self.pid = text(event.get("host")), whole(event.get("pid"))
@@ -310,8 +347,9 @@ class History:
     def _on_run_finished(self, time: float, event: Event) -> None:
         self.finished_at, self.outcome = time, text(event.get("outcome"))
         self.error, self.facts = text(event.get("error")), mapping(event.get("facts"))
-        if (messages := whole(event.get("messages"))) is not None:  # the trace may lack replies
-            self._told_counts = messages, whole(event.get("failed")) or 0
+        # These counts replace the computed ones, because the trace may lack replies.
+        if (messages := whole(event.get("messages"))) is not None:
+            self._final_counts = messages, whole(event.get("failed")) or 0
         if self.outcome == COMPLETED:
             self._finish_rounds(self._latest_round)
         self.open_round = None
@@ -324,33 +362,34 @@ class History:
 
     def _on_gpu_sample(self, time: float, event: Event) -> None:
         self._learn_gpus(event, text(event.get("host")))
-        for told in mappings(event.get("gpus")):
-            self.samples.setdefault(text(told.get("uuid")), []).append(
+        for gpu in mappings(event.get("gpus")):
+            self.samples.setdefault(text(gpu.get("uuid")), []).append(
                 GPUSample(
                     time,
-                    whole(told.get("used_bytes")),
-                    number(told.get("utilization_percent")),
-                    number(told.get("temperature_c")),
+                    whole(gpu.get("used_bytes")),
+                    number(gpu.get("utilization_percent")),
+                    number(gpu.get("temperature_c")),
                 )
             )
 
     def _learn_gpus(self, event: Event, host: str) -> None:
-        for told in mappings(event.get("gpus")):
-            uuid = text(told.get("uuid"))
-            self.gpus.setdefault(uuid, GPUInfo(uuid)).learn(told, host)
+        for gpu in mappings(event.get("gpus")):
+            uuid = text(gpu.get("uuid"))
+            self.gpus.setdefault(uuid, GPUInfo(uuid)).learn(gpu, host)
 
     # Hosts
 
     def _is_late(self, event: Event) -> bool:
-        """Tell whether a host says this that is lost: all that it had has ended."""
+        """Return True if the event comes from a lost host. Its workers and leases have already ended."""
         host = self.hosts.get(text(event.get("host")))
-        return host is not None and host.is_lost and event.get("event") not in _OF_LOST_HOSTS
+        return host is not None and host.is_lost and event.get("event") not in _EVENTS_ABOUT_LOST_HOSTS
 
     def _host(self, event: Event) -> HostSpan | None:
         name = text(event.get("host"))
         if not name:
             return None
-        self.tally.calls_of(name)  # from zero on
+        # This creates the counter, so that metrics show the host with zero calls.
+        self.tally.calls_of(name)
         return self.hosts.setdefault(name, HostSpan(name))
 
     def _on_host_joined(self, time: float, event: Event) -> None:
@@ -359,7 +398,7 @@ class History:
             self._learn_gpus(event, host.name)
 
     def _on_host_lost(self, time: float, event: Event) -> None:
-        """End the host's workers and leases, of which there are no further lines."""
+        """End the host's workers and leases, because a lost host writes no further events."""
         if (host := self._host(event)) is None:
             return
         host.lose(time, event)
@@ -378,13 +417,13 @@ class History:
                 lease.released_at, lease.is_lost = time, True
 
     def _leave_hosts(self, until: float) -> None:
-        """Forget that hosts are there that joined until then: the run has other agents now."""
+        """Remove the nodes that joined at ``until`` or earlier, because a resumed run has new agents."""
         for host in self.hosts.values():
-            host.nodes = {node: told for node, told in host.nodes.items() if told[0] > until}
+            host.nodes = {node: joined for node, joined in host.nodes.items() if joined[0] > until}
             host.is_lost = False
 
     def _count_call(self, worker: WorkerSpan) -> None:
-        """Count a call that has ended among those of its host."""
+        """Count a finished call for its host."""
         if worker.host in self.hosts:
             self.tally.calls_of(worker.host)[worker.outcome if worker.outcome in OUTCOMES else OTHER] += 1
 
@@ -397,7 +436,8 @@ class History:
 
     def _on_lease_granted(self, time: float, event: Event) -> None:
         span = self._waiting.pop(text(event.get("call")), None)
-        if span is None:  # the line of its request was cut off
+        # The line with the request may be missing from the trace.
+        if span is None:
             span = self._new_lease(event)
         span.grant(time, event)
         self._granted[span.id] = span
@@ -438,12 +478,12 @@ class History:
             started_at=time,
             own=mapping(event.get("own")),
         )
-        place = (worker.host, worker.pid)
-        if event.get("used_again") is not True or place not in self._processes:
-            self._started += 1
+        process = (worker.host, worker.pid)
+        if event.get("used_again") is not True or process not in self._processes:
+            self._processes_started += 1
             self.tally.workers_started += 1
-            self._processes[place] = self._started
-        worker.process = self._processes[place]
+            self._processes[process] = self._processes_started
+        worker.process = self._processes[process]
         self._running[worker.call, worker.pid] = worker
         if (lease := self.lease_of(worker)) is not None and worker.call != lease.call:
             lease.turns.append((time, worker.client))
@@ -470,13 +510,16 @@ class History:
         self.tally.workers_finished[outcome if outcome in OUTCOMES else OTHER] += 1
         if outcome != CANCELLED and text(event.get("client")) != SERVER:
             self.tally.calls_by_use[event.get("used_again") is True, outcome != "ok"] += 1
-        if worker is None:  # the line of its start was cut off
+        # The line with the start may be missing from the trace.
+        if worker is None:
             worker = self._begin_worker(time - (number(event.get("seconds")) or 0.0), event)
-        if worker.round == (current := self.current_round):  # with FedBuff, others are of earlier rounds
+        # With FedBuff, some workers handle messages of earlier rounds.
+        if worker.round == (current := self.current_round):
             if current != self._calls_round:
                 self._calls_round = current
                 self._calls_done.clear()
-            if outcome != OUT_OF_MEMORY:  # most are tried again
+            # Most calls that ran out of memory are retried, so they do not count as done.
+            if outcome != OUT_OF_MEMORY:
                 self._calls_done[worker.task] += 1
         if (lease := self.lease_of(worker)) is not None:
             lease.is_used = True
@@ -510,34 +553,35 @@ class History:
         self.resumed_round = after = whole(event.get("round"))
         if after is not None:
             self._latest_round = self.highest_round = min(self.highest_round, after)
-            self._take_back(lambda server_round: (server_round or 0) > after)
+            self._discard_rounds(lambda server_round: (server_round or 0) > after)
 
-    def _take_back(self, is_again: Callable[[int | None], bool]) -> None:
-        """Forget the rounds that a resumed run does again."""
-        for key in [key for key in self._parts if is_again(key[0])]:
+    def _discard_rounds(self, is_repeated: Callable[[int | None], bool]) -> None:
+        """Remove the results of rounds that a resumed run repeats."""
+        for key in [key for key in self._parts if is_repeated(key[0])]:
             part = self._parts.pop(key)
             self._sent -= part.messages
-            self._sent_before -= part.messages
+            self._sent_before_resume -= part.messages
             self._failed -= part.failed
-        self.failures.take_back(is_again)
-        self._last_told.clear()
+        self.failures.take_back(is_repeated)
+        self._last_metrics.clear()
         self._open_ends.clear()
         self.rounds_ended_at = None
         for part in self._parts.values():
             self._note_end(part)
 
     def _note_end(self, part: RoundPart) -> None:
-        """Note the metrics and the time of a part, for displays that ask again and again."""
-        if part.told and part.time >= self._last_told.get(part.task, (part.time,))[0]:
-            self._last_told.pop(part.task, None)  # so that the oldest one is the first
-            self._last_told[part.task] = part.time, part.told
+        """Store the metrics and the end of a part, so displays do not have to search all parts."""
+        if part.told and part.time >= self._last_metrics.get(part.task, (part.time,))[0]:
+            # Remove the key first, so that the order of the keys follows the times.
+            self._last_metrics.pop(part.task, None)
+            self._last_metrics[part.task] = part.time, part.told
         if part.round is not None:
             self._open_ends[part.round] = max(part.time, self._open_ends.get(part.round, part.time))
             self._end_rounds()
 
     def _end_rounds(self) -> None:
-        over = [server_round for server_round in self._open_ends if server_round <= self.highest_round]
-        for server_round in over:
+        finished = [server_round for server_round in self._open_ends if server_round <= self.highest_round]
+        for server_round in finished:
             ended_at = self._open_ends.pop(server_round)
             self.rounds_ended_at = max(ended_at, self.rounds_ended_at or ended_at)
 
@@ -559,9 +603,9 @@ class History:
             self.failures.add(event)
 
     def _open_round_of(self, event: Event) -> OpenRound | None:
-        told = (whole(event.get("round")), text(event.get("task")))
-        one = self.open_round
-        return one if one is not None and (one.round, one.task) == told else None
+        key = (whole(event.get("round")), text(event.get("task")))
+        current = self.open_round
+        return current if current is not None and (current.round, current.task) == key else None
 
     def _on_round_finished(self, time: float, event: Event) -> None:
         task = text(event.get("task"))
@@ -585,11 +629,12 @@ class History:
         self._sent += messages
         self._failed += failed
         for key in list(self._replied):
-            if key[0] in (server_round, None) and key[1] == task:  # its round may be known at the end only
+            # The round of a reply may be unknown until the part ends.
+            if key[0] in (server_round, None) and key[1] == task:
                 del self._replied[key]
 
     def _finish_rounds(self, last: int) -> None:
-        """Take note that all rounds up to this one are over."""
+        """Mark all rounds up to ``last`` as finished."""
         self.highest_round = max(self.highest_round, last)
         self._end_rounds()
         if last > self._counted_round:
