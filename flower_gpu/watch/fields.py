@@ -1,4 +1,4 @@
-"""Checked fields of events: anybody may have written a trace."""
+"""Reads fields of events and checks their types, because a trace may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from typing import Any, Final
 
 from flower_gpu import printable
 
-_MOST_METRICS: Final = 3  # of a round's task, in one line
-_FIRST: Final = ({"accuracy", "acc"}, {"loss"}, {"f1", "f1score"}, {"precision"}, {"recall"})
+_MAX_METRICS: Final = 3  # number of metrics in a line about a round
+# Well-known metrics in the order in which they are shown.
+_KNOWN_METRICS: Final = ({"accuracy", "acc"}, {"loss"}, {"f1", "f1score"}, {"precision"}, {"recall"})
 _WORD: Final = re.compile("[a-z0-9]+")
-#: The client of the server's own calls.
+#: Name in place of a client for calls on the server.
 SERVER: Final = "server"
-_MOST_DIGITS: Final = 15  # of the number of a client
-_HUGE: Final = 1 << 63  # larger ones are no figures of a run, and fit into no float
+_MAX_DIGITS: Final = 15  # digits of a client's number
+# Larger integers cannot be valid figures of a run, and may not fit into a float.
+_HUGE: Final = 1 << 63
 
 
 def text(value: object) -> str:
-    """Return a text; empty where it is none."""
+    """Return a text unchanged, and an empty text for any other value."""
     return value if isinstance(value, str) else ""
 
 
 def number(value: object) -> float | None:
-    """Return a finite number; None where it is none."""
+    """Return a finite number as a float, and None for any other value."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    found = whole(value)
-    return None if found is None else float(found)
+    integer = whole(value)
+    return None if integer is None else float(integer)
 
 
 def whole(value: object) -> int | None:
-    """Return a whole number; None where it is none, or no figure of a run."""
+    """Return an integer of plausible size unchanged, and None for any other value."""
     return value if type(value) is int and abs(value) < _HUGE else None
 
 
 def node_id(value: object) -> int | None:
-    """Return the id of a node, which has 64 bits without a sign; None where it is none."""
+    """Return a node id (an unsigned 64-bit integer) unchanged, and None for any other value."""
     return value if type(value) is int and 0 <= value < 1 << 64 else None
 
 
 def mappings(value: object) -> list[Mapping[str, Any]]:
-    """Return the mappings of a list."""
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+    """Return the mappings in a list, or an empty list if the value is not a list."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def first_line(value: object) -> str:
@@ -52,12 +54,12 @@ def first_line(value: object) -> str:
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """Return a mapping; empty where it is none."""
+    """Return a mapping unchanged, and an empty mapping for any other value."""
     return value if isinstance(value, Mapping) else {}
 
 
-def metrics_text(metrics: Mapping[str, Any], most: int = _MOST_METRICS) -> str:
-    """Write the first few numbers among metrics."""
+def metrics_text(metrics: Mapping[str, Any], most: int = _MAX_METRICS) -> str:
+    """Return the first ``most`` numeric metrics as a text."""
     numbers = {
         name: value
         for name, value in metrics.items()
@@ -67,23 +69,24 @@ def metrics_text(metrics: Mapping[str, Any], most: int = _MOST_METRICS) -> str:
 
 
 def metric_rank(name: str) -> int:
-    """Return the sort key of metrics: accuracy and loss first, unknown names last."""
+    """Return the sort key of a metric: accuracy and loss first, unknown names last."""
     words = _WORD.findall(name.lower())
-    return next((rank for rank, known in enumerate(_FIRST) if not known.isdisjoint(words)), len(_FIRST))
+    ranks = (rank for rank, known in enumerate(_KNOWN_METRICS) if not known.isdisjoint(words))
+    return next(ranks, len(_KNOWN_METRICS))
 
 
 def call_label(event: Mapping[str, Any]) -> str:
-    """Name a call: ``fit of client 3``, ``evaluate on the server``."""
+    """Return the name of a call, such as ``fit of client 3`` or ``evaluate on the server``."""
     task, client = event.get("task") or "call", event.get("client")
     return f"{task} on the server" if client in (None, "", SERVER) else f"{task} of client {client}"
 
 
 def client_key(client: str) -> tuple[bool, int, str]:
-    """Return what sorts clients as people do: the server first, then numbers by their value, then names."""
-    return client != SERVER, len(client) if client.isdecimal() else _MOST_DIGITS, client
+    """Return the sort key of a client: the server first, then numbers by value, then names."""
+    return client != SERVER, len(client) if client.isdecimal() else _MAX_DIGITS, client
 
 
 def whose(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whose call an event is of: its call, client, task, host and round."""
+    """Return the fields of an event that identify its call: call, client, task, host and round."""
     texts = {name: text(event.get(name)) for name in ("call", "client", "task", "host")}
     return {**texts, "round": whole(event.get("round"))}

@@ -1,4 +1,22 @@
-"""Runs, followed by their traces while they go on."""
+"""Follows runs in progress by reading the new lines of their traces.
+
+The problem: ``flower-gpu top`` and ``flower-gpu metrics`` show runs that other processes carry out. A run may
+start, finish, be killed or be resumed between two looks. A killed run leaves workers without an end in its
+trace.
+
+The objects: a :class:`FollowedRun` has the folder of a run, its history, and a reader that remembers its
+position in the trace. :class:`FollowedRuns` has the runs of this account. It compares them with the registry,
+and shows a finished run in at least one more look.
+
+Who calls what: a view calls :meth:`FollowedRuns.look` for the runs to show, and then
+:meth:`FollowedRuns.read_on` with a time limit, so that a long trace does not block the view. A thread may
+call :meth:`FollowedRuns.notice` more often, because a short run could start and finish between two looks. The
+classes have no locks, so callers with several threads hold a lock of their own.
+
+Which processes exist: a pid is valid only in its pid namespace. So this module checks processes only if the
+trace comes from this host and the process of a registered run is visible. In all other cases it trusts the
+trace.
+"""
 
 from __future__ import annotations
 
@@ -15,46 +33,55 @@ from flower_gpu.apps.recording import RunningRun, running_runs
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import Tally, WorkerSpan, drop_oldest
 
+# Number of finished runs with a history in memory. It is used if the run is resumed.
 _MOST_GONE: Final = 1000
-_CHUNK_BYTES: Final = 256 << 10  # takes about ten milliseconds
-#: Clocks may have been set meanwhile; a process number is not given out again this soon.
+_CHUNK_BYTES: Final = 256 << 10  # takes about ten milliseconds to process
+#: A process may appear to have started this much after its recorded start, because a clock may have been set
+#: in the meantime. The kernel does not reuse a pid this soon.
 _SLACK_S: Final = 10.0
 
 
 class FollowedRun:
-    """A run and its history, as far as its trace has been read; ``run`` is None for an unregistered run."""
+    """A run, with a history of its trace up to the current read position.
+
+    ``run`` is None for an unregistered run.
+    """
 
     def __init__(self, folder: Path, run: RunningRun | None = None, tally: Tally | None = None) -> None:
         self.folder = folder
         self.run = run
-        self.is_registered = run is not None  # now
-        self.label = ""  # names it among the other runs
+        self.is_registered = run is not None  # True while the registry lists the run
+        self.label = ""  # unique name among the followed runs
         self.history = History(keep_finished=False, tally=tally)
         self._is_all_read = False
         self._follower = trace.Follower(RunFolder(folder).trace)
 
     @property
     def name(self) -> str:
-        """The app's name, or the folder's where the app's is not known."""
+        """Name of the app, or of the folder if the app is unknown."""
         return (self.run.name if self.run else "") or self.history.name or self.folder.name
 
     @property
     def pid(self) -> int | None:
-        """The process that has started the run."""
+        """Pid of the process that started the run."""
         return self.run.pid if self.run else self.history.pid
 
     @property
     def read_part(self) -> float:
-        """How much of the trace has been read, from 0 to 1; without what is new since it was read last."""
+        """Fraction of the trace that has been read, from 0 to 1. Ignores lines added since the last read."""
         size = self._follower.size
         return 1.0 if self._is_all_read or not size else min(1.0, self._follower.position / size)
 
     def read_on(self, until: float) -> bool:
-        """Read what is new, until a moment of ``time.monotonic`` at the latest; tell whether that was all."""
+        """Read new events, and return True if the end of the trace was reached.
+
+        Reads at least a chunk, and stops after the first chunk that ends after ``until``, a time of
+        ``time.monotonic``.
+        """
         while True:
-            before = self._follower.position
+            previous_position = self._follower.position
             self.history.feed(self._follower.read_new(_CHUNK_BYTES))
-            self._is_all_read = self._follower.position - before < _CHUNK_BYTES
+            self._is_all_read = self._follower.position - previous_position < _CHUNK_BYTES
             if self._is_all_read:
                 return True
             if time.monotonic() >= until:
@@ -62,28 +89,38 @@ class FollowedRun:
 
     @property
     def is_of_this_host(self) -> bool:
-        """Whether pids in the trace are of this host, and of this namespace of pids."""
+        """True if the pids in the trace belong to this host and this pid namespace."""
+        # Another host may write to the folder if the file system is shared.
         if self.history.host not in ("", platform.node()):
-            return False  # in a shared folder
-        # A registered run's process lives: if there is none with its number, numbers are another namespace's.
+            return False
+        # The process of a registered run is alive. If its pid does not exist here, the pids belong to another
+        # namespace.
         return not (self.run and self.is_registered) or is_there(self.run.pid, self.run.since)
 
     def workers(self) -> list[WorkerSpan]:
-        """Return the workers that are there, the oldest first: a killed run leaves some open in its trace."""
-        found = self.history.running
+        """Return the workers that exist, oldest first.
+
+        The trace of a killed run may contain further workers without an end.
+        """
+        workers = self.history.running
         if not self.is_of_this_host:
-            return [] if self.is_over else found
+            return [] if self.is_over else workers
         is_over = self.is_over
-        # Of other hosts' processes the trace alone can tell, whatever has their numbers here.
-        return [one for one in found if (not is_over if one.host else is_there(one.pid, one.started_at))]
+        # Processes of other hosts are known only from the trace. On this host, their pids may belong to other
+        # processes.
+        return [
+            worker
+            for worker in workers
+            if (not is_over if worker.host else is_there(worker.pid, worker.started_at))
+        ]
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended, or was killed, as far as that can be told here."""
+        """True if the run is known to have finished or to have been killed."""
         return self.history.finished_at is not None or bool(self.outcome())
 
     def outcome(self) -> str:
-        """Return how the run ended: ``"gone"`` where it was killed, empty while it goes on or is unknown."""
+        """Return the outcome of the run: ``"gone"`` if killed, or empty while it is running or unknown."""
         if self.is_registered or self.history.outcome:
             return "" if self.is_registered else self.history.outcome
         began = self.history.started_at
@@ -95,12 +132,13 @@ class FollowedRun:
 
 
 class FollowedRuns:
-    """The runs of this account, as the registry names them, each followed by its trace.
+    """The registered runs of this account, each with its history.
 
-    One that has ended is shown for ``ended_s`` seconds more, in one look at least. A run may be resumed in
-    the same folder: it goes on with its history, and what its trace has told is not counted again.
-    ``running`` returns what is registered. With ``only`` it is the run of that folder alone, as long as
-    somebody looks.
+    A finished run stays in the list for ``ended_s`` seconds, and appears in at least one look. A run may be
+    resumed in the same folder. Then it keeps its history, so its earlier events are not counted again.
+
+    ``running``: function that returns the registered runs.
+    ``only``: folder of the only run to follow. This run stays in the list for ever.
     """
 
     def __init__(
@@ -117,29 +155,32 @@ class FollowedRuns:
         self._runs: dict[str, FollowedRun] = {}  # by folder
         if only is not None:
             self._runs[str(only)] = FollowedRun(only.absolute())
-        self._ended_at: dict[str, float] = {}
-        self._gone: dict[str, FollowedRun] = {}
+        self._ended_at: dict[str, float] = {}  # by folder
+        self._gone: dict[str, FollowedRun] = {}  # finished runs that are no longer shown, by folder
 
     def notice(self) -> set[str]:
-        """Return the folders of the runs that go on; a run that ends before anybody looks is remembered."""
-        found = self._running()
-        for run in found:
+        """Add new runs from the registry, and return the folders of all registered runs.
+
+        A run that finishes before the next look is still shown in that look.
+        """
+        registered = self._running()
+        for run in registered:
             if run.folder not in self._runs:
                 gone = self._gone.pop(run.folder, None)
                 self._runs[run.folder] = gone or FollowedRun(Path(run.folder), tally=self.tally)
             self._runs[run.folder].run, self._runs[run.folder].is_registered = run, True
-        return {run.folder for run in found}
+        return {run.folder for run in registered}
 
     def look(self) -> list[FollowedRun]:
-        """See which runs have begun, and which have ended; return all that are shown."""
+        """Compare the runs with the registry, and return the runs to show."""
         now = time.monotonic()
         for folder in [folder for folder, at in self._ended_at.items() if now >= at + self._ended_s]:
             del self._ended_at[folder]
             self._gone[folder] = self._runs.pop(folder)
         drop_oldest(self._gone, _MOST_GONE)
-        going_on = self.notice()
+        registered = self.notice()
         for folder, followed in self._runs.items():
-            followed.is_registered = folder in going_on
+            followed.is_registered = folder in registered
             if followed.is_registered:
                 self._ended_at.pop(folder, None)
             else:
@@ -147,13 +188,17 @@ class FollowedRuns:
         return list(self._runs.values())
 
     def read_on(self, until: float) -> bool:
-        """Read what is new, each run for a moment at least; tell whether that was all."""
+        """Read new events of each run, and return True if all traces were read to the end.
+
+        Reads at least a chunk of each trace, even after ``until``.
+        """
         return not [run for run in self._runs.values() if not run.read_on(until)]
 
 
 def is_there(pid: int, since: float) -> bool:
-    """Tell whether the process that had this number at this time (Unix seconds) lives on this host."""
-    import psutil  # here: most commands do without
+    """Return True if the process with this pid at this time (Unix seconds) is still alive on this host."""
+    # Imported here because most commands do not need it.
+    import psutil
 
     try:
         process = psutil.Process(pid)

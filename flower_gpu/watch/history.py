@@ -144,7 +144,7 @@ class History:
         self._replied: Counter[tuple[int | None, str, bool]] = Counter()
         self._final_counts: tuple[int, int] | None = None  # sent and failed messages, from the end of the run
         self.failures = FailureReasons()  # reasons in replies with errors
-        self.all_failed = ""  # reason why no client of the run works any longer
+        self.all_failed = ""  # reason to end the run, once all clients fail
 
     @classmethod
     def read(cls, path: Path, *, keep_finished: bool = True) -> History:

@@ -1,4 +1,4 @@
-"""What driver and ledger tell of this host at one moment, for the live view and for metrics."""
+"""Reads the state of this host from the driver and the ledger, for the live view and for metrics."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from flower_gpu.leases.state import State
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen at one moment."""
+    """The state of this host at the time ``now``."""
 
     now: float  # Unix seconds
     inventory: Inventory
-    temperatures: Mapping[str, int] = field(default_factory=dict)  # by UUID of the card
-    state: State | None = None  # None: the ledger cannot be used
-    ledger_problem: str | None = None  # why
-    # By ticket, what its holder has reported: pid, bytes by UUID.
+    temperatures: Mapping[str, int] = field(default_factory=dict)  # degrees Celsius by UUID of the card
+    state: State | None = None  # state of the ledger, or None if it cannot be read
+    ledger_problem: str | None = None  # reason why the ledger cannot be read
+    #: Report of each lease's worker, by ticket: its pid, and the bytes in use by UUID.
     reports: Mapping[str, tuple[int, Mapping[str, int]]] = field(default_factory=dict)
 
     @property
     def holders(self) -> tuple[Entry, ...]:
-        """The tickets that have a lease."""
+        """Tickets with a lease."""
         return self.state.holders if self.state else ()
 
     @property
     def capacity_bytes(self) -> dict[str, int]:
-        """What leases can have of each card now, cores and main memory included."""
+        """Current capacity for leases on each card, cores and main memory included."""
         cards = (*self.state.cards, *self.state.host) if self.state else ()
         return {card.uuid: card.capacity_bytes for card in cards}
 
     def report(self, ticket: str) -> tuple[int, Mapping[str, int]]:
-        """Return the pid of a lease's worker, 0 before it has reported, and the bytes it uses by UUID."""
+        """Return the pid of a lease's worker, or 0 before its first report, and the bytes in use by UUID."""
         return self.reports.get(ticket, (0, {}))
 
     def numbers(self, uuids: Iterable[str]) -> tuple[int, ...]:
-        """Return the numbers of GPUs, as far as they are there."""
+        """Return the indices of the GPUs. Unknown GPUs are left out."""
         index = {gpu.uuid: gpu.index for gpu in self.inventory.gpus if gpu.uuid}
         return tuple(sorted({index[uuid] for uuid in uuids if uuid in index}))
 
     def age(self, since: float) -> float:
-        """Return the seconds since a moment."""
+        """Return the number of seconds since a Unix time."""
         return max(0.0, self.now - since)
 
 
 def look_at_host(mutex_wait_s: float, reserve_bytes: int) -> Seen:
-    """Look at driver and ledger now; change nothing.
+    """Return the current state of this host, without changing it.
 
-    The ledger's mutex is held for milliseconds: that a process holds it longer than ``mutex_wait_s`` is a
-    problem to be shown.
+    Processes hold the mutex of the ledger for milliseconds only. If it is held for longer than
+    ``mutex_wait_s``, the result has no state of the ledger and gives this as the problem.
     """
     state, problem = None, None
     try:
