@@ -7,5 +7,5 @@
                 ├── trackers/: TensorBoard, Weights & Biases, MLflow
                 └── result: result.json and metrics.csv of launch and simulate
 
-A history is the only thing that folds events; all others are views on it.
+Only the history folds events into a state. All other modules are views of it.
 """

@@ -1,8 +1,17 @@
-"""Shows how far a run is: bars on a terminal, bars of a notebook, lines elsewhere.
+"""Shows the progress of a run: bars on a terminal, widgets in a notebook, lines on other streams.
 
-A display is a view on a :class:`~flower_gpu.watch.history.History`: first the history gets an event, then the
-display is told that it came. All engines use it. What cannot be shown, because nobody reads the stream any
-more, is no reason to end a run.
+The problem: the same run may write to a terminal, a notebook, a file or a pipe. Bars must not mix with the
+lines of Flower's log or with the output of the app.
+
+The objects: a :class:`Display` is a view of a :class:`~flower_gpu.watch.history.History`.
+:func:`make_display` chooses its class for a stream. All engines use it.
+
+Who calls what: an engine first feeds an event to the history, and then passes it to :meth:`Display.show`, in
+the same thread. An engine that polls for events also calls :meth:`Display.tick` between them, so that elapsed
+times move on. Any thread may call :meth:`Display.say`.
+
+Errors: a stream may be closed at any time, for example because the reader of a pipe has exited. A run must
+not fail for this reason, so displays ignore errors of the stream.
 """
 
 from __future__ import annotations
@@ -27,22 +36,23 @@ if TYPE_CHECKING:
 
 _LINE_INTERVAL_S: Final = 10.0
 _DRAW_INTERVAL_S: Final = 0.1
-_LEAST_REPLIES: Final = 10  # by which the pace of a round is told
-#: Of the columns of a line: round, task, clients, seconds.
-_LEAST_WIDTHS: Final = (0, len(SERVER_EVALUATE), len("100/100 clients"), len("10.0 s"))
+_MIN_REPLIES: Final = 10  # replies needed to compute the pace of a round
+#: Minimum widths of the columns: round, task, clients, seconds.
+_MIN_WIDTHS: Final = (0, len(SERVER_EVALUATE), len("100/100 clients"), len("10.0 s"))
 
 
 class Display:
-    """Shows nothing of a run, but texts; the other displays derive from it."""
+    """A display without progress, which only prints texts. The other displays derive from it."""
 
     def __init__(self, history: History, stream: TextIO | None) -> None:
         self.history = history
         self.stream = stream
 
     def show(self, event: Event) -> None:
-        """Show an event that the history has taken in already."""
+        """Show an event. The history must have received it before."""
         name = event.get("event")
-        # A strategy's recorder tells the server's evaluations, too.
+        # With a strategy, its recorder also reports each evaluation on the server, so this event is shown
+        # only without a strategy.
         if name == "round" and self.history.strategy is None:
             name = "round_finished"
             event = {**event, "task": SERVER_EVALUATE}
@@ -51,20 +61,23 @@ class Display:
                 handler(event)
 
     def tick(self) -> None:
-        """Let the time that is shown go on."""
+        """Update the elapsed time on the display."""
 
     def say(self, text: str) -> None:
-        """Print a text on the stream, above what is drawn there. Any thread may do so."""
+        """Print a text on the stream, above any bars. Any thread may call this."""
         if self.stream is not None:
             with suppress(OSError, ValueError):
-                # One write, so that another thread cannot print between the text and the end of its line.
+                # A single write, so that another thread cannot print between the text and its newline.
                 print(f"{text}\n", end="", file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Leave the stream as it was; what is shown stays."""
+        """Stop drawing on the stream. Visible lines and bars stay."""
 
     def name_of(self, server_round: int | None) -> str:
-        """Name a round, each of a run in as many letters; what is evaluated before round 1 is of round 0."""
+        """Return the label of a round. All labels of a run have the same width.
+
+        Round 0 is the evaluation before the first round.
+        """
         if server_round is None:
             return "messages"
         num_rounds = self.history.num_rounds
@@ -73,42 +86,51 @@ class Display:
         return f"round {server_round:>{len(str(num_rounds))}}/{num_rounds}"
 
     def pace_texts(self) -> list[str]:
-        """Tell how fast the open round goes, and how long it takes, once there are some replies."""
-        one = self.history.open_round
-        if one is None or (per_s := _replies_per_s(one)) is None:
+        """Return texts with the pace of the open round and its remaining time, once enough replies exist."""
+        open_round = self.history.open_round
+        if open_round is None or (per_s := _replies_per_s(open_round)) is None:
             return []
-        told = [f"{per_s:.3g} clients/s"]
-        if one.messages is not None:
-            told.append(f"{duration_text(max(one.messages - one.replies, 0) / per_s)} left")
-        return told
+        texts = [f"{per_s:.3g} clients/s"]
+        if open_round.messages is not None:
+            remaining = max(open_round.messages - open_round.replies, 0)
+            texts.append(f"{duration_text(remaining / per_s)} left")
+        return texts
 
 
-def _replies_per_s(one: OpenRound) -> float | None:
-    """Return the pace of a round without its start, when workers import libraries and load data."""
-    seconds = time.time() - one.replied_at[0] if len(one.replied_at) >= _LEAST_REPLIES else 0.0
-    return (len(one.replied_at) - 1) / seconds if seconds > 0 else None
+def _replies_per_s(open_round: OpenRound) -> float | None:
+    """Return the number of replies per second since the first stored reply, or None before ``_MIN_REPLIES``.
+
+    The time before the first reply does not count, because workers import libraries and load data then.
+    """
+    times = open_round.replied_at
+    seconds = time.time() - times[0] if len(times) >= _MIN_REPLIES else 0.0
+    return (len(times) - 1) / seconds if seconds > 0 else None
 
 
 def _rounds_left_s(history: History) -> float | None:
-    """Return how long the rounds take that are left, by those that are over; None while that is unknown."""
-    began, done = history.strategy_started_at, history.highest_round - (history.resumed_round or 0)
-    if began is None or not history.num_rounds or done <= 0:
+    """Return the estimated seconds until the last round ends, or None without an estimate.
+
+    The estimate is the mean duration of the finished rounds, multiplied by the number of remaining rounds.
+    """
+    started_at, done = history.strategy_started_at, history.highest_round - (history.resumed_round or 0)
+    if started_at is None or not history.num_rounds or done <= 0:
         return None
-    ended_at = began if history.rounds_ended_at is None else history.rounds_ended_at
-    each_s = (ended_at - began) / done
-    left_s = each_s * (history.num_rounds - history.highest_round) - (time.time() - ended_at)
-    return left_s if left_s > 0 else None  # it takes longer than thought
+    ended_at = started_at if history.rounds_ended_at is None else history.rounds_ended_at
+    round_s = (ended_at - started_at) / done
+    left_s = round_s * (history.num_rounds - history.highest_round) - (time.time() - ended_at)
+    # It is negative if the open round takes longer than expected.
+    return left_s if left_s > 0 else None
 
 
 class RoundLines(Display):
-    """A line for what has finished of each round, at once and in columns; now and then one within a round.
+    """Prints a line with columns for each finished part of a round, and sometimes a line within a round.
 
-    At once: what comes on the stream next, such as Flower's log, is of the next part or round.
+    The line appears immediately, so that it stands before the log lines of the next part or round.
     """
 
     def __init__(self, history: History, stream: TextIO) -> None:
         super().__init__(history, stream)
-        self._widths = list(_LEAST_WIDTHS)
+        self._widths = list(_MIN_WIDTHS)
         self._line_at_s = time.monotonic()
 
     def _on_run_waits(self, event: Event) -> None:
@@ -118,34 +140,37 @@ class RoundLines(Display):
         self._print(f"resumed after {self.name_of(whole(event.get('round')))}")
 
     def _on_reply(self, _: Event) -> None:
-        one = self.history.open_round
-        if one is None or time.monotonic() - self._line_at_s < _LINE_INTERVAL_S:
+        open_round = self.history.open_round
+        if open_round is None or time.monotonic() - self._line_at_s < _LINE_INTERVAL_S:
             return
-        if one.replies == one.messages:  # the line of the round's end follows
+        # After the last reply, the line for the finished part follows immediately.
+        if open_round.replies == open_round.messages:
             return
-        failed = [f"{one.failed} failed"] if one.failed else []
-        clients = f"{one.replies}/{'?' if one.messages is None else one.messages} clients"
-        seconds = max(0.0, time.time() - one.started_at)
-        self._row(one.round, one.task, clients, seconds, [*failed, *self.pace_texts()])
+        failed = [f"{open_round.failed} failed"] if open_round.failed else []
+        total = "?" if open_round.messages is None else open_round.messages
+        clients = f"{open_round.replies}/{total} clients"
+        seconds = max(0.0, time.time() - open_round.started_at)
+        self._row(open_round.round, open_round.task, clients, seconds, [*failed, *self.pace_texts()])
 
     def _on_round_finished(self, event: Event) -> None:
         messages, failed = whole(event.get("messages")), whole(event.get("failed"))
         clients = f"{messages}/{messages} clients" if messages else ""
-        told = [f"{failed} failed"] if messages and failed else []
+        failed_texts = [f"{failed} failed"] if messages and failed else []
         metrics = metrics_text(mapping(event.get("metrics")))
         seconds = number(event.get("seconds")) if messages else None
-        self._row(whole(event.get("round")), str(event.get("task")), clients, seconds, [*told, metrics])
+        texts = [*failed_texts, metrics]
+        self._row(whole(event.get("round")), str(event.get("task")), clients, seconds, texts)
 
     def _row(
-        self, server_round: int | None, task: str, clients: str, seconds: float | None, told: list[str]
+        self, server_round: int | None, task: str, clients: str, seconds: float | None, texts: list[str]
     ) -> None:
-        """Print columns, none of them narrower than in the lines above."""
+        """Print a line. The columns never get narrower than in earlier lines, so they align."""
         cells = [self.name_of(server_round), task, clients, "" if seconds is None else duration_text(seconds)]
         self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, cells, strict=True)]
         name, task_width, *figures = self._widths
         row = [f"{cells[0]:<{name}}", f"{task:<{task_width}}"]
         row += [f"{cell:>{width}}" for cell, width in zip(cells[2:], figures, strict=True)]
-        self._print("  ".join([*row, ", ".join(filter(None, told))]).rstrip())
+        self._print("  ".join([*row, ", ".join(filter(None, texts))]).rstrip())
 
     def _print(self, text: str) -> None:
         self._line_at_s = time.monotonic()
@@ -153,20 +178,20 @@ class RoundLines(Display):
 
 
 class _Bars(Display):
-    """What bars have in common: one over the rounds, one over the clients of the open round."""
+    """Base of the displays with bars: a bar for all rounds, and a bar for the clients of the open round."""
 
     def __init__(self, history: History, stream: TextIO) -> None:
         super().__init__(history, stream)
         self._drawn_at_s = float("-inf")
         self._shown_at_s = time.monotonic()
-        self._is_over = False
+        self._is_over = False  # True once the display is being closed
 
     def _draw(self) -> None:
-        """Draw the bars as the history is now."""
+        """Draw the bars for the current state of the history."""
         raise NotImplementedError
 
     def show(self, event: Event) -> None:
-        """Draw the changes of an event."""
+        """Draw the bars again if the event changes them."""
         match event.get("event"):
             case "run_waits":
                 self.say(text(event.get("text")))
@@ -177,7 +202,7 @@ class _Bars(Display):
                 self.tick()
 
     def tick(self) -> None:
-        """Draw the bars, if the last time is long enough ago."""
+        """Draw the bars, unless they were drawn less than ``_DRAW_INTERVAL_S`` ago."""
         now = time.monotonic()
         if now - self._drawn_at_s >= _DRAW_INTERVAL_S:
             self._drawn_at_s = now
@@ -186,17 +211,20 @@ class _Bars(Display):
 
     @property
     def _done_rounds(self) -> int:
-        """The rounds that are over. Whether the last one is, is known only when the display is closed."""
+        """Number of finished rounds.
+
+        A part may still follow in the last round, so this round counts only when the display is closed.
+        """
         done = max(self.history.highest_round, self.history.resumed_round or 0)
-        finished = [one.round or 0 for one in self.history.evaluations] if self._is_over else []
+        finished = [part.round or 0 for part in self.history.evaluations] if self._is_over else []
         return max([done, *finished])
 
     def _rounds_text(self) -> str:
-        """Return the text behind the bar over the rounds."""
+        """Return the text after the bar for the rounds."""
         done, num_rounds = self._done_rounds, self.history.num_rounds
         is_over = num_rounds is not None and done >= num_rounds
         left_s = None if is_over else _rounds_left_s(self.history)
-        metrics = [text for told in self.history.last_metrics.values() if (text := metrics_text(told))]
+        metrics = [text for values in self.history.last_metrics.values() if (text := metrics_text(values))]
         parts = [
             f"{done}/{num_rounds}" if num_rounds else str(done),
             duration_text(time.monotonic() - self._shown_at_s),
@@ -206,30 +234,30 @@ class _Bars(Display):
         return ", ".join(filter(None, parts))
 
     def _clients_label(self) -> str:
-        """Return the text in front of the bar over the clients of the open round."""
-        one = self.history.open_round
-        if one is None:
+        """Return the label before the bar for the clients of the open round."""
+        open_round = self.history.open_round
+        if open_round is None:
             return ""
-        return one.task if one.round is None else f"round {one.round} {one.task}"
+        return open_round.task if open_round.round is None else f"round {open_round.round} {open_round.task}"
 
     def _clients_text(self) -> str:
-        """Return the text behind the bar over the clients of the open round."""
-        one = self.history.open_round
-        if one is None:
+        """Return the text after the bar for the clients of the open round."""
+        open_round = self.history.open_round
+        if open_round is None:
             return ""
         parts = [
-            f"{one.replies}/{'?' if one.messages is None else one.messages}",
-            f"{one.failed} failed" if one.failed else "",
+            f"{open_round.replies}/{'?' if open_round.messages is None else open_round.messages}",
+            f"{open_round.failed} failed" if open_round.failed else "",
             *self.pace_texts(),
         ]
         return ", ".join(filter(None, parts))
 
     def _worker_row(self) -> tuple[str, int, int | None] | None:
-        """Return a running worker's label and progress; None where none runs."""
+        """Return the label and the progress of a running worker, or None if no worker is running."""
         running = self.history.running
         if not running:
             return None
-        worker = next((one for one in running if one.progress[0]), running[0])
+        worker = next((worker for worker in running if worker.progress[0]), running[0])
         more = f" (+{len(running) - 1} more)" if len(running) > 1 else ""
         desc, done, total = worker.progress
         label = call_label({"task": worker.task, "client": worker.client})
@@ -237,9 +265,9 @@ class _Bars(Display):
 
 
 class TerminalBars(_Bars):
-    """Bars of rich at the bottom of the terminal; lines of logs and of ``print`` appear above them.
+    """Bars of the library rich at the bottom of a terminal. Log lines and printed text appear above them.
 
-    Nothing refreshes them but events and ticks: this process forks, and so it has no thread for that.
+    Only events and ticks refresh the bars. There is no refresh thread, because this process forks.
     """
 
     def __init__(self, history: History, stream: TextIO) -> None:
@@ -254,8 +282,10 @@ class TerminalBars(_Bars):
             get_renderable=self._rows,
             console=self._console,
             auto_refresh=False,
-            redirect_stdout=False,  # not all of it: see _Above
-            redirect_stderr=False,  # bars of the app's own go there
+            # OutputAbove redirects the output instead, because some of it must reach the terminal directly.
+            redirect_stdout=False,
+            # The app may draw its own bars on this stream.
+            redirect_stderr=False,
         )
 
     def _draw(self) -> None:
@@ -272,7 +302,7 @@ class TerminalBars(_Bars):
             self._console.print(Text.from_ansi(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar over the rounds as it is, and remove the others."""
+        """Keep the bar for the rounds, and remove the others."""
         if self._above is not None:
             above, self._above = self._above, None
             self._is_over = True
@@ -286,13 +316,14 @@ class TerminalBars(_Bars):
         from rich.text import Text
 
         rows = [("rounds", self._done_rounds, self.history.num_rounds, self._rounds_text())]
-        if self._above is not None:  # else it is closed: the bar over the rounds stays
-            if (one := self.history.open_round) is not None:
-                rows.append((self._clients_label(), one.replies, one.messages, self._clients_text()))
+        # A closed display keeps only the bar for the rounds.
+        if self._above is not None:
+            if (current := self.history.open_round) is not None:
+                rows.append((self._clients_label(), current.replies, current.messages, self._clients_text()))
             if (row := self._worker_row()) is not None:
                 label, done, total = row
                 rows.append((label, done, total, f"{done}/{total}" if total else "..."))
-        # The bars begin where they did: what is beside them changes all the time.
+        # The bars start in the same column in each frame, although the labels and texts often change.
         width = self._console.width
         bar = max(8, width // 5)
         self._label_cells = max(self._label_cells, *(len(label) for label, *_ in rows))
@@ -300,14 +331,14 @@ class TerminalBars(_Bars):
         table = Table.grid(padding=(0, 1, 0, 0))
         for cells in (label_cells, bar, max(1, width - label_cells - bar - 2)):
             table.add_column(width=cells, no_wrap=True, overflow="ellipsis")
-        for label, done, total, told in rows:
-            drawn = ProgressBar(total=total, completed=done, pulse=False) if total else ""
-            table.add_row(Text(label), drawn, Text(told))
+        for label, done, total, figures in rows:
+            progress = ProgressBar(total=total, completed=done, pulse=False) if total else ""
+            table.add_row(Text(label), progress, Text(figures))
         return table
 
 
 class Notebook(_Bars):
-    """Bars of tqdm, which draws them as widgets in a notebook."""
+    """Bars of the library tqdm, which draws them as widgets in a notebook."""
 
     def __init__(self, history: History, stream: TextIO) -> None:
         super().__init__(history, stream)
@@ -318,14 +349,14 @@ class Notebook(_Bars):
         if self._rounds is None:
             self._rounds = self._bar("rounds")
         _set(self._rounds, self._done_rounds, self.history.num_rounds, self._rounds_text())
-        if (one := self.history.open_round) is not None:
-            # The same bar for all rounds: the file of a notebook keeps every one that there was.
+        if (open_round := self.history.open_round) is not None:
+            # All rounds share a bar, because the file of a notebook keeps every bar that was ever created.
             self._clients = self._clients or self._bar(self._clients_label(), leave=False)
             self._clients.set_description_str(self._clients_label(), refresh=False)
-            _set(self._clients, one.replies, one.messages, self._clients_text())
+            _set(self._clients, open_round.replies, open_round.messages, self._clients_text())
 
     def close(self) -> None:
-        """Leave the bar over the rounds as it is, and remove the other one."""
+        """Keep the bar for the rounds, and remove the other bar."""
         with suppress(OSError, ValueError):
             self._is_over = True
             if self._clients is not None:
@@ -338,7 +369,8 @@ class Notebook(_Bars):
     def _bar(self, label: str, leave: bool = True) -> tqdm[Any]:
         from tqdm.auto import tqdm
 
-        tqdm.monitor_interval = 0  # no thread of its own
+        # This keeps tqdm from starting its monitor thread.
+        tqdm.monitor_interval = 0
         return tqdm(
             desc=label,
             leave=leave,
@@ -350,25 +382,25 @@ class Notebook(_Bars):
 
 def _set(bar: tqdm[Any], done: int, total: int | None, text: str) -> None:
     bar.total, bar.n = total, done
-    bar.set_postfix_str(text.partition(", ")[2], refresh=False)  # it shows the numbers itself
+    # The first part of the text is left out, because tqdm shows these numbers itself.
+    bar.set_postfix_str(text.partition(", ")[2], refresh=False)
     bar.refresh()
 
 
 def make_display(history: History, stream: TextIO | None, is_shown: bool = True) -> Display:
-    """Return the display for a stream."""
+    """Return a new display for a stream."""
     if stream is None or stream.closed or not is_shown:
         return Display(history, stream)
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         return TerminalBars(history, stream)
-    # Without widgets tqdm would write bars of text, which a notebook does not draw over each other.
+    # Without widgets, tqdm writes bars as text. A notebook shows every frame of such a bar on a new line.
     has_widgets = in_notebook() and find_spec("ipywidgets") is not None
     return Notebook(history, stream) if has_widgets else RoundLines(history, stream)
 
 
 def in_notebook() -> bool:
-    """Tell whether this process is the kernel of a notebook."""
+    """Return True if this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return any(
-        one.__name__ == "ZMQInteractiveShell" for one in type(shell).__mro__
-    )  # Colab's derives from it
+    # The base classes count, because the shell of Google Colab derives from this class.
+    return any(base.__name__ == "ZMQInteractiveShell" for base in type(shell).__mro__)

@@ -1,8 +1,21 @@
 """``flower-gpu metrics``: figures of this host's GPUs, leases and runs, for Prometheus.
 
-Prometheus asks the server, which asks the collector: it looks at the host (GPUs and ledger) and at the
-histories of all registered runs, and makes samples for the metrics of the table. Counters are one tally that
-all histories share.
+The problem: Prometheus asks for metrics at its own interval, while runs start and finish at any time.
+Counters have to include runs that finished between two scrapes. A driver may take long to answer, or never
+answer.
+
+The objects: the :class:`Collector` looks at the host (GPUs and ledger) and at the histories of all registered
+runs. It turns them into samples of the metrics in ``METRICS``. All histories share a
+:class:`~flower_gpu.watch.spans.Tally`, which holds the counters.
+
+The threads: the main thread only waits for the signal that ends the process. The HTTP server of
+:mod:`prometheus_client` calls :meth:`Collector.collect` from a thread of its own for each request. Another
+thread runs :meth:`Collector.keep_up`. It looks for new runs twice a second, so that short runs are counted,
+too.
+
+Races: a lock in the collector protects the histories, so only one scrape at a time looks at them. A scrape
+that waits too long for the lock fails with TimeoutError. The signals are blocked before any thread starts, so
+all threads inherit the mask, and only the main thread receives the signals.
 """
 
 from __future__ import annotations
@@ -34,7 +47,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 PREFIX: Final = "flower_gpu_"
-#: Prometheus waits 10 s for an answer by default.
+#: Longest wait for the ledger's mutex. By default, Prometheus waits 10 s for the response to a scrape.
 MUTEX_WAIT_S: Final = 2.0
 
 _log = logging.getLogger("flwr.flower_gpu")
@@ -44,9 +57,9 @@ _RUN_HOST: Final = ("run", "host")
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One metric."""
+    """A metric with its labels."""
 
-    name: str  # without the prefix; of counters without ``_total``
+    name: str  # name without the prefix, and without ``_total`` for counters
     kind: str  # "gauge", "counter" or "histogram"
     help: str
     labels: tuple[str, ...] = ()
@@ -102,67 +115,72 @@ _ROWS: Final = (
     ),
 )
 
-#: By name, without the prefix.
+#: All metrics by name, without the prefix.
 METRICS: Final = {row.name: row for row in _ROWS}
 
 
-# What is made of it
+# The collector
 
 _KINDS: Final = ("launch", "simulate", "supernodes")
 _PHASES: Final = (STARTING, RUNNING, EXITING)
-_LONGEST_LABEL: Final = 200
-_MOST_METRICS: Final = 100  # of a task
-_BUSY_S: Final = 30.0  # longer than anybody waits for an answer
+_MAX_LABEL_CHARACTERS: Final = 200
+_MAX_METRICS: Final = 100  # for each task
+# Longest wait for another scrape. It is longer than the timeout of any client.
+_LOCK_WAIT_S: Final = 30.0
 
 
 class Collector:
-    """The object that :mod:`prometheus_client` asks for metrics."""
+    """The source of all metrics, registered with :mod:`prometheus_client`."""
 
     def __init__(
         self, look: Callable[[], Seen], running: Callable[[], list[RunningRun]] = running_runs
     ) -> None:
         self._look_at_host = look
-        self._tally = Tally()  # of the runs that go on, and those that have ended meanwhile
-        # A run that has just ended is there once more.
+        self._tally = Tally()  # counts of all runs since the start of this process
+        # With 0 seconds, a finished run appears in exactly one more look.
         self._runs = FollowedRuns(0.0, self._tally, running)
         self._problem: str | None = None
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
-        """Look, and yield all metrics.
+        """Yield all metrics, computed now.
 
-        Raises TimeoutError if a driver that does not answer holds up an earlier look.
+        Raises TimeoutError if an earlier call is still waiting for the driver.
         """
-        if not self._lock.acquire(timeout=_BUSY_S):
+        if not self._lock.acquire(timeout=_LOCK_WAIT_S):
             raise TimeoutError("an earlier look at the GPUs goes on: does nvidia-smi answer?")
         try:
-            found = _Families()
-            _add_host(found, self._look())
+            families = _Families()
+            _add_host(families, self._look())
             runs = self._runs.look()
-            # A run ends in its trace before it does in the registry, so nothing comes after this look at it.
+            # A run writes the end of its trace before it leaves the registry. So the trace of a run that has
+            # left the registry is complete, and this is the last time it has to be read.
             self._runs.read_on(math.inf)
-            _add_runs(found, runs)
-            _add_tally(found, self._tally)
+            _add_runs(families, runs)
+            _add_tally(families, self._tally)
         finally:
             self._lock.release()
-        yield from found.families.values()
+        yield from families.families.values()
 
     def _look(self) -> Seen:
-        """Look at the host; why the ledger cannot be read is logged once."""
+        """Return the state of the host. The first time the ledger cannot be read, the reason is logged."""
         try:
             seen = self._look_at_host()
         finally:
-            inventory.close()  # an administrator may want to reset a GPU between two looks
+            # NVML is shut down after each look, because an open GPU cannot be reset by an administrator.
+            inventory.close()
         if seen.ledger_problem not in (None, self._problem):
             _log.warning("the ledger cannot be read: %s", seen.ledger_problem)
         self._problem = seen.ledger_problem
         return seen
 
     def keep_up(self) -> None:
-        """Find runs as they come, for ever, also those that end before somebody asks."""
+        """Look for new runs for ever, so that runs which finish before the next scrape are counted."""
         with self._lock:
             self._runs.notice()
-            self._runs.read_on(math.inf)  # which may take longer than a client of HTTP waits
+            # Reading long traces may take longer than the timeout of an HTTP client, so it is done before the
+            # first scrape.
+            self._runs.read_on(math.inf)
         while True:
             time.sleep(_NOTICE_S)
             with self._lock:
@@ -170,7 +188,7 @@ class Collector:
 
 
 class _Families:
-    """All metrics, that samples are added to."""
+    """The metric families of a scrape."""
 
     def __init__(self) -> None:
         from prometheus_client import core
@@ -186,128 +204,140 @@ class _Families:
         self._seen: set[tuple[str, ...]] = set()
 
     def add(self, name: str, value: float | None, *labels: object) -> None:
-        """Add a sample, unless it has no value, or there is one with these labels: two are not allowed."""
-        values = [printable(str(label))[:_LONGEST_LABEL] for label in labels]
+        """Add a sample.
+
+        A sample without a value is ignored. So is a second sample with the same labels, because the format of
+        Prometheus does not allow duplicates.
+        """
+        values = [printable(str(label))[:_MAX_LABEL_CHARACTERS] for label in labels]
         key = (name, *values)
         if value is not None and key not in self._seen:
             self._seen.add(key)
             self.families[name].add_metric(values, value)
 
 
-def _add_host(found: _Families, seen: Seen) -> None:
+def _add_host(families: _Families, seen: Seen) -> None:
     state, gpus, capacity = seen.state, seen.inventory.gpus, seen.capacity_bytes
-    found.add("build_info", 1, flower_gpu.__version__)
-    found.add("gpus", sum(gpu.is_usable for gpu in gpus))
-    found.add("ledger_up", int(state is not None))
+    families.add("build_info", 1, flower_gpu.__version__)
+    families.add("gpus", sum(gpu.is_usable for gpu in gpus))
+    families.add("ledger_up", int(state is not None))
     if state is not None:
-        found.add("leases_held", len(state.holders))
-        found.add("leases_waiting", len(state.waiting))
-        found.add("cores_capacity", capacity[CORES] / 1000)
-        found.add("cores_leased", state.leased_bytes(CORES) / 1000)
-        found.add("host_memory_capacity_bytes", capacity.get(MEMORY))
-        found.add("host_memory_leased_bytes", state.leased_bytes(MEMORY) if MEMORY in capacity else None)
-    in_parts = {gpu.mig_parent for gpu in gpus}
+        families.add("leases_held", len(state.holders))
+        families.add("leases_waiting", len(state.waiting))
+        families.add("cores_capacity", capacity[CORES] / 1000)
+        families.add("cores_leased", state.leased_bytes(CORES) / 1000)
+        families.add("host_memory_capacity_bytes", capacity.get(MEMORY))
+        families.add("host_memory_leased_bytes", state.leased_bytes(MEMORY) if MEMORY in capacity else None)
+    split_cards = {gpu.mig_parent for gpu in gpus}
     for gpu in gpus:
         labels = gpu.index, gpu.uuid, gpu.name
         percent = gpu.utilization_percent
         leased = state.leased_bytes(gpu.uuid) if state is not None and gpu.uuid else None
-        found.add("usable", None if gpu.uuid in in_parts else int(gpu.is_usable), *labels)
-        found.add("memory_used_bytes", gpu.used_bytes, *labels)
-        found.add("memory_total_bytes", gpu.total_bytes, *labels)
-        found.add("memory_capacity_bytes", capacity.get(gpu.uuid), *labels)
-        found.add("memory_leased_bytes", leased, *labels)
-        found.add("utilization_ratio", None if percent is None else percent / 100, *labels)
-        found.add("temperature_celsius", seen.temperatures.get(gpu.uuid), *labels)
+        families.add("usable", None if gpu.uuid in split_cards else int(gpu.is_usable), *labels)
+        families.add("memory_used_bytes", gpu.used_bytes, *labels)
+        families.add("memory_total_bytes", gpu.total_bytes, *labels)
+        families.add("memory_capacity_bytes", capacity.get(gpu.uuid), *labels)
+        families.add("memory_leased_bytes", leased, *labels)
+        families.add("utilization_ratio", None if percent is None else percent / 100, *labels)
+        families.add("temperature_celsius", seen.temperatures.get(gpu.uuid), *labels)
 
 
-def _add_runs(found: _Families, runs: Sequence[FollowedRun]) -> None:
+def _add_runs(families: _Families, runs: Sequence[FollowedRun]) -> None:
     kinds = Counter(dict.fromkeys(_KINDS, 0))
     for followed in runs:
-        if not followed.label:  # its folder's name, or the whole path where another run's has the same
-            has_namesake = any(one.label == followed.folder.name for one in runs)
+        # The label is the name of the folder, or its path if another run already has this label.
+        if not followed.label:
+            has_namesake = any(other.label == followed.folder.name for other in runs)
             followed.label = str(followed.folder) if has_namesake else followed.folder.name
         label, run, history = followed.label, followed.run, followed.history
         kind, name = (run.kind, run.name) if run else ("", "")
         kinds[kind] += followed.is_registered
-        found.add("run_info", 1, label, kind, name)
-        found.add("run_start_time_seconds", history.started_at, label)
-        found.add("run_round", history.current_round, label)
-        found.add("run_rounds", history.num_rounds, label)
-        # With a killed run go its workers, whose ends nobody has written down.
+        families.add("run_info", 1, label, kind, name)
+        families.add("run_start_time_seconds", history.started_at, label)
+        families.add("run_round", history.current_round, label)
+        families.add("run_rounds", history.num_rounds, label)
+        # The workers of a killed run end with it, although its trace does not contain their ends.
         workers = followed.workers() if followed.is_registered else []
         for phase in _PHASES:
-            found.add("workers", sum(one.phase == phase for one in workers), label, phase)
+            families.add("workers", sum(worker.phase == phase for worker in workers), label, phase)
         for host in history.hosts.values():
             if host.nodes or host.is_lost:
                 messages = history.messages_under_way(host.name) if followed.is_registered else 0
-                found.add("run_host_up", int(not host.is_lost), label, host.name)
-                found.add("run_host_messages", messages, label, host.name)
-                found.add("run_host_messages_capacity", host.concurrency, label, host.name)
-        told = sorted((one for one in history.evaluations if one.metrics), key=lambda one: one.time)
-        for task, evaluation in {one.task: one for one in told}.items():
-            found.add("evaluation_round", evaluation.round, label, task)
-            for metric, value in islice(evaluation.metrics.items(), _MOST_METRICS):
-                found.add("evaluation", value, label, task, metric)
+                families.add("run_host_up", int(not host.is_lost), label, host.name)
+                families.add("run_host_messages", messages, label, host.name)
+                families.add("run_host_messages_capacity", host.concurrency, label, host.name)
+        parts = sorted((part for part in history.evaluations if part.metrics), key=lambda part: part.time)
+        for task, evaluation in {part.task: part for part in parts}.items():
+            families.add("evaluation_round", evaluation.round, label, task)
+            for metric, value in islice(evaluation.metrics.items(), _MAX_METRICS):
+                families.add("evaluation", value, label, task, metric)
     for kind, count in kinds.items():
-        found.add("runs", count, kind)
+        families.add("runs", count, kind)
 
 
-def _add_tally(found: _Families, counts: Tally) -> None:
-    found.add("workers_started", counts.workers_started)
-    found.add("rounds_finished", counts.rounds_finished)
+def _add_tally(families: _Families, counts: Tally) -> None:
+    families.add("workers_started", counts.workers_started)
+    families.add("rounds_finished", counts.rounds_finished)
     for name, leases in (("lease", counts.leases), ("cores", counts.cores)):
         granted = "leases" if name == "lease" else name
-        found.add(f"{granted}_granted", leases.granted)
-        found.add(f"{granted}_not_granted", leases.refused)
-        waits = found.families[f"{name}_wait_seconds"]
+        families.add(f"{granted}_granted", leases.granted)
+        families.add(f"{granted}_not_granted", leases.refused)
+        waits = families.families[f"{name}_wait_seconds"]
         waits.add_metric([], buckets=leases.buckets(), sum_value=leases.waited_s)
-    # From zero on: what is there only after it happened looks to Prometheus as if it never did.
+    # Every counter is exported from the start, with zero. If a counter first appears with the value 1,
+    # Prometheus sees no increase.
     for outcome in (*spans.OUTCOMES, spans.OTHER):
-        found.add("workers_finished", counts.workers_finished[outcome], outcome)
+        families.add("workers_finished", counts.workers_finished[outcome], outcome)
         for host, calls in counts.host_calls.items():
-            found.add("host_calls", calls[outcome], host, outcome)
+            families.add("host_calls", calls[outcome], host, outcome)
     for then in (*spans.CONSEQUENCES, spans.OTHER):
-        found.add("out_of_memory", counts.out_of_memory[then], then)
+        families.add("out_of_memory", counts.out_of_memory[then], then)
 
 
 # The server
 
-_NOTICE_S: Final = 0.5  # a run of less than this may be overlooked
+# Seconds between two looks for new runs. A shorter run may be missed.
+_NOTICE_S: Final = 0.5
 _END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(collector: Collector, address: str, port: int) -> int:
-    """Print the URL, serve until signal n ends this process, and return 128 + n.
+    """Print the URL, serve until signal n arrives, and return 128 + n as the exit code.
 
-    Raises ConfigError if it cannot listen there.
+    Raises ConfigError if the address or the port cannot be used.
     """
     with _blocked() as signals:
         bound = _listen(collector, address, port)
         print(f"http://{f'[{address}]' if ':' in address else address}:{bound}/metrics", flush=True)
-        # Not here: signals end this thread's wait at once, and would wait for a long trace to be read.
+        # A long trace may take a while to read. In a thread of its own, the reading does not delay the
+        # reaction of this thread to signals.
         threading.Thread(target=collector.keep_up, name="flower-gpu-runs", daemon=True).start()
         return 128 + signal.sigwait(signals)
 
 
 @contextmanager
 def _blocked() -> Iterator[set[signal.Signals]]:
-    """Block the signals that end this process, in threads that start meanwhile, too; those that it heeds."""
-    heeded = {number for number in _END_SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded)
+    """Block the signals that end this process, and yield them. Ignored signals stay ignored.
+
+    Threads that start in the context inherit the mask.
+    """
+    blocked = {number for number in _END_SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        yield heeded
+        yield blocked
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _listen(collector: Collector, address: str, port: int) -> int:
-    """Answer from now on, in threads that end with this process; return the port."""
+    """Start the HTTP server, and return its port. Its daemon threads end with this process."""
     from prometheus_client import CollectorRegistry, start_http_server
 
-    own = CollectorRegistry()  # the library's has metrics of this process in it
-    own.register(collector)
+    # The default registry of the library also contains metrics of this process.
+    registry = CollectorRegistry()
+    registry.register(collector)
     try:
-        server, _ = start_http_server(port, address, own)
+        server, _ = start_http_server(port, address, registry)
     except PermissionError:
         raise ConfigError(
             f"--port {port}: this account may not listen there; take one from 1024 on"

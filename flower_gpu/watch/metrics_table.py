@@ -1,8 +1,8 @@
-"""``metrics.csv``: a row for each kind of messages of each round.
+"""``metrics.csv``: a row for each task in each round.
 
-While a run goes on, rows are appended, so that a round costs the same however many there were before. The
-whole table is written anew only if a row has to change, or if a metric has a new name and so needs a column.
-A process that was killed may leave half a row. A run that goes on begins with a whole table.
+During a run, rows are appended, so the cost of a round does not grow with the number of earlier rounds. The
+whole table is written again only if a row changes, or if a new metric needs a column. A killed process may
+leave an incomplete row. So a resumed run writes the whole table first.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import RoundPart
 
-_OWN: Final = ("round", "kind")  # columns that are no metrics
+_KEY_COLUMNS: Final = ("round", "kind")
 
 
 class MetricsTable:
-    """The table of a run. This process alone writes it, in one thread."""
+    """The table of a run. Only this process writes it, and only in a single thread."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.metrics
-        self._names: dict[str, None] = {}  # of metrics, in the order of their columns
+        self._names: dict[str, None] = {}  # names of the metrics in the order of their columns
         # Metrics of the rows in the table, by round and task.
         self._rows: dict[tuple[int | None, str], dict[str, Any]] = {}
-        self._size_bytes = -1  # of the table; -1: it is to be written anew
+        self._size_bytes = -1  # size of the table, or -1 if the whole table has to be written again
 
     def write(self, parts: Sequence[RoundPart]) -> None:
-        """Write the whole table; none for a run without rounds."""
+        """Write the whole table. A run without rounds gets no table."""
         if not parts and not self._path.exists():
             return
         self._rows = {(part.round, part.task): part.told for part in parts}
         self._names = dict.fromkeys(name for part in parts for name in part.told)
-        head = [*_OWN, *(f"{name} (metric)" if name in _OWN else name for name in self._names)]
+        names = (f"{name} (metric)" if name in _KEY_COLUMNS else name for name in self._names)
+        head = [*_KEY_COLUMNS, *names]
         data = _lines([head, *map(self._row, parts)])
         with files.replaced(self._path, has_one_writer=True) as new:
             new.write_bytes(data)
         self._size_bytes = len(data)
 
     def extend(self, history: History) -> None:
-        """Append what has finished since the last time."""
+        """Append the parts that have finished since the last call."""
         new: list[RoundPart] = []
         for part in history.newest_parts():
             if (part.round, part.task) in self._rows:
@@ -61,12 +62,12 @@ class MetricsTable:
             self._rows |= {(part.round, part.task): part.told for part in new}
 
     def note(self, part: RoundPart) -> None:
-        """Have the table written anew if a part has a row there, with other metrics."""
+        """Mark the table for rewriting if it has a row for this part with different metrics."""
         if self._rows.get((part.round, part.task), part.told) != part.told:
             self._size_bytes = -1
 
     def _is_as_written(self) -> bool:
-        """Return False if the table is out of date, or something else has changed it."""
+        """Return False if the table is outdated, or was changed by another program."""
         with suppress(OSError):
             return self._path.stat().st_size == self._size_bytes
         return False
@@ -76,7 +77,8 @@ class MetricsTable:
             with self._path.open("ab") as file:
                 file.write(data)
         except OSError:
-            with suppress(OSError):  # no half row stays on a full disk
+            # On a full disk, remove the incomplete row.
+            with suppress(OSError):
                 os.truncate(self._path, self._size_bytes)
             raise
         self._size_bytes += len(data)
@@ -89,9 +91,9 @@ class MetricsTable:
 def _lines(rows: Iterable[Sequence[Any]]) -> bytes:
     text = StringIO()
     for row in rows:
-        # Before Python 3.13 the module quotes a carriage return only if it is part of the ends of its lines.
-        is_odd = any("\r" in str(cell) for cell in row)
-        quoting: Any = csv.QUOTE_ALL if is_odd else csv.QUOTE_MINIMAL
+        # Before Python 3.13, the csv module quotes a carriage return only if the line terminator contains it.
+        has_carriage_return = any("\r" in str(cell) for cell in row)
+        quoting: Any = csv.QUOTE_ALL if has_carriage_return else csv.QUOTE_MINIMAL
         csv.writer(text, lineterminator="\n", quoting=quoting).writerow(row)
     return text.getvalue().encode("utf-8", errors="replace")
 

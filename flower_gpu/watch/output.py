@@ -1,4 +1,17 @@
-"""Where log lines and printed text go while a run is shown: above the bars of a terminal, or into a file."""
+"""Redirects log lines and printed text during a run: above the bars of a terminal, or into a file.
+
+The problem: bars are drawn again and again in the last rows of a terminal. If another write reaches the
+terminal, it tears the bars. A log handler keeps the stream of its creation, so it does not notice a new
+``sys.stdout``.
+
+The objects: :class:`OutputAbove` replaces these streams while the bars exist. Each replacement is an
+``_Above``. It collects text up to the end of a line, and passes complete lines to the console of rich, which
+prints them above the bars.
+
+Races: any thread may log or print at any time, also while the bars are removed. So each ``_Above`` has a
+reentrant lock. Other code may keep a replaced stream for longer than the bars exist. After
+:meth:`OutputAbove.end`, such a stream passes all text on unchanged.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +26,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from rich.console import Console
 
-_LOGGERS: Final = ("", "flwr")  # Flower's does not pass on to the root's
-_MOST_UNFINISHED: Final = 65536  # characters of a line
+_LOGGERS: Final = ("", "flwr")  # the logger of Flower does not propagate to the root logger
+_MAX_LINE_CHARACTERS: Final = 65536
 _FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
 
 
 class OutputAbove:
-    """Redirects what the handlers of Flower's logger and of the root logger write, and ``sys.stdout``.
+    """Redirects the log handlers of Flower and of the root logger, and ``sys.stdout``, above the bars.
 
-    Not ``sys.stderr``: bars of the app's own go there.
+    ``sys.stderr`` is not redirected, because the app may draw its own bars on it.
     """
 
     def __init__(self, console: Console) -> None:
@@ -37,7 +50,7 @@ class OutputAbove:
             sys.stdout = self._stdout
 
     def end(self) -> None:
-        """Undo that, where nobody else has put something in the place of ours."""
+        """Restore the original streams, except for streams that other code has replaced since."""
         for handler, above in self._handlers:
             if handler.stream is above:
                 handler.setStream(above.stream)
@@ -49,13 +62,13 @@ class OutputAbove:
 
 
 class _Above:
-    """A stream whose lines appear above the bars."""
+    """A stream that prints its lines above the bars."""
 
     def __init__(self, stream: Any, console: Console) -> None:
         self.stream = stream
         self._console = console
-        self._begun = ""  # a line that is not complete
-        self._is_on = True
+        self._begun = ""  # text of an incomplete line
+        self._is_on = True  # False once the text passes on unchanged
         self._lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -65,18 +78,23 @@ class _Above:
         from rich.text import Text
 
         with self._lock:
-            if not self._is_on or "\r" in text:  # that one draws itself
+            # A text with a carriage return is usually a bar of the app, which overwrites its own line.
+            if not self._is_on or "\r" in text:
                 self.stream.write(text)
                 return len(text)
             lines, newline, self._begun = (self._begun + text).rpartition("\n")
-            if len(self._begun) > _MOST_UNFINISHED:  # a line that has no end
+            # A line without an end must not fill the memory.
+            if len(self._begun) > _MAX_LINE_CHARACTERS:
                 lines, newline, self._begun = lines + newline + self._begun, "\n", ""
         if newline:
             self._console.print(Text.from_ansi(lines), soft_wrap=True)
         return len(text)
 
     def end(self) -> None:
-        """From now on just pass on: somebody may have kept this stream."""
+        """Write the incomplete line, and pass on all further text unchanged.
+
+        Other code may keep and use this stream after the bars are gone.
+        """
         with self._lock:
             self._is_on = False
             if self._begun:
@@ -87,15 +105,17 @@ class _Above:
 def _is_terminal(stream: Any) -> bool:
     try:
         return not isinstance(stream, _Above) and bool(stream.isatty())
-    except (AttributeError, ValueError):  # none, or closed
+    except (AttributeError, ValueError):
+        # The stream is None or closed.
         return False
 
 
 @contextmanager
 def flower_lines(are_shown: bool, path: Path | None) -> Iterator[None]:
-    """Show Flower's log lines while in the context, or append them to a file.
+    """Return a context that shows Flower's log lines, or appends them to a file.
 
-    In the latter case the screen shows warnings and errors only. Without a file the other lines are nowhere.
+    If they are not shown, the screen has only warnings and errors. Without a path, all other lines are
+    discarded.
     """
     if are_shown:
         yield
@@ -109,7 +129,8 @@ def flower_lines(are_shown: bool, path: Path | None) -> Iterator[None]:
     levels = [handler.level for handler in shown]
     file = None
     if path is not None:
-        with suppress(OSError):  # a full disk is told by what needs it more
+        # A full disk is reported by other code, for which the file is essential.
+        with suppress(OSError):
             file = logging.FileHandler(path, encoding="utf-8", delay=True)
             file.setFormatter(logging.Formatter(_FORMAT))
             logger.addHandler(file)

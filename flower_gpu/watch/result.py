@@ -1,4 +1,4 @@
-"""What came of a run: ``result.json`` and ``metrics.csv`` in its folder, and the lines at its end."""
+"""Writes the results of a run: ``result.json``, ``metrics.csv``, and the summary printed at its end."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from flower_gpu.watch.metrics_table import MetricsTable
 from flower_gpu.watch.spans import LeaseCounts, RoundPart
 from flower_gpu.watch.trackers import tracking
 
-_MOST_FAILURES: Final = 10  # reasons
-_MOST_CLIENTS: Final = 5  # of one reason
-_MOST_HOSTS: Final = 8
-_MOST_ROUNDS: Final = 5
-_MOST_METRICS: Final = 8
-_REASON_CHARACTERS: Final = 240
-_LEFT_OUT: Final = " ... "
-_SHOWN_WAIT_S: Final = 1.0
-#: How a call that ran out of GPU memory went on: ``then`` in its event.
+# Limits for the summary.
+_MAX_REASONS: Final = 10
+_MAX_CLIENTS: Final = 5  # for each reason
+_MAX_HOSTS: Final = 8
+_MAX_ROUNDS: Final = 5  # for each reason
+_MAX_METRICS: Final = 8  # for each task
+_MAX_REASON_CHARACTERS: Final = 240
+_ELLIPSIS: Final = " ... "
+# Shorter waits for cores are not shown.
+_MIN_SHOWN_WAIT_S: Final = 1.0
+#: Texts for the reaction to a call that ran out of GPU memory, by ``then`` in its event.
 THEN: Final = {"again": "ran again", "on the CPU": "ran on the CPU", "failed": "failed"}
-#: Metrics that each round has beside those by task.
+#: Metrics that each row of a round contains directly, in addition to the metrics by task.
 METRICS: Final = ("loss", "accuracy", "precision", "recall", "f1")
 
 
 def write_results(folder: RunFolder, parts: Sequence[RoundPart], result: Mapping[str, Any]) -> None:
-    """Write the files of a run that is over."""
+    """Write the files of a finished run."""
     MetricsTable(folder).write(parts)
     write_json(folder.result, result)
 
 
 def result_of(history: History, client_of: Callable[[int], Any] = lambda node: node) -> dict[str, Any]:
-    """Return the result of a run, as docs/reference/result.md describes ``result.json``.
+    """Return the content of ``result.json``, as described in docs/reference/result.md.
 
-    ``client_of`` returns the client of a node, where replies in the trace name nodes.
+    ``client_of``: function that returns the client of a node id. It is used if the trace contains node ids
+    instead of clients.
     """
     rows = _rounds(history)
     initial = rows.pop(0) if rows and rows[0]["round"] == 0 else None
@@ -62,7 +65,9 @@ def result_of(history: History, client_of: Callable[[int], Any] = lambda node: n
             {
                 "reason": reason,
                 "count": count,
-                "messages": [{**one, "client": _client(one, client_of)} for one in reasons.named[reason]],
+                "messages": [
+                    {**message, "client": _client(message, client_of)} for message in reasons.named[reason]
+                ],
             }
             for reason, count in reasons.counts.most_common()
         ],
@@ -89,8 +94,8 @@ def result_of(history: History, client_of: Callable[[int], Any] = lambda node: n
         "rounds": rows,
         "settings": history.settings,
     }
-    found: dict[str, Any] = _plain(result)
-    return found
+    plain: dict[str, Any] = _plain(result)
+    return plain
 
 
 def _client(message: Mapping[str, Any], client_of: Callable[[int], Any]) -> Any:
@@ -104,27 +109,28 @@ def _waits(counts: LeaseCounts) -> dict[str, Any]:
 
 
 def _rounds(history: History) -> list[dict[str, Any]]:
-    """Return a row for each round, with the seconds since the round before.
+    """Return a row for each round, with the seconds since the previous round.
 
-    ``metrics`` has the numbers by task. Beside it stand the best known ones: of the server's evaluation, else
-    of the clients'; None where there is none.
+    ``metrics`` contains the numbers by task. The row also has a value for each name in ``METRICS``: from the
+    evaluation on the server if available, otherwise from the clients, or None.
     """
-    found: dict[int, dict[str, Any]] = {}
-    ends: dict[int, float] = {}
+    rows_by_round: dict[int, dict[str, Any]] = {}
+    ends: dict[int, float] = {}  # by round
     for part in history.evaluations:
-        row = found.setdefault(number := part.round or 0, {"messages": 0, "failed": 0, "metrics": {}})
+        number = part.round or 0
+        row = rows_by_round.setdefault(number, {"messages": 0, "failed": 0, "metrics": {}})
         row["messages"] += part.messages
         row["failed"] += part.failed
         if numbers := {name: value for name, value in part.told.items() if _is_figure(value)}:
             row["metrics"][part.task] = numbers
         ends[number] = max(part.time, ends.get(number, part.time))
-    rows, before = [], history.strategy_started_at
-    for number, row in sorted(found.items()):
-        known = {**row["metrics"].get(EVALUATE, {}), **row["metrics"].get(SERVER_EVALUATE, {})}
-        best = {name: known.get(name) for name in METRICS}
-        seconds = None if before is None else _rounded(ends[number] - before)
-        rows.append({"round": number, **best, "seconds": seconds, **row})
-        before = ends[number]
+    rows, previous_end = [], history.strategy_started_at
+    for number, row in sorted(rows_by_round.items()):
+        evaluated = {**row["metrics"].get(EVALUATE, {}), **row["metrics"].get(SERVER_EVALUATE, {})}
+        main_metrics = {name: evaluated.get(name) for name in METRICS}
+        seconds = None if previous_end is None else _rounded(ends[number] - previous_end)
+        rows.append({"round": number, **main_metrics, "seconds": seconds, **row})
+        previous_end = ends[number]
     return rows
 
 
@@ -137,12 +143,12 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each task that JSON has no number for, as texts."""
-    found = {
-        task: {name: trace.spelled(value) for name, value in told.items() if _is_not_finite(value)}
-        for task, told in metrics.items()
+    """Return NaN and infinite metrics by task as texts, because JSON has no numbers for them."""
+    texts_by_task = {
+        task: {name: trace.spelled(value) for name, value in values.items() if _is_not_finite(value)}
+        for task, values in metrics.items()
     }
-    return {task: texts for task, texts in found.items() if texts}
+    return {task: texts for task, texts in texts_by_task.items() if texts}
 
 
 def _is_not_finite(value: object) -> bool:
@@ -150,24 +156,25 @@ def _is_not_finite(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: numbers that are none become null."""
+    """Return a value in a form that JSON supports. NaN and infinity become null."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return None if _is_not_finite(value) else value
 
 
-# For people
+# The summary
 
 
 def result_lines(
     result: Mapping[str, Any], more: Sequence[tuple[str, str]] = (), places: Sequence[tuple[str, str]] = ()
 ) -> list[str]:
-    """Return the summary of a run, line by line.
+    """Return the lines of a run's summary.
 
-    ``more``: further rows of the table. ``places``: rows that say where the results are. They come last,
-    because the end of a long list of failures is what stays in sight.
+    ``more``: further rows of the table.
+    ``places``: rows with the locations of the results. They come last, because only the end of a long list of
+    failures stays visible on a terminal.
     """
     of = f" of {result['num_rounds']}" if result["num_rounds"] else ""
     rate, leases, cores = result["messages_per_s"], result["leases"], result["cores"]
@@ -193,12 +200,12 @@ def result_lines(
     if counts := leases["out_of_memory"]:
         follows = ", ".join(f"{count} {THEN.get(then, then)}" for then, count in counts.items())
         rows.append(("memory", f"ran out {sum(counts.values())} times: {follows}"))
-    if cores["waited_s"] >= _SHOWN_WAIT_S:
+    if cores["waited_s"] >= _MIN_SHOWN_WAIT_S:
         rows.append(("cores", _waits_text(cores)))
     not_finite = result.get("not_finite") or {}
     for kind, metrics in result["metrics"].items():
         numbers = {name: float(text) for name, text in not_finite.get(kind, {}).items()}
-        if text := metrics_text({**metrics, **numbers}, _MOST_METRICS):
+        if text := metrics_text({**metrics, **numbers}, _MAX_METRICS):
             rows.append((kind, text))
     if sha256 := result["model_sha256"]:
         rows.append(("model sha256", sha256))
@@ -209,7 +216,7 @@ def result_lines(
 
 
 def places_of(folder: RunFolder) -> list[tuple[str, str]]:
-    """Return rows that say where the results of a run are, for the end of its summary."""
+    """Return the rows with the locations of a run's results, for the end of its summary."""
     trackers = [("tracker", line) for line in tracking.where(folder.path)]
     return [*trackers, ("results", folder.shown), ("report", f"flower-gpu report {folder.shown}")]
 
@@ -221,39 +228,42 @@ def _waits_text(counts: Mapping[str, Any]) -> str:
 
 def _hosts_text(hosts: Sequence[Mapping[str, Any]]) -> str:
     lost = sum(host["is_lost"] for host in hosts)
-    most = ", ".join(f"{host['host']} {host['messages']}" for host in hosts[:_MOST_HOSTS])
-    more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
-    return f"{len(hosts)}{f', {lost} lost' if lost else ''}; messages: {most}{more}"
+    first = ", ".join(f"{host['host']} {host['messages']}" for host in hosts[:_MAX_HOSTS])
+    more = f" and {len(hosts) - _MAX_HOSTS} more" if len(hosts) > _MAX_HOSTS else ""
+    return f"{len(hosts)}{f', {lost} lost' if lost else ''}; messages: {first}{more}"
 
 
 def _without_middle(text: str) -> str:
-    """Return a reason in one line, of a long one the head and the tail: many end with what is wrong."""
+    """Return a reason as a single line. The middle of a long reason is left out.
+
+    The end is kept, because many errors name the actual problem there.
+    """
     text = " ".join(text.split())
-    if len(text) <= _REASON_CHARACTERS:
+    if len(text) <= _MAX_REASON_CHARACTERS:
         return text
-    half = (_REASON_CHARACTERS - len(_LEFT_OUT)) // 2
-    return f"{text[:half].rstrip()}{_LEFT_OUT}{text[-half:].lstrip()}"
+    half = (_MAX_REASON_CHARACTERS - len(_ELLIPSIS)) // 2
+    return f"{text[:half].rstrip()}{_ELLIPSIS}{text[-half:].lstrip()}"
 
 
 def _failures(result: Mapping[str, Any]) -> list[str]:
-    """Return a line for each reason, with the clients."""
-    reasons = result["failures"][:_MOST_FAILURES]
+    """Return a line with clients and rounds for each reason of failures."""
+    reasons = result["failures"][:_MAX_REASONS]
     lines = []
     for reason in reasons:
         messages = reason["messages"]
-        told = {str(message["client"]) for message in messages if message["client"] is not None}
-        clients = sorted(told, key=client_key)
+        unsorted_clients = {str(message["client"]) for message in messages if message["client"] is not None}
+        clients = sorted(unsorted_clients, key=client_key)
         kinds = " and ".join(dict.fromkeys(message["type"] for message in messages))
         rounds = [str(number) for message in messages if (number := message["round"]) is not None]
-        in_rounds = f" in {_listed('round', list(dict.fromkeys(rounds)), _MOST_ROUNDS)}" if rounds else ""
+        in_rounds = f" in {_listed('round', list(dict.fromkeys(rounds)), _MAX_ROUNDS)}" if rounds else ""
         count = f" ({reason['count']} messages)" if reason["count"] > len(clients) else ""
         text = _without_middle(reason["reason"]) or "no reason given"
-        who = _listed("client", clients, _MOST_CLIENTS)
+        who = _listed("client", clients, _MAX_CLIENTS)
         lines.append(f"  {who}, {kinds}{in_rounds}{count}: {text}")
     if more := result["failed"] - sum(reason["count"] for reason in reasons):
         lines.append(f"  and {more} more failed messages")
     return ["failed:", *lines] if lines else []
 
 
-def _listed(noun: str, names: Sequence[str], most: int) -> str:
-    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:most])}{and_others(len(names) - most)}"
+def _listed(noun: str, names: Sequence[str], limit: int) -> str:
+    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:limit])}{and_others(len(names) - limit)}"
