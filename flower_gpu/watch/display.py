@@ -74,7 +74,7 @@ class Display:
         """Stop drawing on the stream. Visible lines and bars stay."""
 
     def name_of(self, server_round: int | None) -> str:
-        """Return the label of a round. All labels of a run have the same width.
+        """Return the label of a round, padded to the same width for all rounds of a run.
 
         Round 0 is the evaluation before the first round.
         """
