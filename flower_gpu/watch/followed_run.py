@@ -8,7 +8,7 @@ The objects: a :class:`FollowedRun` has the folder of a run, its history, and a 
 position in the trace. :class:`FollowedRuns` has the runs of this account. It compares them with the registry,
 and shows a finished run in at least one more look.
 
-Who calls what: a view calls :meth:`FollowedRuns.look` for the runs to show, and then
+Who calls what: a view calls :meth:`FollowedRuns.look` for the runs to show. Then it calls
 :meth:`FollowedRuns.read_on` with a time limit, so that a long trace does not block the view. A thread may
 call :meth:`FollowedRuns.notice` more often, because a short run could start and finish between two looks. The
 classes have no locks, so callers with several threads hold a lock of their own.

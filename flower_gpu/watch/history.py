@@ -8,8 +8,9 @@ files except in :meth:`History.read`, starts no threads and has no locks. Whoeve
 has to serialize the calls.
 
 What a trace may lack: a killed process writes no end of its workers, and a full disk cuts lines. So each
-handler accepts events whose beginning is missing. A resumed run appends to the same trace and repeats its
-last rounds, so the handlers remove the first attempt of a repeated round from all counts.
+handler accepts events whose beginning is missing. A resumed run
+appends to the same trace and repeats its last rounds. So the handlers remove the first attempt of a repeated
+round from all counts.
 
 Memory: a view of a run in progress needs neither finished workers nor old samples. With
 ``keep_finished=False``, the history drops them after every ``_EVENTS_PER_CLEANUP`` events.
