@@ -4,13 +4,12 @@ The problem: a trace is a list of events such as ``lease_granted`` or ``round_fi
 and metrics need the state that results from these events, and must not each compute it in their own way.
 
 The object: a :class:`History` takes in one event after the other and updates its attributes. It reads no
-files except in :meth:`History.read`, starts no threads and has no locks. Whoever shares it between threads
-has to serialize the calls.
+files except in :meth:`History.read`, starts no threads and has no locks. Code that shares it between
+threads has to serialize the calls.
 
 What a trace may lack: a killed process writes no end of its workers, and a full disk cuts lines. So each
-handler accepts events whose beginning is missing. A resumed run
-appends to the same trace and repeats its last rounds. So the handlers remove the first attempt of a repeated
-round from all counts.
+handler accepts events whose beginning is missing. A resumed run appends to the same trace and repeats its
+last rounds. So the handlers remove the first attempt of a repeated round from all counts.
 
 Memory: a view of a run in progress needs neither finished workers nor old samples. With
 ``keep_finished=False``, the history drops them after every ``_EVENTS_PER_CLEANUP`` events.
