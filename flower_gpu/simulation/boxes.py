@@ -1,13 +1,39 @@
-"""Messages that were sent together, and their replies.
+"""Boxes: the state of messages sent together, and of their replies.
 
 ::
 
-    push ──> waiting ──begin──> running (a job: a host has it) ──answered──> replies ──next──> the ServerApp
+    push ──> waiting ──begin──> running (a job: a host has it) ──answered──> replies ──take──> the ServerApp
                 ▲                  │
-                └──────again───────┘  given back, or its host is lost
+                └──────again───────┘  the host returned the message, or was lost
 
-Where hosts sum the replies, an answered message is *held* by its host until the sum is here; if the host is
-lost before, the message waits again. Whoever calls a method of a box has the grid's lock.
+The ServerApp sends a set of messages, and hosts handle them in parallel. Any host may be lost, any message
+may expire, and the ServerApp may stop waiting at any moment. A box records what happens to each message of
+the set, so that no message is forgotten or answered twice.
+
+The kinds of boxes are:
+
+- :class:`Box`: the ServerApp takes replies one by one.
+- :class:`PulledBox`: an answer counts when its reply is pulled. An earlier checkpoint has the client's
+  previous state.
+- :class:`SumBox`: hosts sum the replies. An answered message is *held* by its host until the sum arrives. If
+  the host is lost before that, the message goes back to the queue.
+- :class:`BlockBox`: a SumBox with a fixed order of summation, for results that do not depend on speed.
+
+Threads. A box is shared by the ServerApp's thread and the threads of the dispatcher. The ServerApp's thread
+runs the code of ``grid``: it calls ``push``, ``take``, ``expire``, ``to_ask``, ``stop``, ``cancel`` and
+``close``. The dispatcher's threads call ``begin``, ``again``, ``answered``, ``summed``, ``lost`` and ``end``.
+Callers hold the grid's lock, so a box needs no lock of its own. No method blocks or calls a host. A method
+returns the jobs to cancel or the groups to ask for, and the caller tells the host after it releases the lock.
+
+Races that follow from this:
+
+- A message expires or is cancelled, and its host answers before it hears of that. ``wants`` is False by then,
+  so the answer is dropped.
+- In a SumBox, a message expires at the moment its host adds the reply to a sum. An error in its place would
+  be wrong, because the reply counts already. So the box waits for the host's answer, which says if the
+  handling was cancelled in time.
+- The deadline of a SumBox passes while its hosts still handle messages. The box fetches one last sum from
+  each host, and then closes the group. Replies that are added later are in no sum, so they are dropped.
 """
 
 from __future__ import annotations
@@ -28,19 +54,21 @@ from flwr.common.constant import ErrorCode
 from flower_gpu.flower.averaging import ReplySum, SumItem
 from flower_gpu.simulation.host import Answer, GroupSum, Host, SumGroup, Visit, arrays_bytes, expired
 
-# Sums of blocks that wait for a slow message of a block before them: so much memory and so many of them.
+# Sums of blocks may have to wait for a slow message of an earlier block. These are the limits on their memory
+# and on their number.
 _AHEAD_BYTES: Final = 1 << 28
 _MOST_AHEAD: Final = 64
 
-#: In a heap the longest message is the first one, and of those that are as long the one that was sent first.
+#: Entry of a heap. The longest message comes first. Of equally long messages, the first one sent comes first.
 _Waiting = tuple[float, int, Message]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A message that a host has.
+    """A message handed to a host.
 
-    ``held``: what its reply goes to, if that is summed there, and ``place``: where in that.
+    ``held``: group that the reply is added to, if the host sums replies.
+    ``place``: position of the reply in that group, if the group is summed in order.
     """
 
     host: Host
@@ -51,22 +79,26 @@ class Job:
 
     @property
     def message_id(self) -> str:
-        """The message's."""
+        """The id of the message."""
         return self.message.metadata.message_id
 
     def visit(self, seed: int, state: bytes) -> Visit:
-        """Return the visit for the host."""
+        """Return the visit to send to the host.
+
+        ``seed``: seed of the client's random numbers.
+        ``state``: the client's encoded state.
+        """
         return Visit(self.message, seed, state, self.held.group if self.held else None, self.place)
 
 
 @dataclass(eq=False)
 class Held:
-    """A group of replies on a host.
+    """A group of replies that a host sums.
 
-    ``jobs``: whose replies are in it, and not in a sum that is here.
-    ``answers``: of these, where the host may be lost: they count when the sum is here.
-    ``is_asked``: whether the host was asked for the sum.
-    ``is_closed``: whether what is answered from now on is in no sum any more.
+    ``jobs``: jobs with a reply in the host's current sum, by message id.
+    ``answers``: answers of these jobs, if the host can be lost. They count when the sum arrives.
+    ``is_asked``: True while the host has been asked for the sum and has not sent it.
+    ``is_closed``: True after the last sum. Later replies are in no sum.
     """
 
     host: Host
@@ -78,83 +110,95 @@ class Held:
 
 
 class Box:
-    """Messages whose replies are taken one by one.
+    """Messages of one set. The ServerApp takes their replies one by one.
 
     ``changed``: the grid's lock.
-    ``most_unread``: returns how many replies to messages of a type may be here or on their way.
+    ``most_unread``: function that returns the maximum number of replies in flight or unread, by message type.
     """
 
-    _ends_running: ClassVar = True  # whether a message that expires while it is handled is answered at once
+    # True if a message that expires while a host handles it gets its error at once
+    _ends_running: ClassVar = True
 
     def __init__(
         self, changed: threading.Condition, most_unread: Callable[[str], float] = lambda _: math.inf
     ) -> None:
-        self.kind = ""  # the type of the messages, of all that are here in nearly every case
+        # Type of the last message. Nearly always, all messages of a box have the same type.
+        self.kind = ""
         self._changed = changed
         self._most_unread = most_unread
         self._waiting: list[_Waiting] = []  # a heap
         self._numbers = itertools.count()
-        self._ends: list[tuple[float, str]] = []  # a heap of when the ttl of each message is over
+        # A heap of the times at which messages expire, with their ids
+        self._ends: list[tuple[float, str]] = []
         self._unanswered: set[str] = set()
         self._is_closed = self._is_late = False
-        #: Why what comes is of no use.
+        #: Error that makes all further replies useless. The ServerApp gets it instead.
         self.error: Exception | None = None
         self.running: dict[str, Job] = {}
-        self.replies: dict[str, Message] = {}  # that are here
-        self.expired: set[str] = set()  # messages whose ttl is over
+        self.replies: dict[str, Message] = {}  # arrived and not taken, by message id
+        self.expired: set[str] = set()  # ids of expired messages
 
     def push(self, message: Message, expected_s: float = 0.0) -> None:
-        """Take a message that is to be handled; the one that takes longest is the first."""
+        """Add a message to the queue. The message with the longest expected duration is handled first.
+
+        ``expected_s``: expected duration of its call in seconds.
+        """
         metadata = message.metadata
         self.kind = metadata.message_type
         self._unanswered.add(metadata.message_id)
         ends_s = time.monotonic() + metadata.created_at + metadata.ttl - time.time()
         heapq.heappush(self._ends, (ends_s, metadata.message_id))
-        self._wait(message, expected_s)
+        self._enqueue(message, expected_s)
 
-    def _wait(self, message: Message, expected_s: float) -> None:
+    def _enqueue(self, message: Message, expected_s: float) -> None:
         heapq.heappush(self._waiting, (-expected_s, next(self._numbers), message))
 
     @property
     def count_waiting(self) -> int:
-        """How many messages wait."""
+        """The number of messages in the queue."""
         return len(self._waiting)
 
     def begin(self, host: Host) -> Job | None:
-        """Return the message that a host handles next, if there is one for it."""
+        """Return the next message for a host as a job, or None if it gets no message now."""
         has_room = len(self.replies) + len(self.running) < self._most_unread(self.kind)
         if not (self._waiting and has_room):
             return None
-        return self._begun(Job(host, heapq.heappop(self._waiting)[-1], self))
+        return self._start(Job(host, heapq.heappop(self._waiting)[-1], self))
 
-    def _begun(self, job: Job) -> Job:
+    def _start(self, job: Job) -> Job:
         self.running[job.message_id] = job
         return job
 
     def again(self, job: Job, *, is_last: bool = False) -> None:
-        """Have a message handled that no host has any more, if it is wanted: as the next one, or the last."""
+        """Requeue a message that a host returned or lost, if its reply is still wanted.
+
+        ``is_last``: True puts the message at the end of the queue, False at the front.
+        """
         self.running.pop(job.message_id, None)
         if not self.wants(job.message_id):
             return
         if job.message_id in self.expired:
             self.end(job.message, expired(job.message))
         else:
-            self._wait_again(job, is_last=is_last)
+            self._requeue(job, is_last=is_last)
 
-    def _wait_again(self, job: Job, *, is_last: bool) -> None:
-        self._wait(job.message, -math.inf if is_last else math.inf)
+    def _requeue(self, job: Job, *, is_last: bool) -> None:
+        self._enqueue(job.message, -math.inf if is_last else math.inf)
 
     def wants(self, message_id: str) -> bool:
-        """Tell whether the reply to a message is waited for."""
+        """Return True if the message has no reply yet and the ServerApp still waits for it."""
         return not self._is_closed and message_id in self._unanswered
 
     def answered(self, job: Job, answer: Answer) -> list[Answer]:
-        """Take an answer with a reply; returns the answers that count from now on."""
+        """Record a host's answer with a reply, and return the answers that count now.
+
+        Only an answer that counts changes the client's state and becomes a reply.
+        """
         self.running.pop(job.message_id, None)
         return [answer] if self.wants(job.message_id) else []
 
     def end(self, message: Message, reply: Message) -> None:
-        """Put the reply to a message into the box."""
+        """Put the reply to a message into the box, unless it is no longer wanted."""
         message_id = message.metadata.message_id
         if self.wants(message_id):
             self._unanswered.discard(message_id)
@@ -163,70 +207,76 @@ class Box:
 
     @property
     def expires_s(self) -> float:
-        """When the next ttl is over, on the clock of ``time.monotonic``; infinity if there is none."""
+        """The time at which the next message expires, as in ``time.monotonic``, or infinity."""
         return self._ends[0][0] if self._ends else math.inf
 
     def expire(self) -> tuple[int, list[Job]]:
-        """Answer messages that have expired with errors.
+        """Answer the messages that have expired with errors.
 
-        Returns how many there are, and those that hosts handle: they are to be cancelled.
+        Returns their number, and the jobs among them that hosts still handle. The caller cancels these.
         """
-        over = set()
+        expired_ids = set()
         while self.expires_s <= time.monotonic():
-            over.add(heapq.heappop(self._ends)[1])
-        if not over:
+            expired_ids.add(heapq.heappop(self._ends)[1])
+        if not expired_ids:
             return 0, []
-        self.expired |= over
-        waiting = self._take_waiting(over)
-        running = [job for message_id, job in self.running.items() if message_id in over]
+        self.expired |= expired_ids
+        waiting = self._take_waiting(expired_ids)
+        running = [job for message_id, job in self.running.items() if message_id in expired_ids]
         ended = [*waiting, *(job.message for job in running if self._ends_running)]
         for message in ended:
             self.end(message, expired(message))
         return len(waiting) + len(running), running
 
     def take_waiting(self) -> list[Message]:
-        """Return all messages that wait; they do not wait any more."""
+        """Remove all messages from the queue and return them."""
         return self._take_waiting(self._unanswered)
 
     def _take_waiting(self, message_ids: Collection[str]) -> list[Message]:
         taken = [message for *_, message in self._waiting if message.metadata.message_id in message_ids]
-        self._waiting = [each for each in self._waiting if each[-1].metadata.message_id not in message_ids]
+        self._waiting = [entry for entry in self._waiting if entry[-1].metadata.message_id not in message_ids]
         heapq.heapify(self._waiting)
         return taken
 
     @property
     def has_some(self) -> bool:
-        """Whether there is something to take."""
+        """True if :meth:`take` would return an item."""
         return bool(self.replies)
 
     def take(self) -> list[SumItem]:
-        """Return a reply that is here: those that nobody has taken keep their room."""
+        """Return at most one reply and remove it from the box.
+
+        The other replies stay and count against ``most_unread``, so that they do not fill the memory.
+        """
         if not self.replies:
             return []
         self._changed.notify_all()
         return [self.replies.pop(next(iter(self.replies)))]
 
     def stop(self) -> None:
-        """Wait for no further replies."""
+        """Stop waiting for replies, because the deadline has passed. Replies that have arrived stay."""
         self._is_late = True
         self.take_waiting()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """True if no further items will come."""
         return not self.replies and (self._is_late or not self._unanswered)
 
     @property
     def left(self) -> int:
-        """How many messages have no answer that counts."""
+        """The number of messages without an answer that counts."""
         return len(self._unanswered)
 
     def to_ask(self, *, is_due: bool) -> list[Held]:
-        """Return the groups whose sums are to be fetched now; ``is_due``: the last time is long ago."""
+        """Return the groups to fetch sums of now. Only a box with sums has any.
+
+        ``is_due``: True if enough time has passed since the last fetch.
+        """
         return []
 
     def cancel(self, message_ids: Collection[str]) -> list[Job]:
-        """Drop some of the messages; return those that hosts handle, which are to be cancelled there."""
+        """Drop some of the messages. Returns the jobs among them that the caller cancels on their hosts."""
         self._unanswered.difference_update(message_ids)
         self._take_waiting(set(message_ids))
         for message_id in message_ids:
@@ -234,7 +284,7 @@ class Box:
         return [self.running[message_id] for message_id in message_ids if message_id in self.running]
 
     def close(self) -> list[Job]:
-        """Want no more replies; returns the messages that are being handled: they are to be cancelled."""
+        """Close the box and drop all replies. Returns the running jobs, which the caller cancels."""
         self._is_closed = True
         self.take_waiting()
         self.replies.clear()
@@ -242,9 +292,11 @@ class Box:
 
 
 class PulledBox(Box):
-    """Messages whose answers count when they are pulled: a checkpoint before that has the client as it was.
+    """Messages with answers that count only when they are pulled.
 
-    ``held``: answers that are here.
+    A checkpoint written before that has the client's previous state.
+
+    ``held``: arrived answers with their jobs, by message id.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -252,54 +304,60 @@ class PulledBox(Box):
         self.held: dict[str, tuple[Job, Answer]] = {}
 
     def answered(self, job: Job, answer: Answer) -> list[Answer]:
-        """Keep an answer with a reply."""
-        for each in super().answered(job, answer):
-            self.held[job.message_id] = job, each
+        """Keep an answer until it is pulled. Returns no answers, because none counts yet."""
+        for wanted in super().answered(job, answer):
+            self.held[job.message_id] = job, wanted
         return []
 
     def cancel(self, message_ids: Collection[str]) -> list[Job]:
-        """Drop some of the messages; return those that hosts handle, which are to be cancelled there."""
+        """Drop some of the messages. Returns the jobs among them that the caller cancels on their hosts."""
         for message_id in message_ids:
             self.held.pop(message_id, None)
         return super().cancel(message_ids)
 
     def has_reply(self, message_id: str) -> bool:
-        """Tell whether there is something to pull for a message."""
+        """Return True if the message has a reply to pull."""
         return message_id in self.held or message_id in self.replies
 
 
 class SumBox(Box):
-    """Messages whose replies are summed by the hosts that handle them, as they come.
+    """Messages with replies that hosts sum in the order of arrival.
 
-    ``new_group``: makes a group.
-    ``sums``: that are here, with the names of their hosts.
+    ``new_group``: function that returns a new group.
+    ``sums``: arrived sums with the names of their hosts.
     """
 
-    # A host may just have added its reply to a sum. It says whether it could end the handling.
+    # When a message expires, its host may just have added the reply to a sum. So the box waits for the host
+    # to say if the handling was cancelled in time.
     _ends_running: ClassVar = False
 
     def __init__(self, changed: threading.Condition, new_group: Callable[[], SumGroup]) -> None:
         super().__init__(changed)
         self._make_group = new_group
-        self.groups: dict[int, Held] = {}  # on hosts, by number
+        self.groups: dict[int, Held] = {}  # groups on hosts, by number
         self.sums: list[tuple[str, ReplySum]] = []
 
     def begin(self, host: Host) -> Job | None:
-        """Return the message that a host handles next, if there is one for it."""
+        """Return the next message for a host as a job, or None if no message waits."""
         if not self._waiting:
             return None
         held = next((held for held in self.groups.values() if held.host is host), None)
-        return self._begun(Job(host, heapq.heappop(self._waiting)[-1], self, held or self._new_group(host)))
+        return self._start(Job(host, heapq.heappop(self._waiting)[-1], self, held or self._new_group(host)))
 
     def answered(self, job: Job, answer: Answer) -> list[Answer]:
-        """Take an answer with a reply; returns the answers that count from now on."""
+        """Record a host's answer with a reply, and return the answers that count now.
+
+        If the host can be lost, the answer counts when the sum with its reply arrives. An error counts at
+        once, because it is in no sum.
+        """
         held, reply = job.held, answer.reply
         assert held is not None and reply is not None
         if not super().answered(job, answer) or held.is_closed:
             return []
-        if reply.has_error():  # there is nothing to sum
+        if reply.has_error():
+            # The worker of an expired message was killed, so the crash only reflects the expiry.
             if job.message_id in self.expired and reply.error.code == ErrorCode.CLIENT_APP_CRASHED:
-                reply = expired(job.message)  # its worker was ended for that
+                reply = expired(job.message)
             return [replace(answer, reply=reply)]
         held.jobs[job.message_id] = job
         if not job.host.can_be_lost:
@@ -308,53 +366,62 @@ class SumBox(Box):
         return []
 
     def summed(self, part: GroupSum) -> list[tuple[Job, Answer]]:
-        """Take the sum of a group; returns the answers that count from now on, with their messages."""
+        """Record the sum of a group, and return the answers that count now, with their jobs."""
         held = self.groups.get(part.group.number)
         if held is None:
             return []
         held.is_asked, held.is_closed = False, self._is_late
         self.error = self.error or part.error
         self._add_sum(held, part.total)
-        found = []
+        counted = []
         for message_id in part.ids:
             job, answer = held.jobs.pop(message_id, None), held.answers.pop(message_id, None)
             if job is not None and answer is not None:
-                found.append((job, answer))
-        return found
+                counted.append((job, answer))
+        return counted
 
     def _add_sum(self, held: Held, total: ReplySum) -> None:
         self.sums.append((held.host.name, total))
 
     def lost(self, host: Host) -> None:
-        """Have all that a lost host held handled again. What it runs comes back by :meth:`again`."""
+        """Requeue the messages with replies in the sums of a lost host.
+
+        The dispatcher requeues the host's running messages with :meth:`again`.
+        """
         for held in [held for held in self.groups.values() if held.host is host]:
             del self.groups[held.group.number]
             for job in held.jobs.values():
                 self.again(job)
 
-    def _wait_again(self, job: Job, *, is_last: bool) -> None:
+    def _requeue(self, job: Job, *, is_last: bool) -> None:
         if not self._is_late:
-            super()._wait_again(job, is_last=is_last)
+            super()._requeue(job, is_last=is_last)
 
     @property
     def has_some(self) -> bool:
-        """Whether there is something to take."""
+        """True if :meth:`take` would return an item."""
         return bool(self.replies or self.sums)
 
     def take(self) -> list[SumItem]:
-        """Return all replies and sums that are here."""
-        found: list[SumItem] = [*self.replies.values(), *self.sums]
+        """Return all arrived replies and sums, and remove them from the box."""
+        items: list[SumItem] = [*self.replies.values(), *self.sums]
         self.replies.clear()
         self.sums.clear()
-        return found
+        return items
 
     def to_ask(self, *, is_due: bool) -> list[Held]:
-        """Return the groups whose sums are to be fetched now; ``is_due``: the last time is long ago."""
+        """Return the groups to fetch sums of now, and mark them as asked.
+
+        All sums are fetched when no message is queued or running, or the deadline has passed. Hosts that can
+        be lost are also asked in between, so that less is lost with them.
+
+        ``is_due``: True if enough time has passed since the last fetch.
+        """
         is_last = self._is_late or self._is_handled
         groups = (held for held in self.groups.values() if held.jobs)
-        return self._asked(held for held in groups if is_last or (is_due and held.host.can_be_lost))
+        return self._mark_asked(held for held in groups if is_last or (is_due and held.host.can_be_lost))
 
-    def _asked(self, groups: Iterable[Held]) -> list[Held]:
+    def _mark_asked(self, groups: Iterable[Held]) -> list[Held]:
         asked = [held for held in groups if not held.is_asked]
         for held in asked:
             held.is_asked = True
@@ -366,7 +433,7 @@ class SumBox(Box):
 
     @property
     def is_over(self) -> bool:
-        """Whether all sums are here: also when it is late, of the replies that are in one."""
+        """True if all sums have arrived. After the deadline, only replies that are in a sum count."""
         return (self._is_late or self._is_handled) and not any(held.jobs for held in self.groups.values())
 
     def _new_group(self, host: Host) -> Held:
@@ -377,10 +444,12 @@ class SumBox(Box):
 
 @dataclass(eq=False)
 class _Block:
-    """Messages to consecutive nodes: one host handles all of them.
+    """Messages to consecutive nodes, which one host handles.
 
-    ``waiting``: their places in the block, and they themselves.
-    ``total``: the sum of the replies, with the name of its host, when it is here.
+    ``pushed``: number of added messages.
+    ``waiting``: queued messages with their positions in the block.
+    ``held``: the group on the host, once a host has begun the block.
+    ``total``: sum of the replies with the name of its host, once it has arrived.
     """
 
     pushed: int = 0
@@ -390,14 +459,15 @@ class _Block:
 
 
 class BlockBox(SumBox):
-    """Messages in the order of the nodes: a host handles a block of nodes, and sums its replies in order.
+    """Messages in the order of the nodes. A host handles a block of nodes and sums its replies in order.
 
-    All messages are pushed before one is begun. Sums come in the order of the blocks. So that hosts do not
-    keep too many of them, no block begins that is far ahead of the first one whose sum is not here.
+    All messages are pushed before the first one begins. The ServerApp gets the sums in the order of the
+    blocks. Hosts must not keep too many sums, so only blocks near the first unfinished block may begin.
 
     ``changed``, ``new_group``: as for :class:`SumBox`.
-    ``block_of``: returns the number of a message's block.
-    ``most_ahead``: returns how many blocks may be under way at least.
+    ``block_of``: function that returns the block number of a message.
+    ``most_ahead``: function that returns the number of blocks that may be in flight whatever memory they
+    take.
     """
 
     def __init__(
@@ -411,52 +481,53 @@ class BlockBox(SumBox):
         self._block_of = block_of
         self._least_ahead = most_ahead
         self._most_ahead = 0
-        self._blocks: dict[int, _Block] = {}  # those without their sums
-        self._of: dict[str, _Block] = {}  # by message
+        self._blocks: dict[int, _Block] = {}  # unfinished blocks, by number
+        self._block_by_message: dict[str, _Block] = {}
         self._count = 0
 
     @property
     def count_waiting(self) -> int:
-        """How many messages wait."""
+        """The number of messages in the queue."""
         return self._count
 
-    def _wait(self, message: Message, expected_s: float) -> None:
-        self._most_ahead = self._most_ahead or _ahead(message)
+    def _enqueue(self, message: Message, expected_s: float) -> None:
+        self._most_ahead = self._most_ahead or _max_blocks_ahead(message)
         block = self._blocks.setdefault(self._block_of(message), _Block())
-        self._of[message.metadata.message_id] = block
+        self._block_by_message[message.metadata.message_id] = block
         block.waiting.append((block.pushed, message))
         block.pushed += 1
         self._count += 1
 
-    def _wait_again(self, job: Job, *, is_last: bool) -> None:
+    def _requeue(self, job: Job, *, is_last: bool) -> None:
         if not self._is_late:
             assert job.place is not None
-            self._of[job.message_id].waiting.append((job.place, job.message))
+            self._block_by_message[job.message_id].waiting.append((job.place, job.message))
             self._count += 1
 
     def begin(self, host: Host) -> Job | None:
-        """Return a message of a block that the host has begun, else of a new one."""
-        new = None
+        """Return a message of a block that the host has begun, or of a new block, or None."""
+        next_block = None
         for block in itertools.islice(self._blocks.values(), max(self._most_ahead, self._least_ahead())):
-            if not block.waiting:  # of a lost host's block, all may be on their way back
+            # After the loss of a host, all messages of its block may still be on their way back.
+            if not block.waiting:
                 continue
             if block.held is None:
-                new = new or block
+                next_block = next_block or block
             elif block.held.host is host:
-                new = block
+                next_block = block
                 break
-        if new is None:
+        if next_block is None:
             return None
-        new.held = new.held or self._new_group(host)
-        place, message = new.waiting.popleft()
+        next_block.held = next_block.held or self._new_group(host)
+        place, message = next_block.waiting.popleft()
         self._count -= 1
-        return self._begun(Job(host, message, self, new.held, place))
+        return self._start(Job(host, message, self, next_block.held, place))
 
     def _take_waiting(self, message_ids: Collection[str]) -> list[Message]:
         taken: list[Message] = []
         for block in self._blocks.values():
-            found, block.waiting = block.waiting, deque()
-            for place, message in found:
+            queued, block.waiting = block.waiting, deque()
+            for place, message in queued:
                 if message.metadata.message_id in message_ids:
                     taken.append(message)
                 else:
@@ -465,22 +536,25 @@ class BlockBox(SumBox):
         return taken
 
     def lost(self, host: Host) -> None:
-        """Have all that a lost host held handled again, by whoever begins the block anew."""
+        """Requeue the messages of a lost host. The next host that begins a block gets all of it."""
         for block in self._blocks.values():
             if block.held is not None and block.held.host is host and block.total is None:
                 block.held = None
         super().lost(host)
 
     def to_ask(self, *, is_due: bool) -> list[Held]:
-        """Return the groups whose hosts are to be asked for sums now: of whole blocks without a gap."""
+        """Return the groups to fetch sums of now, and mark them as asked.
+
+        These are the groups of complete blocks that follow the last finished block without a gap.
+        """
         self._pass_on()
         if self._is_late:
-            return self._asked(held for held in self.groups.values() if held.jobs)
-        whole = itertools.takewhile(self._is_whole, self._blocks.values())
-        return self._asked(block.held for block in whole if block.held is not None)
+            return self._mark_asked(held for held in self.groups.values() if held.jobs)
+        complete = itertools.takewhile(self._is_complete, self._blocks.values())
+        return self._mark_asked(block.held for block in complete if block.held is not None)
 
-    def _is_whole(self, block: _Block) -> bool:
-        """Tell whether all messages of a block have an answer."""
+    def _is_complete(self, block: _Block) -> bool:
+        """Return True if all messages of a block have an answer."""
         if block.waiting:
             return False
         return block.held is None or all(job.held is not block.held for job in self.running.values())
@@ -492,27 +566,31 @@ class BlockBox(SumBox):
 
     @property
     def is_over(self) -> bool:
-        """Whether all sums are here."""
+        """True if all sums have been passed on."""
         return not self._blocks
 
     def _pass_on(self) -> None:
-        """Pass on the sums of the first blocks, as far as they are here."""
+        """Make the sums of the first blocks available to :meth:`take`, up to the first missing sum."""
         while self._blocks:
             number, block = next(iter(self._blocks.items()))
             if block.total is not None:
                 self.sums.append(block.total)
             elif not self._has_no_sum(block):
                 break
-            if block.held is not None and not self._is_late:  # else its host may have more of it
-                self.groups.pop(block.held.group.number, None)  # it is gone if the host was lost since
+            # After the deadline, the host may have more of the group. If the host was lost, the group is
+            # gone.
+            if block.held is not None and not self._is_late:
+                self.groups.pop(block.held.group.number, None)
             del self._blocks[number]
 
     def _has_no_sum(self, block: _Block) -> bool:
-        if block.held is None:  # of no node of it there was a reply
-            return self._is_late or self._is_whole(block)
+        # No host has this block, so none of its nodes has sent a reply to sum.
+        if block.held is None:
+            return self._is_late or self._is_complete(block)
         return self._is_late and not block.held.jobs
 
 
-def _ahead(message: Message) -> int:
-    """Return how many sums of blocks, of replies that are as large as a message, may wait in memory."""
-    return min(_MOST_AHEAD, _AHEAD_BYTES // max(2 * arrays_bytes(message), 1))  # sums are 64-bit floats
+def _max_blocks_ahead(message: Message) -> int:
+    """Return how many sums of blocks may wait in memory, if replies are as large as the message."""
+    # Sums are 64-bit floats, so they take twice the memory of 32-bit arrays.
+    return min(_MOST_AHEAD, _AHEAD_BYTES // max(2 * arrays_bytes(message), 1))
