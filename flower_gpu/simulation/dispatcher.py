@@ -1,8 +1,31 @@
-"""Which host has which message: each host gets messages as it has room for them.
+"""The dispatcher: assigns messages to hosts, retries the messages of lost hosts, and accepts answers.
 
-A thread gives hosts the first messages of a round. One for each host exchanges: it brings the next messages,
-and fetches what has become of others. A message that a host gives back, or that was on a host that is lost,
-waits in its box again, and whatever host has room gets it.
+Messages wait in boxes. A host has a capacity, and gets messages while it has room. The dispatcher must keep
+every worker busy, but not give one host so many short messages that the others run dry. It must survive the
+loss of any host at any moment. And no message may be answered twice, or with two different seeds.
+
+Threads:
+
+- The ServerApp's thread (``grid``) fills boxes, calls ``add``, ``remove`` and ``cancel``, and takes replies.
+- The giver (``_give_all``) waits on ``changed``. When messages are added or requeued, it gives them to all
+  hosts with room (``Host.take``). It starts each round.
+- Each host has a thread (``_exchange_all``) that calls ``Host.exchange`` in a loop. A call sends the next
+  messages and returns answers to earlier ones, so a busy host gets its next messages without a delay.
+- A timer (``_end_without_hosts``) ends the run if no host is left for a minute.
+
+One condition, ``changed``, protects the boxes and the fields of hosts and of the dispatcher. Calls of a host
+may block, so threads release it before they call one. In between, a message may be cancelled or its host may
+be lost. So ``_visits`` checks before a message is sent that it is still wanted and still on its host.
+
+``_jobs`` decides which host has a message. ``_take_from_host`` removes an entry, and only one thread gets
+True from it. An answer from a host that no longer has the message is ignored, so a host that was given up and
+still answers does no harm.
+
+Retries. ``_again`` requeues a message when its host returns it without a reply, or when its host is lost. The
+next host with room gets it, with the same seed. A lost host may have died because of a message. So a message
+that was on two lost hosts gets its last try on a host without other messages (``is_exclusive``). If that host
+is lost too, the message is blamed and its call fails. Without this, the other messages on those hosts would
+be blamed as well.
 """
 
 from __future__ import annotations
@@ -23,19 +46,22 @@ from flower_gpu.simulation.host import Answer, Answers, Host, NoSuchNodeError, V
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
 
-# On so many hosts that were lost a message may have been: then it is what ends them. So that those which were
-# there with it are not taken for that, the last host has it alone.
+# A message that was on this many lost hosts is assumed to have caused the losses. The last of these hosts has
+# no other message, so that no innocent message is blamed.
 _MOST_LOST: Final = 3
-_NO_HOST_S: Final = 60.0  # without any host: then the run ends
-_END_S: Final = 5.0  # that a thread which asks a host may go on at the end
+# The run ends after this many seconds without any host.
+_NO_HOST_S: Final = 60.0
+# Seconds that the end of a run waits for each thread that still asks a host.
+_END_S: Final = 5.0
 
 
 class Durations:
-    """Estimates the duration of calls from earlier ones.
+    """Estimates of the durations of calls, learned from earlier calls.
 
-    The longest message of a round goes out first. Then a round takes at most a third longer than in the best
-    order (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969, https://doi.org/10.1137/0117039),
-    and with many messages for each worker hardly longer at all. Methods may be called by several threads.
+    The longest message of a round is handled first. A round then takes at most a third longer than in the
+    best order (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969,
+    https://doi.org/10.1137/0117039). With many messages per worker, the difference is negligible.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -44,28 +70,30 @@ class Durations:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing at all is known."""
+        """True if no call has been recorded."""
         return not self._seconds
 
     def learn(self, kind: str, client: int, seconds: float) -> None:
-        """Take note of a call that has succeeded.
+        """Record the duration of a successful call.
 
-        ``kind``: the message's type.
-        ``client``: the partition.
-        ``seconds``: from the start of its worker, or from when it was sent to one that was there, to its
-        result. The wait for a lease is no part of that.
+        ``kind``: the message type.
+        ``client``: the client's partition.
+        ``seconds``: time from the start of the call's worker, or from sending the call to a running worker,
+        to the result. Excludes the wait for a lease.
         """
         with self._lock:
             known = self._seconds.setdefault(kind, {})
-            # The last calls count most: a client's data may grow.
+            # Recent calls have the largest weight, because a client's data may grow.
             known[client] = (known.get(client, seconds) + seconds) / 2
 
     def expected_s(self, calls: Sequence[tuple[str, int]]) -> list[float]:
-        """Return the seconds that each call is expected to take, of which kind and client are given.
+        """Return the expected duration of each call in seconds.
 
-        A client of which nothing is known is expected to take the mean of all clients. In sizes with a long
-        tail most are below it: so that client goes out early, after those known to be long.
-        Where nothing is known of a kind, its calls are expected to take 0 seconds.
+        An unknown client gets the mean of all known clients. When a few clients are very long, most clients
+        are below the mean. So an unknown client goes out early, after the clients known to be long.
+        Calls of an unknown kind get 0 seconds.
+
+        ``calls``: message type and partition of each call.
         """
         with self._lock:
             known = {kind: self._seconds.get(kind, {}) for kind in {kind for kind, _ in calls}}
@@ -74,19 +102,23 @@ class Durations:
 
 
 class Seeds:
-    """Seeds of a run's messages: independent of earlier messages, so a resumed run has the same.
+    """The seeds of a run's messages. They do not depend on earlier rounds, so a resumed run has the same.
 
-    ``seed``: the run's.
+    ``seed``: seed of the run.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._lock = threading.Lock()
-        self._sent: Counter[str] = Counter()  # of the newest round
+        # Number of messages of the newest round, by client, type and round
+        self._sent: Counter[str] = Counter()
         self._round = 0
 
     def __call__(self, message: Message) -> int:
-        """Return a message's seed; another one where its client was sent the same kind in the same round."""
+        """Return the seed of a message.
+
+        Messages of the same type to the same client in the same round get different seeds.
+        """
         number = round_of(message)
         group = message.metadata.group_id
         if group.startswith(NUMBERED):
@@ -102,13 +134,14 @@ class Seeds:
 
 
 class Dispatcher:
-    """Hands messages to hosts: as many to each as it can handle at a time, more while they are short.
+    """Assigns messages to hosts. A host with short messages gets more of them than it has workers.
 
-    ``nodes``, ``states``: who is sent messages, and what they keep.
-    ``seed``: the run's.
-    ``durations``: learns what calls take.
-    ``changed``: the lock of all boxes, and who is told when something has happened to one.
-    ``hosts``: those that are there.
+    ``nodes``: the receivers of messages.
+    ``states``: store of the clients' states.
+    ``seed``: seed of the run.
+    ``durations``: gets the duration of each call.
+    ``changed``: lock of all boxes and condition that is notified of every change to a box.
+    ``hosts``: the hosts that are not lost.
     """
 
     def __init__(self, nodes: VirtualNodes, states: StateStore, seed: int, durations: Durations) -> None:
@@ -118,11 +151,11 @@ class Dispatcher:
         self._states = states
         self._durations = durations
         self._seeds = Seeds(seed)
-        self._seed_of: dict[str, int] = {}  # of messages that are not done
-        self._losses: Counter[str] = Counter()  # of messages that hosts had that were lost
-        self._waiting: list[Box] = []  # with messages that no host has, in the order of their sending
+        self._seeds_by_message: dict[str, int] = {}  # seeds of unfinished messages
+        self._losses: Counter[str] = Counter()  # number of lost hosts that had the message, by message id
+        self._waiting: list[Box] = []  # boxes with queued messages, in the order of sending
         self._summing: set[SumBox] = set()
-        self._jobs: dict[str, Job] = {}  # that hosts have, by message
+        self._jobs: dict[str, Job] = {}  # jobs on hosts, by message id
         self._with_room: set[Host] = set()
         self._is_closed = False
         self._giver = threading.Thread(target=self._give_all, name="flower-gpu-giver", daemon=True)
@@ -131,27 +164,31 @@ class Dispatcher:
 
     @property
     def concurrency(self) -> int:
-        """How many messages all hosts handle at a time, at most."""
+        """The maximum number of messages that all hosts together handle at a time."""
         return sum(host.about.concurrency for host in self.hosts)
 
     def most_unread(self, kind: str) -> int:
-        """Return the maximum number of replies that are expected or unread. More would fill the memory.
+        """Return the maximum number of replies in flight or unread. More replies could fill the memory.
 
-        With batches it is larger: while the replies of one batch are read, the next one has to be complete.
+        The number is larger with batches, because the next batch must be complete while the replies of the
+        previous batch are read.
         """
         single = 2 * (self.concurrency + len(self.hosts))
         return max(single, 2 * sum(host.messages_in_batches(kind) for host in self.hosts))
 
     def stuck_since(self) -> float | None:
-        """Return since when messages wait and none has a worker; None where that is not so, or not known."""
-        since = [host.stuck_since() for host in self.hosts]
-        found = [one for one in since if one is not None]
-        return max(found) if found and len(found) == len(since) else None
+        """Return the time since which messages have been waiting with no worker running, or None.
 
-    # Boxes. Whoever calls these has the lock.
+        The value counts only if every host is stuck. The time is that of the last host.
+        """
+        since = [host.stuck_since() for host in self.hosts]
+        known = [time_s for time_s in since if time_s is not None]
+        return max(known) if known and len(known) == len(since) else None
+
+    # Boxes. Callers of these methods hold the lock.
 
     def add(self, box: Box) -> None:
-        """Hand out the messages that wait in a box."""
+        """Start to hand out the messages of a box."""
         if box not in self._waiting:
             self._waiting.append(box)
         if isinstance(box, SumBox):
@@ -159,7 +196,7 @@ class Dispatcher:
         self.changed.notify_all()
 
     def remove(self, box: Box) -> None:
-        """Hand out no more messages of a box, which is closed."""
+        """Stop handing out the messages of a closed box."""
         if isinstance(box, SumBox):
             self._summing.discard(box)
         self.changed.notify_all()
@@ -167,7 +204,7 @@ class Dispatcher:
     # Hosts
 
     def joined(self, host: Host) -> None:
-        """Give a host messages from now on."""
+        """Add a host and start the thread that exchanges messages and answers with it."""
         with self.changed:
             self.hosts.append(host)
             self._with_room.add(host)
@@ -175,11 +212,17 @@ class Dispatcher:
         thread = threading.Thread(
             target=self._exchange_all, args=(host,), name=f"flower-gpu-{host.name}", daemon=True
         )
-        self._exchanging = [*(each for each in self._exchanging if each.is_alive()), thread]
+        self._exchanging = [*(running for running in self._exchanging if running.is_alive()), thread]
         thread.start()
 
     def lost(self, host: Host, error: Exception) -> None:
-        """Have others handle what a host had; the second time nothing happens."""
+        """Remove a lost host and requeue its messages. Calling it again has no effect.
+
+        If no host is left, a timer ends the run unless a new host joins. If the host is this machine, the run
+        ends at once.
+
+        ``error``: exception that showed the loss.
+        """
         with self.changed:
             if host.is_gone or self._is_closed:
                 return
@@ -192,20 +235,20 @@ class Dispatcher:
                 self._again(job)
             for box in self._summing:
                 box.lost(host)
-                self._waits(box)
-            left = len(self.hosts)
+                self._list_if_waiting(box)
+            remaining = len(self.hosts)
             self.changed.notify_all()
-        host.lost(error, left)
+        host.lost(error, remaining)
         if not host.can_be_lost:
             self._end_without_hosts(f"this machine cannot handle messages any more: {error}")
-        elif not left:
+        elif not remaining:
             text = f"no host of the cluster is left, for {_NO_HOST_S:.0f} s"
             timer = threading.Timer(_NO_HOST_S, self._end_without_hosts, [text])
             timer.daemon = True
             timer.start()
 
     def _end_without_hosts(self, text: str) -> None:
-        """End the run if still no host is there."""
+        """End the run if there is still no host: answer all queued messages with a RunEndedError."""
         with self.changed:
             if self.hosts:
                 return
@@ -215,42 +258,46 @@ class Dispatcher:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Hand out no more messages."""
+        """Stop handing out messages, and wait for the giver to end."""
         with self.changed:
             self._is_closed = True
             self.changed.notify_all()
         self._giver.join()
 
     def wait(self) -> None:
-        """Wait until no host is asked any more: after this was closed, and then the hosts."""
+        """Wait until no thread uses a host. Call it after the dispatcher and then the hosts were closed.
+
+        Waits up to 5 s for each thread.
+        """
         for thread in self._exchanging:
             thread.join(_END_S)
 
     # Messages
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Give up messages that hosts have."""
+        """Cancel messages on their hosts. Messages that are no longer there are skipped."""
         for job in jobs:
             if self._jobs.get(job.message_id) is job and not job.host.is_gone:
                 job.host.cancel(job.message_id)
 
     def _give_all(self) -> None:
-        """Give hosts messages as these are sent, or have to be handled again."""
+        """Give messages to hosts with room when messages are sent or requeued. Body of the giver thread."""
         while True:
             with self.changed:
                 while not (jobs := self._next_jobs(self._with_room)) and not self._is_closed:
                     self.changed.wait()
             if self._is_closed:
                 break
-            for host, its_jobs in jobs.items():
+            for host, jobs_of_host in jobs.items():
                 try:
-                    host.take(self._visits(its_jobs))
+                    host.take(self._visits(jobs_of_host))
                 except Exception as error:
                     self.lost(host, error)
-            del jobs, its_jobs
+            # Otherwise these variables would keep the messages in memory during the next wait.
+            del jobs, jobs_of_host
 
     def _exchange_all(self, host: Host) -> None:
-        """Fetch a host's answers, and give it the next messages, until it is lost."""
+        """Fetch a host's answers and give it its next messages, until it is lost. Body of its thread."""
         jobs: list[Job] = []
         try:
             while not self._is_closed and not host.is_gone:
@@ -259,7 +306,11 @@ class Dispatcher:
             self.lost(host, error)
 
     def _next_jobs(self, hosts: Iterable[Host]) -> dict[Host, list[Job]]:
-        """Return the next messages for hosts: first for all workers, then those that wait there."""
+        """Return the next jobs of each host.
+
+        The first pass gives work to idle workers. The second pass gives hosts messages to keep in their
+        queues. In each pass, hosts take turns.
+        """
         jobs: dict[Host, list[Job]] = {}
         self._waiting = [box for box in self._waiting if box.count_waiting]
         if not self._waiting:
@@ -280,17 +331,26 @@ class Dispatcher:
         return jobs
 
     def _next_job(self, host: Host, concurrency: int, *, is_ahead: bool) -> Job | None:
+        """Return the next job for a host, or None if it has no room or no box has a message for it.
+
+        ``concurrency``: messages that all hosts handle at a time.
+        ``is_ahead``: True if the message may wait in the host's queue, False if a worker must be free.
+        """
         for box in self._waiting:
-            most = host.about.concurrency
-            if is_ahead:  # and leaves the others their part
-                part = most + box.count_waiting * most // (2 * max(concurrency, 1))
-                most = host.most(box.kind) if len(self.hosts) == 1 else min(host.most(box.kind), part)
-            if host.is_exclusive or host.under_way >= most:
+            max_messages = host.about.concurrency
+            if is_ahead:
+                # With several hosts, a host queues only half of its share of the waiting messages. The rest
+                # stays for the host that is done first.
+                part = max_messages + box.count_waiting * max_messages // (2 * max(concurrency, 1))
+                capacity = host.most(box.kind)
+                max_messages = capacity if len(self.hosts) == 1 else min(capacity, part)
+            if host.is_exclusive or host.under_way >= max_messages:
                 continue
             job = box.begin(host)
             if job is None:
                 continue
             if self._losses[job.message_id] == _MOST_LOST - 1:
+                # The last try needs a host without other messages. The message waits for that at the end.
                 if host.under_way:
                     box.again(job, is_last=True)
                     continue
@@ -301,7 +361,7 @@ class Dispatcher:
         return None
 
     def _visits(self, jobs: Iterable[Job]) -> list[Visit]:
-        """Return what is to be sent. What cannot be is an error in the place of the reply."""
+        """Return the visits to send for jobs. A job that cannot be sent gets an error as its reply."""
         visits = []
         for job in jobs:
             try:
@@ -315,6 +375,7 @@ class Dispatcher:
         return visits
 
     def _is_to_be_sent(self, job: Job) -> bool:
+        """Return True if the job is still wanted and still on its host. An unwanted job is dropped."""
         with self.changed:
             if job.box.wants(job.message_id):
                 return self._jobs.get(job.message_id) is job
@@ -332,24 +393,24 @@ class Dispatcher:
                 f"{_MOST_LOST} hosts were lost while they handled a message to client {partition}"
             )
         with self.changed:
-            if job.message_id not in self._seed_of:
-                self._seed_of[job.message_id] = self._seeds(job.message)
-            seed = self._seed_of[job.message_id]
+            if job.message_id not in self._seeds_by_message:
+                self._seeds_by_message[job.message_id] = self._seeds(job.message)
+            seed = self._seeds_by_message[job.message_id]
         return job.visit(seed, self._states.read(partition))
 
-    def _take_answers(self, host: Host, told: Answers) -> list[Job]:
-        """Take answers to messages; returns the host's next messages."""
-        if not told.answers and not told.sums and host.is_full == told.is_full:
+    def _take_answers(self, host: Host, report: Answers) -> list[Job]:
+        """Process a host's answers and sums, and return its next jobs."""
+        if not report.answers and not report.sums and host.is_full == report.is_full:
             return []
         done: list[tuple[Job, Answer]] = []
         with self.changed:
-            host.is_full = told.is_full
-            for answer in told.answers:
+            host.is_full = report.is_full
+            for answer in report.answers:
                 job = self._jobs.get(answer.message_id)
                 if job is not None and self._take_from_host(job, host):
                     done.append((job, answer))
                     self._take_answer(job, answer)
-            for part in told.sums:
+            for part in report.sums:
                 for box in self._summing:
                     for job, answer in box.summed(part):
                         self.count(job, answer)
@@ -368,21 +429,25 @@ class Dispatcher:
             return
         if not answer.reply.has_error():
             job.host.learn(job.box.kind, answer.seconds)
-        for one in job.box.answered(job, answer):
-            self.count(job, one)
+        for counted in job.box.answered(job, answer):
+            self.count(job, counted)
         if not job.box.wants(job.message_id):
             self._forget(job.message_id)
 
     def count(self, job: Job, answer: Answer) -> None:
-        """Accept an answer: keep the client's state, and put the reply into its box."""
+        """Accept an answer: store the client's new state and put the reply into its box.
+
+        The caller holds the lock.
+        """
         reply = answer.reply
         assert reply is not None
         try:
             partition = self.nodes.partition_of(job.message.metadata.dst_node_id)
             if answer.state or (answer.state is not None and self._states.size_bytes(partition)):
                 self._states.put(partition, answer.state)
-        except Exception as error:  # as of a full disk
-            if isinstance(job.box, SumBox):  # its reply may be in a sum already
+        except Exception as error:  # for example a full disk
+            # The reply may be in a sum already, so the sums of this box are useless.
+            if isinstance(job.box, SumBox):
                 job.box.error = error
             reply = failed(job.message, error)
         job.host.messages += 1
@@ -395,18 +460,21 @@ class Dispatcher:
         job.box.end(job.message, reply)
 
     def _again(self, job: Job) -> None:
-        """Have a message handled by whatever host has room, if its reply is wanted."""
+        """Requeue a message if its reply is still wanted. The next host with room gets it."""
         job.box.again(job)
         if not job.box.wants(job.message_id):
             self._forget(job.message_id)
-        self._waits(job.box)
+        self._list_if_waiting(job.box)
 
-    def _waits(self, box: Box) -> None:
+    def _list_if_waiting(self, box: Box) -> None:
         if box.count_waiting and box not in self._waiting:
             self._waiting.append(box)
 
     def _take_from_host(self, job: Job, host: Host | None = None) -> bool:
-        """Take note that a host does not have a message any more; tells whether it had it until now."""
+        """Record that a host no longer has a message. Returns True if it had the message until now.
+
+        ``host``: host that must have the message; by default, the job's.
+        """
         if self._jobs.get(job.message_id) is not job or (host is not None and job.host is not host):
             return False
         del self._jobs[job.message_id]
@@ -417,5 +485,5 @@ class Dispatcher:
         return True
 
     def _forget(self, message_id: str) -> None:
-        self._seed_of.pop(message_id, None)
+        self._seeds_by_message.pop(message_id, None)
         self._losses.pop(message_id, None)
