@@ -1,4 +1,40 @@
-"""The machine of this process as a host: messages wait for threads, which have workers with leases."""
+"""The local host: a queue of messages, and threads with one worker each that handle them.
+
+::
+
+    dispatcher ──take, exchange──> _waiting ──next──> thread: MessageHandler, a worker with a lease
+        ▲                                               │
+        └──────fetch────── _finished <─────finish───────┘
+
+:class:`QueueHost` is the queue, without processes or GPUs. :class:`LocalHost` adds what this machine has:
+settings, leases, environment variables and the threads of one run. In a cluster, each agent has a LocalHost.
+
+Workers should never wait for messages, and messages take milliseconds or hours. Large replies must not fill
+the memory. So one exchange fetches several short answers, and the exchange thread wakes up as soon as the
+queue is empty. No message begins while too many replies are unfetched.
+
+Threads:
+
+- The dispatcher's giver calls ``take``. The host's exchange thread calls ``exchange``, which takes the next
+  messages, adds replies to sums, and waits up to 1 s for answers. Only one thread exchanges at a time.
+- Each message thread (``_work``) repeats: get an assignment with ``next``, let the handler run it in a
+  worker, and store the answers with ``finish``. Before it blocks because the queue is empty, it tells the
+  handler that it is idle, so that the handler can release its lease.
+- Any thread may call ``cancel``, ``give_back``, ``ask_for_sum``, ``forget`` and ``close``.
+
+One lock protects the queue, and two conditions share it. ``_has_work`` wakes message threads: messages came,
+memory is free again, or the host closes. ``_has_finished`` wakes the exchange thread: there are answers, a
+sum was asked for, or the host closes.
+
+Sums. Arrays that are summed here never leave the host with their answer. ``fetch`` moves the reply into
+``_to_sum`` and returns the answer without arrays. The exchange thread adds it outside the lock after it has
+queued the next messages, so that workers do not wait for additions. A sum contains all replies of its group
+that were reported up to the exchange that returns it.
+
+Retries. A message that was cancelled or given back before a thread took it finishes with an Answer without a
+reply. The dispatcher requeues such a message, if it is still wanted. Deaths of workers are retried inside the
+handler (:mod:`flower_gpu.simulation.messages`).
+"""
 
 from __future__ import annotations
 
@@ -37,17 +73,21 @@ from flower_gpu.workers.output import AdmitLines, all_lines
 from flower_gpu.workers.own_process import restored_environment
 from flower_gpu.workers.threads import cores, planned_threads
 
-# Of short messages several are fetched at a time, as each time costs more than a short message does.
+# Seconds to gather answers of short messages. An exchange costs more than a short message.
 _GATHER_S: Final = 0.1
-# Of replies and states: so much is fetched at a time, where that is more than one message, and so much may be
-# there that nobody has fetched. Then no further message is begun.
+# Maximum bytes of replies and states in one fetch, unless a single answer is larger.
 _MOST_BYTES: Final = 1 << 26
+# No further message begins while unfetched replies and states take more bytes than this.
 _MOST_KEPT_BYTES: Final = 1 << 28
-_FETCH_S: Final = 1.0  # that whoever exchanges waits, at most
+# Seconds that an exchange waits for answers.
+_FETCH_S: Final = 1.0
 
 
 class QueueHost(Host):
-    """Messages wait here for a thread, and, handled, to be fetched; whoever exchanges sums the replies."""
+    """A host with a queue of messages, threads that handle them, and a queue of finished messages.
+
+    The thread that calls :meth:`exchange` also sums the replies.
+    """
 
     def __init__(self, about: About) -> None:
         super().__init__(about)
@@ -55,20 +95,24 @@ class QueueHost(Host):
         self._has_work = threading.Condition(self._lock)
         self._has_finished = threading.Condition(self._lock)
         self._waiting: deque[Visit] = deque()
-        self._finished: deque[tuple[Visit, Answer, int]] = deque()  # with sizes of replies and states
-        self._asked: list[int] = []  # groups whose sums are wanted
-        self._bytes = 0  # of what is finished
-        self._taken = 0  # messages that threads have
-        self._first_at = 0.0  # when the first of it was
+        # Finished messages with the bytes of their replies and states
+        self._finished: deque[tuple[Visit, Answer, int]] = deque()
+        self._asked: list[int] = []  # numbers of the groups to send sums of
+        self._bytes = 0  # bytes of all finished messages
+        self._taken = 0  # number of messages that threads handle
+        self._first_at = 0.0  # time at which the oldest unfetched message finished
         self._is_closed = False
-        self._to_sum: deque[tuple[Visit, Message]] = deque()  # that :meth:`exchange` has told of
+        self._to_sum: deque[tuple[Visit, Message]] = deque()  # fetched replies to add to sums
         self._sums: dict[int, GroupSum] = {}
-        self._forgotten: set[int] = set()  # groups
+        self._forgotten: set[int] = set()  # numbers of abandoned groups
         self._handler: MessageHandler
         self._threads: list[threading.Thread] = []
 
     def start(self, handler: MessageHandler, threads: int) -> None:
-        """Start so many threads, each of which has one message handled at a time."""
+        """Start the message threads. Each handles one assignment at a time.
+
+        ``threads``: number of threads.
+        """
         self._handler = handler
         self._threads = [
             threading.Thread(target=self._work, name=f"flower-gpu-messages-{number}", daemon=True)
@@ -78,39 +122,47 @@ class QueueHost(Host):
             thread.start()
 
     def most(self, kind: str) -> int:
-        """Return how many messages it has at most: few, since the next ones arrive at once; and batches."""
+        """Return the maximum number of messages that this host has at a time.
+
+        This is twice its concurrency, because the next messages arrive at once. With batches, it is enough
+        for one full batch per thread.
+        """
         few = min(super().most(kind), 2 * self.about.concurrency)
-        together = self._handler.batches.largest(kind)
-        return few if together == 1 else max(few, len(self._threads) * together)
+        batch_size = self._handler.batches.largest(kind)
+        return few if batch_size == 1 else max(few, len(self._threads) * batch_size)
 
     def messages_in_batches(self, kind: str) -> int:
-        """Return the number of messages in the batches that it handles at a time; 0 if it has no batches."""
-        together = self._handler.batches.largest_in_use(kind)
-        return 0 if together == 1 else len(self._threads) * together
+        """Return the number of messages in the batches handled at a time, or 0 without batches."""
+        batch_size = self._handler.batches.largest_in_use(kind)
+        return 0 if batch_size == 1 else len(self._threads) * batch_size
 
     def take(self, visits: Sequence[Visit]) -> None:
-        """Have messages handled, in this order."""
+        """Add messages to the queue, in this order."""
         with self._lock:
             self._waiting += visits
             self._has_work.notify(len(visits))
 
     def exchange(self, visits: Sequence[Visit]) -> Answers:
-        """Have messages handled; waits, not for long, for what has become of others."""
+        """Queue messages, and wait up to 1 s for answers to earlier ones. Returns them with finished sums."""
         self.take(visits)
-        self._sum()  # now that workers have their next messages
+        # Workers have their next messages now, so they do not wait for these additions.
+        self._sum()
         answers, asked = self.fetch(_FETCH_S)
         if asked:
             self._sum()
-        useless = [number for number, found in list(self._sums.items()) if found.error]
-        sums = [found for number in {*asked, *useless} if (found := self._sums.pop(number, None))]
-        for found in sums:
-            found.settle()
+        useless = [number for number, total in list(self._sums.items()) if total.error]
+        sums = [total for number in {*asked, *useless} if (total := self._sums.pop(number, None))]
+        for total in sums:
+            total.settle()
         return Answers(answers, sums)
 
     def fetch(self, timeout_s: float) -> tuple[list[Answer], list[int]]:
-        """Wait for answers, and for groups whose sums are wanted; none where none is in time.
+        """Wait for answers and requests for sums. Returns the answers and the numbers of the groups.
 
-        While others wait for a thread, several are returned at a time. Arrays that are summed here stay here.
+        Both are empty after a timeout. While messages wait for a thread, several answers are gathered and
+        returned together. Arrays that are summed here are left out of the answers.
+
+        ``timeout_s``: seconds to wait for the first answer or request.
         """
         answers: list[Answer] = []
         taken = 0
@@ -145,39 +197,42 @@ class QueueHost(Host):
             self._sums[group.number].add(reply, visit.place, self.name_of(visit))
 
     def name_of(self, visit: Visit) -> str:
-        """Return how errors name the receiver of a message."""
+        """Return the receiver of a message as errors name it."""
         return f"node {visit.message.metadata.dst_node_id}"
 
     def ask_for_sum(self, group: int) -> None:
-        """Have the sum of a group come with the next answers; the group begins anew."""
+        """Request the sum of a group with the next answers. Later replies go into a new sum."""
         with self._lock:
             self._asked.append(group)
             self._has_finished.notify()
 
     def forget(self, groups: Sequence[int]) -> None:
-        """Give up groups whose sums nobody wants."""
+        """Drop the sums of abandoned groups, and all their later replies."""
         self._forgotten.update(groups)
         for group in groups:
             self._sums.pop(group, None)
 
     def cancel(self, message_id: str) -> None:
-        """Give up a message, also one that comes later."""
+        """Cancel a message. If it has not arrived yet, it is cancelled on arrival."""
         self.give_back(message_id)
         self._handler.cancel(message_id)
 
     def give_back(self, only: str | None = None) -> None:
-        """Give up all messages that no thread has taken, or only one: others may handle them earlier."""
+        """Return all queued messages to the dispatcher, because other hosts may handle them earlier.
+
+        ``only``: id of a single message to return.
+        """
         with self._lock:
             for visit in [visit for visit in self._waiting if only in (None, visit.message_id)]:
                 self._waiting.remove(visit)
                 self._finish(visit, Answer(visit.message_id))
 
     def stuck_since(self) -> float | None:
-        """Return since when messages wait and none has a worker; None where that is not so."""
+        """Return the time since which messages have been waiting with no worker running, or None."""
         return self._handler.stuck_since()
 
     def close(self) -> None:
-        """End all workers: those that handle a message at once, the others by themselves."""
+        """End all threads and their workers. Busy workers are killed, idle ones end by themselves."""
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
@@ -203,9 +258,11 @@ class QueueHost(Host):
         self._handler.leave()
 
     def next(self, *, waits: bool) -> list[Visit]:
-        """Return the next assignment: messages that a worker handles together, most often one.
+        """Return the next assignment: the messages that a worker handles together, usually one.
 
-        It is empty if no message may be handled at this moment, or ever again.
+        The list is empty if no message may begin now or the host is closed.
+
+        ``waits``: True to block until a message may begin.
         """
         with self._lock:
             if waits:
@@ -214,12 +271,13 @@ class QueueHost(Host):
                 return []
             visits = [self._waiting.popleft() for _ in range(self._assignment_size())]
             self._taken += len(visits)
+            # The queue is empty now. The exchange thread brings new messages after it has fetched answers.
             if self._finished and not self._waiting:
-                self._has_finished.notify()  # whoever fetches brings messages
+                self._has_finished.notify()
             return visits
 
     def _assignment_size(self) -> int:
-        """Return how many of the waiting messages a worker is to handle now; other threads get their part."""
+        """Return the number of queued messages for the next assignment. Other threads get their share."""
         first = self._waiting[0]
         kind = first.message.metadata.message_type
         part = -(-(self._taken + len(self._waiting)) // self.about.concurrency)
@@ -233,7 +291,7 @@ class QueueHost(Host):
         return self._is_closed or (bool(self._waiting) and self._bytes <= _MOST_KEPT_BYTES)
 
     def finish(self, visit: Visit, answer: Answer) -> None:
-        """Take the answer to a message."""
+        """Store the answer to a message until it is fetched."""
         size = answer.size_bytes
         with self._lock:
             self._taken -= 1
@@ -248,16 +306,16 @@ class QueueHost(Host):
             self._has_finished.notify()
 
     def _is_enough(self) -> bool:
-        """Tell whether what is finished is to be fetched at once: workers need messages, or memory."""
+        """Return True if answers should be fetched at once, because workers need messages or memory."""
         return not self._waiting or self._bytes > _MOST_BYTES or bool(self._asked) or self._is_closed
 
 
 class LocalHost(QueueHost):
-    """The machine that this process is on, for one run.
+    """The machine of this process as a host of one run.
 
-    ``work``: what is to be done.
-    ``admit_lines``: decides which lines of clients are shown.
-    ``gpus``: its GPUs that can be used.
+    ``work``: description of the run.
+    ``admit_lines``: decides which lines of the clients' output are shown.
+    ``gpus``: the usable GPUs.
     """
 
     can_be_lost: ClassVar = False
@@ -272,18 +330,23 @@ class LocalHost(QueueHost):
         self._decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
         if work.is_deterministic:
             determinism.check_gpus(settings.gpu.on_oom, self.gpus, self._decision.uuids)
-        self._of_clients = [
-            call_settings(joined(work.options, own), named=flag) for own in work.nodes.clients.resources()
+        # The distinct settings of clients
+        self._client_settings = [
+            call_settings(joined(work.options, overrides), named=flag)
+            for overrides in work.nodes.clients.resources()
         ]
 
-        def at_once(settings: CallSettings) -> tuple[int, int]:
+        def leases_and_concurrency(settings: CallSettings) -> tuple[int, int]:
             leases = workers.most_leases(settings, self._decision.uuids)
             return leases, workers.concurrency(settings, leases, work.max_workers, len(work.nodes.ids))
 
-        # Clients that ask for little are many at a time; what the others get is no less for that.
-        self._leases, concurrency = map(max, zip(*map(at_once, self._of_clients), strict=True))
-        self._usual = at_once(settings)[1]
-        self._variables = workers.variables(self._usual, env, settings.host.num_cpus)
+        # Many clients with small needs can run at a time, so these decide. Clients with larger needs still
+        # get all that they ask for.
+        self._leases, concurrency = map(
+            max, zip(*map(leases_and_concurrency, self._client_settings), strict=True)
+        )
+        self._usual_concurrency = leases_and_concurrency(settings)[1]
+        self._variables = workers.variables(self._usual_concurrency, env, settings.host.num_cpus)
         threads = planned_threads({**os.environ, **self._variables})
         super().__init__(
             About(platform.node(), concurrency, threads, determinism.described(self.gpus), cores(), [])
@@ -291,18 +354,18 @@ class LocalHost(QueueHost):
         self._opened = ExitStack()
 
     def name_of(self, visit: Visit) -> str:
-        """Return how errors name the receiver of a message: by its partition, as the displays do."""
+        """Return the receiver of a message as errors name it: by its partition, as the displays do."""
         return f"client {self._run.nodes.partition_of(visit.message.metadata.dst_node_id)}"
 
     def begin(self, joined: Callable[[Host], object]) -> None:
-        """Get ready for messages, and ask for some."""
+        """Start the message threads, and report this host to ``joined``."""
         self.open()
         joined(self)
 
     def open(self, *, tries: int = 1) -> None:
-        """Get ready for messages.
+        """Start the message threads and everything that they share, such as the MPS daemon.
 
-        ``tries``: how often a message is handled, at most, whose worker dies.
+        ``tries``: maximum number of attempts at a message when workers die.
         """
         work, settings = self._run, self._settings
         if work.mps:
@@ -310,21 +373,25 @@ class LocalHost(QueueHost):
         needs = workers.Needs.of(libraries_in(work.app))
         needs.learn_beside(settings)
         self._without = needs.without
-        requests = {each.gpu.request for each in self._of_clients}
-        is_known = len(requests) == 1 and not requests.pop().is_auto  # of leases of one size
+        requests = {client_settings.gpu.request for client_settings in self._client_settings}
+        # The number of concurrent leases is known only if all have the same fixed size.
+        is_known = len(requests) == 1 and not requests.pop().is_auto
         turns = LeaseTurns(self._leases or None if is_known else None)
-        cores_of_run = workers.core_leases(settings, self._usual, self.about.concurrency, work.name)
-        of_calls: dict[str, Any] = {**work.options, "env": self._variables}
-        # One more while messages are short: it is written, or its reply read, while the others are computed.
+        cores_of_run = workers.core_leases(
+            settings, self._usual_concurrency, self.about.concurrency, work.name
+        )
+        call_options: dict[str, Any] = {**work.options, "env": self._variables}
+        # A spare thread helps with short messages: while workers compute, it sends a message or reads a
+        # reply.
         has_spare = work.max_workers is None and not self._leases
         threads = self.about.concurrency + has_spare
         handler = self.handler = MessageHandler(
             work,
-            of_calls,
+            call_options,
             lambda: Slot(turns, needs.without, cores_of_run, self._admit_lines),
             workers=threads,
             tries=tries,
-            # Without a GPU, messages need not look for one again and again.
+            # If this host has no GPU, messages need not search for GPUs again.
             inventory=None if self.gpus else self._inventory,
         )
         self._opened.callback(cores_of_run.close)
@@ -333,23 +400,24 @@ class LocalHost(QueueHost):
         self.start(handler, threads)
 
     def where(self) -> str:
-        """Return a line on the place of messages, or on options without effect."""
+        """Return a line that says where calls run, or that options have no effect."""
         gpu, env = self._settings.gpu, {**os.environ, **self._settings.worker.env}
-        gpus = [one for one in self.gpus if one.uuid in self._decision.uuids]
-        requests = [each.gpu.request for each in self._of_clients if not each.gpu.request.is_auto]
+        gpus = [usable for usable in self.gpus if usable.uuid in self._decision.uuids]
+        client_requests = [client_settings.gpu.request for client_settings in self._client_settings]
+        requests = [request for request in client_requests if not request.is_auto]
         if not gpus and requests:
             return notices.without_effect(requests[0], "all calls", notices.why_on_cpu(gpu, None, env))
-        is_auto = any(each.gpu.request.is_auto for each in self._of_clients)
-        at_once = None if gpus and is_auto else self.about.concurrency
-        return notices.calls_run(gpu, gpus, at_once, None, env)
+        is_auto = any(request.is_auto for request in client_requests)
+        concurrency = None if gpus and is_auto else self.about.concurrency
+        return notices.calls_run(gpu, gpus, concurrency, None, env)
 
     def has_begun(self) -> None:
-        """Do nothing: workers write into the trace themselves."""
+        """Do nothing. Workers write into the trace themselves."""
 
     def load_data(self) -> None:
-        """Load the data for calls, if there are any.
+        """Load the shared data for calls, if the options name any.
 
-        Raises ConfigError if that fails: so the run ends here, and not each client's call.
+        Raises ConfigError if that fails, so that the run ends before each client's call fails.
         """
         try:
             workers.load_data(self._settings, self._variables, self._without)
@@ -357,18 +425,18 @@ class LocalHost(QueueHost):
             raise ConfigError(str(error)) from error
 
     def facts(self) -> dict[str, Any]:
-        """Return the workers' facts for the result."""
+        """Return the facts about this host's workers for the result."""
         return self.handler.facts()
 
     def close(self) -> None:
-        """End all workers, and let go of all that is held."""
+        """End all workers, and release all resources of the run."""
         super().close()
         self._opened.close()
 
 
 @contextmanager
 def _packed(uuids: Sequence[str]) -> Iterator[None]:
-    """Run an MPS daemon in the block, of which all workers of this process are clients."""
+    """Run an MPS daemon in the block. All workers of this process are its clients."""
     folder = os.environ.get(RUN_DIR_VARIABLE)
     logs = None if folder is None else RunFolder(Path(folder)).mps
     parent = state_folder.made_state_dir()
@@ -378,7 +446,7 @@ def _packed(uuids: Sequence[str]) -> Iterator[None]:
 
 
 def libraries_in(app: ClientApp | AppReference) -> list[str]:
-    """Return the libraries that an app imports; nothing is imported."""
+    """Return the libraries that an app imports, without importing them."""
     if isinstance(app, AppReference):
         return libraries_of(app.folder, app.name.partition(":")[0])
     return libraries_used(vars(app))
