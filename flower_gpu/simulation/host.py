@@ -1,4 +1,8 @@
-"""A host: a machine that handles messages of a run. The interface between it and the grid."""
+"""Hosts: the interface between the dispatcher and the machines that handle a run's messages.
+
+The dispatcher sends a :class:`Visit` for each message and gets an :class:`Answer`. :class:`Host` is one
+machine, :class:`Hosts` all machines of an engine.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ from flower_gpu.workers.call_end import traceback_of
 
 @dataclass(frozen=True)
 class SumGroup:
-    """Replies that a host sums.
+    """A group of replies that a host sums.
 
-    ``number``: no two groups of a run have the same.
+    ``number``: number that is unique within the run.
     ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.flower.averaging.ReplySum`.
     """
 
@@ -40,10 +44,10 @@ class SumGroup:
 class Visit:
     """A message on its way to a host.
 
-    ``seed``: of the client's random numbers.
-    ``state``: what the client has kept; empty where that is nothing.
-    ``group``: what the reply is summed with.
-    ``place``: the reply's in its group, if the group is summed in order.
+    ``seed``: seed of the client's random numbers.
+    ``state``: the client's encoded state, or empty.
+    ``group``: group that the reply is summed in, or None.
+    ``place``: position of the reply in its group, if the group is summed in order.
     """
 
     message: Message
@@ -54,19 +58,19 @@ class Visit:
 
     @property
     def message_id(self) -> str:
-        """The message's."""
+        """The id of the message."""
         return self.message.metadata.message_id
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What has become of a message.
+    """The outcome of a message on a host.
 
-    ``reply``: without its arrays if they are summed on the host. None: the message was not handled; it was
-    given up, or is to be handled elsewhere.
-    ``state``: what the client keeps from now on; None: what it had.
-    ``seconds``: how long the message was handled.
-    ``call_s``: what the call took in its worker, if that is to be learned.
+    ``reply``: the reply, without its arrays if the host sums them. None if the message was not handled,
+    because it was cancelled or another host should handle it.
+    ``state``: the client's new state, or None if the state did not change.
+    ``seconds``: seconds that the message was handled.
+    ``call_s``: duration of the call in its worker, if it is useful for later estimates.
     """
 
     message_id: str
@@ -77,7 +81,7 @@ class Answer:
 
     @property
     def size_bytes(self) -> int:
-        """What the arrays of the reply and the state take."""
+        """The size of the state and the reply's arrays in bytes."""
         size = len(self.state or b"")
         if self.reply is None or self.reply.has_error():
             return size
@@ -89,24 +93,28 @@ class GroupSum:
     """The sum of a group's replies on a host.
 
     ``total``: the sum so far.
-    ``ids``: of the messages whose replies are in it.
-    ``error``: why there is no sum.
+    ``ids``: ids of the messages with replies in the sum.
+    ``error``: reason why there is no sum, or None.
     """
 
     group: SumGroup
     total: ReplySum = field(init=False)
     ids: list[str] = field(default_factory=list)
     error: InvalidResultError | None = None
-    _early: dict[int, tuple[Message, str]] = field(default_factory=dict)  # those before them are not here
+    # Replies with their sources that wait for replies with a lower place, by place
+    _early: dict[int, tuple[Message, str]] = field(default_factory=dict)
+    # Place of the next reply to add
     _next: int = 0
 
     def __post_init__(self) -> None:
         self.total = ReplySum(self.group.weighted_by_key, keeps_integers=self.group.keeps_integers)
 
     def add(self, reply: Message, place: int | None, source: str) -> None:
-        """Add a reply: at once, or when all those with a lower place are there.
+        """Add a reply to the sum.
 
-        ``source``: whose reply it is, for errors.
+        ``place``: position in the group. The reply waits until all lower positions are added. None adds it at
+        once.
+        ``source``: name of the client in errors.
         """
         self.ids.append(reply.metadata.reply_to_message_id)
         if place is None:
@@ -118,7 +126,7 @@ class GroupSum:
             self._next += 1
 
     def settle(self) -> None:
-        """Add, in their order, replies that wait for others before them: those do not come any more."""
+        """Add all waiting replies in order, because the missing replies before them will not come."""
         for place in sorted(self._early):
             self._sum(*self._early.pop(place))
 
@@ -132,9 +140,9 @@ class GroupSum:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a host has to say: answers, the sums that were asked for, and whether it takes no more messages.
+    """A host's report: answers, the requested sums, and True if the host accepts no more messages now.
 
-    A sum has all replies of its group that were in answers up to now, these included.
+    A sum contains all replies of its group in the answers up to now, including the answers of this report.
     """
 
     answers: Sequence[Answer] = ()
@@ -143,11 +151,11 @@ class Answers:
 
 
 class CallError(Error):
-    """An error in the place of a reply's content, with the traceback of the call that failed.
+    """An error in place of a reply's content, with the traceback of the failed call.
 
     ``code``, ``reason``: as for Flower's ``Error``.
-    ``traceback``: the worker's; empty where there is none.
-    ``ends_run``: what the run is to be ended with.
+    ``traceback``: traceback in the worker, or empty.
+    ``ends_run``: exception that should end the run, or None.
     """
 
     def __init__(
@@ -159,24 +167,24 @@ class CallError(Error):
 
 
 class NoSuchNodeError(FlowerGPUError):
-    """A message is to a node that does not exist."""
+    """The receiver of a message does not exist."""
 
 
 def arrays_bytes(message: Message) -> int:
-    """Return the bytes of the arrays of a message."""
+    """Return the size of a message's arrays in bytes."""
     records = records_in(message, ArrayRecord).values()
     return sum(size_bytes(array) for record in records for array in record.values())
 
 
 def failed(message: Message, error: BaseException) -> Message:
-    """Return the reply to a message of which nothing but an error came."""
+    """Return an error as the reply to a message."""
     text = shortened(str(error) or type(error).__name__)
     ends_run = error if isinstance(error, RunEndedError) else None
     return Message(CallError(_code(error), text, traceback_of(error), ends_run), reply_to=message)
 
 
 def expired(message: Message) -> Message:
-    """Return the reply to a message whose ttl is over."""
+    """Return the error that is the reply to an expired message."""
     error = CallError(ErrorCode.MESSAGE_UNAVAILABLE, f"{NO_REPLY} within the message's ttl")
     return Message(error, reply_to=message)
 
@@ -191,27 +199,28 @@ def _code(error: BaseException) -> int:
     return ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 
-#: How many messages a worker handles if nobody says how many: only the kernel and other users end it before.
+#: Default number of messages that a worker handles. Before that, only the kernel or other users end it.
 MANY: Final = 1000
-#: Of shorter messages the handing over of others takes a part that counts.
+#: For messages shorter than this many seconds, the time to hand over the next message matters.
 _SHORT_S: Final = 0.1
-# Short messages wait there that take so long together: so many may be needed until the next ones come.
+# A host queues short messages for this many seconds, because it may need as many until the next ones arrive.
 _AHEAD_S: Final = 0.5
-_LEAST_S: Final = 1e-3  # that a message is taken for
+# Lower bound for the duration of a message in seconds. It limits the number of queued messages.
+_LEAST_S: Final = 1e-3
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a host must know of a run. It can be pickled.
+    """The description of a run for hosts. It can be pickled.
 
-    ``name``: the app's.
-    ``app``: what handles messages.
-    ``options``: of each call.
-    ``nodes``: who gets messages.
-    ``max_workers``, ``calls_per_worker``, ``verify_recycling``: as :func:`flower_gpu.simulate` has them.
-    ``is_deterministic``: whether algorithms must give the same bits each time.
-    ``is_strict``: whether what another run would not have ends this one.
-    ``mps``: whether its workers compute on a GPU at the same time, by an MPS daemon of the run.
+    ``name``: name of the app.
+    ``app``: the app that handles messages, or where to find it.
+    ``options``: options of each call.
+    ``nodes``: the receivers of messages.
+    ``max_workers``, ``calls_per_worker``, ``verify_recycling``: as for :func:`flower_gpu.simulate`.
+    ``is_deterministic``: True if algorithms must give the same bits each time.
+    ``is_strict``: True if accidents that another run would not have end this run.
+    ``mps``: True if workers compute on a GPU at the same time, through an MPS daemon of the run.
     """
 
     name: str
@@ -228,14 +237,14 @@ class Work:
 
 @dataclass(frozen=True)
 class About:
-    """What a host says of itself.
+    """A host's description of itself.
 
-    ``name``: the machine's.
-    ``concurrency``: how many messages it handles at a time, at most.
-    ``threads``: of each worker's libraries.
-    ``described``: processors, GPUs and versions, as the settings of a run have them.
-    ``cores``: how many it has.
-    ``gpus``: its GPUs, as the trace has them.
+    ``name``: name of the machine.
+    ``concurrency``: maximum number of messages handled at a time.
+    ``threads``: number of threads of each worker's libraries.
+    ``described``: processors, GPUs and versions, in the format of a run's settings.
+    ``cores``: number of cores.
+    ``gpus``: the host's GPUs, in the format of the trace.
     """
 
     name: str
@@ -247,21 +256,22 @@ class About:
 
 
 class Host(ABC):
-    """Handles messages: it takes visits, and returns answers.
+    """A machine that handles messages: it takes visits and returns answers.
 
-    One thread at a time calls :meth:`exchange`; the others may be called by any thread. An engine says
-    ``about``; the rest is the dispatcher's, which an engine only reads.
+    Only one thread at a time calls :meth:`exchange`. All other methods may be called by any thread. An engine
+    sets ``about``. The other attributes belong to the dispatcher, and an engine only reads them.
 
-    ``about``: what it says of itself.
-    ``is_gone``: whether it is lost.
-    ``is_full``: whether it can take no more messages at this moment.
-    ``under_way``: how many messages it has.
-    ``is_exclusive``: whether it gets no other message until the one is done that it has.
-    ``messages``, ``failed``: how many replies came from it, and how many of them were errors.
-    ``call_s``: how long it handles a message of each type, a mean of the last ones.
+    ``about``: the host's description of itself.
+    ``is_gone``: True if the host is lost.
+    ``is_full``: True if the host accepts no more messages at the moment.
+    ``under_way``: number of messages on the host.
+    ``is_exclusive``: True if the host gets no other message until its present message is done.
+    ``messages``: number of replies from the host.
+    ``failed``: number of replies that were errors.
+    ``call_s``: mean duration of recent messages in seconds, by message type.
     """
 
-    #: Whether it may be lost, with what it has.
+    #: True if the host can be lost together with its messages and sums.
     can_be_lost: ClassVar[bool] = True
 
     def __init__(self, about: About) -> None:
@@ -272,45 +282,55 @@ class Host(ABC):
 
     @property
     def name(self) -> str:
-        """The machine's."""
+        """The name of the machine."""
         return self.about.name
 
     @abstractmethod
     def take(self, visits: Sequence[Visit]) -> None:
-        """Have messages handled, in this order. That the host is gone is told by :meth:`exchange`."""
+        """Send messages to the host, to be handled in this order.
+
+        Does not fail if the host is gone. :meth:`exchange` raises then.
+        """
 
     @abstractmethod
     def exchange(self, visits: Sequence[Visit]) -> Answers:
-        """Have messages handled; waits, not for long, for what has become of others.
+        """Send messages to the host, and wait briefly for its report on earlier messages.
 
-        Raises Exception if the host is gone, or of no use.
+        Raises Exception if the host is gone or cannot be used.
         """
 
     @abstractmethod
     def ask_for_sum(self, group: int) -> None:
-        """Have the sum of a group come with the next answers; the group begins anew."""
+        """Request the sum of a group with the next answers. Later replies go into a new sum."""
 
     @abstractmethod
     def forget(self, groups: Sequence[int]) -> None:
-        """Give up groups whose sums nobody wants."""
+        """Drop groups with sums that are no longer wanted."""
 
     @abstractmethod
     def cancel(self, message_id: str) -> None:
-        """Give up a message, also one that comes later."""
+        """Cancel a message. If it has not arrived yet, it is cancelled on arrival."""
 
     def stuck_since(self) -> float | None:
-        """Return since when messages wait and none has a worker; None where that is not so, or not known."""
+        """Return the time since which messages have been waiting with no worker running, or None.
+
+        None also if the host does not know.
+        """
         return None
 
     def lost(self, error: Exception, left: int) -> None:  # noqa: B027
-        """Take note of the error for which nobody asks this host any more, and how many others there are."""
+        """Handle the loss of this host.
+
+        ``error``: exception that showed the loss.
+        ``left``: number of remaining hosts.
+        """
 
     def learn(self, kind: str, seconds: float) -> None:
-        """Take note of how long a message was handled here."""
+        """Record the duration of a message on this host."""
         self.call_s[kind] = (3 * self.call_s.get(kind, seconds) + seconds) / 4
 
     def most(self, kind: str) -> int:
-        """Return how many messages it has at most: those that it handles, and short ones that wait there."""
+        """Return the maximum number of messages on this host: one per worker, and queued short messages."""
         call_s = self.call_s.get(kind)
         if call_s is None or call_s > _SHORT_S:
             return self.about.concurrency
@@ -318,35 +338,39 @@ class Host(ABC):
         return self.about.concurrency + int(ahead)
 
     def messages_in_batches(self, kind: str) -> int:
-        """Return the number of messages in the batches that it handles at a time; 0 if it has no batches."""
+        """Return the number of messages in the batches handled at a time, or 0 without batches."""
         return 0
 
 
 class Hosts(Protocol):
-    """The hosts of a run, made by an engine from a :class:`Work`.
+    """All hosts of a run. An engine makes them from a :class:`Work`.
 
-    ``about`` is read first, so hosts are there once it is made. Then come :meth:`begin`, :meth:`has_begun`,
-    :meth:`load_data`, messages, :meth:`facts`, and :meth:`close`, which lets ``Host.exchange`` return.
+    ``about`` is read first, so the constructor must find the hosts. Then :meth:`begin`, :meth:`has_begun` and
+    :meth:`load_data` are called, and messages are sent. :meth:`facts` and :meth:`close` come last. ``close``
+    lets ``Host.exchange`` return.
     """
 
     @property
     def about(self) -> About:
-        """How many messages all of them handle at a time; the rest as one of them says."""
+        """The concurrency of all hosts together, with the description of one of the hosts."""
 
     def where(self) -> str:
-        """Say where messages are handled."""
+        """Return a line that says where messages are handled."""
 
     def begin(self, joined: Callable[[Host], object]) -> None:
-        """Get ready for messages; ``joined`` is told of each host that is there, or joins."""
+        """Get ready for messages.
+
+        ``joined``: called with each present host, and later with each host that joins.
+        """
 
     def has_begun(self) -> None:
-        """Take note that the trace says that the run has begun: hosts' own events come after that."""
+        """Allow hosts to write events, because the trace has the start of the run now."""
 
     def load_data(self) -> None:
-        """Load the data for calls, if there are any."""
+        """Load the shared data for calls, if the options name any."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the hosts' facts for the result, with keys of docs/reference/result.md."""
+        """Return the facts about hosts for the result, with the keys of docs/reference/result.md."""
 
     def close(self) -> None:
         """End all workers."""
