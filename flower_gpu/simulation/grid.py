@@ -1,4 +1,10 @@
-"""Flower's ``Grid`` without a network of SuperNodes: messages are in boxes, and hosts handle them."""
+"""Flower's ``Grid`` without a network of SuperNodes. Messages are in boxes, and hosts handle them.
+
+The ServerApp's thread calls the methods. Other threads may ask for the nodes, and get the latest answer
+again. The dispatcher's threads change the boxes meanwhile, so methods of boxes are called with ``_changed``
+held, the dispatcher's condition. :meth:`SimulationGrid._coming` waits on it for replies. ``boxes`` explains
+the states of a message, ``dispatcher`` the threads.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +48,25 @@ from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.watch.waits import WorkerWaits
 
-# A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
+# An app may have its own loop that waits for more nodes, which would be endless. A warning is logged after
+# this many calls in this many seconds.
 _MANY_QUESTIONS: Final = 5
 _LONG_S: Final = 10.0
-# Messages of a round are gathered for so long before workers may take the longest of them: thousands are sent
-# in that time, and a generator that is slow keeps nobody waiting.
+# Seconds in which messages of a round are gathered before workers may begin the longest of them. Thousands of
+# messages are sent in that time, and a slow generator does not keep workers waiting.
 _GATHER_S: Final = 0.05
-_TAKE_S: Final = 10.0  # between two times that sums are fetched: what is lost with a host is younger
-_TAKE_SHARE: Final = 0.05  # of the time may be spent on that
-_LOOK_S: Final = 0.25  # between two looks whether messages wait for what others have
-# The ttl of messages whose app gives none. Flower's is 12 hours, and goes on while a run waits for leases.
+# Seconds between two fetches of sums. The replies that are lost with a host are younger than this.
+_TAKE_S: Final = 10.0
+# Maximum share of the time for fetching sums.
+_TAKE_SHARE: Final = 0.05
+# Seconds between two checks of whether messages wait for resources that other programs have.
+_LOOK_S: Final = 0.25
+# The ttl of messages if the app sets none. Flower's default is 12 hours, and runs while a run waits for
+# leases.
 _UNLIMITED_S: Final = 365 * 86400.0
-_KEY_BYTES: Final = 32  # of a virtual node's public key, which nobody signs with
-# Since flwr 1.43 a ServerApp may reply to a client's message. Before, Flower's grid refused such a message.
+# Size of a virtual node's public key. It is never used for signatures.
+_KEY_BYTES: Final = 32
+# Since flwr 1.43, a ServerApp may reply to a client's message. Before, Flower's grid refused such a message.
 _CAN_SEND_REPLIES: Final = "reply_to_message_ids" in inspect.signature(Grid.pull_messages).parameters
 _UNAVAILABLE: Final = {
     ErrorCode.MESSAGE_UNAVAILABLE: f"{NO_REPLY}: the message's ttl is over, its reply was pulled before, or "
@@ -64,14 +76,14 @@ _UNAVAILABLE: Final = {
 
 
 class SimulationGrid(Grid):
-    """Messages of a run and their replies, in boxes.
+    """The grid of a simulated run. It keeps messages and replies in boxes.
 
-    ``run``: the run that messages are of.
-    ``dispatcher``: hands messages to hosts.
-    ``durations``: what messages are expected to take: those that are sent together are handled from the
-    longest to the shortest. Without it in the order of sending.
-    ``sums_in_order``: whether replies are always summed in the order of the nodes.
-    ``is_strict``: whether messages that are not done in time end the run.
+    ``run``: the run that sends the messages.
+    ``dispatcher``: assigns messages to hosts.
+    ``durations``: estimates of the durations of calls. Messages that are sent together are handled from the
+    longest to the shortest. Without it, they are handled in the order of sending.
+    ``sums_in_order``: True if replies are always summed in the order of the nodes.
+    ``is_strict``: True if late messages end the run.
     """
 
     def __init__(
@@ -88,19 +100,20 @@ class SimulationGrid(Grid):
         self._changed = dispatcher.changed
         self._nodes: VirtualNodes = dispatcher.nodes
         self._durations = durations
-        #: Whether replies are always summed in an order that does not depend on who is done first.
+        #: True if the order of summation never depends on which client finishes first.
         self.sums_in_order = sums_in_order
         self._is_strict = is_strict
-        self._there: Sequence[int] = self._nodes.ids  # as it was told last
-        self._sent = 0  # how often messages were sent
-        #: The SuperLink's side, as Flower's grids have it.
+        self._there: Sequence[int] = self._nodes.ids  # the latest answer to the app
+        self._sent = 0  # number of message sets sent
+        #: The SuperLink as a node, as in Flower's grids.
         self.node = Node(node_id=SUPERLINK_NODE_ID)
         self._began_at = time.time()
         self._app_thread = threading.get_ident()
-        #: Gets the events of a run that waits for what others have.
+        #: Receives the events of a run that waits for resources that other programs have.
         self.tell: Callable[..., Any] = trace.make
         self._waits = WorkerWaits(lambda name, **fields: self.tell(name, **fields))
-        self._asked = 0  # for the nodes, since the last message
+        # Number of times that the app asked for the nodes since the last message, and the time of the first
+        self._asked = 0
         self._asked_at = 0.0
         self._has_warned = False
         self._numbers = itertools.count(1)
@@ -110,11 +123,11 @@ class SimulationGrid(Grid):
 
     @property
     def run(self) -> Run:
-        """The run."""
+        """A copy of the run's description."""
         return Run(**vars(self._run))
 
     def set_run(self, run: Run) -> None:
-        """Take another description of the run."""
+        """Replace the description of the run."""
         if not isinstance(run, Run):
             raise TypeError(f"`run` must be an instance of Run, got {type(run).__name__}")
         self._run = run
@@ -127,11 +140,11 @@ class SimulationGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Create a message."""
+        """Return a new message."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        """Return all nodes, with what Flower's Simulation Runtime tells of its own."""
+        """Return the available nodes, with the same fields as in Flower's Simulation Runtime."""
         registered_at = datetime.fromtimestamp(self._began_at, UTC).isoformat()
         return [
             NodeInfo(
@@ -149,9 +162,9 @@ class SimulationGrid(Grid):
         ]
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of the nodes that are there in this round.
+        """Return the ids of the nodes available in this round.
 
-        Raises ConfigError if Flower asks for whoever waits for more nodes than there are: it would ask for
+        Raises ConfigError if the caller waits for more nodes than the run has, because it would wait for
         ever.
         """
         count, wanted = len(self._nodes.ids), wanted_nodes()
@@ -183,24 +196,27 @@ class SimulationGrid(Grid):
         return list(self._there)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Have messages handled; returns their ids, by which replies can be pulled."""
+        """Send messages, and return their ids for :meth:`pull_messages`."""
         box = PulledBox(self._changed) if isinstance(messages, Buffered) else Box(self._changed)
         return list(self._send(messages, box))
 
     def wait_for_replies(self, message_ids: Sequence[str], timeout_s: float) -> Sequence[str]:
-        """Wait for a reply to messages of FedBuff; returns the ids of those that have one."""
+        """Wait for a reply to any of FedBuff's messages. Returns the ids of messages with a reply.
+
+        ``timeout_s``: seconds to wait. The result is empty after that.
+        """
         boxes = {message_id: cast(PulledBox, self._boxes[message_id]) for message_id in message_ids}
         for box in set(boxes.values()):
             self._expire(box)
 
-        def here() -> list[str]:
-            return [one for one, box in boxes.items() if box.has_reply(one)]
+        def ids_with_reply() -> list[str]:
+            return [message_id for message_id, box in boxes.items() if box.has_reply(message_id)]
 
         with self._changed:
-            return self._changed.wait_for(here, timeout_s)
+            return self._changed.wait_for(ids_with_reply, timeout_s)
 
     def cancel_messages(self, message_ids: Iterable[str]) -> None:
-        """Cancel messages that were pushed, and end their handling; others that were sent with them go on."""
+        """Cancel pushed messages and stop their handling. Other messages of the same set go on."""
         ids_by_box: dict[Box, list[str]] = {}
         for message_id in message_ids:
             if (box := self._boxes.pop(message_id, None)) is not None:
@@ -210,7 +226,7 @@ class SimulationGrid(Grid):
         self._dispatcher.cancel(running)
 
     def slow_down_of(self, node_id: int) -> float:
-        """Return by what factor a node is slower than this machine."""
+        """Return the factor by which calls of a node take longer than on this machine."""
         slow_down: float = self._nodes.own(node_id).get("slow_down", 1.0)
         return slow_down
 
@@ -220,19 +236,19 @@ class SimulationGrid(Grid):
         *,
         message_ids: Iterable[str] | None = None,
     ) -> Iterable[Message]:
-        """Return the replies that have arrived, each once, and an error for a message that is not known.
+        """Return the arrived replies, each once, and an error for each unknown message.
 
-        ``reply_to_message_ids``: ids of the messages, by default of all that are pending. This parameter is
-        called ``message_ids`` up to flwr 1.42.
+        ``reply_to_message_ids``: ids of the messages; by default, all pending messages. Up to flwr 1.42, this
+        parameter is called ``message_ids``.
         """
         wanted = reply_to_message_ids if message_ids is None else message_ids
         if wanted is None:
             wanted = list(self._boxes)
         boxes = {message_id: self._boxes.get(message_id) for message_id in wanted}
-        for each in set(boxes.values()) - {None}:
-            self._expire(cast(Box, each))
+        for pending_box in set(boxes.values()) - {None}:
+            self._expire(cast(Box, pending_box))
         self.clock()
-        found = []
+        replies = []
         with self._changed:
             for message_id, box in boxes.items():
                 if isinstance(box, PulledBox) and message_id in box.held:
@@ -242,14 +258,15 @@ class SimulationGrid(Grid):
                     reply = self._unavailable(message_id, ErrorCode.MESSAGE_UNAVAILABLE)
                 elif reply is None:
                     continue
-                elif reply.metadata.created_at + reply.metadata.ttl <= time.time():  # its own, from the app
+                # The ClientApp may give its reply a ttl of its own.
+                elif reply.metadata.created_at + reply.metadata.ttl <= time.time():
                     reply = self._unavailable(message_id, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
                 self._boxes.pop(message_id, None)
-                found.append(reply)
-        return found
+                replies.append(reply)
+        return replies
 
     def _unavailable(self, message_id: str, code: int) -> Message:
-        """Return Flower's error for a reply that has expired, was pulled before, or never was there."""
+        """Return Flower's error for a reply that has expired, was pulled before, or never existed."""
         metadata = Metadata(
             run_id=self._run.run_id,
             message_id=f"{message_id}-reply",
@@ -266,16 +283,18 @@ class SimulationGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Have messages handled; returns the replies that came in time, in the order of sending."""
+        """Send messages, and return the replies that arrived in time, in the order of sending.
+
+        ``timeout``: seconds until unfinished messages are cancelled; None for no limit.
+        """
         return in_order_of_sending(self._handled(messages, timeout, Box(self._changed)))
 
     def stream(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Generator[Message, None, None]:
-        """Have messages handled, and yield each reply when it is there.
+        """Send messages, and yield each reply when it arrives.
 
-        Messages that are not done at the end of ``timeout`` seconds, or when nobody wants further replies,
-        are given up.
+        Unfinished messages are cancelled after ``timeout`` seconds, or when the caller closes the generator.
         """
         return self._handled(messages, timeout, Box(self._changed, self._dispatcher.most_unread))
 
@@ -287,10 +306,12 @@ class SimulationGrid(Grid):
         keeps_integers: bool,
         in_order: bool,
     ) -> Generator[SumItem, None, None]:
-        """Have messages handled and their replies summed by hosts; yields sums, and replies without arrays.
+        """Send messages, and let hosts sum the replies. Yields sums, and replies without arrays.
 
-        ``in_order`` has them handled and summed in the order of the nodes' partitions, a block of consecutive
-        nodes at a time.
+        ``timeout``: seconds until unfinished messages are cancelled; None for no limit.
+        ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.flower.averaging.ReplySum`.
+        ``in_order``: True handles and sums messages in the order of the nodes' partitions, in blocks of
+        consecutive nodes.
         """
 
         def new_group() -> SumGroup:
@@ -309,12 +330,12 @@ class SimulationGrid(Grid):
         return self._handled(sorted(messages, key=place_of), timeout, box)
 
     def _most_blocks(self) -> int:
-        """Return how many blocks may be under way, whatever memory they take."""
-        hosts = self._dispatcher
-        return 2 * (len(hosts.hosts) + hosts.concurrency // BLOCK_NODES + 1)
+        """Return the number of blocks that may be in flight, whatever memory they take."""
+        dispatcher = self._dispatcher
+        return 2 * (len(dispatcher.hosts) + dispatcher.concurrency // BLOCK_NODES + 1)
 
     def close(self) -> None:
-        """Give up unfinished messages, and hand out no more."""
+        """Cancel unfinished messages, and stop handing out messages. Calling it again has no effect."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -326,7 +347,7 @@ class SimulationGrid(Grid):
     def _handled(
         self, messages: Iterable[Message], timeout: float | None, box: Box
     ) -> Generator[Any, None, None]:
-        """Have messages handled; yield what comes into their box."""
+        """Send messages, and yield the items that come into their box. At the end, close the box."""
         deadline = math.inf if timeout is None else self.clock() + timeout
         ids: list[str] = []
         try:
@@ -342,8 +363,14 @@ class SimulationGrid(Grid):
             self._give_up(box)
 
     def _coming(self, box: Box, deadline: float) -> Generator[SumItem, None, None]:
-        """Yield replies until all are there, or the deadline is over."""
+        """Yield items of a box until all have arrived or the deadline has passed.
+
+        After the deadline, hosts are still asked for the last sums.
+
+        ``deadline``: time as in :meth:`clock`.
+        """
         asked_at = time.monotonic()
+        # taking_s: longest time that the caller needed for the items of one turn
         taking_s, is_late, is_over = 0.0, False, False
         while not is_over:
             self._expire(box)
@@ -364,16 +391,17 @@ class SimulationGrid(Grid):
                 raise error
             began = time.monotonic()
             while items:
-                yield items.pop(0)  # kept nowhere: it must be gone before the next one is here
+                # No variable may keep the item, so that it can be freed before the next item arrives.
+                yield items.pop(0)
             taking_s = max(taking_s, time.monotonic() - began)
 
     def clock(self) -> float:
-        """Return seconds for limits of replies; the clock stands still while no message can get a worker."""
+        """Return the time for timeouts in seconds. The clock stops while no message can get a worker."""
         since = self._dispatcher.stuck_since()
         return time.monotonic() - self._waits.look(since, time.monotonic(), (os.getpid(),))
 
     def _expire(self, box: Box) -> None:
-        """Answer messages whose ttl is over with an error, and end their handling."""
+        """Answer the expired messages of a box with errors, and stop their handling."""
         with self._changed:
             count, running = box.expire()
         self._dispatcher.cancel(running)
@@ -384,7 +412,7 @@ class SimulationGrid(Grid):
             )
 
     def _send(self, messages: Iterable[Message], box: Box) -> Iterator[str]:
-        """Put messages into a box, for the threads to take; yields their ids."""
+        """Put messages into a box for the dispatcher's threads. Yields the message ids."""
         self._sent += 1
         durations = None if self._durations is None or self._durations.is_empty else self._durations
         gather_s = 0.0 if durations is None else _GATHER_S
@@ -403,25 +431,30 @@ class SimulationGrid(Grid):
         self._push(gathered, box, durations)
 
     def _named(self, message: Message, box: Box) -> Message:
-        """Give a message its id, by which its box is found."""
+        """Return the message with a new id, and record its box. A message that is pending is copied first.
+
+        Raises ValueError if the message is invalid, like Flower's own grid.
+        """
         is_reply = bool(message.metadata.reply_to_message_id)
         if message.metadata.ttl <= 0 or (is_reply and not _CAN_SEND_REPLIES):
-            raise ValueError(f"Invalid message: {message}")  # as Flower's own
+            raise ValueError(f"Invalid message: {message}")
         self._asked = 0
         if message.metadata.ttl == DEFAULT_TTL:
             message.metadata.ttl = _UNLIMITED_S
-        if message.metadata.message_id in self._boxes:  # the same object once more
+        # The app has sent the same object before.
+        if message.metadata.message_id in self._boxes:
             metadata = copy(message.metadata)
             message = copy(message)
             message.__dict__["_metadata"] = metadata
-        # An own number each: Flower's id is a hash of the content, which all messages of a round share.
+        # Each message gets a number. Flower's id is a hash of the content, which all messages of a round
+        # share.
         message_id = f"{self._run.run_id:x}-{next(self._numbers)}"
         message.metadata.__dict__["_message_id"] = message_id
         self._boxes[message_id] = box
         return message
 
     def _push(self, messages: list[Message], box: Box, durations: Durations | None) -> None:
-        """Put messages into a box, and empty the list."""
+        """Put messages into a box, tell the dispatcher, and clear the list."""
         expected_s = [0.0] * len(messages)
         if durations is not None:
             partitions = (self._nodes.place_of(message.metadata.dst_node_id) for message in messages)
@@ -434,6 +467,7 @@ class SimulationGrid(Grid):
         messages.clear()
 
     def _give_up(self, box: Box) -> None:
+        """Close a box, cancel its running messages, and drop its sums on hosts."""
         with self._changed:
             running: list[Job] = box.close()
             groups = box.groups.values() if isinstance(box, SumBox) else ()
@@ -445,7 +479,7 @@ class SimulationGrid(Grid):
 
 
 def _late_text(count: int, timeout: float | None) -> str:
-    """Return why a deterministic run ends in which so many messages are late."""
+    """Return the error text of a deterministic run with late messages."""
     return (
         f"{count} messages were not done within {timeout:g} s, which depends on this machine's load: "
         "give the strategy's start() a longer timeout"
