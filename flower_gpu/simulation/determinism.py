@@ -1,14 +1,16 @@
 """The settings of a deterministic run: the same seed gives the same bits.
 
-    interpreter    hashes of texts, by PYTHONHASHSEED: this process must be started with it
-    environment    threads, and what frameworks read when they start
+    interpreter    hashes of strings: Python must be started with a fixed PYTHONHASHSEED
+    environment    number of threads, and variables that frameworks read when they start
     frameworks     deterministic algorithms: in the ServerApp's process by ``here``, in workers by
                    ``in_worker.handle_deterministically``
 
-Random number generators are seeded in every run, see ``run.simulate``. Sums in order are the grid's and
-:mod:`flower_gpu.flower.averaging`'s, retries are in :mod:`.messages`. A worker handles one message, because
-what a client finds in modules would otherwise depend on the clients before it. The end of this file lists
-what a run depends on beside the app and its seed: processors, GPUs, versions of libraries.
+Every run seeds random number generators, see ``run.simulate``. The grid and
+:mod:`flower_gpu.flower.averaging` sum in a fixed order, and :mod:`.messages` retries messages. A worker
+handles only one message, because otherwise earlier clients could change module state for later ones.
+
+A run also depends on processors, GPUs and versions of libraries. The end of this file records and compares
+them.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ _RUN_ID_BITS: Final = 63
 
 
 def has_fixed_hashes() -> bool:
-    """Tell whether this interpreter was started with fixed hashes of texts."""
+    """Return True if this interpreter was started with fixed hashes of strings."""
     return not sys.flags.hash_randomization
 
 
 def check_interpreter() -> None:
-    """Check that this process orders sets of texts in the same way each time.
+    """Check that sets of strings have the same order in each process.
 
-    Raises ConfigError if it does not.
+    Raises ConfigError if they do not.
     """
     if not has_fixed_hashes():
         raise ConfigError(
@@ -59,9 +61,13 @@ def check_interpreter() -> None:
 
 
 def check_gpus(on_oom: str, gpus: Sequence[GPU], uuids: Sequence[str]) -> None:
-    """Check that each message can only run on one kind of device.
+    """Check that all messages run on one kind of device.
 
-    Raises ConfigError if it may be one or another.
+    ``on_oom``: option for calls that are out of memory.
+    ``gpus``: the usable GPUs.
+    ``uuids``: UUIDs of the GPUs for calls.
+
+    Raises ConfigError if chance would decide between two kinds of devices.
     """
     if uuids and on_oom == "cpu":
         raise ConfigError(
@@ -79,33 +85,34 @@ def check_gpus(on_oom: str, gpus: Sequence[GPU], uuids: Sequence[str]) -> None:
 def variables(environ: Mapping[str, str], count: int = 1) -> dict[str, str]:
     """Return the environment variables of all processes of a deterministic run.
 
-    ``count``: their threads, where ``environ`` does not say another number.
+    ``count``: number of threads, unless ``environ`` has another number.
     """
     count = threads.openmp_threads(environ) or count
     names = {threads.VARIABLE, *threads.variables(environ)}
     return {
         HASH_SEED: FIXED,
-        **{name: str(count) for name in sorted(names)},  # one number, which is recorded
+        # All libraries get the same number, because the run records one number.
+        **{name: str(count) for name in sorted(names)},
         **frameworks.deterministic_variables(count, environ),
     }
 
 
 def run_id(seed: int) -> int:
-    """Return the id of a run, which apps can see."""
+    """Return the id of a deterministic run. It depends on the seed only, because apps can read it."""
     return random.Random(f"flower-gpu run {seed}").getrandbits(_RUN_ID_BITS)
 
 
 @contextmanager
 def here(env: Mapping[str, str]) -> Iterator[None]:
-    """Use deterministic algorithms in this process, which runs the ServerApp, until the block ends.
+    """Use deterministic algorithms in the process of the ServerApp while the block runs.
 
-    ``env``: environment variables of the process meanwhile, see :func:`variables`.
+    ``env``: environment variables to set in the block, see :func:`variables`.
     """
-    before: list[tuple[Setting, Any]] = []
+    previous: list[tuple[Setting, Any]] = []
 
     def prepare(framework: Framework, is_new: bool) -> None:
         if not is_new:
-            before.extend((setting, setting.get()) for setting in _flags(framework))
+            previous.extend((setting, setting.get()) for setting in _flags(framework))
         framework.be_deterministic()
 
     with restored_environment(env):
@@ -115,7 +122,7 @@ def here(env: Mapping[str, str]) -> Iterator[None]:
                 threads.apply(env)
                 yield
         finally:
-            for setting, value in before:
+            for setting, value in previous:
                 with suppress(RuntimeError, AttributeError):
                     if setting.get() != value:
                         setting.set(value)
@@ -128,27 +135,30 @@ def _flags(framework: Framework) -> Iterator[Setting]:
             yield setting
 
 
-#: Settings that a deterministic run goes on with.
+#: Settings that must be the same when a deterministic run is resumed.
 KEYS: Final = ("cpu", "gpus", "versions")
 _LIBRARIES: Final = ("numpy", "torch", "tensorflow", "jax")
 
 
 def described(gpus: Sequence[GPU]) -> dict[str, Any]:
-    """Return the models of processors and GPUs, and versions, as the settings of a run have them."""
+    """Return the models of processors and GPUs, and versions, in the format of a run's settings."""
     return {"cpu": _cpu_model(), "gpus": [gpu.name for gpu in gpus], "versions": versions()}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package, of libraries that a model depends on, and of Python."""
-    installed = {"flwr": distribution.version(), **{name: _version(name) for name in _LIBRARIES}}
-    found = {name: version for name, version in installed.items() if version is not None}
-    return {"flower-gpu": flower_gpu.__version__, **found, "python": sys.version.split()[0]}
+    """Return the versions of this package, of Python, and of libraries that results depend on."""
+    libraries = {"flwr": distribution.version(), **{name: _version(name) for name in _LIBRARIES}}
+    installed = {name: version for name, version in libraries.items() if version is not None}
+    return {"flower-gpu": flower_gpu.__version__, **installed, "python": sys.version.split()[0]}
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: bool) -> None:
-    """Check that a run goes on where it began; what ``before`` does not have is left out.
+    """Check that a resumed run has the same :data:`KEYS` as the earlier run.
 
-    Raises ConfigError if something is different, and the run is strict. Else a line in the log says so.
+    Logs a warning if a setting differs. In a strict run, raises ConfigError instead.
+
+    ``before``: settings of the earlier run. Missing settings are not compared.
+    ``now``: settings of this run.
     """
     different = [
         f"{name} was {_shown(before[name])} and is {_shown(now[name])}"
@@ -162,14 +172,15 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: 
         raise ConfigError(
             f"{text}. Continue it in the first environment, or accept another model with --keep-going"
         )
-    from flwr.common.logger import log  # launch, which asks for versions only, does without Flower
+    # Imported here because launch needs only the versions from this module, without Flower.
+    from flwr.common.logger import log
 
     log(WARNING, "%s. The model may be another one", text)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {each}" for name, each in value.items())
+        return ", ".join(f"{name} {version}" for name, version in value.items())
     return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 

@@ -1,4 +1,7 @@
-"""The virtual nodes of a simulation: ids and contexts, who is there; and how many Flower waits for."""
+"""The virtual nodes of a simulation: their ids, contexts and availability.
+
+Also reads from the call stack how many nodes Flower waits for, and in which round.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,28 @@ from flower_gpu.simulation.clients import Clients, Own
 PARTITION_KEY: Final = "partition-id"
 PARTITIONS_KEY: Final = "num-partitions"
 
-_RESERVED: Final = 2  # 0 is nobody, 1 the SuperLink
-# Where Flower waits for nodes: strategies, and the ClientManager of those for Flower's older API.
+_RESERVED: Final = 2  # id 0 stands for no node, id 1 for the SuperLink
+# Functions in which Flower waits for nodes: in strategies, and in the ClientManager of its older API.
 _OF_STRATEGIES: Final = ("flwr.serverapp.strategy.strategy_utils", "sample_nodes")
 _OF_CLIENT_MANAGER: Final = ("flwr.server.compat.app_utils", "wrapped_method")
-_MOST_FRAMES: Final = 16  # between there and the grid
-_MOST_DRAWS: Final = 1000  # of a round: which nodes are there
-_ID_BITS: Final = 63  # they travel as unsigned 64 bits, and are shown by tools that have signed ones
+# Maximum number of stack frames between these functions and the grid.
+_MOST_FRAMES: Final = 16
+# Maximum number of draws of the available nodes of a round.
+_MOST_DRAWS: Final = 1000
+# Ids are sent as unsigned 64-bit integers, but some tools show signed ones.
+_ID_BITS: Final = 63
 
 
 class VirtualNodes:
-    """Nodes that exist as long as a run.
+    """The nodes of a run.
 
-    ``count``: how many.
-    ``seed``: the run's: the same seed gives the same ids in the same order, of which the same are there.
-    ``run_id``: the run's.
-    ``run_config``: what each context has as ``run_config``.
-    ``clients``: what they have of their own.
-    ``ids``: the ids; a node's place in it is its partition.
-    ``come_and_go``: whether any of them is away at times.
+    ``count``: number of nodes.
+    ``seed``: seed of the run. The same seed gives the same ids in the same order, and the same availability.
+    ``run_id``: id of the run.
+    ``run_config``: value of ``run_config`` in each context.
+    ``clients``: settings of single clients.
+    ``ids``: ids of the nodes. The index of a node is its partition.
+    ``come_and_go``: True if some node is not always available.
     """
 
     def __init__(
@@ -46,7 +52,7 @@ class VirtualNodes:
         seed: int,
         run_id: int,
         run_config: Mapping[str, UserConfigValue],
-        clients: Clients = Clients(),  # noqa: B008 - it does not change
+        clients: Clients = Clients(),  # noqa: B008 - it is immutable
     ) -> None:
         self.ids = _ids(count, seed)
         self.seed, self.run_id, self.run_config, self.clients = seed, run_id, run_config, clients
@@ -58,7 +64,7 @@ class VirtualNodes:
         return node_id in self._partitions
 
     def partition_of(self, node_id: int) -> int:
-        """Return a node's partition.
+        """Return the partition of a node.
 
         Raises KeyError if there is no such node.
         """
@@ -69,34 +75,37 @@ class VirtualNodes:
         return len(self.ids) if node_id is None else self._partitions.get(node_id, len(self.ids))
 
     def own(self, node_id: int, message_type: str = "") -> Own:
-        """Return what a node has of its own, in calls of a type."""
+        """Return the settings of a node's own for calls of a message type."""
         return self.clients.of_client(self._partitions[node_id], message_type)
 
     def there(self, place: str, wanted: int | None) -> Sequence[int]:
-        """Return the nodes that are there, in the order of their partitions.
+        """Return the available nodes in the order of their partitions.
 
-        ``place``: the round, in words; the nodes of one place are always the same.
-        ``wanted``: for how many Flower waits. Time brings other clients, so it is drawn again until there are
-        as many; None: one draw.
+        ``place``: the round, in words. The same place always has the same nodes.
+        ``wanted``: number of nodes that Flower waits for. Waiting brings other clients, so the draw is
+        repeated until there are enough. None for a single draw.
 
-        Raises ConfigError if so many are never there.
+        Raises ConfigError if no draw has enough nodes.
         """
-        most = 0
+        largest = 0
         for number in range(_MOST_DRAWS):
             draw = random.Random(f"flower-gpu availability {self.seed} {place} {number}")
             shares = zip(self.ids, self._shares, strict=True)
-            found = [node_id for node_id, share in shares if draw.random() < share]
-            if wanted is None or len(found) >= wanted:
-                return found
-            most = max(most, len(found))
+            available = [node_id for node_id, share in shares if draw.random() < share]
+            if wanted is None or len(available) >= wanted:
+                return available
+            largest = max(largest, len(available))
         raise ConfigError(
             f"the ServerApp waits for {wanted} clients in {place}, and in {_MOST_DRAWS} draws at most "
-            f"{most} of {len(self.ids)} were available at a time: raise availability in the table of "
+            f"{largest} of {len(self.ids)} were available at a time: raise availability in the table of "
             "clients, or lower the strategy's min_available_nodes, min_train_nodes or min_evaluate_nodes"
         )
 
     def context_of(self, node_id: int, state: bytes) -> Context:
-        """Return a node's context, with a state as the last message left it."""
+        """Return the context of a node.
+
+        ``state``: encoded state after the last message; empty for a new node.
+        """
         return Context(
             run_id=self.run_id,
             node_id=node_id,
@@ -107,10 +116,10 @@ class VirtualNodes:
 
 
 def wanted_nodes() -> int | None:
-    """Return how many nodes Flower waits for, if it is Flower that calls; None where nobody says.
+    """Return the number of nodes that Flower waits for, or None if it is unknown.
 
-    ``Grid.get_node_ids`` takes no argument, so the number is read where Flower has it: in the functions that
-    ask until there are enough nodes. Where these are others, in another release of Flower, nothing is found.
+    ``Grid.get_node_ids`` takes no argument. So the number is read from the local variables of the functions
+    in which Flower waits for nodes. Another release of Flower may have other functions. Then it is unknown.
     """
     for frame in _frames():
         place = frame.f_globals.get("__name__"), frame.f_code.co_name
@@ -122,16 +131,16 @@ def wanted_nodes() -> int | None:
 
 
 def asked_round() -> int | None:
-    """Return the round for which nodes are asked; None where nobody says.
+    """Return the round for which the caller asks for nodes, or None if it is unknown.
 
-    It is ``server_round`` in the function that is being called: a method of a strategy, or a loop of the app.
+    It is the variable ``server_round`` of a calling function: a method of a strategy, or a loop of the app.
     """
-    found = (_number(frame.f_locals.get("server_round")) for frame in _frames())
-    return next((number for number in found if number is not None), None)
+    rounds = (_number(frame.f_locals.get("server_round")) for frame in _frames())
+    return next((number for number in rounds if number is not None), None)
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the functions that are being called, from the grid's own on."""
+    """Yield the frames of the calling functions, starting with the grid's own."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -140,17 +149,21 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _sampled(found: Mapping[str, Any]) -> int | None:
-    """Return what ``ClientManager.sample`` waits for; its other methods do not wait."""
-    method: Any = found.get("original_method")
+def _sampled(variables: Mapping[str, Any]) -> int | None:
+    """Return the number of nodes that ``ClientManager.sample`` waits for. Its other methods do not wait.
+
+    ``variables``: local variables of the wrapper around the method.
+    """
+    method: Any = variables.get("original_method")
     if getattr(method, "__name__", "") != "sample":
         return None
     try:
-        given = signature(method).bind(*found["args"], **found["kwargs"]).arguments
-    except (TypeError, KeyError):  # an error of its own follows, or this is another release
+        arguments = signature(method).bind(*variables["args"], **variables["kwargs"]).arguments
+    # Either the call itself is wrong and will raise its own error, or this is another release of Flower.
+    except (TypeError, KeyError):
         return None
-    least = given.get("min_num_clients")
-    return _number(given.get("num_clients") if least is None else least)
+    least = arguments.get("min_num_clients")
+    return _number(arguments.get("num_clients") if least is None else least)
 
 
 def _number(value: object) -> int | None:
@@ -159,9 +172,10 @@ def _number(value: object) -> int | None:
 
 def _ids(count: int, seed: int) -> tuple[int, ...]:
     numbers = random.Random(f"flower-gpu nodes {seed}")
-    found: dict[int, None] = {}
-    while len(found) < count:
+    # A dictionary as an ordered set
+    ids: dict[int, None] = {}
+    while len(ids) < count:
         node_id = numbers.getrandbits(_ID_BITS)
         if node_id >= _RESERVED:
-            found[node_id] = None
-    return tuple(found)
+            ids[node_id] = None
+    return tuple(ids)
