@@ -1,4 +1,4 @@
-"""Thousands of virtual clients: a Flower app whose nodes are numbers, handled by this machine or a cluster.
+"""Simulations: a Flower app with thousands of virtual clients, on this machine or a cluster.
 
 ::
 
@@ -7,27 +7,28 @@
        │ replies; sums                │                ▼
        └──────────────────────────────┘             host: queue, sums of replies  (local_host)
                                       │                │ a thread for each assignment: one message, or
-                                      │                │ several at once (batch_size says how many)
+                                      │                │ a batch (batch_size chooses its size)
                                       │                ▼
-                                      │             messages: what messages need; another try
+                                      │             messages: needs of messages; retries
                                       │                │ host_memory: which messages wait for main memory
                                       │             slots: a worker, new or recycled, and its lease
-                                      │                │ lease_turns: who asks for one, which workers idle
-                                      │                │ workers: how many, and what they are forked with
+                                      │                │ lease_turns: order of leases, idle workers
+                                      │                │ workers: their number, and preloaded data
                                       │                ▼
                                       │             in_worker: loads the app, handles the messages, resets
-                                      └─── answer: reply or what is not summed of it, new state ───┘
+                                      └─── answer: reply, without arrays if summed; new state ────┘
 
-What single clients have of their own (clients) comes from a table and from the app, before the run begins.
-The grid shows the ServerApp the nodes that are there in its round.
+Single clients may have their own settings (clients). They come from a table and from the app before the run
+begins. In each round, the grid shows the ServerApp the nodes that are available.
 
-A message has one owner at a time. It waits in its box; a host has it (a job); its answer is here. A host that
-gives it back, or is lost, puts it into its box again. Replies of training are summed at the host; the sum
-comes when the grid asks for it, at the end of a round or of a block of nodes.
+A message has one owner at a time: first its box, then a host (as a job), then its box again with the reply.
+When a host returns a message or is lost, the message goes back to the queue in its box. Hosts sum the replies
+of training. The grid asks for the sums at the end of a round or of a block of nodes.
 
-A host is :class:`flower_gpu.simulation.host.Host`. This machine is one (local_host); another engine is a
-class of hosts, and a line in ``run._hosts``: those of a Ray cluster run a local host inside an actor each.
+The interface of a host is :class:`flower_gpu.simulation.host.Host`. This machine is a host (local_host).
+Another engine is a class of hosts and a line in ``run._hosts``. On a Ray cluster, each host runs a local host
+inside an actor.
 
-After each round: checkpoint (an index, states and models as files). reporting: trace, History,
-display, result, the final model.
+After each round, a checkpoint is written: an index, and states and models as files. reporting produces the
+trace, the History, the display, the result and the final model.
 """

@@ -1,7 +1,8 @@
-"""What single clients of a run have of their own: a share of a GPU, cores, a time limit; how slow they are.
+"""Settings of single clients: their share of a GPU, cores, time limit, speed and availability.
 
-A table has entries by partition; of two that name the same client, the later one counts, key by key. What an
-app's own ``gpu_mod`` says of each client is asked once, before the run begins.
+The settings come from a table with entries by partition. If two entries name the same client, the later entry
+overrides the earlier one, key by key. The app's own ``gpu_mod`` is asked once for each client before the run
+begins.
 """
 
 from __future__ import annotations
@@ -28,34 +29,37 @@ from flower_gpu.simulation.in_worker import AppReference
 if TYPE_CHECKING:
     from flower_gpu.simulation.nodes import VirtualNodes
 
-#: The options of calls that a client can have of its own.
+#: The options of calls that can be set for a single client.
 RESOURCES: Final = ("gpu", "num_gpus", "gpu_memory", "gpu_compute", "num_cpus", "timeout_s")
-#: The keys of an entry, by their names in Python. ``slow_down``: how many times as long each of its calls
-#: takes. ``availability``: in which part of the rounds it can be asked.
+#: The keys of an entry, by their names in Python. ``slow_down``: factor on the duration of the client's
+#: calls. ``availability``: fraction of the rounds in which the client is available.
 KEYS: Final[Mapping[str, Kind | None]] = MappingProxyType(
     {**{name: CALL[name].kind for name in RESOURCES}, "slow_down": FACTOR, "availability": PART}
 )
 _PART: Final = re.compile(r"(?:\*|(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?)(?:/(?P<step>\d{1,9}))?")
 _TABLE: Final = "table of clients"
 
-#: What one client has of its own: values of :data:`KEYS`.
+#: The settings of one client: values by :data:`KEYS`.
 Own = Mapping[str, Any]
 _NOTHING: Final[Own] = {}
 
 
 @dataclass(frozen=True)
 class Clients:
-    """What the clients of a run have of their own.
+    """The settings of all clients of a run.
 
-    ``by_type``: it by message type, and there by partition. A type that is not there has that of "", which is
-    what the table says. Clients that have the same share one mapping.
+    ``by_type``: settings by message type, in the order of partitions. The key "" holds the table's settings,
+    for all types without an entry. Clients with equal settings share one mapping.
     """
 
     by_type: Mapping[str, tuple[Own, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entries: Mapping[Any, Any], count: int) -> Clients:
-        """Read a table of so many clients: by patterns of partitions, what these have.
+        """Return the settings in a table of clients.
+
+        ``entries``: the table, with patterns of partitions as keys.
+        ``count``: number of clients.
 
         Raises ConfigError if a pattern, a client, a key or a value cannot be used.
         """
@@ -69,47 +73,56 @@ class Clients:
         return cls({"": _shared(own)} if entries else {})
 
     def with_app(self, told: Mapping[str, Sequence[Own]], options: Mapping[str, Any]) -> Clients:
-        """Return the same with what the app says of each client, by message type.
+        """Return these settings joined with the app's settings.
 
-        ``options``: of the run's calls. These and the table come before the app.
+        The options of the run and the table take precedence over the app.
+
+        ``told``: settings of each client by message type, see :func:`told_by_app`.
+        ``options``: options of the run's calls.
         """
-        given = {name for name, value in options.items() if value is not None}
-        given |= {name for name in RESOURCES if CALL[name].is_nodes and os.environ.get(CALL[name].variable)}
-        given |= {CALL[name].excludes for name in given}
+        overridden = {name for name, value in options.items() if value is not None}
+        overridden |= {
+            name for name in RESOURCES if CALL[name].is_nodes and os.environ.get(CALL[name].variable)
+        }
+        overridden |= {CALL[name].excludes for name in overridden}
 
-        def both(partition: int, own: Own) -> Own:
-            left = {name: value for name, value in own.items() if name not in given}
-            return joined(left, self.of_client(partition))
+        def with_table(partition: int, own: Own) -> Own:
+            remaining = {name: value for name, value in own.items() if name not in overridden}
+            return joined(remaining, self.of_client(partition))
 
-        of_app = {kind: _shared(both(*each) for each in enumerate(of)) for kind, of in told.items()}
-        return Clients({**self.by_type, **of_app})
+        from_app = {
+            kind: _shared(with_table(partition, own) for partition, own in enumerate(all_own))
+            for kind, all_own in told.items()
+        }
+        return Clients({**self.by_type, **from_app})
 
     def of_client(self, partition: int, message_type: str = "") -> Own:
-        """Return what a client has of its own, in calls of a type."""
-        usual = self.by_type.get("", ())
-        own = self.by_type.get(message_type.removesuffix(".default"), usual)
+        """Return the settings of a client for calls of a message type."""
+        default = self.by_type.get("", ())
+        own = self.by_type.get(message_type.removesuffix(".default"), default)
         return own[partition] if own else _NOTHING
 
     def differ(self, message_type: str) -> bool:
-        """Return True if clients must be handled one by one: some have other options, or are slowed down."""
-        own = self.by_type.get(message_type.removesuffix(".default"), self.by_type.get("", ()))
-        return len({id(each) for each in own}) > 1 or any("slow_down" in each for each in own[:1])
+        """Return True if clients must be handled one by one: options differ, or clients are slowed down."""
+        all_own = self.by_type.get(message_type.removesuffix(".default"), self.by_type.get("", ()))
+        return len({id(own) for own in all_own}) > 1 or any("slow_down" in own for own in all_own[:1])
 
     def resources(self) -> list[dict[str, Any]]:
-        """Return the options of calls that there are among what clients have of their own, each once."""
+        """Return the distinct options of calls among the clients' settings."""
         all_own = {id(own): own for of_type in self.by_type.values() for own in of_type}
-        return list({_key(each): each for each in map(resources, all_own.values())}.values()) or [{}]
+        by_key = {_key(options): options for options in map(resources, all_own.values())}
+        return list(by_key.values()) or [{}]
 
 
 def resources(own: Own) -> dict[str, Any]:
-    """Return the options of calls among what a client has of its own."""
+    """Return the options of calls among a client's settings."""
     return {name: own[name] for name in RESOURCES if name in own}
 
 
 def _shared(all_own: Iterable[Own]) -> tuple[Own, ...]:
-    """Return the same, with one mapping for all clients that have the same."""
-    same: dict[tuple[Any, ...], Own] = {}
-    return tuple(same.setdefault(_key(own), own) for own in all_own)
+    """Return the settings with a single mapping for clients with equal settings."""
+    own_by_key: dict[tuple[Any, ...], Own] = {}
+    return tuple(own_by_key.setdefault(_key(own), own) for own in all_own)
 
 
 def _key(own: Own) -> tuple[Any, ...]:
@@ -117,17 +130,17 @@ def _key(own: Own) -> tuple[Any, ...]:
 
 
 def as_written(own: Own) -> dict[str, Any]:
-    """Return what a client has of its own, with the keys of a file."""
+    """Return a client's settings with keys as in a file."""
     return {name.replace("_", "-"): value for name, value in own.items()}
 
 
 def plain(entries: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
-    """Return a table as a file holds it."""
+    """Return a table of clients with keys as in a file."""
     return {str(pattern): as_written(entry) for pattern, entry in entries.items()}
 
 
 def _values(pattern: Any, entry: Any) -> dict[str, Any]:
-    """Return the values of an entry, by their names in Python."""
+    """Return the values of a table's entry, by their names in Python."""
     if not isinstance(entry, Mapping):
         raise ConfigError(
             f"{_TABLE}: {pattern!r} is {entry!r}, and must be a table: write keys below a heading such as "
@@ -138,31 +151,31 @@ def _values(pattern: Any, entry: Any) -> dict[str, Any]:
         source = f'{_TABLE}: ["{pattern}"] {key}'
         name = str(key).replace("-", "_")
         if name not in KEYS:
-            known = ", ".join(each.replace("_", "-") for each in KEYS)
+            known = ", ".join(known_name.replace("_", "-") for known_name in KEYS)
             raise ConfigError(f"{source}: there is no such key; there are {known}")
         others = {name, CALL[name].excludes if name in CALL else ""} & values.keys()
         if others:
             written = others.pop().replace("_", "-")
             raise ConfigError(f"{source}: {written} is given as well; give one of the two")
-        # As a config, whose values of a wrong type are no errors in code.
+        # In a configuration, a value of a wrong type is a ConfigError and not a TypeError.
         read = GivenValue(value, KEYS[name], 0, source, is_config=True).read()
         values[name] = value if isinstance(value, int | float | str) else read
     return values
 
 
 def _partitions(pattern: Any, count: int) -> Iterator[int]:
-    """Return the clients that a pattern names: "7", "0-9", "*", "*/4", or several with commas."""
+    """Yield the partitions that match a pattern: "7", "0-9", "*", "*/4", or several with commas."""
     named = f'{_TABLE}: "{pattern}" names'
     for part in str(pattern).split(","):
-        found = _PART.fullmatch(part.strip())
-        if found is None:
+        match = _PART.fullmatch(part.strip())
+        if match is None:
             raise ConfigError(
                 f"{named} no clients. Write a partition such as 7, a range such as 0-9, or * for all; with "
                 "/4 every 4th of them; several of these with commas between them"
             )
-        first = int(found["first"] or 0)
-        last = int(found["last"] or found["first"] or count - 1)
-        step = int(found["step"] or 1)
+        first = int(match["first"] or 0)
+        last = int(match["last"] or match["first"] or count - 1)
+        step = int(match["step"] or 1)
         if last < first or step < 1:
             raise ConfigError(f"{named} no clients: a range goes up, and /1 is the smallest step")
         if last >= count:
@@ -176,23 +189,27 @@ def _partitions(pattern: Any, count: int) -> Iterator[int]:
 def told_by_app(
     app: AppReference | ClientApp, nodes: VirtualNodes, options: Mapping[str, Any]
 ) -> Mapping[str, Sequence[Own]]:
-    """Return what an app's own ``gpu_mod`` says of each client, by message type; "" stands for all types.
+    """Return the settings that the app's own ``gpu_mod`` has for each client, by message type.
 
-    ``options``: of the run's calls.
+    The type "" stands for all types. The result is empty if the app cannot be imported, because its messages
+    will fail and say why.
 
-    Raises ConfigError if it says what cannot be used. Of an app that cannot be imported nothing is known: its
-    messages fail, and tell why.
+    ``options``: options of the run's calls.
+
+    Raises ConfigError if a setting cannot be used.
     """
     try:
-        if isinstance(app, ClientApp):  # its functions are here already
-            return _told(app, nodes)
+        # The functions of a ClientApp are in this process already.
+        if isinstance(app, ClientApp):
+            return _ask_app(app, nodes)
         if not is_more_than_listed(app.folder, app.name.partition(":")[0], "gpu_mod"):
             return {}
-        # It imports the app's modules, which this process must not have, and waits for nobody.
+        # A worker asks the app, because this process must not import the app's modules. The worker needs no
+        # lease, so it waits for no other process.
         env = {**(options.get("env") or {}), CPU_LEASES.variable: "off", CALL["gpu"].variable: "never"}
         settings = call_settings({"start_method": options.get("start_method"), "env": env})
         told: Mapping[str, Sequence[Own]] = run_call(
-            _told, (app, nodes), settings=settings, kind="asking gpu_mod"
+            _ask_app, (app, nodes), settings=settings, kind="asking gpu_mod"
         )
         return told
     except (ConfigError, TypeError) as error:
@@ -204,8 +221,8 @@ def told_by_app(
         return {}
 
 
-def _told(app: AppReference | ClientApp, nodes: VirtualNodes) -> Mapping[str, Sequence[Own]]:
-    """Ask an app; one that is imported for this in a worker."""
+def _ask_app(app: AppReference | ClientApp, nodes: VirtualNodes) -> Mapping[str, Sequence[Own]]:
+    """Return the settings of each client from the app's ``gpu_mod``. Imports the app if necessary."""
     checked: set[str] = set()
 
     def options_of(ask_mod: Callable[[Context], Mapping[str, Any]], node_id: int) -> Own:
@@ -213,10 +230,11 @@ def _told(app: AppReference | ClientApp, nodes: VirtualNodes) -> Mapping[str, Se
         if repr(options) not in checked:
             call_settings(options)
             checked.add(repr(options))
-        found = {name: value for name, value in resources(options).items() if value is not None}
-        if found.get("gpu") != "never":  # what it asks of its nodes is not for a machine that plays them
-            found.pop("gpu", None)
-        return found
+        own = {name: value for name, value in resources(options).items() if value is not None}
+        # The app requires a GPU of real nodes. A machine that simulates nodes need not have one.
+        if own.get("gpu") != "never":
+            own.pop("gpu", None)
+        return own
 
-    asked = mod_options(app.load() if isinstance(app, AppReference) else app).items()
-    return {kind: [options_of(ask_mod, node_id) for node_id in nodes.ids] for kind, ask_mod in asked}
+    mods = mod_options(app.load() if isinstance(app, AppReference) else app).items()
+    return {kind: [options_of(ask_mod, node_id) for node_id in nodes.ids] for kind, ask_mod in mods}

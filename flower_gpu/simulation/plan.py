@@ -1,4 +1,4 @@
-"""The plan of a run: the given options, checked, and joined with those of a resumed run."""
+"""The plan of a run: the checked options, joined with the options of a resumed run."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from flower_gpu.workers.call import checked_preload
 from flower_gpu.workers.threads import cores
 
 _SEEDS: Final = 1 << 31
-_UNNAMED: Final = "app"  # two components without a folder
+_UNNAMED: Final = "app"  # name of an app without a folder
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is to do.
+    """The plan of a run: its options, checked and complete.
 
-    ``work``: what a host must know of it.
-    ``server``: the app's, or where to find it.
-    ``where``: the app's folder.
-    ``server_env``: variables of a deterministic ServerApp.
-    ``folder``, ``before``: of the earlier run that goes on; else None, and empty.
-    ``log_dir``: where the folder of a new run is made.
-    ``order``, ``keep_going``, ``trackers``, ``ray_address``, ``client_output``: as
-    :func:`flower_gpu.simulate` has them.
-    ``state_memory_bytes``: what nodes' states may take in memory.
-    ``clients_table``: what clients have of their own, as a file holds it.
+    ``work``: description of the run for hosts.
+    ``server``: the ServerApp, or where to find it.
+    ``where``: folder of the app, or None.
+    ``server_env``: environment variables of a deterministic ServerApp.
+    ``folder``: folder of the earlier run to resume, or None.
+    ``before``: settings of the earlier run, or empty.
+    ``log_dir``: parent of the new run's folder, or None.
+    ``order``, ``keep_going``, ``trackers``, ``ray_address``, ``client_output``: as for
+    :func:`flower_gpu.simulate`.
+    ``state_memory_bytes``: maximum memory for the nodes' states.
+    ``clients_table``: settings of single clients, with keys as in a file.
     """
 
     work: Work
@@ -67,7 +68,7 @@ class RunPlan:
 
     @property
     def resumes(self) -> bool:
-        """Whether an earlier run goes on."""
+        """True if the run resumes an earlier run."""
         return self.folder is not None
 
     @classmethod
@@ -79,11 +80,12 @@ class RunPlan:
         trackers: str | Sequence[str] | None,
         options: CallOptions,
     ) -> RunPlan:
-        """Check the given options, and join them with an earlier run's.
+        """Return the plan for some options, joined with the options of an earlier run.
 
-        ``given``: values of the options of a simulation.
-        ``options``: those of its calls.
-        Raises ConfigError if something cannot be used. Nothing was started or written.
+        ``given``: values of the simulation's options.
+        ``options``: options of its calls.
+
+        Raises ConfigError if an option cannot be used. Starts no process and writes no file.
         """
         values = {name: option.resolve(given[name]) for name, option in OPTIONS.items() if name in given}
         log_dir, resume = given["log_dir"], values["resume"]
@@ -109,7 +111,7 @@ class RunPlan:
         if deterministic:
             determinism.check_interpreter()
             server_env = determinism.variables({**os.environ, **env}, before.get("threads", 1))
-        # In a deterministic run no client finds what another one has left in modules.
+        # In a deterministic run, no client may see changes that another client made to modules.
         calls_per_worker = values["calls_per_worker"] or (1 if deterministic else MANY)
         if values["verify_recycling"]:
             _check_can_verify(calls_per_worker, values["ray_address"])
@@ -119,7 +121,7 @@ class RunPlan:
         nodes_with = partial(VirtualNodes, values["num_supernodes"], seed, run_id, run_config)
         clients = clients.with_app(told_by_app(client, nodes_with(), options), options)
         settings = [call_settings(joined(options, own)) for own in clients.resources()]
-        if not values["mps"] and any(each.gpu.compute is not None for each in settings):
+        if not values["mps"] and any(client_settings.gpu.compute is not None for client_settings in settings):
             raise ConfigError(
                 "gpu_compute (--gpu-compute, in the table of clients, or in a gpu_mod of the app) has "
                 "an effect with mps (--mps) only. Add that, or remove it"
@@ -157,17 +159,17 @@ class RunPlan:
     def identity(self, hosts: Hosts) -> dict[str, Any]:
         """Return the values that a resumed run must share with the earlier one."""
         work = self.work
-        found = {"app": work.name, "num_supernodes": len(work.nodes.ids), "seed": work.nodes.seed}
-        away = [
+        identity = {"app": work.name, "num_supernodes": len(work.nodes.ids), "seed": work.nodes.seed}
+        availability = [
             [pattern, entry["availability"]]
             for pattern, entry in self.clients_table.items()
             if "availability" in entry
         ]
-        if away:
-            found["availability"] = away
+        if availability:
+            identity["availability"] = availability
         if work.is_deterministic:
-            found |= {"deterministic": True, "threads": hosts.about.threads}
-        return found
+            identity |= {"deterministic": True, "threads": hosts.about.threads}
+        return identity
 
     def settings(self, hosts: Hosts) -> dict[str, Any]:
         """Return the settings for the trace of a new run."""
@@ -194,14 +196,14 @@ class RunPlan:
 def _components(
     app: str | Path | tuple[ServerApp, ClientApp],
 ) -> tuple[str, Path | None, ServerApp | str, ClientApp | AppReference]:
-    """Return an app's name, its folder if it has one, and its two components."""
+    """Return an app's name, its folder or None, and its two components."""
     if isinstance(app, tuple):
         server, client = app
         if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
             raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
         return _UNNAMED, None, server, client
-    found = FlowerApp.load(Path(app))
-    return found.name, found.path, found.serverapp, AppReference(found.path, found.clientapp)
+    loaded = FlowerApp.load(Path(app))
+    return loaded.name, loaded.path, loaded.serverapp, AppReference(loaded.path, loaded.clientapp)
 
 
 def _check_can_verify(calls_per_worker: int, ray_address: str | None) -> None:
@@ -243,10 +245,10 @@ def _checked_trackers(
 
 
 def _recorded(option: str, value: Any) -> Any:
-    """Return the value of an option as the trace has it.
+    """Return the value of an option for the trace.
 
-    The trace, ``result.json`` and the trackers have many readers, and variables and arguments may be tokens:
-    of these only the names are written.
+    Environment variables and arguments may contain tokens, and many people read the trace, ``result.json``
+    and trackers. So their names are recorded without their values.
     """
     if option == "env":
         return sorted(value or ())
