@@ -2,11 +2,11 @@
 
 ::
 
-    dispatcher ──> hosts: a RemoteHost for each machine; who joins, who is lost
-                     │ arrays that many messages have go to each host once (models)
+    dispatcher ──> hosts: a RemoteHost for each machine; joins and losses of hosts
+                     │ models: arrays in many messages go to each host once
                      ▼
-                   agent: an actor of Ray on each host, with a local host inside
+                   agent: a Ray actor on each host, with a local host inside
 
-Ray starts the agents and carries what is sent; it is asked for no CPU and no GPU. Who uses what on a host is
-that host's ledger's matter. The states of clients stay with the driver, as on one machine.
+Ray starts the agents and transports messages. The agents request no CPU and no GPU from Ray, because the
+ledger of each host grants leases on them. The states of clients stay with the driver, as on one machine.
 """

@@ -1,4 +1,22 @@
-"""The agent of a run on one host of a cluster: the host as it is on one machine, in an actor of Ray."""
+"""The agent of a run on one host of a cluster: a Ray actor with a local host inside.
+
+The driver's :class:`~flower_gpu.simulation.cluster.hosts.RemoteHost` calls the methods of :class:`Agent`
+through Ray. Ray runs them in a pool of threads, so several calls may run at the same time, and a later call
+may run first. One thread of the driver calls ``exchange`` in a loop. If that gives no answer, the driver
+assumes that the agent is dead. So ``exchange`` must never take long:
+
+- Models are fetched by the threads of ``models``, which pass messages on to the local host when their models
+  have arrived. If a fetch fails, the next ``exchange`` raises its exception.
+- ``exchange`` waits for answers up to a second, and holds ``_exchanging``. The lock is needed because a local
+  host allows one exchange at a time, and because ``close`` reads the last news.
+- A thread of the agent records samples of the GPUs for the trace.
+
+Events and warnings of the host are files and log lines here. ``exchange`` returns the new ones as
+:class:`News`, and the driver writes them into the run's trace and log.
+
+An agent's folder is locked while the agent lives. The next agent on the host removes folders without a lock,
+which were left by killed agents.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +50,18 @@ from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.local_host import LocalHost, libraries_in
 from flower_gpu.workers.state_folder import made_state_dir
 
-_TRIES: Final = 2  # of a message whose worker dies: on another day, or with other neighbours, it may not
-_FULL_S: Final = 1.0  # that a message waits for a lease, cores or memory, until the host takes no more
+# Attempts at a message when workers die. With other programs on the host, the next attempt may succeed.
+_TRIES: Final = 2
+# The host accepts no more messages while a message has waited this many seconds for a lease, cores or memory.
+_FULL_S: Final = 1.0
 
 
 @dataclass(frozen=True)
 class News:
-    """What has happened on a host since the last time.
+    """The news of a host since the previous report.
 
-    ``events``: of its workers and leases, for the trace.
-    ``lines``: level and text of what was logged.
+    ``events``: events of its workers and leases, for the trace.
+    ``lines``: logged warnings, as level and text.
     """
 
     events: list[dict[str, Any]]
@@ -49,18 +69,18 @@ class News:
 
 
 class Agent:
-    """The host of a run inside an actor. Ray calls its methods in several threads.
+    """A local host inside a Ray actor. Ray calls its methods in several threads.
 
-    ``work``: the run's. An app with a folder is in the current one, where Ray has put it.
+    ``work``: description of the run. The current folder is the app's folder, as sent by Ray.
     """
 
     def __init__(self, work: Work) -> None:
         import ray
 
         _be_as_nice_as_parent()
-        found = dict(environment.without_ray(os.environ))
+        variables = dict(environment.without_ray(os.environ))
         os.environ.clear()
-        os.environ.update(found)
+        os.environ.update(variables)
         self._folder, self._lock = _new_folder()
         os.environ[RUN_DIR_VARIABLE] = str(self._folder)
         self._trace = trace.Follower(RunFolder(self._folder).trace)
@@ -81,17 +101,19 @@ class Agent:
             threading.Thread(target=self._look_at_gpus, name="flower-gpu-samples", daemon=True).start()
 
     def begin(self, packages: Sequence[str]) -> About:
-        """Load the data for calls, and describe this host.
+        """Load the data for calls, and return the description of this host.
 
-        ``packages``: what the app imports.
-        Raises ConfigError if one of the packages is missing here, or data cannot be loaded.
+        ``packages``: packages that the app imports.
+
+        Raises ConfigError if a package is not installed here or data cannot be loaded.
         """
         missing = [name for name in packages if not is_there(name)]
         if missing:
             raise ConfigError(f"the app imports {', '.join(missing)}, which is not installed there")
         try:
             self._host.load_data()
-        except ConfigError as error:  # without the lines of a traceback: hosts may have the same to say
+        except ConfigError as error:
+            # Only the first line, because other hosts may report the same error with its traceback.
             raise ConfigError(str(error).partition("\n")[0]) from error
         return replace(self._host.about, gpus=told_gpus())
 
@@ -100,9 +122,9 @@ class Agent:
         return time.time()
 
     def take(self, visits: Sequence[PackedVisit]) -> None:
-        """Have messages handled, once their models are here. Returns at once.
+        """Pass messages on to the local host when their models have arrived. Returns at once.
 
-        Ray may carry out calls that come after this one before it.
+        Ray may run later calls of this agent before this call.
         """
         self._models.receive(visits, self._host.take, self._note_fault)
 
@@ -110,10 +132,11 @@ class Agent:
         self._fault = error
 
     def exchange(self, visits: Sequence[PackedVisit]) -> tuple[Answers, News]:
-        """Have messages handled; wait briefly for answers to others, and return them with the news.
+        """Take messages, wait briefly for answers to earlier messages, and return them with the news.
 
-        The driver knows by the answer that this process is alive, so nothing here may take long. Raises the
-        exception by which a model could not be fetched.
+        The answer shows the driver that this process is alive, so nothing here may take long.
+
+        Raises the exception of a model that could not be fetched.
         """
         with self._exchanging:
             self.take(visits)
@@ -122,22 +145,23 @@ class Agent:
                 raise self._fault
             is_full = self._host.handler.longest_wait_s() > _FULL_S
             if is_full:
-                self._host.give_back()  # which is told the next time
+                # The next exchange reports the returned messages.
+                self._host.give_back()
             return replace(answers, is_full=is_full), self._news()
 
     def _news(self) -> News:
         return News(self._trace.read_new(), self._lines.taken())
 
     def ask_for_sum(self, group: int) -> None:
-        """Have the sum of a group come with the next answers."""
+        """Request the sum of a group with the next answers."""
         self._host.ask_for_sum(group)
 
     def forget(self, groups: Sequence[int]) -> None:
-        """Give up groups whose sums nobody wants."""
+        """Drop the sums of abandoned groups."""
         self._host.forget(groups)
 
     def cancel(self, message_id: str) -> None:
-        """Give up a message, also one that comes later."""
+        """Cancel a message. If it has not arrived yet, it is cancelled on arrival."""
         self._host.cancel(message_id)
 
     def facts(self) -> dict[str, Any]:
@@ -145,7 +169,7 @@ class Agent:
         return self._host.facts()
 
     def close(self) -> News:
-        """End the workers; returns the last news."""
+        """End the workers, remove this agent's folder, and return the last news."""
         self._models.close()
         self._host.close()
         self._ended.set()
@@ -158,11 +182,14 @@ class Agent:
         return news
 
     def _own_copy(self, app: Path) -> Path:
-        """Copy an app's folder and go there: Ray may remove its own copy when another agent has ended."""
-        copied = self._folder / "app"
-        shutil.copytree(app, copied, symlinks=True)
-        os.chdir(copied)
-        return copied
+        """Copy the app's folder, make the copy the current folder, and return it.
+
+        Ray may remove its own copy when another agent has ended.
+        """
+        copy_folder = self._folder / "app"
+        shutil.copytree(app, copy_folder, symlinks=True)
+        os.chdir(copy_folder)
+        return copy_folder
 
     def _look_at_gpus(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -171,7 +198,7 @@ class Agent:
 
 
 def _new_folder() -> tuple[Path, int]:
-    """Return a folder of this process, and the descriptor that locks it; remove those of killed agents."""
+    """Return a new folder and the descriptor that locks it. Removes the folders of killed agents."""
     agents = made_state_dir() / "agents"
     agents.mkdir(mode=0o700, exist_ok=True)
     files.remove_unlocked_folders(agents.iterdir())
@@ -180,9 +207,10 @@ def _new_folder() -> tuple[Path, int]:
 
 
 def _be_as_nice_as_parent() -> None:
-    """Give this process, and so its workers, the priority that Ray was started with. Ray lowers it by 15.
+    """Give this process and its workers the priority of Ray itself. Ray raises their niceness by 15.
 
-    Root may do that, and who has the right to (RLIMIT_NICE).
+    Works for root and for processes with the right to raise their priority (RLIMIT_NICE). Otherwise, the
+    priority stays.
     """
     with contextlib.suppress(OSError):
         nice = os.getpriority(os.PRIO_PROCESS, os.getppid())
@@ -191,31 +219,31 @@ def _be_as_nice_as_parent() -> None:
 
 
 class _KeptWarnings(logging.Handler):
-    """Keeps warnings until somebody takes them."""
+    """A log handler that keeps warnings until :meth:`taken` returns them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._kept: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
+        """Keep the line of a record."""
         with contextlib.suppress(Exception):
             self._kept.append((record.levelno, record.getMessage()))
 
     def taken(self) -> list[tuple[int, str]]:
-        """Return the lines since the last time."""
+        """Return the lines since the previous call."""
         taken, self._kept = self._kept, []
         return taken
 
 
 def packages_of(app: AppReference | ClientApp) -> list[str]:
-    """Return the packages that an app imports and that are installed here; nothing is imported."""
-    names = dict.fromkeys(each.partition(".")[0] for each in libraries_in(app))
+    """Return the installed packages that an app imports, without importing them."""
+    names = dict.fromkeys(library.partition(".")[0] for library in libraries_in(app))
     return [name for name in names if is_there(name)]
 
 
 def is_there(package: str) -> bool:
-    """Tell whether a package is installed here."""
+    """Return True if a package is installed here."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):

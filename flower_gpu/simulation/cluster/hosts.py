@@ -1,4 +1,19 @@
-"""The hosts of a Ray cluster, as the driver knows them: agents are started, asked for news, and lost."""
+"""The hosts of a Ray cluster as the driver sees them: starting agents, exchanging messages, detecting losses.
+
+Threads of the driver:
+
+- The dispatcher's giver calls :meth:`RemoteHost.take`. Each host's exchange thread calls
+  :meth:`RemoteHost.exchange` in a loop, and blocks there until the agent answers or counts as dead.
+- The watcher of :class:`RayHosts` looks every 2 s for machines without an agent. It starts an agent there,
+  and reports the new host to the dispatcher. A machine that cannot be used is tried again after growing
+  delays.
+- ``_write`` is called from all of these threads. Until the trace has the start of the run, it keeps events.
+
+How a loss is detected: Ray reports that the actor or its machine is gone, the connection is lost, or the
+agent gives no answer for a minute. ``exchange`` raises HostLostError then, and the dispatcher calls
+:meth:`RemoteHost.lost`. The agent is killed, because it may only be unreachable. It must not run beside the
+agent that the watcher starts on the same machine.
+"""
 
 from __future__ import annotations
 
@@ -29,31 +44,37 @@ from flower_gpu.workers.own_process import restored_environment
 
 #: Versions that must be the same on all hosts.
 _SAME: Final = ("flower-gpu", "flwr", "torch")
-#: What of an app's folder no host needs.
+#: Parts of an app's folder that no host needs.
 _NOT_SENT: Final = ["runs", ".git", ".venv", "__pycache__", "*.pyc"]
 _OVERRIDES: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
-_LOOK_S: Final = 0.5  # that one waits for an answer, before it is looked whether somebody still wants it
-_JOIN_S: Final = 2.0  # between two looks whether a host has joined
-_ANSWER_S: Final = 10.0  # that an agent has for its last words
-# After so many looks for its answer an agent is taken for dead: it is stopped, or its disk hangs. Whatever
-# takes long on a living host, such as fetching a model, delays no answer. Seconds are not counted: in those
-# this process may have been stopped itself.
+# Seconds to wait for an answer before checking if it is still wanted.
+_LOOK_S: Final = 0.5
+# Seconds between two searches for new hosts.
+_JOIN_S: Final = 2.0
+# Seconds that an agent has for its answer at the end of the run.
+_ANSWER_S: Final = 10.0
+# After this many waits without an answer, an agent counts as dead: it is stopped, or its disk hangs. Slow
+# work on a living host, such as fetching a model, delays no answer. Waits are counted instead of seconds,
+# because this process may have been stopped itself during those seconds.
 _SILENT: Final = 120
-_CALLS: Final = 8  # of an agent's methods at a time: one waits for messages, and few others are made
-_SKEW_S: Final = 0.05  # by which clocks may differ before times in the trace are corrected
+# Concurrent calls of an agent's methods. One call waits for answers, and other calls are rare.
+_CALLS: Final = 8
+# If clocks differ by more than this many seconds, times in the trace are corrected.
+_SKEW_S: Final = 0.05
 
 
 class HostLostError(FlowerGPUError):
-    """A host, or its agent, is gone."""
+    """A host or its agent is gone."""
 
 
 @contextmanager
 def connected(address: str, app: object) -> Iterator[None]:
-    """Be a driver of a Ray cluster, in the block.
+    """Connect to a Ray cluster for the block.
 
-    ``address``: as ``ray.init`` takes it: ``"auto"``, ``"host:port"``, ``"ray://host:port"``.
-    ``app``: its folder is sent to all hosts.
-    Raises ConfigError if Ray is not installed, or there is no such cluster.
+    ``address``: address for ``ray.init``: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``.
+    ``app``: the app. Its folder is sent to all hosts.
+
+    Raises ConfigError if Ray is not installed or the cluster cannot be reached.
     """
     try:
         import ray
@@ -64,11 +85,12 @@ def connected(address: str, app: object) -> Iterator[None]:
     environment: dict[str, Any] = {}
     if isinstance(app, AppReference):
         environment = {"working_dir": str(app.folder), "excludes": _NOT_SENT}
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         _check_is_there(address)
         with restored_environment([_OVERRIDES]):
-            os.environ[_OVERRIDES] = "0"  # agents see to it themselves; without it Ray warns of its default
+            # Agents choose the visible GPUs themselves. Without this variable, Ray warns about its default.
+            os.environ[_OVERRIDES] = "0"
             ray.init(address, runtime_env=environment, log_to_driver=False, configure_logging=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -76,7 +98,8 @@ def connected(address: str, app: object) -> Iterator[None]:
             f"({_first_line(error)}). Start one with `ray start --head`"
         ) from error
     if threading.current_thread() is threading.main_thread():
-        for number, handler in before.items():  # Ray's own would end the run without its summary
+        # Ray's own handlers would end the run without its summary.
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
     try:
         yield
@@ -85,13 +108,14 @@ def connected(address: str, app: object) -> Iterator[None]:
 
 
 class RemoteHost(Host):
-    """A host of the cluster, and its agent.
+    """A host of the cluster with its agent.
 
-    ``about``: what the agent has said at its start.
+    ``about``: description that the agent gave at its start.
     ``node``: Ray's id of the machine.
-    ``ahead_s``: by which its clock is ahead of this one's.
-    ``models``: what was sent to hosts.
-    ``tell``: gets events for the trace.
+    ``agent``: handle of the Ray actor.
+    ``clock_ahead_s``: seconds by which the host's clock is ahead of this machine's clock.
+    ``models``: models in Ray's object store.
+    ``tell``: function that takes events for the trace.
     """
 
     def __init__(
@@ -109,48 +133,51 @@ class RemoteHost(Host):
         self._clock_ahead_s = clock_ahead_s
         self._models = models
         self._tell = tell
-        self._taking: deque[Any] = deque()  # calls that nobody has waited for
+        self._taking: deque[Any] = deque()  # pending calls of the agent's ``take``
 
     def take(self, visits: Sequence[Visit]) -> None:
-        """Have messages handled. That there is no agent any more is told by :meth:`exchange`."""
-        with suppress(ConnectionError):  # of a driver that is not on the cluster itself
+        """Send messages to the host. Does not fail if the agent is gone: :meth:`exchange` raises then."""
+        # Only a driver outside the cluster can get this error.
+        with suppress(ConnectionError):
             self._taking.append(self.agent.take.remote(self._packed(visits)))
 
     def exchange(self, visits: Sequence[Visit]) -> Answers:
-        """Have messages handled; waits, not for long, for what has become of others.
+        """Send messages to the host, and wait for its report on earlier messages.
 
-        Raises HostLostError if the agent is gone, or could not take messages.
+        Raises HostLostError if the agent is gone, does not answer, or could not take messages.
         """
         import ray
 
         try:
-            coming = self.agent.exchange.remote(self._packed(visits))
+            reference = self.agent.exchange.remote(self._packed(visits))
             looks = 0
-            while not _is_there(coming, _LOOK_S):
+            while not _is_there(reference, _LOOK_S):
                 looks += 1
                 if self.is_gone:
                     raise HostLostError("it was given up while it was asked")
                 if looks >= _SILENT:
                     raise HostLostError(f"its agent gives no answer for {looks * _LOOK_S:.0f} s")
-            answers, news = _get(coming)
+            report, news = _get(reference)
             while self._taking and _is_there(self._taking[0]):
-                _get(self._taking.popleft())  # raises what was raised there
-        except ray.exceptions.RayTaskError as error:  # a fault of ours: the host is of no use for this run
+                # Raises the exception of the agent's ``take``, if it failed.
+                _get(self._taking.popleft())
+        # An exception in the agent is a fault of this package. The host cannot be used for this run.
+        except ray.exceptions.RayTaskError as error:
             raise HostLostError(_cause(error)) from error
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise HostLostError(_first_line(error)) from error
         self.hear(news)
-        found: Answers = answers
-        return found
+        answers: Answers = report
+        return answers
 
     def hear(self, news: News) -> None:
-        """Log and write into the trace what the agent tells."""
+        """Log the agent's warnings, and write its events into the trace."""
         for level, line in news.lines:
             log(level, "Host %s: %s", self.name, line)
-        self._tell([self._here(event) for event in news.events])
+        self._tell([self._localized(event) for event in news.events])
 
-    def _here(self, event: Event) -> Event:
-        """Return an event with the host's name, and with times of this machine's clock."""
+    def _localized(self, event: Event) -> Event:
+        """Return an event with the host's name, and with times on this machine's clock."""
         times = {
             name: value - self._clock_ahead_s
             for name, value in event.items()
@@ -162,26 +189,26 @@ class RemoteHost(Host):
         return [self._models.packed(visit) for visit in visits]
 
     def ask_for_sum(self, group: int) -> None:
-        """Have the sum of a group come with the next answers."""
+        """Request the sum of a group with the next answers."""
         self.agent.ask_for_sum.remote(group)
 
     def forget(self, groups: Sequence[int]) -> None:
-        """Give up groups."""
+        """Drop the sums of abandoned groups."""
         self.agent.forget.remote(groups)
 
     def cancel(self, message_id: str) -> None:
-        """Give up a message."""
+        """Cancel a message."""
         self.agent.cancel.remote(message_id)
 
     def joined(self) -> None:
-        """Have the trace say that this host is there."""
+        """Write into the trace that this host has joined."""
         about = self.about
-        told = {"concurrency": about.concurrency, "cores": about.cores, "gpus": about.gpus}
-        self._tell([trace.make("host_joined", host=self.name, host_id=self.node, **told)])
+        fields = {"concurrency": about.concurrency, "cores": about.cores, "gpus": about.gpus}
+        self._tell([trace.make("host_joined", host=self.name, host_id=self.node, **fields)])
 
     def lost(self, error: Exception, left: int) -> None:
-        """Have the agent end, and say that this host is given up."""
-        # If it is only out of reach, it must not go on beside the agent that comes after it.
+        """Kill the agent, and report the loss in the trace and the log."""
+        # The agent may only be unreachable. It must not go on beside the agent that replaces it.
         _kill(self)
         reason = shortened(_first_line(error))
         self._tell([trace.make("host_lost", host=self.name, host_id=self.node, reason=reason)])
@@ -195,10 +222,11 @@ class RemoteHost(Host):
 
 
 class RayHosts:
-    """The hosts of a Ray cluster. To be used in :func:`connected`.
+    """The hosts of a Ray cluster, for use in :func:`connected`.
 
-    ``work``: what hosts must know of the run.
-    Raises ConfigError if a host cannot do the work: it lacks a package, or has another version.
+    ``work``: description of the run for hosts.
+
+    Raises ConfigError if a host cannot be used, because it lacks a package or has another version.
     """
 
     def __init__(self, work: Work) -> None:
@@ -210,35 +238,35 @@ class RayHosts:
         self._models = SentModels(ray.put)
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._kept: list[Event] | None = []  # until the run has begun
+        self._kept: list[Event] | None = []  # events before the run has begun, then None
         self._all: list[RemoteHost] = []
         self._facts: dict[int, dict[str, Any]] = {}
         self._all += self._started(self._nodes_alive())
         if not self._all:
             raise ConfigError("the Ray cluster has no host")
-        # Machines without an agent: when they are asked again, and after how many seconds.
+        # Machines that cannot be used, by Ray's id: time of the next attempt, and delay before it in seconds
         self._refused: dict[str, tuple[float, float]] = {}
         self._watcher: threading.Thread | None = None
 
     @property
     def there(self) -> list[RemoteHost]:
-        """The hosts that are not lost."""
+        """The present hosts."""
         return [host for host in self._all if not host.is_gone]
 
     @property
     def about(self) -> About:
-        """What the first host says of itself, with the messages that all hosts handle at a time."""
+        """The description of the first host, with the concurrency of all hosts together."""
         return replace(self._all[0].about, concurrency=sum(host.about.concurrency for host in self.there))
 
     def where(self) -> str:
-        """Say where messages are handled."""
+        """Return a line that says where messages are handled."""
         return f"calls run on the hosts of a Ray cluster: up to {self.about.concurrency} at a time"
 
     def load_data(self) -> None:
-        """Do nothing: each agent has loaded its data when it began."""
+        """Do nothing. Each agent has loaded its data at its start."""
 
     def begin(self, joined: Callable[[Host], object]) -> None:
-        """Tell of the hosts that are there, and from now on of those that join."""
+        """Report the present hosts to ``joined``, and start the thread that reports new hosts."""
         for host in self.there:
             host.joined()
             joined(host)
@@ -248,18 +276,18 @@ class RayHosts:
         self._watcher.start()
 
     def facts(self) -> dict[str, Any]:
-        """Return the hosts' facts for the result."""
-        for host, told in self._answers([(host, host.agent.facts.remote()) for host in self.there]):
-            self._facts[id(host)] = told
-        found = list(self._facts.values())
+        """Return the facts about hosts for the result. A silent host counts with its earlier facts."""
+        for host, facts in self._answers([(host, host.agent.facts.remote()) for host in self.there]):
+            self._facts[id(host)] = facts
+        all_facts = list(self._facts.values())
         by_node: dict[str, list[RemoteHost]] = {}
         for host in self._all:
             by_node.setdefault(host.node, []).append(host)
         return {
-            "workers_started": sum(each.get("workers_started", 0) for each in found),
-            "peak_worker_bytes": max((each.get("peak_worker_bytes", 0) for each in found), default=0),
+            "workers_started": sum(facts.get("workers_started", 0) for facts in all_facts),
+            "peak_worker_bytes": max((facts.get("peak_worker_bytes", 0) for facts in all_facts), default=0),
             "batches": {
-                name: sum(each.get("batches", {}).get(name, 0) for each in found)
+                name: sum(facts.get("batches", {}).get(name, 0) for facts in all_facts)
                 for name in ("count", "messages")
             },
             "hosts": [
@@ -279,30 +307,35 @@ class RayHosts:
         }
 
     def close(self) -> None:
-        """End the workers of all hosts, and take their last news."""
+        """End the workers of all hosts, write their last news, and kill the agents."""
         self._is_closed.set()
         if self._watcher is not None:
             self._watcher.join(_ANSWER_S)
         hosts = self.there
         for host, news in self._answers([(host, host.agent.close.remote()) for host in hosts]):
             host.hear(news)
-        for host in hosts:  # threads that wait for it go on
+        # This wakes the threads that wait for an answer of the agent.
+        for host in hosts:
             _kill(host)
 
-    def _answers(self, asked: Sequence[tuple[RemoteHost, Any]]) -> Iterator[tuple[RemoteHost, Any]]:
-        """Yield hosts' answers, except of those that need too long, or are gone."""
+    def _answers(self, calls: Sequence[tuple[RemoteHost, Any]]) -> Iterator[tuple[RemoteHost, Any]]:
+        """Yield hosts with the results of calls. Hosts that are too slow or gone are skipped.
+
+        ``calls``: hosts with Ray's references to results.
+        """
         deadline = time.monotonic() + _ANSWER_S
-        for host, coming in asked:
+        for host, reference in calls:
             with suppress(self._ray.exceptions.RayError, TimeoutError, ConnectionError):
-                yield host, _get(coming, max(0.0, deadline - time.monotonic()))
+                yield host, _get(reference, max(0.0, deadline - time.monotonic()))
 
     def _look_for_more(self, joined: Callable[[Host], object]) -> None:
-        """Look for hosts that have joined, or whose agent is gone."""
+        """Start agents on new machines, and on machines without an agent. Body of the watcher thread."""
         while not self._is_closed.wait(_JOIN_S):
             known = {host.node for host in self.there}
             try:
                 nodes = self._nodes_alive()
-            except Exception:  # of many kinds: Ray cannot be reached, for a while or for good
+            # Ray raises many kinds of exceptions if it cannot be reached. It may come back.
+            except Exception:
                 continue
             for node in nodes:
                 due, wait_s = self._refused.get(node, (0.0, _JOIN_S))
@@ -321,7 +354,7 @@ class RayHosts:
                     joined(host)
 
     def has_begun(self) -> None:
-        """Write into the trace what hosts tell, from now on."""
+        """Write the kept events into the trace. Later events are written at once."""
         with self._lock:
             kept, self._kept = self._kept or [], None
         self._write(kept)
@@ -340,9 +373,13 @@ class RayHosts:
         return [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
 
     def _started(self, nodes: Sequence[str]) -> list[RemoteHost]:
-        """Start an agent on each of these hosts, all at a time. Those that die meanwhile are left out.
+        """Start an agent on each of these machines at the same time, and return the hosts.
 
-        Raises ConfigError if an agent says that its host cannot do the work, or if none starts at all.
+        Machines where the agent dies at its start are left out.
+
+        ``nodes``: Ray's ids of the machines.
+
+        Raises ConfigError if an agent reports that its host cannot be used, or if no agent starts.
         """
         if not nodes:
             return []
@@ -358,16 +395,16 @@ class RayHosts:
             ).remote(self._work)
             for node in nodes
         ]
-        asked = [agent.begin.remote(self._packages) for agent in agents]
+        references = [agent.begin.remote(self._packages) for agent in agents]
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
         hosts: list[RemoteHost] = []
         dead: list[str] = []
-        for node, agent, coming in zip(nodes, agents, asked, strict=True):
+        for node, agent, reference in zip(nodes, agents, references, strict=True):
             try:
-                while not self._ray.wait([coming], timeout=_LOOK_S)[0]:
+                while not self._ray.wait([reference], timeout=_LOOK_S)[0]:
                     if self._is_closed.is_set():
                         return []
-                about: About = self._ray.get(coming)
+                about: About = self._ray.get(reference)
                 ahead_s = self._ahead_s(agent)
                 host = RemoteHost(about, node, agent, ahead_s, self._models, self._write)
             except self._ray.exceptions.RayTaskError as error:
@@ -384,13 +421,16 @@ class RayHosts:
         return hosts
 
     def _ahead_s(self, agent: Any) -> float:
-        """Return by how much the clock of an agent's host is ahead of this one's, if that can be told."""
-        before = time.time()
-        ahead_s: float = self._ray.get(agent.clock_s.remote()) - (before + time.time()) / 2
-        return ahead_s if abs(ahead_s) > max(_SKEW_S, time.time() - before) else 0.0
+        """Return the seconds by which the clock of an agent's host is ahead, or 0.0 if they are too few."""
+        asked_at = time.time()
+        ahead_s: float = self._ray.get(agent.clock_s.remote()) - (asked_at + time.time()) / 2
+        return ahead_s if abs(ahead_s) > max(_SKEW_S, time.time() - asked_at) else 0.0
 
     def _check(self, about: About) -> None:
-        """Check that a host has the versions that all have, and what a deterministic run needs."""
+        """Check that a host has the same versions as this machine, and in a strict run equal hardware.
+
+        Raises ConfigError if it differs.
+        """
         here = determinism.described([])["versions"]
         theirs = about.described["versions"]
         different = [
@@ -409,31 +449,34 @@ class RayHosts:
             )
 
 
-def _is_there(coming: Any, timeout_s: float = 0.0) -> bool:
-    """Tell whether an answer, or each of a list, is there; it is not fetched from its host.
+def _is_there(results: Any, timeout_s: float = 0.0) -> bool:
+    """Return True if results exist. They are not fetched from their hosts.
+
+    ``results``: a reference of Ray, or a list of references.
+    ``timeout_s``: seconds to wait for them.
 
     Raises ConnectionError if Ray cannot be reached.
     """
     import ray
 
     _check_connection()
-    asked = coming if isinstance(coming, list) else [coming]
-    return not ray.wait(asked, num_returns=len(asked), timeout=timeout_s, fetch_local=False)[1]
+    references = results if isinstance(results, list) else [results]
+    return not ray.wait(references, num_returns=len(references), timeout=timeout_s, fetch_local=False)[1]
 
 
-def _get(coming: Any, timeout_s: float | None = None) -> Any:
-    """Return the result of a call of Ray.
+def _get(reference: Any, timeout_s: float | None = None) -> Any:
+    """Return the result of a remote call.
 
-    Raises ConnectionError, RayError, TimeoutError if there is no answer.
+    Raises ConnectionError, RayError or TimeoutError if there is no result.
     """
     import ray
 
     _check_connection()
-    return ray.get(coming, timeout=timeout_s)
+    return ray.get(reference, timeout=timeout_s)
 
 
 def _kill(host: RemoteHost) -> None:
-    """End an agent, if Ray can be reached."""
+    """Kill an agent, if Ray can be reached."""
     import ray
 
     with suppress(Exception):
@@ -442,9 +485,9 @@ def _kill(host: RemoteHost) -> None:
 
 
 def _check_connection() -> None:
-    """Check that this process is part of the cluster: else Ray's functions would start one of their own.
+    """Check that this process is still connected. Otherwise, Ray's functions would start a new cluster.
 
-    Raises ConnectionError if it is not any more.
+    Raises ConnectionError if the connection is lost.
     """
     import ray
 
@@ -453,9 +496,9 @@ def _check_connection() -> None:
 
 
 def _check_is_there(address: str) -> None:
-    """Check that somebody listens at an address: Ray itself would try for minutes.
+    """Check that an address accepts connections. Ray itself would retry for minutes.
 
-    Raises OSError if nobody does.
+    Raises OSError if it does not.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
@@ -467,6 +510,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _cause(error: Any) -> str:
-    """Return a host's exception in a line."""
+    """Return the last line of a host's exception."""
     cause = error.cause if error.cause is not None else error
     return shortened(str(cause).strip().rpartition("\n")[2])

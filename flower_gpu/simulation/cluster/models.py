@@ -42,8 +42,9 @@ _LARGE_BYTES: Final = 64 << 10
 class StoredObject:
     """An object in Ray's object store, for hosts to fetch.
 
-    ``number``: the model's number, by which hosts keep it; None for an object of one message only.
-    ``where``: an ObjectRef in a list. As a direct argument of a call, Ray would fetch it for each message.
+    ``number``: number of the model, by which hosts keep it. None for an object of a single message.
+    ``where``: an ObjectRef in a list. Ray would fetch a direct argument of a call for each message.
+    ``size_bytes``: size of the object.
     """
 
     number: int | None
@@ -66,15 +67,16 @@ class PackedVisit:
     @property
     def sent(self) -> list[StoredObject]:
         """The objects to fetch, in the order of the records."""
-        found = [record for _, record in self.content if isinstance(record, StoredObject)]
-        return found if self.state is None else [*found, self.state]
+        records = [record for _, record in self.content if isinstance(record, StoredObject)]
+        return records if self.state is None else [*records, self.state]
 
 
 class SentModels:
     """The driver's models in the object store.
 
-    ``put``: stores an object, and returns a reference to it.
-    ``kept_bytes``: size up to which more than the first few models are kept. Default: a part of the memory.
+    ``put``: function that stores an object and returns a reference to it.
+    ``kept_bytes``: size up to which more than the first few models are kept; by default, a part of the
+    memory.
     """
 
     def __init__(self, put: Callable[[Any], Any], kept_bytes: int | None = None) -> None:
@@ -86,7 +88,7 @@ class SentModels:
         self._count = 0
 
     def packed(self, visit: Visit) -> PackedVisit:
-        """Pack a visit, with its models by their numbers."""
+        """Return a visit with references instead of its models and large records. Stores new models."""
         content = [(name, self._packed(record)) for name, record in visit.message.content.items()]
         empty = copy(visit.message)
         empty.content = RecordDict()
@@ -117,9 +119,9 @@ class SentModels:
 
 
 class FetchedModels:
-    """Models that a host fetches, several at a time, and keeps.
+    """The models of a host. It fetches several at a time and keeps them for later messages.
 
-    ``get``: returns a stored object; may take minutes.
+    ``get``: function that returns a stored object, which may take minutes.
     ``kept_bytes``: as for :class:`SentModels`.
     """
 
@@ -190,7 +192,7 @@ class FetchedModels:
 def _unpacked(packed: PackedVisit, futures: Sequence[Future[Any]]) -> Visit:
     """Return the original visit. Messages with the same model share its arrays.
 
-    ``futures``: of :attr:`PackedVisit.sent`, all of them done.
+    ``futures``: completed futures for :attr:`PackedVisit.sent`, in the same order.
     """
     fetched = iter(futures)
     message = copy(packed.visit.message)
