@@ -15,17 +15,17 @@ Threads:
 
 One condition, ``changed``, protects the boxes and the fields of hosts and of the dispatcher. Calls of a host
 may block, so threads release it before they call one. In between, a message may be cancelled or its host may
-be lost. So ``_visits`` checks before a message is sent that it is still wanted and still on its host.
+be lost. So before ``_visits`` sends a message, it checks that the message is still wanted and on its host.
 
 ``_jobs`` decides which host has a message. ``_take_from_host`` removes an entry, and only one thread gets
-True from it. An answer from a host that no longer has the message is ignored, so a host that was given up and
-still answers does no harm.
+True from it. An answer is ignored if its host no longer has the message. So late answers of a lost host do no
+harm.
 
 Retries. ``_again`` requeues a message when its host returns it without a reply, or when its host is lost. The
-next host with room gets it, with the same seed. A lost host may have died because of a message. So a message
-that was on two lost hosts gets its last try on a host without other messages (``is_exclusive``). If that host
-is lost too, the message is blamed and its call fails. Without this, the other messages on those hosts would
-be blamed as well.
+next host with room gets it, with the same seed. A lost host may have died because of a message. After the
+loss of two hosts, a message gets its last try on a host without other messages (``is_exclusive``). If that
+host is lost too, the message is blamed and its call fails. Otherwise, innocent messages on the same three
+hosts would be blamed as well.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _END_S: Final = 5.0
 
 
 class Durations:
-    """Estimates of the durations of calls, learned from earlier calls.
+    """Estimated durations of calls, learned from earlier calls.
 
     The longest message of a round is handled first. A round then takes at most a third longer than in the
     best order (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969,
@@ -141,7 +141,7 @@ class Dispatcher:
     ``seed``: seed of the run.
     ``durations``: gets the duration of each call.
     ``changed``: lock of all boxes and condition that is notified of every change to a box.
-    ``hosts``: the hosts that are not lost.
+    ``hosts``: the present hosts.
     """
 
     def __init__(self, nodes: VirtualNodes, states: StateStore, seed: int, durations: Durations) -> None:
@@ -151,7 +151,7 @@ class Dispatcher:
         self._states = states
         self._durations = durations
         self._seeds = Seeds(seed)
-        self._seeds_by_message: dict[str, int] = {}  # seeds of unfinished messages
+        self._seed_of: dict[str, int] = {}  # seeds of unfinished messages
         self._losses: Counter[str] = Counter()  # number of lost hosts that had the message, by message id
         self._waiting: list[Box] = []  # boxes with queued messages, in the order of sending
         self._summing: set[SumBox] = set()
@@ -179,7 +179,7 @@ class Dispatcher:
     def stuck_since(self) -> float | None:
         """Return the time since which messages have been waiting with no worker running, or None.
 
-        The value counts only if every host is stuck. The time is that of the last host.
+        Returns None unless every host is stuck. The result is the time at which the last host got stuck.
         """
         since = [host.stuck_since() for host in self.hosts]
         known = [time_s for time_s in since if time_s is not None]
@@ -393,9 +393,9 @@ class Dispatcher:
                 f"{_MOST_LOST} hosts were lost while they handled a message to client {partition}"
             )
         with self.changed:
-            if job.message_id not in self._seeds_by_message:
-                self._seeds_by_message[job.message_id] = self._seeds(job.message)
-            seed = self._seeds_by_message[job.message_id]
+            if job.message_id not in self._seed_of:
+                self._seed_of[job.message_id] = self._seeds(job.message)
+            seed = self._seed_of[job.message_id]
         return job.visit(seed, self._states.read(partition))
 
     def _take_answers(self, host: Host, report: Answers) -> list[Job]:
@@ -485,5 +485,5 @@ class Dispatcher:
         return True
 
     def _forget(self, message_id: str) -> None:
-        self._seeds_by_message.pop(message_id, None)
+        self._seed_of.pop(message_id, None)
         self._losses.pop(message_id, None)
