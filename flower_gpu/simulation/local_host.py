@@ -26,14 +26,14 @@ One lock protects the queue, and two conditions share it. ``_has_work`` wakes me
 memory is free again, or the host closes. ``_has_finished`` wakes the exchange thread: there are answers, a
 sum was asked for, or the host closes.
 
-Sums. Arrays that are summed here never leave the host with their answer. ``fetch`` moves the reply into
+Sums. If a host sums replies, their arrays never leave the host. ``fetch`` moves the reply into
 ``_to_sum`` and returns the answer without arrays. The exchange thread adds it outside the lock after it has
-queued the next messages, so that workers do not wait for additions. A sum contains all replies of its group
-that were reported up to the exchange that returns it.
+queued the next messages, so that workers do not wait for additions. When an exchange returns a sum, the sum
+contains all replies of its group in the answers up to then.
 
-Retries. A message that was cancelled or given back before a thread took it finishes with an Answer without a
-reply. The dispatcher requeues such a message, if it is still wanted. Deaths of workers are retried inside the
-handler (:mod:`flower_gpu.simulation.messages`).
+Retries. When a message is cancelled or given back before a thread takes it, its Answer has no reply. The
+dispatcher requeues the message if it is still wanted. The handler itself retries a message after the death of
+its worker (:mod:`flower_gpu.simulation.messages`).
 """
 
 from __future__ import annotations
