@@ -1,5 +1,5 @@
 """``flower-gpu top``: the GPUs of this host now, with workers and waiting requests.
 
-A snapshot is made of ledger, driver and the histories of runs. ``--json`` prints it; the view makes lines of
-it, which are printed once, or drawn again and again on the whole terminal.
+A snapshot combines the ledger, the driver and the histories of runs. ``--json`` prints it as it is. The view
+renders it as lines, which are printed once or drawn repeatedly on the whole terminal.
 """

@@ -1,7 +1,7 @@
-"""Lines and tables of styled text for a terminal of a certain width: less important parts give way.
+"""Lines and tables of styled text that fit the width of a terminal by dropping less important parts.
 
-Names come from others: every text goes through :func:`line`, so that there is nothing in it that a terminal
-obeys.
+Names can come from other accounts. Every text passes through :func:`line`, which replaces control characters,
+so a name cannot send commands to the terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from rich.text import Text
 
 from flower_gpu.printable import printable
 
-_ROOMY: Final = 100  # cells of a terminal in which columns stand further apart
+#: Width in cells from which columns are two cells apart instead of one.
+_ROOMY: Final = 100
 _INDENT: Final = "  "
 
 #: A text and its style, which may be empty.
@@ -30,14 +31,14 @@ def line(*parts: Part) -> Text:
 
 
 def cut(one: Text, width: int) -> Text:
-    """Return a line that takes no more than so many cells; where something is cut off, there is a mark."""
-    kept = one.copy()
-    kept.truncate(width, overflow="ellipsis" if width > 0 else "crop")
-    return kept
+    """Return a copy of a line that is cut to ``width`` cells. An ellipsis marks the cut."""
+    short = one.copy()
+    short.truncate(width, overflow="ellipsis" if width > 0 else "crop")
+    return short
 
 
 def coloured(one: Text) -> str:
-    """Return a line as a terminal draws it."""
+    """Return a line with the escape sequences for its styles."""
     console = _console(bool(os.environ.get("NO_COLOR")))
     with console.capture() as drawn:
         console.print(one, end="", no_wrap=True, overflow="ignore", crop=False)
@@ -50,20 +51,20 @@ def _console(no_color: bool) -> Console:
 
 
 def joined(width: int, *fields: tuple[int, str, str], gap: str = "  ") -> Text:
-    """Return the fields that fit beside each other.
+    """Return a line of the fields that fit into ``width`` cells.
 
-    A field is its rank, its text and its style; an empty one is left out. The fields of the highest rank give
-    way first, and of equal ones the last.
+    ``fields``: rank, text and style of each field. Fields with an empty text are omitted. If the line is too
+    long, the field with the highest rank is dropped first, and among equal ranks the last field.
     """
-    kept = [(rank, line((told, style))) for rank, told, style in fields if told]
-    while len(kept) > 1 and sum(each.cell_len + len(gap) for _, each in kept) - len(gap) > width:
+    kept = [(rank, line((text, style))) for rank, text, style in fields if text]
+    while len(kept) > 1 and sum(field.cell_len + len(gap) for _, field in kept) - len(gap) > width:
         _, place = max((rank, place) for place, (rank, _) in enumerate(kept))
         del kept[place]
-    return Text(gap).join(each for _, each in kept)
+    return Text(gap).join(field for _, field in kept)
 
 
 def duration(seconds: float) -> str:
-    """Write seconds for people: ``"0:05"``, ``"1:02:03"``, ``"3d 04h"``."""
+    """Return a duration in readable form: ``"0:05"``, ``"1:02:03"``, ``"3d 04h"``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 48:
@@ -73,55 +74,59 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table."""
+    """A column of a table: its title, and functions that return its text for a row."""
 
     title: str
-    rank: int  # the columns of the highest rank give way first; those of rank 0 never
-    text: Callable[[Any], str]  # of a row
-    key: Callable[[Any], Any] | None = None  # what rows are sorted by; None: they are not
+    rank: int  # columns with the highest rank are dropped first; columns with rank 0 stay
+    text: Callable[[Any], str]  # text of a row
+    key: Callable[[Any], Any] | None = None  # sort key of a row; None if the column is not sortable
     style: str | Callable[[Any], str] = ""
-    is_right: bool = True
-    least: int = 0  # texts may be cut off down to so many cells; 0: not at all
+    is_right: bool = True  # right-aligned
+    least: int = 0  # minimum width in cells when texts are cut; 0 if they are never cut
 
     def cell(self, row: Any) -> Text:
-        """Return the text in a row."""
+        """Return the styled text of this column for a row."""
         return line((self.text(row), self.style if isinstance(self.style, str) else self.style(row)))
 
 
 def table(columns: Sequence[Column], rows: Sequence[Any], width: int, mark: Part) -> list[Text]:
-    """Lay rows out in columns, in no more than so many cells, below their titles.
+    """Return the lines of a table, ``width`` cells wide: the titles, then one line for each row.
 
-    ``mark``: the title of the column that rows are sorted by, and what stands beside it.
+    ``mark``: the title of the column by which the rows are sorted, and the symbol to show beside it.
     """
     gap, room = 2 if width >= _ROOMY else 1, width - len(_INDENT)
-    titles = [one.title + mark[1] * (one.title == mark[0] != "") for one in columns]
-    # The column that rows are sorted by does not give way.
-    ranks = [0 if one.title == mark[0] != "" else one.rank for one in columns]
-    cells = [[line((title, "dim")), *map(one.cell, rows)] for title, one in zip(titles, columns, strict=True)]
-    full = [max(cell.cell_len for cell in column) for column in cells]
+    titles = [column.title + mark[1] * (column.title == mark[0] != "") for column in columns]
+    # The column by which the rows are sorted always stays.
+    ranks = [0 if column.title == mark[0] != "" else column.rank for column in columns]
+    cells = [
+        [line((title, "dim")), *map(column.cell, rows)] for title, column in zip(titles, columns, strict=True)
+    ]
+    full = [max(cell.cell_len for cell in texts) for texts in cells]
     kept = list(range(len(columns)))
     widths = _narrowed(columns, kept, full, room, gap)
     while sum(widths) + gap * (len(kept) - 1) > room and (rank := max(ranks[place] for place in kept)):
         kept = [place for place in kept if ranks[place] != rank]
         widths = _narrowed(columns, kept, full, room, gap)
-    for place, most in zip(kept, widths, strict=True):
-        cells[place] = [cut(cell, most) for cell in cells[place]]
+    for place, cell_width in zip(kept, widths, strict=True):
+        cells[place] = [cut(cell, cell_width) for cell in cells[place]]
         for cell in cells[place]:
-            cell.align("right" if columns[place].is_right else "left", most)
+            cell.align("right" if columns[place].is_right else "left", cell_width)
     return [
-        Text(_INDENT) + Text(" " * gap).join(of_row)
-        for of_row in zip(*(cells[place] for place in kept), strict=True)
+        Text(_INDENT) + Text(" " * gap).join(row_cells)
+        for row_cells in zip(*(cells[place] for place in kept), strict=True)
     ]
 
 
 def _narrowed(
     columns: Sequence[Column], kept: Sequence[int], full: Sequence[int], width: int, gap: int
 ) -> list[int]:
-    """Make columns narrower until they fit, the widest first, none below its least."""
-    now = {place: full[place] for place in kept}
-    for _ in range(sum(now.values()) + gap * (len(now) - 1) - width):
-        can = [place for place in kept if columns[place].least and now[place] > columns[place].least]
-        if not can:
+    """Return the widths of the kept columns after narrowing the widest ones, each down to its minimum."""
+    widths = {place: full[place] for place in kept}
+    for _ in range(sum(widths.values()) + gap * (len(widths) - 1) - width):
+        candidates = [
+            place for place in kept if columns[place].least and widths[place] > columns[place].least
+        ]
+        if not candidates:
             break
-        now[max(can, key=now.__getitem__)] -= 1
-    return list(now.values())
+        widths[max(candidates, key=widths.__getitem__)] -= 1
+    return list(widths.values())

@@ -1,7 +1,7 @@
-"""The figures of one moment as plain data, from ledger, driver and histories.
+"""A snapshot of GPUs, runs, workers and leases as plain data, from the ledger, the driver and the histories.
 
-``--json`` prints these fields under these names. Sizes are bytes. None, or an empty text, stands for what
-driver, ledger or trace does not tell.
+``--json`` prints these fields under these names. Sizes are in bytes. A value that the driver, the ledger or
+the trace does not report is None or an empty string.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MUTEX_WAIT_S: Final = 1.0
 
 @dataclass(frozen=True)
 class GPURow:
-    """A GPU."""
+    """A GPU with its memory by holder."""
 
     index: int
     uuid: str
@@ -41,21 +41,21 @@ class GPURow:
     used_bytes: int | None
     utilization_percent: int | None
     temperature_c: int | None
-    capacity_bytes: int | None  # what leases can have of it now, those that are held included
+    capacity_bytes: int | None  # memory for leases now, including held leases
     own_leased_bytes: int = 0  # leased to this account
-    own_used_bytes: int = 0  # of that, as far as the workers tell
-    other_leased_bytes: int = 0
+    own_used_bytes: int = 0  # used under these leases, as reported by the driver or the workers
+    other_leased_bytes: int = 0  # leased to other accounts
     other_used_bytes: int = 0
-    programs_bytes: int | None = None  # used without a lease
+    programs_bytes: int | None = None  # memory in use without a lease
 
 
 @dataclass(frozen=True)
 class HostRow:
     """The cores and the main memory of this host."""
 
-    cores: float  # that leases can have
+    cores: float  # number of cores for leases
     cores_leased: float
-    memory_capacity_bytes: int | None  # what leases can have of it now, those that are held included
+    memory_capacity_bytes: int | None  # memory for leases now, including held leases
     memory_leased_bytes: int
 
 
@@ -63,97 +63,99 @@ class HostRow:
 class RunRow:
     """A run of this account."""
 
-    run: str  # its app, with the process where several runs have the same name
+    run: str  # name of the app, followed by the pid if several runs have the same name
     kind: str
     folder: str
     pid: int | None
-    seconds: float | None  # since it began
-    round: int | None  # the round that is under way, or was last
+    seconds: float | None  # duration so far, or in total if the run has finished
+    round: int | None  # the current or last round
     num_rounds: int | None
-    task: str  # of the messages under way
+    task: str  # task of the messages in flight
     messages_done: int | None
     messages: int | None
-    calls_done: dict[str, int]  # of this round, by task
-    metrics: dict[str, float]  # of the last evaluation
+    calls_done: dict[str, int]  # number of finished calls in this round, by task
+    metrics: dict[str, float]  # metrics of the last evaluation
     metrics_round: int | None
-    outcome: str  # "completed", "failed", "interrupted", or "gone" where it was killed
-    read_part: float  # of its trace: less than 1 only in the first seconds with a long one
-    cores: float | None = None  # that a simulation has leased for all its messages together
+    outcome: str  # "completed", "failed", "interrupted", or "gone" if the run was killed
+    read_part: float  # fraction of the trace that has been read: below 1 while a long trace is loading
+    cores: float | None = None  # number of cores that a simulation has leased for all its messages together
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRow:
-    """A worker, or a lease of which no more is known; then the run, client, task and round are empty."""
+    """A worker, or a lease without a known worker. For such a lease run, client, task and round are empty."""
 
     run: str = ""
     client: str = ""
     task: str = ""
     round: int | None = None
-    label: str = ""  # what a lease of no run is for; empty for another account's
+    label: str = ""  # purpose of a lease that belongs to no run; empty for other accounts
     user: str
-    pid: int | None  # None before the worker has started; of a lease of no run, the process that has it
-    gpus: tuple[int, ...]  # numbers; none on the CPU
-    lease: str  # its ticket; empty on the CPU
+    pid: int | None  # None before the worker has started; the holder's pid for a lease that belongs to no run
+    gpus: tuple[int, ...]  # indices of the GPUs; empty on the CPU
+    lease: str  # ticket of the lease; empty on the CPU
     lease_bytes: int | None
     used_bytes: int | None
-    cores: float | None = None  # that it has leased; None: they are not counted
-    host_memory_bytes: int | None = None  # the same of main memory
-    seconds: float  # since it began
-    phase: str = "held"  # or "starting", "running", "exiting", "idle": kept for the next message
+    cores: float | None = None  # number of leased cores; None if cores are not counted
+    host_memory_bytes: int | None = None  # leased main memory; None if it is not counted
+    seconds: float  # age of the worker or of the lease
+    phase: str = "held"  # or "starting", "running", "exiting", or "idle" between two messages
     progress: str = ""
     progress_done: int | None = None
     progress_total: int | None = None
-    host: str = ""  # of a Ray cluster; then ``gpus`` are that host's
+    host: str = ""  # host of a Ray cluster, to which ``gpus`` refer; otherwise empty
 
 
 @dataclass(frozen=True)
 class WaitingRow:
-    """A request in the ledger's line."""
+    """A request that waits in the ledger's queue."""
 
-    lease: str  # its ticket
+    lease: str  # ticket of the request
     run: str
     label: str
     user: str
     pid: int
-    asked_bytes: int | None  # of a GPU: memory, or a part of it, or all of it
+    # A request asks for memory of a GPU, for a fraction of it, or for all of it.
+    asked_bytes: int | None
     asked_share: float | None
     asked_alone: bool
-    count: int  # of GPUs
-    gpus: tuple[int, ...]  # numbers of those that it may be on
-    seconds: float
+    count: int  # number of GPUs
+    gpus: tuple[int, ...]  # indices of the GPUs that the request allows
+    seconds: float  # time in the queue
     asked_cores: float | None = None
     asked_host_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is shown."""
+    """The state of this host, its GPUs, runs, workers and waiting requests at one moment."""
 
-    time: float
+    time: float  # Unix seconds
     host: str
     account: str
-    gpu_problem: str | None  # why there is no GPU
-    ledger_problem: str | None  # why nothing, or not all, is known of leases
+    gpu_problem: str | None  # reason why there is no GPU
+    ledger_problem: str | None  # reason why the leases are unknown or incomplete
     gpus: tuple[GPURow, ...]
     runs: tuple[RunRow, ...]
     workers: tuple[WorkerRow, ...]
-    waiting: tuple[WaitingRow, ...]  # in the order of the line
-    resources: HostRow | None = None  # cores and main memory; None: the ledger cannot be used
+    waiting: tuple[WaitingRow, ...]  # in the order of the queue
+    resources: HostRow | None = None  # cores and main memory; None if the ledger cannot be used
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the snapshot as a dict that ``json`` can write."""
         return asdict(self)
 
 
-# How it is put together
+# Building a snapshot
 
 
 def take(runs: Sequence[FollowedRun], *, others: bool) -> Snapshot:
-    """Look at the GPUs and the ledger, and return them with these runs as they were read last.
+    """Return a snapshot of the GPUs and the ledger now, with the latest state of these runs that was read.
 
-    Each run gets a label that no other has. With ``others`` leases that belong to none of them are shown.
+    Each run gets a unique label. If ``others`` is True, the snapshot includes the leases that belong to no
+    run in ``runs``.
     """
-    runs = sorted(runs, key=lambda one: one.run.since if one.run else 0.0)
+    runs = sorted(runs, key=lambda followed: followed.run.since if followed.run else 0.0)
     names = Counter(run.name for run in runs)
     for run in runs:
         run.label = run.name if names[run.name] == 1 else f"{run.name}:{run.pid}"
@@ -174,12 +176,12 @@ def take(runs: Sequence[FollowedRun], *, others: bool) -> Snapshot:
 
 
 def gpu_rows(seen: Seen, worker_pids: Mapping[str, int]) -> tuple[GPURow, ...]:
-    """Return the GPUs. A card in MIG mode is left out where its MIG devices are there.
+    """Return the GPUs. A card in MIG mode is omitted if its MIG devices are listed.
 
-    ``worker_pids`` has the workers by ticket, as far as traces tell.
+    ``worker_pids``: pids of the workers by ticket, from the traces.
     """
     parents = {gpu.mig_parent for gpu in seen.inventory.gpus if gpu.mig_parent}
-    # As it was when the ledger was read, so that figures fit together.
+    # Prefer the GPU as it was when the ledger was read, because its memory then matches the leases.
     with_leases = {gpu.uuid: gpu for gpu in seen.state.gpus} if seen.state else {}
     return tuple(
         _gpu_row(seen, with_leases.get(gpu.uuid, gpu), worker_pids)
@@ -197,13 +199,16 @@ def _gpu_row(seen: Seen, gpu: GPU, worker_pids: Mapping[str, int]) -> GPURow:
         leased[is_own] += nbytes
         if nbytes:
             reported_pid, reported = seen.report(entry.id)
-            told, pid = reported.get(gpu.uuid, 0), reported_pid or worker_pids.get(entry.id, 0)
+            used_bytes, pid = reported.get(gpu.uuid, 0), reported_pid or worker_pids.get(entry.id, 0)
             if entry.pid_namespace == pid_namespace() and pid:
                 if listed.get(pid) is not None:
-                    told = listed[pid] or 0
+                    used_bytes = listed[pid] or 0
                 elif not Path(f"/proc/{pid}").exists():
-                    told = 0  # what it has reported last is another program's by now, or free
-            used[is_own] += min(told, nbytes)  # what is beyond its lease is taken from others
+                    # The worker has ended. The memory of its last report is free or in use by another
+                    # program.
+                    used_bytes = 0
+            # A worker can use more than its lease. The excess counts as memory of other programs.
+            used[is_own] += min(used_bytes, nbytes)
     return GPURow(
         index=gpu.index,
         uuid=gpu.uuid,
@@ -224,7 +229,7 @@ def _gpu_row(seen: Seen, gpu: GPU, worker_pids: Mapping[str, int]) -> GPURow:
 
 
 def host_row(seen: Seen) -> HostRow | None:
-    """Return the cores and the main memory."""
+    """Return the cores and the main memory of this host, or None if the ledger cannot be used."""
     if seen.state is None:
         return None
     return HostRow(
@@ -236,13 +241,16 @@ def host_row(seen: Seen) -> HostRow | None:
 
 
 def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
-    """Return a run."""
+    """Return the row of a run, from its history."""
     history, run, open_round = followed.history, followed.run, followed.history.open_round
     began = run.since if run else history.started_at
     until = seen.now if history.finished_at is None else history.finished_at
-    told = [one for one in history.evaluations if one.metrics]
-    # Those of training where nothing else has any.
-    last = next((one for one in reversed(told) if one.task != "train"), told[-1] if told else None)
+    evaluations = [evaluation for evaluation in history.evaluations if evaluation.metrics]
+    # Show metrics of training only if no other task has reported metrics.
+    last = next(
+        (evaluation for evaluation in reversed(evaluations) if evaluation.task != "train"),
+        evaluations[-1] if evaluations else None,
+    )
     return RunRow(
         run=followed.label,
         kind=run.kind if run else history.kind,
@@ -263,35 +271,39 @@ def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
 
 
 def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tuple[WorkerRow, ...]:
-    """Return the workers, run by run, and then, if ``others``, the leases that belong to none of the runs."""
+    """Return the workers of each run in turn. If ``others`` is True, all other leases follow."""
     holders = {entry.id: entry for entry in seen.holders}
     rows: list[WorkerRow] = []
     for followed in runs:
         history, workers, is_over = followed.history, followed.workers(), followed.is_over
-        rows += [_of_worker(seen, followed, one, holders) for one in workers]
-        with_worker = {"", *(worker.lease for worker in workers)}  # requests have no id yet
+        rows += [_worker_row(seen, followed, worker, holders) for worker in workers]
+        # The empty id excludes requests, because a request has no id before it is granted.
+        with_worker = {"", *(worker.lease for worker in workers)}
         rows += [
-            _of_lease(seen, followed, span, holders.get(span.id))
+            _lease_row(seen, followed, span, holders.get(span.id))
             for span in history.leases
-            # Leases of other hosts are in no ledger here.
+            # This host's ledger does not hold the leases of other hosts.
             if span.id not in with_worker and (span.id in holders or (span.host and not is_over))
         ]
     if others:
-        known = {row.lease for row in rows} | {entry.id for run in runs for entry in _for_messages(seen, run)}
-        rest = [_of_entry(seen, entry) for entry in seen.holders if entry.id not in known]
-        rows += sorted(rest, key=lambda row: not row.label)  # this account's first
+        known = {row.lease for row in rows} | {
+            entry.id for run in runs for entry in _message_leases(seen, run)
+        }
+        rest = [_entry_row(seen, entry) for entry in seen.holders if entry.id not in known]
+        # Leases of this account come first: only they have a label.
+        rows += sorted(rest, key=lambda row: not row.label)
     return tuple(rows)
 
 
-def _of_worker(
+def _worker_row(
     seen: Seen, followed: FollowedRun, worker: WorkerSpan, holders: Mapping[str, Entry]
 ) -> WorkerRow:
-    """Return a worker."""
-    held = holders.get(worker.lease) or followed.history.lease_of(worker)
+    """Return the row of a worker."""
+    lease = holders.get(worker.lease) or followed.history.lease_of(worker)
     desc, done, total = worker.progress
     has_progress = worker.phase == "running" and worker.progress != ("", 0, None)
     return WorkerRow(
-        **_held(seen, worker.lease, held, followed.history),
+        **_lease_fields(seen, worker.lease, lease, followed.history),
         host=worker.host,
         run=followed.label,
         client=worker.client,
@@ -307,14 +319,16 @@ def _of_worker(
     )
 
 
-def _of_lease(seen: Seen, followed: FollowedRun, span: LeaseSpan, entry: Entry | None) -> WorkerRow:
-    """Return a lease whose worker is about to start, or waits for its next message."""
+def _lease_row(seen: Seen, followed: FollowedRun, span: LeaseSpan, entry: Entry | None) -> WorkerRow:
+    """Return the row of a lease before its worker starts, or while its worker waits for the next message."""
     since = entry.since if entry else seen.now if span.granted_at is None else span.granted_at
     known: dict[str, Any] = {"phase": "idle"}
-    if not span.is_used:  # else the next message may be another client's
+    # After its first message the lease is no longer tied to a client, because the next message may be for
+    # another client.
+    if not span.is_used:
         known = {"client": span.client, "task": span.task, "round": span.round, "phase": "starting"}
     return WorkerRow(
-        **_held(seen, span.id, entry or span, followed.history),
+        **_lease_fields(seen, span.id, entry or span, followed.history),
         **known,
         host=span.host,
         run=followed.label,
@@ -325,13 +339,13 @@ def _of_lease(seen: Seen, followed: FollowedRun, span: LeaseSpan, entry: Entry |
 
 
 def cores_of(seen: Seen, followed: FollowedRun) -> float | None:
-    """Return the cores that a run has leased for its messages, whichever worker handles them; None: none."""
-    found = [entry.cores or 0.0 for entry in _for_messages(seen, followed)]
-    return sum(found) if found else None
+    """Return the number of cores that a run has leased for all its messages, or None without such a lease."""
+    cores = [entry.cores or 0.0 for entry in _message_leases(seen, followed)]
+    return sum(cores) if cores else None
 
 
-def _for_messages(seen: Seen, followed: FollowedRun) -> list[Entry]:
-    """Return the leases on cores that the process of a run holds, and none of its workers."""
+def _message_leases(seen: Seen, followed: FollowedRun) -> list[Entry]:
+    """Return the leases on cores that a run's process holds itself, without the leases of its workers."""
     if not followed.is_of_this_host:
         return []
     with_worker = {span.id for span in followed.history.leases}
@@ -346,10 +360,10 @@ def _for_messages(seen: Seen, followed: FollowedRun) -> list[Entry]:
     ]
 
 
-def _of_entry(seen: Seen, entry: Entry) -> WorkerRow:
-    """Return a lease of which only the ledger tells."""
+def _entry_row(seen: Seen, entry: Entry) -> WorkerRow:
+    """Return the row of a lease from the ledger alone."""
     return WorkerRow(
-        **_held(seen, entry.id, entry, None),
+        **_lease_fields(seen, entry.id, entry, None),
         label=entry.label(),
         user=account_name(entry.user),
         pid=entry.pid,
@@ -357,17 +371,18 @@ def _of_entry(seen: Seen, entry: Entry) -> WorkerRow:
     )
 
 
-def _held(
+def _lease_fields(
     seen: Seen, ticket: str, lease: Entry | LeaseSpan | None, history: History | None
 ) -> dict[str, Any]:
-    """Return the size of a lease, by the ledger or the trace."""
+    """Return the fields of a row that describe its lease, from the ledger or the trace."""
     parts: Mapping[str, int] = {}
     numbers: tuple[int, ...] | None = None
     if isinstance(lease, Entry):
         parts = {part.uuid: part.memory_bytes for part in lease.gpu_parts}
     elif lease is not None:
         parts = lease.memory_bytes
-        if history is not None and lease.host:  # its GPUs are not here
+        # Only the trace knows the indices of another host's GPUs.
+        if history is not None and lease.host:
             numbers = tuple(sorted(history.gpus[uuid].index for uuid in parts))
     pid, used = seen.report(ticket)
     return {
@@ -381,23 +396,26 @@ def _held(
 
 
 def waiting_rows(seen: Seen, runs: Sequence[FollowedRun]) -> tuple[WaitingRow, ...]:
-    """Return the ledger's line."""
-    of_run = {
+    """Return the waiting requests in the order of the ledger's queue."""
+    labels_by_request = {
         (request.caller_pid, call_label(asdict(request))): followed.label
         for followed in runs
         for request in followed.history.waiting
         if followed.is_of_this_host and request.host in ("", platform.node())
     }
-    return tuple(_waiting_row(seen, entry, of_run) for entry in (seen.state.waiting if seen.state else ()))
+    entries = seen.state.waiting if seen.state else ()
+    return tuple(_waiting_row(seen, entry, labels_by_request) for entry in entries)
 
 
-def _waiting_row(seen: Seen, entry: Entry, of_run: Mapping[tuple[int | None, str], str]) -> WaitingRow:
+def _waiting_row(
+    seen: Seen, entry: Entry, labels_by_request: Mapping[tuple[int | None, str], str]
+) -> WaitingRow:
     first = entry.gpu_needs[0] if entry.gpu_needs else None
     label = entry.label()
-    is_here = entry.pid_namespace == pid_namespace()
+    has_same_pids = entry.pid_namespace == pid_namespace()
     return WaitingRow(
         lease=entry.id,
-        run=of_run.get((entry.pid, label), "") if is_here else "",
+        run=labels_by_request.get((entry.pid, label), "") if has_same_pids else "",
         label=label,
         user=account_name(entry.user),
         pid=entry.pid,

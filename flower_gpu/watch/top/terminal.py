@@ -1,4 +1,25 @@
-"""The live view: looks, draws on all of the terminal, waits for keys, and leaves the terminal as it was."""
+"""The live view of ``flower-gpu top``: take a snapshot, draw it on the whole terminal, wait for keys.
+
+The view must restore the terminal however it ends: with ``q``, with a signal, or because the terminal is
+closed. Three objects take part:
+
+- :func:`run` is the loop, on the main thread. It takes one snapshot per interval. While a long trace is being
+  read, each slice of ``_READ_S`` is followed by a snapshot and a check for keys, so the view stays
+  responsive.
+- :class:`Terminal` owns the screen, the mode of the keyboard, and the signal handlers. Leaving its context
+  restores all three.
+- :class:`Browsing` holds the scroll position and the sort order, and changes them when a key is pressed.
+
+A signal can arrive in the middle of an escape sequence. A handler that wrote to the terminal at that moment
+would leave broken output. So the handlers do nothing: :func:`signal.set_wakeup_fd` makes Python write the
+number of the signal into a pipe. :meth:`Terminal.wait` waits for the keyboard and this pipe together, and
+acts on signals between two drawings. Signals of the end only set ``status``, which ends the loop in
+:func:`run`.
+
+Ctrl-Z stops the process with the default action of SIGTSTP. The terminal is restored before, and taken over
+again after the process continues. SIGINT, SIGTERM and SIGHUP stay ignored if they were ignored at the start,
+as under nohup.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +42,16 @@ from flower_gpu.watch.top.snapshot import Snapshot, take
 from flower_gpu.watch.top.view import Size, draw
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_READ_S: Final = 0.05  # so long at a time a trace is read before keys are looked at again
-_RESIZED_S: Final = 0.5  # so often the size of the terminal is looked at
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen, without a cursor, and back
+#: Seconds for which traces are read before the view checks for keys again.
+_READ_S: Final = 0.05
+#: Interval in seconds at which the view is redrawn, so that it follows the size of the terminal.
+_RESIZED_S: Final = 0.5
+#: Escape sequences that switch to the alternate screen and hide the cursor, and that undo both.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 def run(runs: FollowedRuns, interval_s: float) -> int:
-    """Show the view, and return the exit status: 0 after ``q``, else 128 and the signal's number."""
+    """Show the view, and return the exit status: 0 after ``q``, otherwise 128 plus the signal's number."""
     with Terminal() as terminal:
         while terminal.status is None:
             next_at = time.monotonic() + interval_s
@@ -36,7 +60,7 @@ def run(runs: FollowedRuns, interval_s: float) -> int:
             snapshot = take(shown, others=runs.are_all)
             terminal.show(snapshot)
             terminal.wait(0)
-            # A long trace is read on while there is nothing else to do.
+            # Wait for the next snapshot only if all traces are read. Otherwise continue reading at once.
             while terminal.status is None and is_all_read and (left_s := next_at - time.monotonic()) > 0:
                 terminal.show(snapshot)
                 terminal.wait(min(left_s, _RESIZED_S))
@@ -44,9 +68,9 @@ def run(runs: FollowedRuns, interval_s: float) -> int:
 
 
 class Terminal:
-    """The whole screen of a terminal; a context manager that gives it back as it was, whatever happens.
+    """The whole screen of a terminal. As a context manager it restores the terminal on every exit.
 
-    ``status``: how this process is to end, once it is asked to.
+    ``status``: exit status of this process after ``q`` or a signal; None while the view continues.
     """
 
     def __init__(self) -> None:
@@ -62,7 +86,8 @@ class Terminal:
         self._signals = {
             number: signal.signal(number, self._on_signal)
             for number in (*_ENDING, signal.SIGTSTP)
-            if number not in _ENDING or signal.getsignal(number) != signal.SIG_IGN  # nohup
+            # nohup ignores SIGHUP, and a shell ignores SIGINT for jobs in the background. Keep that.
+            if number not in _ENDING or signal.getsignal(number) != signal.SIG_IGN
         }
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         self._take_screen()
@@ -75,15 +100,15 @@ class Terminal:
             signal.signal(number, handler)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw a snapshot on all of the screen."""
+        """Draw a snapshot on the whole screen."""
         width, height = self._size()
         lines = draw(snapshot, Size(width, height, self._is_ascii), self._browsing)
-        # Each line is written over what was there, so that nothing flickers.
-        drawn = "\r\n".join(f"{coloured(one)}\x1b[K" for one in lines)
+        # Overwrite the previous lines instead of clearing the screen first, because clearing flickers.
+        drawn = "\r\n".join(f"{coloured(line)}\x1b[K" for line in lines)
         self._write(f"\x1b[H{drawn}\x1b[J")
 
     def wait(self, seconds: float) -> None:
-        """Wait for keys and signals, and do what they ask for."""
+        """Wait up to ``seconds`` for keys or signals, and act on them."""
         ready = readable([self._keyboard, self._wake], max(0.0, seconds))
         if self._wake in ready:
             self._obey(os.read(self._wake, 4096))
@@ -92,7 +117,8 @@ class Terminal:
                 if keys := os.read(self._keyboard, 4096):
                     self._press(keys)
                     return
-            self._end(128 + signal.SIGHUP)  # its other side is gone
+            # The read failed or returned no data, so the terminal has been closed.
+            self._end(128 + signal.SIGHUP)
 
     def _press(self, keys: bytes) -> None:
         for key in keys_of(keys):
@@ -112,10 +138,10 @@ class Terminal:
         self.status = status if self.status is None else self.status
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Nothing here: the wait ends, and obeys. A signal may come within an escape sequence."""
+        """Do nothing. The wake-up pipe ends :meth:`wait`, which acts on the signal between two drawings."""
 
     def _suspend(self) -> None:
-        """Stop as Ctrl-Z asks for, with the terminal as it was; take it again when this goes on."""
+        """Restore the terminal, stop this process, and take over the screen when the process continues."""
         self._leave_screen()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -123,10 +149,10 @@ class Terminal:
         self._take_screen()
 
     def _size(self) -> tuple[int, int]:
-        """Return how many cells and lines there are now.
+        """Return the width in cells and the height in lines of the terminal now.
 
-        ``COLUMNS`` and ``LINES`` say what there was when they were exported. They count where the terminal
-        itself knows no size.
+        ``COLUMNS`` and ``LINES`` can be outdated, because they hold the size when they were exported. So they
+        are used only if the terminal itself reports no size.
         """
         with suppress(OSError):
             width, height = os.get_terminal_size(sys.stdout.fileno())
@@ -147,6 +173,7 @@ class Terminal:
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
-        except OSError:  # nobody is there any more who would see it; Python writes once more at its end
+        except OSError:
+            # The terminal has been closed. Python flushes stdout again at exit, which must not fail.
             self._end(128 + signal.SIGHUP)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

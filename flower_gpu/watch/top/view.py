@@ -1,4 +1,4 @@
-"""A snapshot as lines of text for a terminal of a certain size."""
+"""Rendering of a snapshot as lines of text that fit the size of a terminal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from flower_gpu.watch.top.snapshot import GPURow, RunRow, Snapshot, WaitingRow, 
 _GIB = 2**30
 _PHASES: Final = {"starting": "yellow", "running": "green", "exiting": "cyan", "idle": "dim", "held": "blue"}
 _OUTCOMES: Final = {"completed": "green", "failed": "red", "interrupted": "yellow", "gone": "red"}
-_SPACIOUS: Final = 40  # a terminal of so many lines has room for empty ones
-_WIDE: Final = 100  # cells of a terminal in which nothing is said shortly
-_ROOM_FOR_HELP: Final = 16  # lines
+#: Height in lines from which empty lines separate the sections.
+_SPACIOUS: Final = 40
+#: Width in cells from which texts are not abbreviated.
+_WIDE: Final = 100
+#: Height in lines from which the line of keys is shown.
+_ROOM_FOR_HELP: Final = 16
+#: Maximum length of a bar, in cells.
 _LONGEST_BAR: Final = 64
-_NOTHING: Final = 0.05  # of a cell
-#: The parts of a bar: letter, letter of a terminal that knows ASCII only, style, meaning.
+#: Part of a bar, in cells, below which it is not drawn.
+_NOTHING: Final = 0.05
+#: The parts of a bar: letter, letter for an ASCII terminal, style, meaning.
 _PARTS: Final = (
     ("█", "#", "green", "used"),
     ("▒", "+", "green", "leased"),
@@ -36,19 +41,19 @@ _PARTS: Final = (
 
 @dataclass(frozen=True)
 class Size:
-    """What a terminal has room for; ``height`` is None where nobody limits it."""
+    """The size of a terminal in cells and lines. ``height`` is None if the number of lines is not limited."""
 
     width: int
     height: int | None = None
-    is_ascii: bool = False  # it knows no other letters
+    is_ascii: bool = False  # the terminal can show ASCII only
 
 
 def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[Text]:
-    """Return the lines; with ``browsing`` there is a line of the keys, too."""
+    """Return a snapshot as lines. With ``browsing``, a line about the keys is included."""
     width, height = size.width, size.height
     top = _header(shown, width)
     if browsing is not None and (height or 0) >= _ROOM_FOR_HELP:
-        top.append(joined(width, *((rank, told, "dim") for rank, told in enumerate(HELP))))
+        top.append(joined(width, *((rank, hint, "dim") for rank, hint in enumerate(HELP))))
     top += _gpus(shown, size) + _host(shown, width)
     browsing = browsing or Browsing()
     blank: list[Text] = [Text()] if height is None or height >= _SPACIOUS else []
@@ -56,26 +61,26 @@ def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[
     runs = [line(("Runs", "bold"), (f"  {len(shown.runs) or 'none of this account goes on here'}", "dim"))]
     runs += [_run(run, width) for run in shown.runs]
     if height is not None:
-        left = height - len(top) - 3 * len(blank)
-        runs = _shortened(runs, max(2, left // 4), "")
-        limits = _limits(sections, browsing.table, left - len(runs))
+        remaining = height - len(top) - 3 * len(blank)
+        runs = _shortened(runs, max(2, remaining // 4), "")
+        limits = _limits(sections, browsing.table, remaining - len(runs))
     else:
         limits = dict.fromkeys(sections)
-    found = [*top, *blank, *runs]
+    lines = [*top, *blank, *runs]
     for name, section in sections.items():
-        found += [*blank, *section.lines(name, limits[name], browsing, size)]
-    found = [cut(one, width) for one in found[:height]]
+        lines += [*blank, *section.lines(name, limits[name], browsing, size)]
+    lines = [cut(text, width) for text in lines[:height]]
     if size.is_ascii:
-        for one in found:
-            one.plain = one.plain.replace("…", "~")
-    return found
+        for text in lines:
+            text.plain = text.plain.replace("…", "~")
+    return lines
 
 
-def _shortened(lines: list[Text], most: int, what: str) -> list[Text]:
-    """Return the first lines, and how many more there are."""
-    if len(lines) <= most:
+def _shortened(lines: list[Text], limit: int, noun: str) -> list[Text]:
+    """Return up to ``limit`` lines. If lines are left out, the last line says how many."""
+    if len(lines) <= limit:
         return lines
-    return [*lines[: most - 1], line((f"  ... {len(lines) - most + 1} more{what}", "dim"))]
+    return [*lines[: limit - 1], line((f"  ... {len(lines) - limit + 1} more{noun}", "dim"))]
 
 
 def _header(shown: Snapshot, width: int) -> list[Text]:
@@ -91,16 +96,16 @@ def _header(shown: Snapshot, width: int) -> list[Text]:
 def _gpus(shown: Snapshot, size: Size) -> list[Text]:
     if not shown.gpus:
         return [line(("No GPU: ", "bold"), (shown.gpu_problem or "see flower-gpu gpus", ""))]
-    letters = [(plain if size.is_ascii else letter, style, told) for letter, plain, style, told in _PARTS]
-    meanings = [part for letter, style, told in letters for part in ((letter, style), (f" {told}  ", "dim"))]
+    letters = [(plain if size.is_ascii else letter, style, name) for letter, plain, style, name in _PARTS]
+    legend = [part for letter, style, name in letters for part in ((letter, style), (f" {name}  ", "dim"))]
     lines = [_gpu(gpu, size) for gpu in shown.gpus]
     if size.height is not None:
         lines = _shortened(lines, max(1, size.height // 3 - 1), " GPUs")
-    return [*lines, line(("  ", ""), *meanings)]
+    return [*lines, line(("  ", ""), *legend)]
 
 
 def _gpu(gpu: GPURow, size: Size) -> Text:
-    """Return a bar of the GPU's memory by holder, and numbers."""
+    """Return the line of a GPU: a bar of its memory by holder, then its figures."""
     name = f"GPU {gpu.index}" + (" MIG" if gpu.mig_parent else "")
     if problem := gpu.problem or ("" if gpu.total_bytes else "its memory is not told"):
         return line((name, "bold"), (f" {gpu.name or 'model unknown'}: ", ""), (problem, "red"))
@@ -135,18 +140,19 @@ def _bar(gpu: GPURow, cells: int, is_ascii: bool) -> list[Part]:
 
 
 def divided(cells: int, parts: Sequence[int], total: int) -> list[int]:
-    """Return how many cells of a bar each part of a total gets: one at least for more than nothing."""
+    """Return the length in cells of each part of a bar. Parts of any visible size get one cell or more."""
     whole = max(total, sum(parts), 1)
     shares = [cells * part / whole for part in parts]
     lengths = [max(1, round(share)) if share > _NOTHING else 0 for share in shares]
-    while sum(lengths) > cells:  # by rounding up: the longest has most to spare
+    # Rounding up can make the bar too long. Shorten the longest part, because it changes least in proportion.
+    while sum(lengths) > cells:
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         lengths[longest] -= 1
     return lengths
 
 
 def _host(shown: Snapshot, width: int) -> list[Text]:
-    """Return a line with the cores and the main memory that are leased; none where that is not known."""
+    """Return a line about leased cores and main memory, or an empty list if they are unknown."""
     host = shown.resources
     if host is None:
         return []
@@ -191,7 +197,7 @@ def _of(total: int | None) -> str:
 
 
 def _messages(run: RunRow) -> str:
-    """Say how many messages of this round are done; where the trace tells none, how many calls."""
+    """Return the progress of this round in messages, or in calls if the trace has no messages."""
     if run.messages_done is not None:
         return f"{run.task} {run.messages_done}{_of(run.messages)} done".strip()
     calls = [f"{count} {task}" for task, count in run.calls_done.items()]
@@ -203,9 +209,9 @@ def _messages(run: RunRow) -> str:
 
 @dataclass(frozen=True)
 class _Section:
-    """A table under a title."""
+    """A table with a title."""
 
-    told: str  # how many there are
+    summary: str  # number of rows, shown beside the title
     rows: Sequence[Any]
     columns: Sequence[Column]
 
@@ -213,19 +219,21 @@ class _Section:
     def height(self) -> int:
         return 1 + len(self.rows) + bool(self.rows)
 
-    def lines(self, name: str, most: int | None, browsing: Browsing, size: Size) -> list[Text]:
-        """Return as many lines as there is room for: of the chosen table a window, else the first rows."""
-        count, is_chosen = len(self.rows), browsing.table == name and most is not None
-        is_cut = most is not None and self.height > most
-        room = max(0, (most or 0) - (2 if is_chosen else 3)) if is_cut else count
+    def lines(self, name: str, limit: int | None, browsing: Browsing, size: Size) -> list[Text]:
+        """Return up to ``limit`` lines. The chosen table shows its window, the other table its first rows."""
+        count, is_chosen = len(self.rows), browsing.table == name and limit is not None
+        is_cut = limit is not None and self.height > limit
+        room = max(0, (limit or 0) - (2 if is_chosen else 3)) if is_cut else count
         window = browsing.window(name, count, room)
         where = f"  {window.start + 1}-{window.stop} of {count}" if is_chosen and is_cut and window else ""
-        title = line((name, "bold reverse" if is_chosen else "bold"), (where, ""), (f"  {self.told}", "dim"))
+        title = line(
+            (name, "bold reverse" if is_chosen else "bold"), (where, ""), (f"  {self.summary}", "dim")
+        )
         if not window:
-            return [title][:most]
-        values = {one.title: [one.key(row) for row in self.rows] for one in self.columns if one.key}
-        places, falls = browsing.in_order(name, values, count)
-        mark = ("^v" if size.is_ascii else "▲▼")[falls]
+            return [title][:limit]
+        values = {column.title: list(map(column.key, self.rows)) for column in self.columns if column.key}
+        places, is_descending = browsing.in_order(name, values, count)
+        mark = ("^v" if size.is_ascii else "▲▼")[is_descending]
         rows = [self.rows[place] for place in places[window.start : window.stop]]
         lines = [title, *table(self.columns, rows, size.width, (browsing.sorted_by(name), mark))]
         if is_cut and not is_chosen:
@@ -233,32 +241,38 @@ class _Section:
         return lines
 
 
-def _limits(sections: dict[str, _Section], chosen: str, left: int) -> dict[str, int | None]:
-    """Divide lines: the chosen table gets two thirds where both need more."""
+def _limits(sections: dict[str, _Section], chosen: str, available: int) -> dict[str, int | None]:
+    """Return the maximum number of lines by table. If both are too long, the chosen table gets two thirds."""
     (other,) = (name for name in sections if name != chosen)
-    of_other = min(sections[other].height, max(2, left // 3, left - sections[chosen].height))
-    return {chosen: max(0, left - of_other), other: max(0, min(left, of_other))}
+    other_lines = min(sections[other].height, max(2, available // 3, available - sections[chosen].height))
+    return {chosen: max(0, available - other_lines), other: max(0, min(available, other_lines))}
 
 
 def _workers(shown: Snapshot, size: Size) -> _Section:
     rows = shown.workers
     counts = Counter(row.phase for row in rows)
-    told = ", ".join(f"{counts[phase]} {phase}" for phase in _PHASES if counts[phase])
+    summary = ", ".join(f"{counts[phase]} {phase}" for phase in _PHASES if counts[phase])
     has_leases, has_hosts = any(row.lease_bytes for row in rows), any(row.host for row in rows)
-    rank_of_gpu = 3 if len(shown.gpus) > 1 or has_hosts else 8
-    own, is_short = shown.account, size.width < _WIDE
+    gpu_rank = 3 if len(shown.gpus) > 1 or has_hosts else 8
+    account, is_short = shown.account, size.width < _WIDE
     columns = [
         Column("run", 5, lambda row: row.run or "-", lambda row: row.run, "cyan", False, 10),
         Column("host", 4, lambda row: row.host or "-", lambda row: row.host, "cyan", False, 14),
         Column(
-            "client", 0, lambda row: row.client or _whose(row, own), lambda row: row.client, "", False, 10
+            "client",
+            0,
+            lambda row: row.client or _lease_label(row, account),
+            lambda row: row.client,
+            "",
+            False,
+            10,
         ),
         Column("task", 2, lambda row: row.task or "-", None, "", False, 8),
         Column("round", 6, lambda row: _number(row.round), lambda row: row.round),
         Column("pid", 9, lambda row: _number(row.pid)),
-        Column("gpu", rank_of_gpu, lambda row: _numbers(row) or "-"),
+        Column("gpu", gpu_rank, lambda row: _numbers(row) or "-"),
         Column("share", 1, lambda row: _gib(row.lease_bytes), lambda row: row.lease_bytes),
-        Column("used", 4, lambda row: _gib(row.used_bytes), lambda row: row.used_bytes, _of_use),
+        Column("used", 4, lambda row: _gib(row.used_bytes), lambda row: row.used_bytes, _usage_style),
         Column("cores", 5, lambda row: _number(row.cores), lambda row: row.cores),
         Column("age", 1, lambda row: duration(row.seconds), lambda row: row.seconds),
         Column(
@@ -271,29 +285,31 @@ def _workers(shown: Snapshot, size: Size) -> _Section:
             16,
         ),
     ]
-    unused = {
+    is_shown = {
         "host": has_hosts,
         **dict.fromkeys(("gpu", "share", "used"), has_leases or bool(shown.gpus)),
         "cores": any(row.cores is not None for row in rows),
     }
-    told += "; memory in GiB" * has_leases
-    return _Section(told or "none", rows, [one for one in columns if unused.get(one.title, True)])
+    summary += "; memory in GiB" * has_leases
+    return _Section(
+        summary or "none", rows, [column for column in columns if is_shown.get(column.title, True)]
+    )
 
 
-def _of_use(row: WorkerRow) -> str:
+def _usage_style(row: WorkerRow) -> str:
     return "red" if (row.used_bytes or 0) > (row.lease_bytes or 0) else ""
 
 
-def _whose(row: WorkerRow | WaitingRow, own: str) -> str:
-    """Return a lease's call; unknown for another account's."""
-    return row.label or "-" if row.user == own else f"user {row.user}"
+def _lease_label(row: WorkerRow | WaitingRow, account: str) -> str:
+    """Return the label of a lease, or its user if it belongs to another account."""
+    return row.label or "-" if row.user == account else f"user {row.user}"
 
 
 def _phase(row: WorkerRow, *, is_short: bool) -> str:
     if row.progress_done is None:
         return row.phase
     progress = f"{row.progress} {row.progress_done}{_of(row.progress_total)}".strip()
-    # A worker that makes progress is running.
+    # Progress implies that the worker is running, so a narrow view omits the phase.
     return progress if is_short else f"{row.phase} {progress}"
 
 
@@ -310,12 +326,12 @@ def _numbers(row: WorkerRow | WaitingRow) -> str:
 
 
 def _waiting(shown: Snapshot, size: Size) -> _Section:
-    rows, own = shown.waiting, shown.account
+    rows, account = shown.waiting, shown.account
     places = {id(row): place for place, row in enumerate(rows, start=1)}
     columns = [
         Column("", 2, lambda row: f"{places[id(row)]}."),
         Column("asks for", 0, _asked, None, "", False, 12),
-        Column("for", 0, lambda row: _whose(row, own), lambda row: row.label, "", False, 8),
+        Column("for", 0, lambda row: _lease_label(row, account), lambda row: row.label, "", False, 8),
         Column("run", 3, lambda row: row.run or "-", lambda row: row.run, "cyan", False, 8),
         Column("pid", 4, lambda row: str(row.pid), None, "dim"),
         Column("age", 1, lambda row: duration(row.seconds), lambda row: row.seconds),
