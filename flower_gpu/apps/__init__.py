@@ -1,6 +1,6 @@
-"""A Flower app on disk (``app``, ``app_imports``), and the run of one.
+"""A Flower app on disk (``app``, ``app_imports``), and the run of an app.
 
-A run has a folder (``folder`` has all names of files in it), an entry among those that go on, and events of
-its begin and end and samples of the GPUs (``recording``), and a list of failed messages (``failures``).
-Nothing here imports flwr.
+A run has a folder. ``folder`` defines the names of all files in it. ``recording`` registers the run among the
+running runs, and writes its start, its end and samples of the GPUs into the trace. ``failures`` keeps the
+failed messages. This package does not import flwr.
 """

@@ -1,4 +1,4 @@
-"""What can be known of a Flower app without importing it; and values of its configs on a command line."""
+"""Metadata of a Flower app, read without importing the app, and config values on a command line."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from typing import Any, Final
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
 
-#: What Flower takes as a value in a run config and in a node config.
+#: A value that Flower accepts in a run config and in a node config.
 ConfigValue = bool | int | float | str
 
-# A key, and a value that is quoted or has no spaces: what flwr.common.config.parse_config_args accepts, and
-# escaped quotes.
-_COMMA = re.compile(r",\s*[\w.-]+=|\s,\s")  # before the key of a pair, or in quotes
+# A comma before the key of a pair, or between spaces. It was probably meant as a separator.
+_COMMA = re.compile(r",\s*[\w.-]+=|\s,\s")
+# A key and a value that is quoted or has no spaces. flwr.common.config.parse_config_args accepts the same,
+# except for escaped quotes.
 _PAIR = re.compile(r"""([^\s="']+)=('[^']*'|"(?:[^"\\]|\\.)*"|[^\s"']\S*)(?=\s|$)""")
 
 _BYTE_ORDER_MARK: Final = "\ufeff"
 
-#: The key of a run config by which an app that has it learns how many clients there are.
+#: Key of a run config that holds the number of clients. An app that declares it receives the number.
 NUM_CLIENTS_KEY: Final = "num-clients"
-#: The key of a run config that has the number of rounds.
+#: Key of a run config that holds the number of rounds.
 NUM_ROUNDS_KEY: Final = "num-server-rounds"
 
 
 def with_rounds(
     run_config: Mapping[str, ConfigValue], rounds: int | None, option: str, run_config_option: str
 ) -> dict[str, ConfigValue]:
-    """Return the values of a run config with the number of rounds that was given by an option, if it was.
+    """Return the values of a run config, with the number of rounds added unless it is None.
 
-    ``option``, ``run_config_option``: names of the options, for an error.
-    Raises ConfigError if the run config has that number as well.
+    ``option``, ``run_config_option``: names of the two options, for the text of an error.
+    Raises ConfigError if the run config already has the number of rounds.
     """
     if rounds is None:
         return dict(run_config)
@@ -48,16 +49,16 @@ def with_rounds(
 
 @dataclass(frozen=True)
 class FlowerApp:
-    """A Flower app's metadata."""
+    """The metadata of a Flower app, from its ``pyproject.toml``."""
 
-    path: Path  # the app's folder, absolute
+    path: Path  # folder of the app, absolute
     name: str
     serverapp: str  # "package.module:attribute"
     clientapp: str
-    run_config: Mapping[str, ConfigValue]  # the declared keys with their defaults, nested keys joined by dots
-    # Allowed texts by key, where the app states them in [tool.flower-gpu.choices].
+    run_config: Mapping[str, ConfigValue]  # defaults by declared key, nested keys joined by dots
+    # Allowed values by key, from [tool.flower-gpu.choices]. Other keys accept any value.
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    dependencies: tuple[str, ...] = ()  # the packages that the app declares, as in ``[project]``
+    dependencies: tuple[str, ...] = ()  # required packages, as in ``[project]``
 
     def overrides(
         self,
@@ -66,12 +67,13 @@ class FlowerApp:
         said: Callable[[str], str] = "run config {}".format,
         hint: Callable[[str], str] = lambda _: "",
     ) -> dict[str, ConfigValue]:
-        """Return the given values of the run config, and ``num-clients`` where the app declares it.
+        """Return the given values of the run config, with ``num-clients`` added if the app declares this key.
 
-        ``said``: how a key was given, for errors; ``hint``: what to do if the app does not declare it.
+        ``said``: function that describes how a key was given, for errors.
+        ``hint``: function that returns advice for a key that the app does not declare.
 
-        Raises ConfigError if the app does not declare a key, if a value is not one of its choices, or if it
-        is a text and the app's own value is a number or a boolean.
+        Raises ConfigError if the app does not declare a key, if a value is not among the choices of its key,
+        or if a value is a string and the app's default is a number or a boolean.
         """
         for key, value in given.items():
             if key not in self.run_config:
@@ -97,12 +99,12 @@ class FlowerApp:
         return {**given, NUM_CLIENTS_KEY: clients}
 
     def simulated(self, given: Mapping[str, ConfigValue], num_supernodes: int) -> dict[str, ConfigValue]:
-        """Return the run config of a simulation; raises ConfigError as :meth:`overrides`."""
+        """Return the complete run config of a simulation. Raises ConfigError like :meth:`overrides`."""
         return {**self.run_config, **self.overrides(given, num_supernodes)}
 
     @classmethod
     def load(cls, folder: Path) -> FlowerApp:
-        """Read an app's ``pyproject.toml``; raises ConfigError if the folder holds no Flower app."""
+        """Return the app in a folder. Raises ConfigError if the folder holds no Flower app."""
         path = folder.expanduser().resolve()
         file = path / "pyproject.toml"
         if not path.is_dir():
@@ -161,28 +163,29 @@ def _texts(values: object) -> tuple[str, ...]:
     return tuple(value for value in values if isinstance(value, str)) if isinstance(values, list) else ()
 
 
-# Config values on a command line: ``key=value key="text"``, values as in TOML
+# Config values on a command line: ``key=value key="text"``, with values in TOML syntax
 
 
 def parse_pairs(option: str, texts: Iterable[str]) -> dict[str, ConfigValue]:
-    """Read ``key=value`` pairs.
+    """Return the values by key from texts of ``key=value`` pairs.
 
-    ``option``: where the texts come from, for the error message.
-    ``texts``: each holds pairs separated by spaces; later pairs win.
-    Returns values by key; the keys of tables joined by dots, as in Flower.
-    Raises ConfigError if something is no pair, or no value that Flower takes.
+    Nested keys are joined by dots, as in Flower.
+
+    ``option``: name of the option that the texts come from, for the error message.
+    ``texts``: texts of pairs separated by spaces. If a key occurs twice, the later value is used.
+    Raises ConfigError for text that is not a pair, or for a value that Flower does not accept.
     """
     values: dict[str, ConfigValue] = {}
     for text in texts:
         try:
-            values.update(_pairs_of(text))
+            values.update(_parse_text(text))
         except ValueError as error:
             problem = f"separate keys by spaces, not by commas: {text}" if _COMMA.search(text) else error
             raise ConfigError(f"{option}: {problem}") from None
     return values
 
 
-def _pairs_of(text: str) -> dict[str, ConfigValue]:
+def _parse_text(text: str) -> dict[str, ConfigValue]:
     rest = _PAIR.sub("", text).split()
     if rest or not text.strip():
         raise ValueError(
@@ -201,9 +204,9 @@ def _pairs_of(text: str) -> dict[str, ConfigValue]:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, ConfigValue]:
-    """Join the keys of nested tables by dots, as Flower does.
+    """Return a table with the keys of nested tables joined by dots, as in Flower.
 
-    Raises ValueError if a value is neither a table nor of a type that Flower takes.
+    Raises ValueError if a value is neither a table nor of a type that Flower accepts.
     """
     flat: dict[str, ConfigValue] = {}
     for key, value in table.items():
@@ -217,7 +220,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, ConfigValue
 
 
 def format_pairs(values: Mapping[str, ConfigValue]) -> str:
-    """Write pairs such that both TOML and Flower's own splitting at spaces and quotes read them back."""
+    """Return values as ``key=value`` pairs that both TOML and Flower's own parser read back unchanged."""
     return " ".join(f"{key}={_format(value)}" for key, value in values.items())
 
 
@@ -225,7 +228,7 @@ def _format(value: ConfigValue) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # Flower ends a value at the next double quote, escaped or not: write quotes as \\u0022.
+        # Flower ends a value at the next double quote, even if it is escaped. So write quotes as \\u0022.
         escaped = "".join(
             f"\\u{ord(char):04x}" if char in '"\\' or ord(char) < 32 or ord(char) == 127 else char
             for char in value

@@ -1,4 +1,4 @@
-"""Apps that end the process in which they run: ``sys.exit``, and parsers of command lines."""
+"""Descriptions of apps that exit their process, with ``sys.exit`` or through ``argparse``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HINT = (
 
 
 def is_asked_by_flower(error: SystemExit) -> bool:
-    """Return True if it was Flower's own code that exits, as its handlers of signals do."""
+    """Return True if Flower's own code raised the exit, as its signal handlers do."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("flwr.")
 
 
 def describe_exit(error: SystemExit, component: str) -> str:
-    """Return a sentence about an app that exited, with a hint if its parser of a command line did so.
+    """Return a sentence about an app that exited, with a hint if ``argparse`` caused the exit.
 
     ``component``: the part of the app, such as ``"ServerApp"``.
     """

@@ -1,7 +1,7 @@
-"""Packages that an app declares in its ``pyproject.toml`` and that this environment lacks.
+"""Packages that an app declares in its ``pyproject.toml`` but that are not installed.
 
-Python names the module that is missing, which may be called differently: the module ``sklearn`` is in the
-package ``scikit-learn``. Only the app's declaration says what to install.
+Python's error names the missing module. The package may have another name: the module ``sklearn`` is in the
+package ``scikit-learn``. Only the app's declaration names the package to install.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flower_gpu.errors import ConfigError
 
 
 def missing_packages_text(app: FlowerApp) -> str:
-    """Return a sentence that names the declared packages that are missing; empty if all are installed."""
+    """Return a sentence about the missing packages and how to install them, or "" if all are installed."""
     missing = [text for text in app.dependencies if _is_missing(text)]
     if not missing:
         return ""
@@ -30,12 +30,12 @@ def missing_packages_text(app: FlowerApp) -> str:
 
 
 def missing_packages_note(app: FlowerApp) -> str:
-    """Return the same sentence if the app imports a module that is missing; otherwise an empty text.
+    """Return the sentence of :func:`missing_packages_text` if the app imports a missing module, otherwise "".
 
     The imports are read from the source, so no code of the app runs.
     """
     references = (app.serverapp, app.clientapp)
-    modules = [name for each in references for name in libraries_of(app.path, each.partition(":")[0])]
+    modules = [name for ref in references for name in libraries_of(app.path, ref.partition(":")[0])]
     if all(_is_importable(name) for name in {name.partition(".")[0] for name in modules}):
         return ""
     return missing_packages_text(app)
@@ -43,9 +43,9 @@ def missing_packages_note(app: FlowerApp) -> str:
 
 @contextmanager
 def missing_packages_named(folder: Path | None) -> Iterator[None]:
-    """Add the declared packages that are not installed to a ModuleNotFoundError that leaves the block.
+    """Add the missing packages of an app to the text of a ModuleNotFoundError raised in the context.
 
-    ``folder``: the app's; None for an app without one.
+    ``folder``: folder of the app, or None for an app without a folder.
     """
     try:
         yield
@@ -54,7 +54,8 @@ def missing_packages_named(folder: Path | None) -> Iterator[None]:
         if folder is not None:
             try:
                 text = missing_packages_text(FlowerApp.load(folder))
-            except ConfigError:  # the folder has changed since; the error itself is what matters
+            except ConfigError:
+                # The folder has changed since the start. Raise the original error without an addition.
                 text = ""
         if text and text not in str(error):
             error.msg = f"{error.msg}. {text}"
@@ -72,7 +73,7 @@ def _is_missing(text: str) -> bool:
     try:
         distribution(requirement.name)
     except PackageNotFoundError:
-        # Another package may have its modules, as flwr-nightly has those of flwr.
+        # Another package may provide the same modules: flwr-nightly provides the modules of flwr.
         return not _is_importable(requirement.name.replace("-", "_"))
     return False
 
@@ -80,5 +81,6 @@ def _is_missing(text: str) -> bool:
 def _is_importable(top: str) -> bool:
     try:
         return find_spec(top) is not None
-    except (ImportError, ValueError):  # ValueError: it is loaded, without a specification
+    except (ImportError, ValueError):
+        # find_spec() raises ValueError for a loaded module without a specification.
         return True

@@ -1,11 +1,20 @@
-"""Messages to clients that failed: the records of them, the rule that ends a run, the words for its outcome.
+"""Failed messages to clients: their records, the rule that ends a run, and the text for a run's outcome.
 
-Shared by all engines: the recorder of a run's rounds judges whether all clients fail, and an engine keeps and
-shows the failures.
+The problem: a bug in an app fails the messages of hundreds of clients. The user needs its traceback once, at
+once, and the run should end if no client can succeed. All engines share this module:
 
-A failure is of a *kind*: the type of its exception and its place, which is the innermost line of the
-traceback that is neither Python's, nor an installed library's, nor ours. Of each kind the first traceback is
-printed. All failures are in ``failures.log``.
+- A :class:`Failure` is the record of one failed message.
+- A :class:`FailureLog` keeps the failures of a run. The engine calls :meth:`FailureLog.add`, possibly from
+  several threads. Each failure is written to ``failures.log``, and the first of each kind is also printed.
+- :class:`AllFailed` is the rule that ends a run. The recorder of the run's rounds asks it after each set of
+  replies. It does no I/O.
+
+The *kind* of a failure is the type of its exception together with its place. The place is the innermost line
+of the traceback that belongs neither to Python, nor to an installed library, nor to this package.
+
+One lock in :class:`FailureLog` covers the decision if a kind is new and the write to the file. So two threads
+with failures of the same kind print one traceback, and their records do not mix. Printing happens outside the
+lock, so that a slow terminal does not delay other threads.
 """
 
 from __future__ import annotations
@@ -29,11 +38,14 @@ from flower_gpu.printable import first_line, printable
 
 COMPLETED: Final = "completed"
 
-#: What calls put in front of an error: without it, the same failure of many clients is one.
+#: Label in front of an error that names task and client. Without it, the errors of many clients are equal.
 LABEL: Final = re.compile(r"^\S+ of client (?P<client>\S+): ")
 
-_MOST_PRINTED: Final = 20  # kinds
-_MOST_KNOWN: Final = 1000  # tracebacks that need not be written again
+#: Maximum number of kinds whose first failure is printed.
+_MAX_PRINTED: Final = 20
+#: Maximum number of tracebacks that are remembered, so that the log refers to them instead of repeating them.
+_MAX_KNOWN: Final = 1000
+#: Number of consecutive rounds in which all clients fail before the run is ended.
 _ROUNDS_IN_A_ROW: Final = 3
 _EVALUATE: Final = "evaluate"
 _INDENT: Final = "    "
@@ -54,18 +66,21 @@ _PREFIXES: Final = tuple(
 
 @dataclass(frozen=True)
 class Failure:
-    """One message to a client that failed."""
+    """A message to a client that failed."""
 
     client: str
     task: str  # such as ``"train"``
     round: int | None
     error: str  # type and text of the exception, as ``"NameError: name 'Nett' is not defined"``
-    traceback: str = ""  # empty where there is none: the worker was killed, or there was no lease
+    traceback: str = ""  # empty if the worker was killed or got no lease
     time: float = field(default_factory=time.time)
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any], client: str, traceback: str = "") -> Failure:
-        """Return the failure that an event of a trace tells of, whose traceback may be known elsewhere."""
+        """Return the failure that an event of a trace describes.
+
+        ``traceback``: used if the event has no traceback.
+        """
         number, at = event.get("round"), event.get("time")
         return cls(
             client=client,
@@ -78,35 +93,36 @@ class Failure:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """The type of the exception, and its place."""
-        found = _TYPE.match(self.what)
+        """The type of the exception and its place. Without a traceback, the error's text is the place."""
+        match = _TYPE.match(self.what)
         place = _place(self.traceback)
-        if place is None:  # by its text, without pids, clients and seconds
+        if place is None:
+            # Pids, clients and seconds differ between failures of the same kind, so numbers are replaced.
             place = _NUMBER.sub("#", _first_line(self.what))
-        return (found["type"] if found else "", place)
+        return (match["type"] if match else "", place)
 
     @property
     def title(self) -> str:
-        """What failed, in one line."""
+        """One line that names the task, the client and the round."""
         where = "" if self.round is None else f" in round {self.round}"
         return printable(f"{self.task} of client {self.client} failed{where}")
 
     @property
     def text(self) -> str:
-        """The traceback, or else the error."""
+        """The shortened traceback, or the shortened error for a failure without a traceback."""
         return shortened(self.traceback or self.what)
 
     @property
     def what(self) -> str:
-        """The error without the client, whom other failures of the kind do not have."""
+        """The error without its label, because the client differs between failures of the same kind."""
         return LABEL.sub("", self.error)
 
 
 class FailureLog:
-    """Keeps the failures of a run, and prints the first of each kind. Safe to use from several threads.
+    """The log of a run's failures, which also prints the first failure of each kind. Thread-safe.
 
-    The file is made with the first failure; without a path there is none. ``say`` prints a text that may have
-    several lines; by default on stderr.
+    ``path``: the log file, which is created with the first failure; None for no file.
+    ``say``: function that prints a text of one or more lines, by default to stderr.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None] | None = None) -> None:
@@ -118,11 +134,11 @@ class FailureLog:
         self._lock = threading.Lock()
 
     def add(self, failure: Failure, *, is_said: bool = True) -> None:
-        """Keep a failure; print it if it is the first of its kind, unless that is not wanted."""
+        """Write a failure to the log, and print it if it is the first of its kind and ``is_said`` is True."""
         kind = failure.kind
         with self._lock:
             self._first = self._first or failure
-            is_new = is_said and kind not in self._kinds and len(self._kinds) < _MOST_PRINTED
+            is_new = is_said and kind not in self._kinds and len(self._kinds) < _MAX_PRINTED
             if is_new:
                 self._kinds.add(kind)
             self._write(failure)
@@ -131,7 +147,7 @@ class FailureLog:
 
     @property
     def pointer(self) -> str:
-        """Where the first failure can be read: the end of the sentence that says why a run was ended."""
+        """The end of the sentence about the reason for ending a run: where to read the first failure."""
         if self._first is None:
             return "no reply says why"
         return f"the first {'traceback' if self._first.traceback else 'error'} is above"
@@ -143,15 +159,17 @@ class FailureLog:
         title = f"{at} {failure.title}"
         text = failure.text
         digest = sha256(text.encode(errors="replace")).digest()
-        if digest in self._known:  # a round of a thousand clients may have a thousand times the same
+        # A round of a thousand clients may fail a thousand times with the same traceback. Write it once.
+        if digest in self._known:
             lines = [f"{title}: {_first_line(failure.what)} (the text is that of: {self._known[digest]})"]
         else:
-            if len(self._known) < _MOST_KNOWN:
+            if len(self._known) < _MAX_KNOWN:
                 self._known[digest] = failure.title.replace(" failed", "")
             lines = [f"{title}:", *(_INDENT + line for line in _lines(text))]
         data = "".join(f"{line}\n" for line in [*lines, ""]).encode()
-        with suppress(OSError):  # a full disk ends the run where it matters
-            # At once, so that what a run that is killed has found out stays.
+        # Ignore a full disk here. It ends the run when files that matter cannot be written.
+        with suppress(OSError):
+            # Write each failure immediately, so that the log is complete even if the run is killed.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 os.write(descriptor, data)
@@ -160,12 +178,12 @@ class FailureLog:
 
 
 class AllFailed:
-    """The rule by which a run is ended: nobody succeeds, so it computes nothing.
+    """The rule that ends a run early if all clients fail, because such a run computes nothing.
 
-    That is so if every reply failed in the first round, or in three rounds in a row in which more than one
-    client was asked. Messages of one kind (``"train"``, ``"query"``, ...) of one round are looked at
-    together, as soon as the last reply of them is there. An app whose messages say no round has one for
-    each set of messages that it sends together. Clients that only fail to evaluate end no run that trains.
+    A run ends if every reply failed in the first round, or in three consecutive rounds that asked more than
+    one client each. The messages of one kind (``"train"``, ``"query"``, ...) in one round are judged together
+    when their last reply has arrived. If the messages of an app carry no round, each set of messages that it
+    sends together counts as a round. Failed evaluations do not end a run if another task has succeeded.
     """
 
     def __init__(self) -> None:
@@ -173,10 +191,11 @@ class AllFailed:
         self._successful: set[str] = set()
 
     def replied(self, task: str, server_round: int | None, succeeded: int, failed: int) -> str | None:
-        """Take the replies to all messages of a kind in a round; return why the run is to be ended, if it is.
+        """Return the reason to end the run, such as ``"all 6 clients failed in round 1"``, or None.
 
-        Messages without any reply, because the app waits for no more, have neither ``succeeded`` nor
-        ``failed``. The text is such as ``"all 6 clients failed in round 1"``.
+        Call it with the counts of all messages of a kind in a round, as soon as they have their replies.
+        A message without a reply counts neither as ``succeeded`` nor as ``failed``. The app may have stopped
+        waiting for it.
         """
         if succeeded:
             self._in_a_row[task] = 0
@@ -185,29 +204,33 @@ class AllFailed:
         if not failed or (task == _EVALUATE and self._successful - {task}):
             return None
         if failed == 1 and not server_round:
-            return None  # what comes before the rounds, or an app that asks one client after the other
+            # The message came before the first round, or the app asks one client after the other.
+            return None
         is_first = task not in self._in_a_row
-        before = self._in_a_row.get(task, 0)
+        previous = self._in_a_row.get(task, 0)
         if is_first or failed > 1:
-            self._in_a_row[task] = before + 1
+            self._in_a_row[task] = previous + 1
         who = "the one client that was asked" if failed == 1 else f"all {failed} clients"
         where = "the first round" if server_round is None else f"round {server_round}"
         if is_first:
             return f"{who} failed in {where}"
-        if failed > 1 and before + 1 >= _ROUNDS_IN_A_ROW:
+        if failed > 1 and previous + 1 >= _ROUNDS_IN_A_ROW:
             where = "three rounds in a row" if server_round is None else f"{where} and the two rounds before"
             return f"{who} failed in {where}"
         return None
 
     def never_succeeded(self, failed: int) -> str | None:
-        """Return why a finished run in which every message failed counts as failed, or None."""
+        """Return why a finished run counts as failed if all its messages failed, otherwise None."""
         if self._successful or not failed:
             return None
         return "the only message failed" if failed == 1 else f"all {failed} messages failed"
 
 
 def outcome_text(outcome: str, failed: int | None, messages: int | None) -> str:
-    """Say how a run has ended, as ``"completed, 3 of 60 messages failed"``; counts may be unknown."""
+    """Return the outcome of a run for a user, such as ``"completed, 3 of 60 messages failed"``.
+
+    ``failed``, ``messages``: number of messages, or None if it is unknown.
+    """
     if not failed or outcome != COMPLETED:
         return outcome
     of = f" of {messages:,}" if messages else ""
@@ -215,16 +238,16 @@ def outcome_text(outcome: str, failed: int | None, messages: int | None) -> str:
 
 
 def _place(traceback: str) -> str | None:
-    """Return file and line of the innermost frame of the app; of any frame where none is the app's."""
-    frames = [(found["path"], found["line"]) for found in _FRAME.finditer(traceback)]
+    """Return file and line of the app's innermost frame. Without such a frame, use the innermost frame."""
+    frames = [(match["path"], match["line"]) for match in _FRAME.finditer(traceback)]
     if not frames:
         return None
-    own = [
+    app_frames = [
         (path, line)
         for path, line in frames
         if not path.startswith(_PREFIXES) and not any(part in path for part in _LIBRARIES)
     ]
-    path, line = (own or frames)[-1]
+    path, line = (app_frames or frames)[-1]
     return f"{path}:{line}"
 
 

@@ -1,4 +1,10 @@
-"""The folder of one run, and the names of everything in it."""
+"""The folder of a run, and the names of all files in it.
+
+Two processes must not write into the same folder. A new run gets a folder that no other run has: creating it
+with ``mkdir`` is atomic. A resumed run uses the folder of an earlier run, so another process may already have
+resumed it, or the earlier process may still be running. :func:`in_use` therefore holds a lock on the trace
+for as long as the run lasts. The kernel releases the lock when the process ends, however it ends.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +22,49 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
 from flower_gpu.workers.output import LOG_NAME
 
-#: In the folder of a checkpoint: without it there is none.
+#: Name of the index file of a checkpoint. A folder without it holds no checkpoint.
 CHECKPOINT_INDEX = "checkpoint.json"
-#: A key that only the settings of this command's runs have.
+#: By command, a key that occurs only in the settings of its runs.
 _KEYS: Final = {"simulate": "num_supernodes", "launch": "node_configs"}
-_LOCK_WAIT_S = 1.0  # a process that was killed takes a moment to end
+#: Seconds to wait for the lock, because a killed process takes a moment to end.
+_LOCK_WAIT_S = 1.0
 
 
 class RunFolder:
-    """Paths of one run's files; nothing else in the package knows their names."""
+    """The paths of a run's files. No other module of the package contains their names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.shown = short(path)  # for a message: relative where that is shorter
+        self.shown = short(path)  # path for messages, relative to the current folder if possible
         self.trace = path / trace.FILE_NAME  # events of the run
-        self.result = path / "result.json"  # what came of it
-        self.metrics = path / "metrics.csv"  # by round
-        self.report = path / "report.html"  # a page with pictures
-        self.failures = path / "failures.log"  # why messages to clients failed; there if any did
-        self.client_log = path / LOG_NAME  # what clients of a simulation write
-        self.model = path / "model.safetensors"  # the final one
-        self.checkpoint = path / "checkpoint"  # folder of the last finished round
-        self.states = path / "states"  # folder of what virtual clients keep and the memory has no room for
+        self.result = path / "result.json"  # result of the run
+        self.metrics = path / "metrics.csv"  # metrics by round
+        self.report = path / "report.html"  # HTML page with figures
+        self.failures = path / "failures.log"  # errors of failed messages, if any message failed
+        self.client_log = path / LOG_NAME  # output of a simulation's clients
+        self.model = path / "model.safetensors"  # final model
+        self.checkpoint = path / "checkpoint"  # folder with the checkpoint of the last finished round
+        self.states = path / "states"  # folder for states of virtual clients that do not fit into memory
         self.tensorboard = path / "tensorboard"  # folder of event files
-        self.flwr_home = path / "flwr"  # Flower's configuration and state of this run only
+        self.flwr_home = path / "flwr"  # Flower's configuration and state, for this run only
         self.mps = path / "mps"  # folder of the MPS daemon's logs
-        self.app = path / "app"  # a copy of the app, where one is needed
+        self.app = path / "app"  # copy of the app, if the run needs a copy
 
     @classmethod
     def create(cls, log_dir: Path) -> RunFolder:
-        """Make a folder named after the time that no other run can make, too; raises ConfigError."""
+        """Create a folder for a new run, named after the current time. No other run gets the same folder.
+
+        Raises ConfigError if the folder cannot be created.
+        """
         name = time.strftime("%Y-%m-%d_%H-%M-%S")
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
             for number in itertools.count(1):
                 path = log_dir.resolve() / (name if number == 1 else f"{name}-{number}")
                 try:
-                    path.mkdir()  # atomic: of two runs in the same second only one gets this name
+                    # mkdir() is atomic. If two runs start in the same second, only one of them gets this
+                    # name.
+                    path.mkdir()
                 except FileExistsError:
                     continue
                 return cls(path)
@@ -61,30 +73,31 @@ class RunFolder:
         raise AssertionError("count() does not end")
 
     def log(self, process: str) -> Path:
-        """Log file of a process."""
+        """Return the path of a process's log file."""
         return self.path / f"{process}.log"
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the run can go on."""
+        """True if the run has a checkpoint, so it can be resumed."""
         return (self.checkpoint / CHECKPOINT_INDEX).is_file()
 
     def settings(self) -> dict[str, Any] | None:
-        """Return the settings of the run's first start, or None where the trace has none."""
+        """Return the settings of the run's first start, or None if the trace has no settings."""
         with suppress(OSError):
             for event in trace.read(self.trace, only="run_started"):
-                found = event.get("settings")
-                return found if isinstance(found, dict) else None
+                settings = event.get("settings")
+                return settings if isinstance(settings, dict) else None
         return None
 
 
 @contextmanager
 def in_use(path: Path) -> Iterator[None]:
-    """Have no other process go on with the run that has this file, while in the context.
+    """Lock a run's trace while in the context, so that no other process continues the same run.
 
-    Raises ConfigError if there is one.
+    Raises ConfigError if another process holds the lock.
     """
-    path.open("ab").close()  # others may read it, as any file
+    # Create the trace with normal permissions before it is locked, so that other accounts may read it.
+    path.open("ab").close()
     with ExitStack() as stack:
         try:
             stack.enter_context(files.locked(path, _LOCK_WAIT_S))
@@ -93,15 +106,16 @@ def in_use(path: Path) -> Iterator[None]:
                 f"another process goes on with the run in {path_text(path.parent)}. End it, or give another "
                 "folder"
             ) from None
-        except OSError:  # a file system without locks
+        except OSError:
+            # The file system does not support locks. Run without one.
             pass
         yield
 
 
 def earlier_run(path: Path, command: str) -> tuple[RunFolder, dict[str, Any]]:
-    """Return the folder of a run of a command that is to be resumed, and its settings.
+    """Return the folder of the run at ``path``, which is to be resumed, and the settings of its first start.
 
-    Raises ConfigError if it is no folder of such a run, or has no checkpoint.
+    Raises ConfigError if the folder does not hold a run of ``command``, or if the run has no checkpoint.
     """
     folder = RunFolder(path.expanduser().resolve())
     if not folder.path.is_dir():
@@ -121,11 +135,12 @@ def earlier_run(path: Path, command: str) -> tuple[RunFolder, dict[str, Any]]:
 
 
 def _why_no_checkpoint(folder: RunFolder) -> str:
-    """Return why a run has left no checkpoint, by the first start of a strategy in its trace."""
+    """Return the reason why a run has no checkpoint, from the first start of a strategy in its trace."""
     with suppress(OSError):
         for event in trace.read(folder.trace, only="strategy_started"):
             if event.get("resumes") is not None:
-                break  # its rounds have checkpoints, and none has finished
+                # The strategy supports checkpoints, so no round can have finished.
+                break
             return (
                 f"the state of its strategy {event.get('strategy')} is not known. Strategies of "
                 "flwr.serverapp.strategy, flower_gpu.FedAvg and FedBuff have checkpoints, and so has each "
@@ -137,7 +152,10 @@ def _why_no_checkpoint(folder: RunFolder) -> str:
 
 
 def check_same_app(before: Mapping[str, Any], name: str, where: Path | None, resume: object) -> None:
-    """Check that an earlier run, with these settings, is one of this app; raises ConfigError."""
+    """Raise ConfigError unless an earlier run, with settings ``before``, was a run of the app ``name``.
+
+    ``where``: folder of the app, or None. ``resume``: the value of ``--resume``, for the error.
+    """
     if before.get("app", name) != name:
         theirs = _shown(before["app"], before.get("app_folder"))
         raise ConfigError(
@@ -151,7 +169,7 @@ def _shown(name: str, folder: object) -> str:
 
 
 def short(path: Path) -> str:
-    """Write a path for a shell, relative to the current folder if it lies in it."""
+    """Return a path as text for a shell, relative to the current folder if the path is inside it."""
     try:
         return path_text(path.relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -159,10 +177,7 @@ def short(path: Path) -> str:
 
 
 def check_log_dir(log_dir: Path) -> None:
-    """Find out, without making it, whether a folder of ``--log-dir`` could be made.
-
-    Raises ConfigError if it could not.
-    """
+    """Raise ConfigError if the folder of ``--log-dir`` could not be created. Nothing is created."""
     nearest = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ConfigError(f"--log-dir {path_text(log_dir)}: {path_text(nearest)} is not a folder")
@@ -171,7 +186,7 @@ def check_log_dir(log_dir: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file such that a reader sees all of it or none."""
+    """Write a JSON file atomically, so that a reader never sees a part of the content."""
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     with files.replaced(path, has_one_writer=True) as new:
         new.write_text(text, encoding="utf-8")

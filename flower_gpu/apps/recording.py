@@ -1,4 +1,23 @@
-"""Writes a run as a whole into its trace: its start, samples of the GPUs, its end. Says which runs go on."""
+"""Recording of a run in its trace (start, GPU samples, end), and the registry of running runs.
+
+**Recording.** A :class:`RecordedRun` writes ``run_started``, ``gpu_sample`` and ``run_finished``. The process
+of the run calls :meth:`RecordedRun.begin` and :meth:`RecordedRun.end`, usually through the context
+:func:`recorded_run`. In between, a daemon thread writes one sample every ``INTERVAL_S``, if the host has a
+GPU. The thread waits on an event, so ``end`` stops it at once. ``end`` joins the thread before it writes the
+last sample, so no sample follows ``run_finished``.
+
+**Registry.** ``flower-gpu top`` and the metrics exporter need to find the running runs of an account. Each
+run has a file with its :class:`RunningRun` in the state folder. The process of the run holds an exclusive
+lock on this file for as long as it lives, and removes the file at the end. The kernel releases the lock of a
+killed process, so a file without a lock belongs to a dead run. :func:`running_runs` finds out with a shared
+lock, and removes the files of dead runs.
+
+Two races follow, and :func:`_locked` handles both. A reader holds its shared lock for a moment, so a new run
+waits up to ``_READERS_S`` for the lock. A reader may also remove the file of a dead run after a new run has
+opened the file and before it has locked it. The new run would then hold a lock on a file without a name. So
+it checks the name after it has the lock, and opens the file again if the name is gone. A reader in turn never
+removes an empty file, because its run is about to write it.
+"""
 
 from __future__ import annotations
 
@@ -26,35 +45,35 @@ from flower_gpu.options import RESERVE
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.threads import cores
 
-#: Seconds between two looks. One takes a millisecond or two for a GPU.
+#: Seconds between two samples. A sample takes one or two milliseconds per GPU.
 INTERVAL_S: Final = 0.5
 
 
 def look_at_gpus(folder: Path) -> bool:
-    """Write a ``gpu_sample`` line into the trace in a folder; tell whether there is a GPU."""
-    found = [gpu for gpu in inventory.take(processes=False).gpus if gpu.uuid]
+    """Write a ``gpu_sample`` event into the trace in a folder. Return True if the host has a GPU."""
+    gpus = [gpu for gpu in inventory.take(processes=False).gpus if gpu.uuid]
     celsius = inventory.temperatures()
-    gpus = [
+    samples = [
         {
             "uuid": gpu.uuid,
             "used_bytes": gpu.used_bytes,
             "utilization_percent": gpu.utilization_percent,
             "temperature_c": celsius.get(gpu.uuid),
         }
-        for gpu in found
+        for gpu in gpus
     ]
-    if gpus:
-        trace.write_to(folder, "gpu_sample", gpus=gpus)
-    return bool(gpus)
+    if samples:
+        trace.write_to(folder, "gpu_sample", gpus=samples)
+    return bool(samples)
 
 
 class RecordedRun:
-    """A run that is being recorded in the trace of a folder; ``told`` is what its ``run_started`` tells."""
+    """A run that is being recorded in the trace of a folder. ``told``: fields of its ``run_started``."""
 
     def __init__(self, folder: Path, told: Mapping[str, Any]) -> None:
-        #: How it has ended: ``"completed"``, ``"failed"`` or ``"interrupted"``.
+        #: The outcome: ``"completed"``, ``"failed"`` or ``"interrupted"``.
         self.outcome = COMPLETED
-        #: What else its ``run_finished`` tells.
+        #: Additional fields of ``run_finished``.
         self.end_told: dict[str, Any] = {}
         self._folder = folder
         self._told = told
@@ -63,7 +82,7 @@ class RecordedRun:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Write down that it has begun, and look at the GPUs from now on."""
+        """Write ``run_started`` and start to sample the GPUs. Calling it again has no effect."""
         if self._began is not None:
             return
         self._began = time.monotonic()
@@ -78,7 +97,7 @@ class RecordedRun:
             version=flower_gpu.__version__,
             gpus=told_gpus(),
         )
-        # The first look is what was there before the run, the last what is there after it.
+        # The first sample shows the GPUs before the run, and the last sample shows them after it.
         if look_at_gpus(self._folder):
             self._thread = threading.Thread(target=self._look, name="flower-gpu-samples", daemon=True)
             self._thread.start()
@@ -88,7 +107,7 @@ class RecordedRun:
             look_at_gpus(self._folder)
 
     def end(self) -> None:
-        """Look at the GPUs a last time, and write down how it has ended."""
+        """Write the last GPU sample and ``run_finished``. It has no effect if the run has not begun."""
         if self._began is None:
             return
         self._end.set()
@@ -112,11 +131,14 @@ def recorded_run(
     settings: Mapping[str, Any] | None = None,
     begins: bool = True,
 ) -> Iterator[RecordedRun]:
-    """Record a run of an app, while in the context; ``kind`` is as in :class:`RunningRun`.
+    """Record and register a run of an app while in the context.
 
-    ``settings`` is what it was started with. An exception is a failure, a KeyboardInterrupt an interruption.
-    Without ``begins`` nothing is written before :meth:`RecordedRun.begin` is called. Raises ConfigError if
-    another process goes on with this run.
+    An exception makes the outcome ``"failed"``, and a KeyboardInterrupt makes it ``"interrupted"``.
+
+    ``kind``: the command, as in :class:`RunningRun`. ``settings``: the settings that the run was started
+    with.
+    ``begins``: False if the caller calls :meth:`RecordedRun.begin` itself. Until then no event is written.
+    Raises ConfigError if another process continues this run.
     """
     told = {"kind": kind, "name": name, "clients": clients, "num_rounds": num_rounds, "settings": settings}
     with in_use(folder / trace.FILE_NAME), registered(folder, kind, name):
@@ -136,7 +158,7 @@ def recorded_run(
 
 
 def told_gpus() -> list[dict[str, Any]]:
-    """Return the GPUs of this host, as a trace tells of them."""
+    """Return the usable GPUs of this host in the form that a trace has them."""
     reserve = RESERVE.resolve(None, os.environ)
     return [
         {
@@ -150,27 +172,28 @@ def told_gpus() -> list[dict[str, Any]]:
     ]
 
 
-# Which runs there are now: a file for each, locked by its process for as long as that lives
+# The registry: one file per running run, locked by its process for as long as the process lives
 
 _FOLDER = "runs"
-_OURS = re.compile(r"[0-9a-f]{16}\.json")
-_READERS_S = 0.3  # for which a lock may be that of a reader
+_ENTRY_NAME = re.compile(r"[0-9a-f]{16}\.json")
+#: Seconds to wait for a lock on an entry, because a reader may hold it for a moment.
+_READERS_S = 0.3
 
 
 @dataclass(frozen=True)
 class RunningRun:
-    """A run that goes on."""
+    """A run that is still running on this host."""
 
-    folder: str  # where its trace is
+    folder: str  # folder with the trace
     kind: str  # "launch", "simulate" or "supernodes"
-    name: str  # of its app
-    pid: int  # the process that has started it
-    since: float  # Unix seconds
+    name: str  # name of the app
+    pid: int  # process that started the run
+    since: float  # time of the start, in Unix seconds
 
 
 @contextmanager
 def registered(folder: Path, kind: str, name: str) -> Iterator[None]:
-    """Let others of this user see a run, while in the context."""
+    """Register a run while in the context, so that other processes of this account can find it."""
     digest = hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()
     descriptor, path = -1, _folder() / f"{digest}.json"
     run = RunningRun(str(folder), kind, name, os.getpid(), time.time())
@@ -180,7 +203,8 @@ def registered(folder: Path, kind: str, name: str) -> Iterator[None]:
         descriptor = _locked(path)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(run)).encode(), 0)
-    except (ConfigError, OSError):  # nobody sees it then, which is no reason not to run
+    except (ConfigError, OSError):
+        # Without its entry the run is invisible to other processes, but it can run.
         pass
     try:
         yield
@@ -192,26 +216,27 @@ def registered(folder: Path, kind: str, name: str) -> Iterator[None]:
 
 
 def running_runs() -> list[RunningRun]:
-    """Return this user's runs on this host, the oldest first; remove the entries of dead ones."""
-    found = []
+    """Return this account's running runs on this host, oldest first. Remove the entries of dead runs."""
+    runs = []
     with suppress(OSError):
         for path in sorted(_folder().iterdir()):
-            if _OURS.fullmatch(path.name) and (run := _read(path)) is not None:
-                found.append(run)
-    return sorted(found, key=lambda run: run.since)
+            if _ENTRY_NAME.fullmatch(path.name) and (run := _read(path)) is not None:
+                runs.append(run)
+    return sorted(runs, key=lambda run: run.since)
 
 
 def _locked(path: Path) -> int:
-    """Return a descriptor of a file, made where it is missing, that is locked and still has that name.
+    """Return a descriptor of the file at ``path``, locked and created if necessary.
 
-    Raises TimeoutError if another process has it.
+    Raises TimeoutError if another process holds the lock.
     """
     deadline = time.monotonic() + _READERS_S
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            files.lock(descriptor, deadline)  # perhaps only a reader has it, and is about to let go of it
-            # A reader may have taken away what a dead process has left, just when it was opened here.
+            # A reader may hold the lock for a moment, so wait until the deadline.
+            files.lock(descriptor, deadline)
+            # A reader may have removed the entry of a dead process after it was opened here.
             if files.still_has_name(descriptor, path):
                 return descriptor
         except BaseException:
@@ -229,9 +254,10 @@ def _read(path: Path) -> RunningRun | None:
         if os.fstat(descriptor).st_uid != os.getuid():
             return None
         if not files.try_lock(descriptor, fcntl.LOCK_SH):
-            told = json.loads(os.pread(descriptor, 1 << 16, 0))
-            return RunningRun(**{field.name: told[field.name] for field in fields(RunningRun)})
-        if os.fstat(descriptor).st_size:  # not one that is just being made
+            entry = json.loads(os.pread(descriptor, 1 << 16, 0))
+            return RunningRun(**{field.name: entry[field.name] for field in fields(RunningRun)})
+        # The run of this entry is dead. Keep an empty file, because a new run is about to write it.
+        if os.fstat(descriptor).st_size:
             path.unlink()
         return None
     except (OSError, ValueError, KeyError, TypeError):

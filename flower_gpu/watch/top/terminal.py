@@ -13,8 +13,8 @@ closed. Three objects take part:
 A signal can arrive in the middle of an escape sequence. A handler that wrote to the terminal at that moment
 would leave broken output. So the handlers do nothing: :func:`signal.set_wakeup_fd` makes Python write the
 number of the signal into a pipe. :meth:`Terminal.wait` waits for the keyboard and this pipe together, and
-acts on signals between two drawings. Signals of the end only set ``status``, which ends the loop in
-:func:`run`.
+acts on signals between two drawings. SIGINT, SIGTERM and SIGHUP set ``status``, which ends the loop
+in :func:`run`.
 
 Ctrl-Z stops the process with the default action of SIGTSTP. The terminal is restored before, and taken over
 again after the process continues. SIGINT, SIGTERM and SIGHUP stay ignored if they were ignored at the start,
