@@ -1,4 +1,4 @@
-"""A page about a run, with pictures, made from its trace.
+"""The report of a run: an HTML page with figures, made from the run's trace.
 
 trace.jsonl -> History -> calls:  Clock (seconds of the run, without interruptions), calls with their phases,
                                   rows of clients

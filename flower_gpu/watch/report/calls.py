@@ -1,4 +1,4 @@
-"""The calls of a run: the phases of each, and sums by client."""
+"""The calls of a run with the phases of each call, and figures by client."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from flower_gpu.watch.spans import (
 
 PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
 
-#: How calls end that got no worker: the wait for a lease was over, or there was an error before.
+#: Outcome of a call that got no lease, because its wait timed out or an error came first.
 NO_LEASE: Final = "no lease"
-#: How calls end that have not failed; of one that is given up its message tells why.
+#: Outcomes that are not failures. The message of a cancelled call has the reason.
 _NO_FAILURES: Final = ("ok", HOST_LOST, CANCELLED, "")
 
 
 @dataclass(frozen=True)
 class RunClock:
-    """Turns Unix seconds into seconds of a run."""
+    """A conversion of Unix seconds into seconds of a run, without the pauses before it was resumed."""
 
-    start: float  # of the run
-    end: float  # of the run, or of the trace
-    pauses: tuple[tuple[float, float], ...] = ()  # between the runs of which each went on with the one before
+    start: float  # start of the run, in Unix seconds
+    end: float  # end of the run, or the last time in the trace
+    pauses: tuple[tuple[float, float], ...] = ()  # begin and end of each pause before the run was resumed
 
     @classmethod
     def of(cls, history: History) -> RunClock:
         """Return the clock of a run."""
         start = history.started_at if history.started_at is not None else history.first_at
-        if start is None:  # there is no event
+        if start is None:
+            # The trace is empty.
             return cls(0.0, 0.0)
         end = history.finished_at if history.finished_at is not None else history.last_at
         end = max(start, start if end is None else end)
@@ -54,11 +55,11 @@ class RunClock:
 
     @property
     def duration_s(self) -> float:
-        """How long the run took."""
+        """Duration of the run in seconds, without pauses."""
         return self.end - self.start - sum(until - begin for begin, until in self.pauses)
 
     def seconds(self, time: float) -> float:
-        """Return the seconds since the start; times outside of the run are its start and its end."""
+        """Return the seconds of the run at a time. Times outside the run are clipped to its start and end."""
         time = min(max(time, self.start), self.end)
         paused = sum(min(until, time) - begin for begin, until in self.pauses if begin < time)
         return max(0.0, time - self.start - paused)
@@ -74,55 +75,57 @@ class CallPhase:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the phase in seconds."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True)
 class CallTry:
-    """A call, or one of several tries of it: the wait for a lease, and the worker."""
+    """An attempt to run a call: the wait for a lease and the worker. A retried call has several attempts."""
 
-    whose: WorkerSpan | LeaseSpan  # the worker; where it got none, what it has asked for
-    gpus: tuple[str, ...]  # UUIDs of the GPUs that it had a share of; empty on the CPU, and while it waits
-    parts: tuple[CallPhase, ...]  # without gaps, in the order of PHASES, at least one
-    outcome: str  # of the worker, or NO_LEASE, or HOST_LOST; empty where the trace does not tell
+    whose: WorkerSpan | LeaseSpan  # the worker, or the request for a lease if there was no worker
+    gpus: tuple[str, ...]  # UUIDs of the leased GPUs; empty on the CPU and during the wait
+    parts: tuple[CallPhase, ...]  # one or more phases without gaps, in the order of PHASES
+    outcome: str  # outcome of the worker, NO_LEASE or HOST_LOST; empty if it is unknown
 
     @property
     def worker(self) -> WorkerSpan | None:
-        """The worker that it came to."""
+        """The worker of this attempt, or None if no worker started."""
         return self.whose if isinstance(self.whose, WorkerSpan) else None
 
     @property
     def begin_s(self) -> float:
-        """When it began."""
+        """Begin of the attempt, in seconds of the run."""
         return self.parts[0].begin_s
 
     @property
     def end_s(self) -> float:
-        """When it ended, as far as the trace tells."""
+        """End of the attempt, in seconds of the run, estimated if the trace has no end."""
         return self.parts[-1].end_s
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended without a result, and not only its host was lost."""
+        """True if the attempt ended without a result, unless its host was lost or the call was cancelled."""
         return self.outcome not in _NO_FAILURES
 
 
 def tries_of(history: History, clock: RunClock) -> list[CallTry]:
-    """Return all calls of a run and their tries, in the order in which they began."""
+    """Return all attempts of all calls of a run, in the order of their begin."""
     with_worker = {worker.lease for worker in history.workers if worker.lease}
-    found = [_of_worker(history, clock, one) for one in history.workers]
-    found += [_without_worker(history, clock, one) for one in history.leases if one.id not in with_worker]
-    return sorted(found, key=lambda one: (one.begin_s, one.end_s))
+    tries = [_worker_try(history, clock, worker) for worker in history.workers]
+    tries += [_lease_try(history, clock, lease) for lease in history.leases if lease.id not in with_worker]
+    return sorted(tries, key=lambda attempt: (attempt.begin_s, attempt.end_s))
 
 
-def _of_worker(history: History, clock: RunClock, worker: WorkerSpan) -> CallTry:
+def _worker_try(history: History, clock: RunClock, worker: WorkerSpan) -> CallTry:
     lease = history.lease_of(worker)
-    is_first = lease is not None and lease.call == worker.call  # others find the lease with the worker
+    # Only the first call of a worker waited for the lease. Later calls reuse the worker and its lease.
+    is_first = lease is not None and lease.call == worker.call
     end = worker.finished_at
     if end is None:
         end = history.over_at(worker.started_at, clock.end)
-        if lease is not None and lease.released_at is not None:  # then all of it is over
+        # The release of the lease ends the call at the latest.
+        if lease is not None and lease.released_at is not None:
             end = min(end, max(lease.released_at, worker.started_at))
     granted = lease.granted_at if lease is not None and is_first else None
     task_at = worker.task_at if worker.task_at is not None else end
@@ -135,7 +138,7 @@ def _of_worker(history: History, clock: RunClock, worker: WorkerSpan) -> CallTry
     return CallTry(worker, gpus, _parts(clock, phases, times), worker.outcome)
 
 
-def _without_worker(history: History, clock: RunClock, lease: LeaseSpan) -> CallTry:
+def _lease_try(history: History, clock: RunClock, lease: LeaseSpan) -> CallTry:
     times = [time for time in (lease.requested_at, lease.granted_at) if time is not None]
     end = lease.refused_at if lease.granted_at is None else lease.released_at
     outcome = ""
@@ -152,47 +155,55 @@ def _without_worker(history: History, clock: RunClock, lease: LeaseSpan) -> Call
 
 
 def _parts(clock: RunClock, phases: Sequence[str], times: Sequence[float]) -> tuple[CallPhase, ...]:
-    """Return what lies between times, in order also where processes have looked at the clock too early."""
-    found: list[CallPhase] = []
+    """Return the phases between consecutive times. Times that go backwards get a phase of length zero.
+
+    Processes read the clock independently, so their times may be slightly out of order.
+    """
+    parts: list[CallPhase] = []
     at = clock.seconds(times[0])
     for phase, time in zip(phases, times[1:], strict=True):
         until = max(at, clock.seconds(time))
         if until > at:
-            found.append(CallPhase(phase, at, until))
+            parts.append(CallPhase(phase, at, until))
         at = until
-    # What is over in no time at all is there, too.
-    return tuple(found) or (CallPhase(phases[-1], at, at),)
+    # An attempt that took no measurable time still has one phase.
+    return tuple(parts) or (CallPhase(phases[-1], at, at),)
 
 
 def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
-    """Return a row for each client, in the order of their names; None for a phase that no call had."""
+    """Return a row for each client, ordered by name. Phases that no call of the client had are None."""
     by_client: dict[str, list[CallTry]] = {}
-    for one in tries:
-        by_client.setdefault(one.whose.client, []).append(one)
+    for attempt in tries:
+        by_client.setdefault(attempt.whose.client, []).append(attempt)
     rows = []
     for client in sorted(by_client, key=client_key):
-        own = by_client[client]
-        parts = [part for one in own for part in one.parts]
+        attempts = by_client[client]
+        parts = [part for attempt in attempts for part in attempt.parts]
         seconds = {phase: [part.seconds for part in parts if part.phase == phase] for phase in PHASES}
         rows.append(
             {
                 "client": client,
-                "calls": len({one.whose.call for one in own}),
-                "median_s": {phase: median(found) if found else None for phase, found in seconds.items()},
-                "max_s": {phase: max(found, default=None) for phase, found in seconds.items()},
-                "peak_bytes": highest_peak(own),
-                "own": next((one.worker.own for one in reversed(own) if one.worker), {}),
-                "failures": sum(one.has_failed for one in own),
+                "calls": len({attempt.whose.call for attempt in attempts}),
+                "median_s": {
+                    phase: median(durations) if durations else None for phase, durations in seconds.items()
+                },
+                "max_s": {phase: max(durations, default=None) for phase, durations in seconds.items()},
+                "peak_bytes": highest_peak(attempts),
+                "own": next((attempt.worker.own for attempt in reversed(attempts) if attempt.worker), {}),
+                "failures": sum(attempt.has_failed for attempt in attempts),
             }
         )
     return rows
 
 
 def highest_peak(tries: Iterable[CallTry]) -> int | None:
-    """Return the most memory that one of the workers was seen to use on one GPU."""
-    return max((peak for one in tries if one.worker for peak in one.worker.peak_bytes.values()), default=None)
+    """Return the highest memory in bytes that a single worker was seen to use on a single GPU, or None."""
+    return max(
+        (peak for attempt in tries if attempt.worker for peak in attempt.worker.peak_bytes.values()),
+        default=None,
+    )
 
 
 def processes(tries: Iterable[CallTry]) -> int:
-    """Return how many workers there were: one may handle several calls, one after the other."""
-    return len({one.worker.process for one in tries if one.worker})
+    """Return the number of worker processes. A worker may have handled several calls in turn."""
+    return len({attempt.worker.process for attempt in tries if attempt.worker})

@@ -14,28 +14,29 @@ from typing import Final
 from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.spans import RoundPart
 
-#: More metrics are not drawn; the table of rounds has them.
+#: Maximum number of metrics that are drawn. The table of rounds has all metrics.
 MOST_CURVES: Final = 24
-#: The size of a chart, and of the space for the numbers at its left and below it.
+#: Size of a chart, and of the margins for the numbers on its left and below it, in units of the SVG.
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 340, 190, 52, 34, 26, 10
 _TITLE_LETTERS: Final = 44
-_MOST_DOTS: Final = 40  # with more rounds the line is enough
-#: Kinds of messages with a colour of their own in the style sheet, in the order of the legend.
+#: Maximum number of rounds that are drawn as dots. With more rounds only the line is drawn.
+_MAX_DOTS: Final = 40
+#: Kinds of messages that have their own colour in the style sheet, in the order of the legend.
 _TASKS: Final = ("server-evaluate", "evaluate", "train", "fit")
 OTHER: Final = "other-task"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one kind of messages."""
+    """The curve of a metric for one kind of messages."""
 
     task: str
-    path: str  # of its line
-    dots: Sequence[tuple[float, float]]  # empty for many rounds
+    path: str  # SVG path of the line
+    dots: Sequence[tuple[float, float]]  # points of the curve; empty if there are many rounds
 
     @property
     def kind(self) -> str:
-        """Its class in the style sheet."""
+        """Class of the curve in the style sheet."""
         return self.task if self.task in _TASKS else OTHER
 
 
@@ -51,11 +52,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Charts:
-    """The charts of a run, the best known metrics first."""
+    """The charts of a run. Well-known metrics come first."""
 
     charts: Sequence[Chart]
-    tasks: Sequence[str]  # of all curves, for the legend
-    left_out: int  # metrics that are not drawn
+    tasks: Sequence[str]  # tasks of all curves, for the legend
+    left_out: int  # number of metrics without a chart
 
     def kind_of(self, task: str) -> str:
         """Return the class of a task in the style sheet."""
@@ -63,7 +64,7 @@ class Charts:
 
 
 def charts_of(parts: Iterable[RoundPart]) -> Charts | None:
-    """Return the curves of all metrics of rounds with a number; None if there is none."""
+    """Return the charts of all metrics of numbered rounds, or None if no such round has metrics."""
     points: dict[str, dict[str, dict[int, float]]] = {}  # by metric, task and round
     for part in parts:
         if part.round is not None:
@@ -73,7 +74,12 @@ def charts_of(parts: Iterable[RoundPart]) -> Charts | None:
         return None
     names = sorted(points, key=lambda name: (metric_rank(name), name))
     shown = names[:MOST_CURVES]
-    rounds = [number for by_task in points.values() for own in by_task.values() for number in own]
+    rounds = [
+        number
+        for by_task in points.values()
+        for values_by_round in by_task.values()
+        for number in values_by_round
+    ]
     axis = min(rounds), max(rounds)
     order = {task: place for place, task in enumerate(_TASKS)}
     tasks = sorted(
@@ -88,7 +94,7 @@ def charts_of(parts: Iterable[RoundPart]) -> Charts | None:
 
 
 def _chart(name: str, by_task: dict[str, dict[int, float]], rounds: tuple[int, int]) -> Chart:
-    values = [value for own in by_task.values() for value in own.values()]
+    values = [value for values_by_round in by_task.values() for value in values_by_round.values()]
     low, high = min(values), max(values)
     first, last = rounds
 
@@ -97,16 +103,16 @@ def _chart(name: str, by_task: dict[str, dict[int, float]], rounds: tuple[int, i
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(value: float) -> float:
-        # Halves: the difference of two large numbers may be more than a float can hold.
+        # Subtract halves, because the difference of two large numbers may overflow a float.
         span = high / 2 - low / 2
         share = (value / 2 - low / 2) / span if span > 0 else 0.5
         return HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP)
 
     curves = []
-    for task, own in by_task.items():
-        drawn = [(x(number), y(own[number])) for number in sorted(own)]
+    for task, values_by_round in by_task.items():
+        drawn = [(x(number), y(values_by_round[number])) for number in sorted(values_by_round)]
         path = "M" + "L".join(f"{at_x:.1f} {at_y:.1f}" for at_x, at_y in thinned(drawn))
-        curves.append(Curve(task, path, drawn if len(drawn) <= _MOST_DOTS else ()))
+        curves.append(Curve(task, path, drawn if len(drawn) <= _MAX_DOTS else ()))
     title = name if len(name) <= _TITLE_LETTERS else f"{name[: _TITLE_LETTERS - 1]}…"
     x_ticks = [(x(number), str(number)) for number in round_ticks(first, last)]
     y_ticks = [(y(value), f"{value:.4g}") for value in value_ticks(low, high)]
@@ -114,40 +120,45 @@ def _chart(name: str, by_task: dict[str, dict[int, float]], rounds: tuple[int, i
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points of a curve, of each column of the picture at most four that give the same line.
+    """Return the points of a curve, reduced to four points or fewer per column of pixels.
 
-    These are the first, the lowest, the highest and the last one, so no spike of a long run is lost.
+    Each column keeps its first, lowest, highest and last point. So the line looks the same, and no spike of a
+    long run is lost.
     """
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(int(point[0]), []).append(point)
     kept: list[tuple[float, float]] = []
-    for own in columns.values():
-        ends = [own[0], min(own, key=lambda point: point[1]), max(own, key=lambda point: point[1]), own[-1]]
+    for column in columns.values():
+        ends = [
+            column[0],
+            min(column, key=lambda point: point[1]),
+            max(column, key=lambda point: point[1]),
+            column[-1],
+        ]
         kept += sorted(dict.fromkeys(ends), key=lambda point: point[0])
     return kept
 
 
 def value_ticks(low: float, high: float) -> list[float]:
-    """Return a few round numbers from ``low`` to ``high``; ``low`` alone where both are the same."""
+    """Return a few round numbers from ``low`` to ``high``, or only ``low`` if the two are equal."""
     span = high - low
     if not 0 < span < math.inf:
         return [low] if low == high else [low, high]
     power = 10.0 ** math.floor(math.log10(span / 4))
     step = next((size * power for size in (1, 2, 5) if size * power * 5 >= span), 10 * power)
-    if (
-        not step > 0 or not math.isfinite(low / step) or low + step == low
-    ):  # closer than floats can tell apart
+    # The two values can be too close for floats to represent steps between them.
+    if not step > 0 or not math.isfinite(low / step) or low + step == low:
         return [low, high]
     begin = math.ceil(low / step)
-    found = [number * step for number in range(begin, begin + 7)]
-    # The last one may be beyond the range by the rounding of binary numbers: 3 * 0.1 is more than 0.3.
-    is_in = [value for value in found if value <= high or math.isclose(value, high, rel_tol=1e-12)]
+    values = [number * step for number in range(begin, begin + 7)]
+    # Rounding may push the last value out of the range: in floating point, 3 * 0.1 is more than 0.3.
+    is_in = [value for value in values if value <= high or math.isclose(value, high, rel_tol=1e-12)]
     return [min(max(value, low), high) for value in is_in] or [low, high]
 
 
 def round_ticks(first: int, last: int) -> list[int]:
-    """Return at most seven numbers of rounds, at equal distances, from ``first`` to ``last``."""
+    """Return up to seven equidistant round numbers between ``first`` and ``last``."""
     span = last - first
     power = 10 ** max(0, len(str(span)) - 2)
     step = next((size * power for size in (1, 2, 5, 10, 20, 50) if size * power * 6 >= span), 100 * power)

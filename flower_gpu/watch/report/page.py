@@ -1,4 +1,4 @@
-"""Makes the report of a run, one HTML page with all that belongs to it inside, and writes it."""
+"""The report of a run as a single self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ from flower_gpu.watch.spans import RoundPart
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_ERROR_CHARACTERS: Final = 300  # of its first line
-_MOST_ERRORS: Final = 20
-_MOST_NAMES, _NAME_CHARACTERS = 10, 40
-_MOST_METRICS, _MOST_RESULTS = 16, 3  # of a round, and of the last one at the top
-_TASKS: Final = ("train", "fit", "evaluate", "server-evaluate")  # in the order of a round
+#: Maximum length of the first line of an error.
+_ERROR_CHARACTERS: Final = 300
+_MAX_ERRORS: Final = 20
+_MAX_NAMES, _NAME_CHARACTERS = 10, 40
+#: Maximum number of metrics of a round in the table, and in the results at the top of the page.
+_MAX_METRICS, _MAX_RESULTS = 16, 3
+#: Kinds of messages in their order within a round.
+_TASKS: Final = ("train", "fit", "evaluate", "server-evaluate")
 _UNKNOWN: Final = "-"
-#: Whose metrics they are, by the kind of the messages that they come from.
-_WHOSE: Final = {
+#: Names of metrics in the report, by the kind of messages that they come from.
+_TASK_NAMES: Final = {
     "server-evaluate": "server, evaluate",
     "evaluate": "clients, evaluate",
     "train": "clients, train",
@@ -45,11 +48,11 @@ _WHOSE: Final = {
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Write a report about a run, also about one that goes on or was killed, and return its path.
+    """Write the report of a run and return its path. The run may still be running, or may have been killed.
 
-    By default it is ``report.html`` in the run's folder.
+    ``output``: file to write, by default ``report.html`` in the run's folder.
 
-    Raises ConfigError if there is no trace, or nothing can be written there.
+    Raises ConfigError if the trace is missing or cannot be read, or if the report cannot be written.
     """
     source, target = RunFolder(run_dir).trace, output or RunFolder(run_dir).report
     try:
@@ -74,7 +77,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 
 def page(history: History, folder: str, is_going_on: bool) -> str:
-    """Return the page about a run. ``folder`` is the run's, as it is shown."""
+    """Return the HTML page about a run. ``folder``: the folder of the run as text for the page."""
     clock = RunClock.of(history)
     tries = tries_of(history, clock)
     holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
@@ -89,12 +92,12 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
         run=history,
         facts=facts_of(history, Path(folder)),
         results=[
-            (task, _metrics(part, _MOST_RESULTS))
-            for task, part in {one.task: one for one in history.rounds if one.metrics}.items()
+            (task, _metrics(part, _MAX_RESULTS))
+            for task, part in {part.task: part for part in history.rounds if part.metrics}.items()
         ],
         totals=totals,
         clients=client_rows(tries),
-        pictures=[one for one in drawn if one is not None],
+        pictures=[picture for picture in drawn if picture is not None],
         charts=curves.charts_of(history.rounds),
         chart_size=curves,
         axis=axis,
@@ -103,12 +106,15 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
         outcome_class=outcome_class,
         outcome=outcome,
         phases=PHASES,
-        gpus=[(pictures.gpu_name(one.gpu, [each.gpu for each in totals.gpus]), one) for one in totals.gpus],
-        gpu_names=[one.gpu.name or one.gpu.uuid for one in totals.gpus],
+        gpus=[
+            (pictures.gpu_name(gpu_totals.gpu, [other.gpu for other in totals.gpus]), gpu_totals)
+            for gpu_totals in totals.gpus
+        ],
+        gpu_names=[gpu_totals.gpu.name or gpu_totals.gpu.uuid for gpu_totals in totals.gpus],
         rounds=_rounds(history),
         rounds_done=history.highest_round,
-        errors=totals.errors[:_MOST_ERRORS],
-        errors_left_out=[one.count for one in totals.errors[_MOST_ERRORS:]],
+        errors=totals.errors[:_MAX_ERRORS],
+        errors_left_out=[failure.count for failure in totals.errors[_MAX_ERRORS:]],
         consequences={
             THEN.get(then, then): count
             for then, count in Counter(event.then for event in history.out_of_memory).most_common()
@@ -118,7 +124,7 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
 
 
 def facts_of(history: History, folder: Path) -> dict[str, str]:
-    """Return the settings and the outcome of a run."""
+    """Return the settings and results of a run by name, as text for the page."""
     run_config, versions = (mapping(history.settings.get(name)) for name in ("run_config", "versions"))
     model, path = history.facts.get("model_sha256"), RunFolder(folder).model
     with suppress(OSError):
@@ -126,7 +132,7 @@ def facts_of(history: History, folder: Path) -> dict[str, str]:
             with path.open("rb") as file:
                 model = f"{hashlib.file_digest(file, 'sha256').hexdigest()} (of the file {path.name})"
     cut = history.cut_lines
-    found = {
+    facts = {
         "error": history.error,
         "seed": history.settings.get("seed"),
         "run config": ", ".join(f"{key} = {json.dumps(value)}" for key, value in run_config.items()),
@@ -134,7 +140,7 @@ def facts_of(history: History, folder: Path) -> dict[str, str]:
         "model, SHA-256": model,
         "trace": f"{cut} line{'s' * (cut != 1)} cut, and left out" if cut else None,
     }
-    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+    return {name: str(value) for name, value in facts.items() if value not in (None, "")}
 
 
 @cache
@@ -144,7 +150,7 @@ def _template() -> Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        # What others have written has no line breaks, nor marks that turn the direction of writing.
+        # Texts from other processes may contain line breaks or marks that change the direction of writing.
         finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -160,7 +166,9 @@ def _template() -> Template:
         "counted": lambda number, noun: f"{number:,} {noun}{'' if number == 1 else 's'}",
         "first_line": lambda error: error[:_ERROR_CHARACTERS],
         "named": _names,
-        "pairs": lambda own: ", ".join(f"{key} {value}" for key, value in own.items())[:_ERROR_CHARACTERS],
+        "pairs": lambda counts: ", ".join(f"{key} {value}" for key, value in counts.items())[
+            :_ERROR_CHARACTERS
+        ],
         "listed": lambda counts: ", ".join(f"{count:,} {name}" for name, count in counts.items()),
         "task": task_name,
         "px": "{:.1f}".format,
@@ -171,14 +179,14 @@ def _template() -> Template:
 
 
 def task_name(task: str) -> str:
-    """Name messages or metrics of one kind: ``"clients, fit"``."""
-    return _WHOSE.get(task, task)
+    """Return the readable name of a kind of messages, such as ``"clients, fit"``."""
+    return _TASK_NAMES.get(task, task)
 
 
 def _names(clients: Set[str]) -> str:
-    """Name the clients of a failure: ``"client 3"``, ``"clients 3, 4 and 12 others"``."""
-    names = [one[:_NAME_CHARACTERS] for one in sorted(clients, key=client_key)[:_MOST_NAMES] if one]
-    others = and_others(len(clients) - _MOST_NAMES)
+    """Return the clients of a failure as text: ``"client 3"``, ``"clients 3, 4 and 12 others"``."""
+    names = [client[:_NAME_CHARACTERS] for client in sorted(clients, key=client_key)[:_MAX_NAMES] if client]
+    others = and_others(len(clients) - _MAX_NAMES)
     return f"client{'s' if len(clients) > 1 else ''} {', '.join(names)}{others}" if names else ""
 
 
@@ -187,15 +195,16 @@ def _known(write: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _moment_text(time: float) -> str:
-    """Write a moment in this host's time zone."""
+    """Return a time as text in this host's time zone."""
     try:
         return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
-    except (OverflowError, OSError, ValueError):  # no year that there is
+    except (OverflowError, OSError, ValueError):
+        # The time is out of the range of datetime.
         return _UNKNOWN
 
 
 def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
-    """Say how a run has ended: the class of the text in the page, and the text."""
+    """Return the style class and the text that describe how a run has ended."""
     if history.finished_at is not None:
         text = outcome_text(history.outcome, history.messages_failed, history.messages_sent)
         good = "partly" if history.messages_failed else "completed"
@@ -209,17 +218,17 @@ def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
 
 
 def _rounds(history: History) -> list[dict[str, Any]]:
-    """Return the rows of the table of rounds: messages and results."""
+    """Return the rows of the table of rounds, with messages and metrics."""
     places = {task: place for place, task in enumerate(_TASKS)}
-    parts = sorted(history.rounds, key=lambda one: (one.round or 0, places.get(one.task, -1), one.task))
-    return [{"part": one, "metrics": _metrics(one, _MOST_METRICS)} for one in parts]
+    parts = sorted(history.rounds, key=lambda part: (part.round or 0, places.get(part.task, -1), part.task))
+    return [{"part": part, "metrics": _metrics(part, _MAX_METRICS)} for part in parts]
 
 
-def _metrics(part: RoundPart, most: int) -> str:
+def _metrics(part: RoundPart, limit: int) -> str:
     shown = [
         f"{name} {value:.0f}" if value == int(value) and abs(value) < 1e9 else f"{name} {value:.4g}"
-        for name, value in sorted(part.metrics.items(), key=lambda item: metric_rank(item[0]))[:most]
+        for name, value in sorted(part.metrics.items(), key=lambda item: metric_rank(item[0]))[:limit]
     ]
-    if len(part.metrics) > most:
-        shown.append(f"{len(part.metrics) - most} more")
+    if len(part.metrics) > limit:
+        shown.append(f"{len(part.metrics) - limit} more")
     return ", ".join(shown) or _UNKNOWN
