@@ -1,12 +1,12 @@
-"""Sends a run's figures to TensorBoard, Weights & Biases or MLflow, while the run goes on.
+"""Trackers: sending a run's figures to TensorBoard, Weights & Biases or MLflow while the run is in progress.
 
     trace.jsonl of the run
-         │ new events, read in a thread of each tracker (tracking.py)
+         │ new events, read by a thread for each tracker (tracking.py)
       History ── points.py: figures of a round, of its clients, of the GPUs
          │ points
-      adapters.py: a class for each tracker, by the protocol in points.py
+      adapters.py: a class for each tracker, which implements the protocol in points.py
 
-The trace is the queue: a slow tracker reads later, and no round waits for it. A tracker that fails is tried
-again, with growing pauses, from the first point that it has not taken. A point that it refuses while it takes
-others is left out. The libraries are imported only where a tracker is asked for.
+The trace is the queue. A slow tracker reads it later, so a round never waits for a tracker. After an error,
+the delivery is retried with growing pauses, starting with the first undelivered point. If a tracker refuses a
+point but accepts others, the refused point is dropped. A library is imported only if its tracker is used.
 """

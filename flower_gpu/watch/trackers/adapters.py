@@ -1,8 +1,8 @@
-"""The trackers, by the protocol in ``points``; each imports its library when it is made.
+"""The trackers, which implement the protocol in ``points``. Each imports its library in its constructor.
 
-TensorBoard has event files in the run's folder. Weights & Biases is online, or offline with
-``WANDB_MODE=offline``. MLflow has its own default store (``mlflow.db`` in the current folder), or
-``MLFLOW_TRACKING_URI``.
+TensorBoard writes event files into the run's folder. Weights & Biases sends the run to its server, or keeps
+it in the run's folder with ``WANDB_MODE=offline``. MLflow uses the store in ``MLFLOW_TRACKING_URI``, by
+default ``mlflow.db`` in the current folder.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from flower_gpu.apps.folder import short
 from flower_gpu.errors import ConfigError
 from flower_gpu.watch.trackers.points import Point, TrackedRun, Tracker, Value
 
-_FAILURES: Final = "failures"  # what all of them call failed messages
+#: Name of the failed messages in all trackers.
+_FAILURES: Final = "failures"
 
 
 class TensorBoard:
-    """Makes the events itself: torch's writer would import torch, and TensorFlow's TensorFlow."""
+    """A TensorBoard run. It creates the events itself, because other writers import torch or TensorFlow."""
 
     def __init__(self) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
@@ -43,7 +44,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
-        """Open a file of events; a run that is resumed has one more in the same folder."""
+        """Open an event file. A resumed run gets another file in the same folder."""
         folder = self._folder = run.folder.tensorboard
         self._open()
         known = {key: value for key, value in run.config.items() if value is not None}
@@ -54,7 +55,7 @@ class TensorBoard:
         return {"see": f"tensorboard --logdir {short(folder)}"}
 
     def log(self, points: deque[Point]) -> None:
-        """Deliver figures, and failed messages as texts. After a full disk, a new file goes on."""
+        """Deliver figures, and failed messages as texts. After an error (full disk), use a new file."""
         self._open()
         added = 0
         try:
@@ -66,7 +67,8 @@ class TensorBoard:
                 self._writer.flush()
                 for _ in range(added):
                     points.popleft()
-        except OSError:  # the writer's thread has ended with it
+        except OSError:
+            # The error has ended the writer's thread, so the next call needs a new writer.
             self._writer = None
             raise
 
@@ -111,7 +113,7 @@ _NO_KEY: Final = (
 
 
 class WandB:
-    """A run of its own beside runs that the app may have; nothing of the output is captured."""
+    """A Weights & Biases run, separate from runs of the app. It does not capture the program's output."""
 
     def __init__(self) -> None:
         import wandb
@@ -121,13 +123,13 @@ class WandB:
         if self._is_online and not _has_key(wandb):
             raise ConfigError(_NO_KEY)
         self._has_other = wandb.run is not None
-        # Here and not in start(): the service process is there before the first one of the run, so that the
-        # end of the run's processes leaves it alone.
+        # Start the service process here and not in start(). It then exists before the first process of the
+        # run, so it stays alive when the run's processes are ended.
         wandb.setup().ensure_service()
         self._axes: set[str] = set()
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
-        """Open the run, or go on with it."""
+        """Open the run, or continue it after a resume."""
         id_ = run.ids.get("id") or secrets.token_hex(4)
         self._run = self._wandb.init(
             id=id_,
@@ -150,15 +152,15 @@ class WandB:
         }
 
     def log(self, points: deque[Point]) -> None:
-        """Deliver figures, and failed messages into the summary."""
+        """Deliver figures. Failed messages go into the summary."""
         while points:
             self._log(points[0])
             points.popleft()
 
     def _log(self, point: Point) -> None:
         if point.failure:
-            before = self._run.summary.get(_FAILURES)
-            self._run.summary[_FAILURES] = "\n".join(filter(None, [before, point.failure]))
+            previous = self._run.summary.get(_FAILURES)
+            self._run.summary[_FAILURES] = "\n".join(filter(None, [previous, point.failure]))
             return
         for group in {name.partition("/")[0] for name in point.values} - self._axes:
             self._run.define_metric(f"{group}/*", step_metric=point.axis)
@@ -171,11 +173,15 @@ class WandB:
             self._run.summary["outcome"] = outcome
         self._run.finish(exit_code=0 if outcome == "completed" else 1)
         if not self._has_other:
-            self._wandb.teardown()  # it ends the service process
+            # End the service process.
+            self._wandb.teardown()
 
 
 def _has_key(wandb: Any) -> bool:
-    """Tell whether a run can begin without a question in the terminal; ``wandb.login`` asks the network."""
+    """Return True if a run can begin without a prompt in the terminal.
+
+    ``wandb.login`` would tell, too, but it uses the network.
+    """
     settings = wandb.setup().settings
     if settings.api_key or settings.identity_token_file:
         return True
@@ -188,27 +194,29 @@ def _has_key(wandb: Any) -> bool:
 
 # MLflow
 
-_MOST_AT_ONCE: Final = 1000  # metrics in one request, which MLflow limits
-_MOST_PARAMS: Final = 100  # the same
-_MOST_CHARACTERS: Final = 5000  # of a tag
-_MOST_OF_PARAM: Final = 6000  # characters
-_MOST_OF_NAME: Final = 250  # characters
+# Limits of MLflow: metrics and params in a request, characters of a tag, of a param and of a name.
+_MAX_METRICS: Final = 1000
+_MAX_PARAMS: Final = 100
+_MAX_TAG_CHARACTERS: Final = 5000
+_MAX_PARAM_CHARACTERS: Final = 6000
+_MAX_NAME_CHARACTERS: Final = 250
 _HASH_CHARACTERS: Final = 8
 _STATUS: Final = {"completed": "FINISHED", "interrupted": "KILLED"}
 _SILENCE: Final = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^/?#]*@")
-_NOT_ALLOWED: Final = re.compile(r"[^\w\-. /]", re.ASCII)  # in names of metrics and params
+#: Characters that MLflow refuses in names of metrics and params.
+_NOT_ALLOWED: Final = re.compile(r"[^\w\-. /]", re.ASCII)
 
 
 class MLflow:
-    """Uses the client's own methods only: the ones of ``mlflow`` itself share a run with the app's code."""
+    """An MLflow run. It uses only ``MlflowClient``, because functions of ``mlflow`` share the app's run."""
 
     def __init__(self) -> None:
         import mlflow
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        # It tells each time that it makes its tables.
+        # MLflow logs the creation of its tables at each start.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         self._client_of, self._metric, self._param = MlflowClient, Metric, Param
         self._default_uri = mlflow.get_tracking_uri()
@@ -216,14 +224,15 @@ class MLflow:
         self._id = ""
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
-        """Open the run, or go on with it."""
+        """Open the run, or continue it after a resume."""
         uri = self._default_uri
-        # The trace has the address without credentials. They are still those of the default address, unless
-        # this run was made on another server.
+        # The trace has the address without credentials. So prefer the default address, which may contain
+        # them, unless this run was created on another server.
         if "uri" in run.ids and _public(run.ids["uri"]) != _public(uri):
             uri = run.ids["uri"]
         self._client = self._client_of(tracking_uri=uri)
-        if self._id:  # a try before this one has made the run
+        if self._id:
+            # A previous attempt created the run and then failed.
             pass
         elif run.ids:
             self._id = run.ids["id"]
@@ -244,28 +253,33 @@ class MLflow:
         if (id_ := os.environ.get("MLFLOW_EXPERIMENT_ID")) is not None:
             return id_
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or app
-        found = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
     def _describe(self, config: Mapping[str, Value]) -> None:
-        """Keep it as params; as tags, where a resumed run changes a param, which MLflow refuses."""
-        before = self._client.get_run(self._id).data.params
+        """Store a config as params. Values that a resume has changed become tags.
+
+        MLflow refuses to change a param.
+        """
+        previous = self._client.get_run(self._id).data.params
         texts = {
-            _name(key): str(value)[:_MOST_OF_PARAM] for key, value in config.items() if value is not None
+            _name(key): str(value)[:_MAX_PARAM_CHARACTERS]
+            for key, value in config.items()
+            if value is not None
         }
-        new = [self._param(key, text) for key, text in texts.items() if key not in before]
-        for start in range(0, len(new), _MOST_PARAMS):
-            self._client.log_batch(self._id, params=new[start : start + _MOST_PARAMS])
+        new = [self._param(key, text) for key, text in texts.items() if key not in previous]
+        for start in range(0, len(new), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=new[start : start + _MAX_PARAMS])
         for key, text in texts.items():
-            if before.get(key, text) != text:
-                self._client.set_tag(self._id, _name(f"resumed.{key}"), text[:_MOST_CHARACTERS])
+            if previous.get(key, text) != text:
+                self._client.set_tag(self._id, _name(f"resumed.{key}"), text[:_MAX_TAG_CHARACTERS])
 
     def log(self, points: deque[Point]) -> None:
-        """Deliver figures, and failed messages into a tag; many points in one request."""
+        """Deliver figures, with many points in one request. Failed messages go into a tag."""
         while points:
             batch: list[Point] = []
             for point in points:
-                if batch and sum(len(each.values) for each in [*batch, point]) > _MOST_AT_ONCE:
+                if batch and sum(len(member.values) for member in [*batch, point]) > _MAX_METRICS:
                     break
                 batch.append(point)
             self._log(batch)
@@ -278,11 +292,11 @@ class MLflow:
             for point in points
             for name, value in point.values.items()
         ]
-        for start in range(0, len(metrics), _MOST_AT_ONCE):
-            self._client.log_batch(self._id, metrics=metrics[start : start + _MOST_AT_ONCE])
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + _MAX_METRICS])
         if new := [point.failure for point in points if point.failure]:
             failed = [*self._failed, *new]
-            self._client.set_tag(self._id, _FAILURES, "\n".join(failed)[:_MOST_CHARACTERS])
+            self._client.set_tag(self._id, _FAILURES, "\n".join(failed)[:_MAX_TAG_CHARACTERS])
             self._failed = failed
 
     def close(self, outcome: str) -> None:
@@ -295,36 +309,36 @@ class MLflow:
 
 @contextmanager
 def _without_addresses() -> Iterator[None]:
-    """Have MLflow not print the addresses of a run that ends: they have the credentials of its server."""
-    before = os.environ.get(_SILENCE)
+    """Stop MLflow from printing the addresses of a run at its end, because they contain credentials."""
+    previous = os.environ.get(_SILENCE)
     os.environ[_SILENCE] = "true"
     try:
         yield
     finally:
         os.environ.pop(_SILENCE)
-        if before is not None:
-            os.environ[_SILENCE] = before
+        if previous is not None:
+            os.environ[_SILENCE] = previous
 
 
 def _public(uri: str) -> str:
-    """Return the address of a store without user, password and query: it is written to the trace."""
+    """Return the address of a store without user, password and query, for the trace."""
     return _CREDENTIALS.sub("", uri).partition("?")[0]
 
 
 def _name(name: str) -> str:
-    """Return a name as MLflow takes it: few kinds of characters, a path without odd parts, and not too long.
+    """Return a name that MLflow accepts, with only allowed characters and path parts.
 
-    A long name is cut, and ends with a hash of all of it, so that two of them stay two.
+    A long name is cut and ends with a hash of the full name, so that different names stay different.
     """
     parts = _NOT_ALLOWED.sub("_", name).split("/")
     allowed = "/".join(part if part.strip(".") else "_" for part in parts)
-    if len(allowed) <= _MOST_OF_NAME:
+    if len(allowed) <= _MAX_NAME_CHARACTERS:
         return allowed
     digest = sha256(name.encode()).hexdigest()[:_HASH_CHARACTERS]
-    return f"{allowed[: _MOST_OF_NAME - _HASH_CHARACTERS - 1].rstrip('/')}-{digest}"
+    return f"{allowed[: _MAX_NAME_CHARACTERS - _HASH_CHARACTERS - 1].rstrip('/')}-{digest}"
 
 
-#: The trackers by their words in ``TRACKERS`` of the options.
+#: The trackers by their names in ``options.TRACKERS``.
 ALL: Final[Mapping[str, Callable[[], Tracker]]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,

@@ -1,4 +1,4 @@
-"""What a tracker is sent of a history: figures of rounds, of their clients and of GPUs, and failures."""
+"""Data points for trackers: figures of rounds, of their clients and of GPUs, and failed messages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from flower_gpu.watch.fields import first_line, node_id, number, text, whole
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import OpenRound, RoundPart, numbers_of
 
-#: With more clients in a run only their mean, least and most are sent: trackers get slow with many series.
-#: The clients of a round do not count: with sampling, each round would have other series.
+#: Maximum number of clients of a run for which each client has its own series. With more clients, only their
+#: mean, minimum and maximum are sent, because trackers get slow with many series. The number of clients in a
+#: round does not matter, because with sampling each round would have different series.
 MOST_CLIENTS: Final = 20
-_GPU_INTERVAL_S: Final = 5.0  # between two looks at the GPUs; the trace has one each half second
-_MOST_FAILED: Final = 100  # messages that a tracker is told of; all of them are in ``failures.log``
+#: Seconds between two points about the GPUs. The trace has a sample every half second.
+_GPU_INTERVAL_S: Final = 5.0
+#: Maximum number of failed messages that a tracker receives. ``failures.log`` has all of them.
+_MAX_FAILED: Final = 100
 _GIB: Final = 1 << 30
 _ON_SERVER: Final = ("", "server")
-ROUND, SECONDS = "round", "seconds"  # what steps count
+#: Units of ``Point.step``.
+ROUND, SECONDS = "round", "seconds"
 
-#: What :class:`Points` is asked about; of other events it sends nothing.
+#: Names of the events from which :class:`Points` creates points.
 EVENTS: Final = ("round_finished", "round", "gpu_sample", "reply", "run_finished")
 
 Value = str | int | float | bool | None
@@ -33,14 +37,14 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Point:
-    """Figures of one moment, by name, such as ``train/loss``; or a message to a client that failed."""
+    """Figures of one moment by name, such as ``train/loss``, or a failed message to a client."""
 
-    number: int  # points before this one, also of the run before it was resumed
-    axis: str  # what ``step`` counts: rounds, or whole seconds since the run has begun
+    number: int  # number of earlier points, including points before the run was resumed
+    axis: str  # unit of ``step``: rounds, or whole seconds since the start of the run
     step: int
     time: float  # Unix seconds
-    values: Mapping[str, float]
-    failure: str = ""  # round, type of the message, client and error, in one line; then there are no values
+    values: Mapping[str, float]  # empty for a failed message
+    failure: str = ""  # round, type of the message, client and error of a failed message, in one line
 
 
 @dataclass(frozen=True)
@@ -49,38 +53,38 @@ class TrackedRun:
 
     folder: RunFolder
     app: str
-    config: Mapping[str, Value]  # what the run was started with, flat
-    ids: Mapping[str, str]  # what Tracker.start returned when the run began; empty for a new run
+    config: Mapping[str, Value]  # settings of the run, flattened
+    ids: Mapping[str, str]  # result of Tracker.start when the run began; empty for a new run
 
 
 class Tracker(Protocol):
-    """One tracker.
+    """A tracker such as TensorBoard, which receives the points of one run.
 
-    The constructor is called before anything of the run starts: it imports the library, and raises
-    :class:`~flower_gpu.errors.ConfigError` where the library cannot be used. The methods are called in one
-    thread, one after the other, and may raise any exception.
+    The constructor is called before any part of the run starts. It imports the library, and raises
+    :class:`~flower_gpu.errors.ConfigError` if the library cannot be used. All methods are called from the
+    same thread, and may raise any exception.
     """
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
-        """Open the tracker's own run, or go on with it; called again after an exception.
+        """Open or continue the tracker's own run. Called again after an exception.
 
-        Returns its ids, and under ``see`` the address or the command by which to look at it.
+        Returns the ids of the tracker's run, and under ``see`` the address or the command to view it.
         """
 
     def log(self, points: deque[Point]) -> None:
-        """Deliver points, the oldest first, and remove each from the left once it is delivered.
+        """Deliver points, oldest first, and remove each point from the left when it has been delivered.
 
-        After an exception, another call goes on with the points that are left.
+        After an exception, the next call continues with the remaining points.
         """
 
     def close(self, outcome: str) -> None:
-        """End the tracker's own run; ``outcome`` is empty for a run that does not say how it has ended."""
+        """End the tracker's own run. ``outcome``: the outcome of the run, or "" if it is unknown."""
 
 
 class Points:
-    """A view on a history: after each event of the history it returns the figures to send.
+    """A view of a history that yields the points to send after each event.
 
-    ``client_of`` returns the client of a node's id, as calls in the trace name it.
+    ``client_of``: function that returns the client for a node id, as named by the calls in the trace.
     """
 
     def __init__(self, history: History, client_of: Callable[[int], str] = str) -> None:
@@ -88,29 +92,32 @@ class Points:
         self._client_of = client_of
         self._sent = self._failed = 0
         self._looked_at: float | None = None
-        self._clients: set[str] = set()  # that have replied
+        self._clients: set[str] = set()  # clients that have replied
 
     def of(self, event: Event) -> Iterator[Point]:
-        """Yield the figures that an event has completed, or the failed message that it tells of."""
+        """Yield the points for an event: the figures that it completes, or the failed message."""
         at = number(event.get("time"))
         if at is None:
             return
         match event.get("event"):
             case "round_finished":
                 yield from self._of_part(at, event, text(event.get("task")))
-            case "round" if self.history.strategy is None:  # else a strategy's recorder tells it, too
+            # If the run has a strategy, the strategy's recorder reports this round as well.
+            case "round" if self.history.strategy is None:
                 yield from self._of_part(at, event, SERVER_EVALUATE)
             case "gpu_sample" if self._looked_at is None or at - self._looked_at >= _GPU_INTERVAL_S:
                 self._looked_at = at
                 yield from self._point(None, at, self._gpus())
-            case "run_finished":  # the last look at the GPUs, when all workers are gone
+            # The last sample shows the GPUs after all workers have ended.
+            case "run_finished":
                 yield from self._point(None, at, self._gpus())
-            case "reply" if event.get("error") is not None and self._failed < _MOST_FAILED:
+            case "reply" if event.get("error") is not None and self._failed < _MAX_FAILED:
                 self._failed += 1
                 server_round, node = whole(event.get("round")), node_id(event.get("node"))
                 client = "a client" if node is None else f"client {self._client_of(node)}"
                 where = "" if server_round is None else f"round {server_round}, "
-                error = LABEL.sub("", first_line(event.get("error")))  # it may name the client, too
+                # The label of the error may repeat the client.
+                error = LABEL.sub("", first_line(event.get("error")))
                 failure = f"{where}{text(event.get('task'))}, {client}: {error}"
                 yield from self._point(server_round or 0, at, {}, failure)
 
@@ -119,7 +126,7 @@ class Points:
         part = self.history.part(*key)
         if part is None:
             return
-        values = _of_round(part)
+        values = _round_values(part)
         if (oom := self.history.tally.out_of_memory.total()) > 0:
             values["rounds/out_of_memory"] = float(oom)
         closed = self.history.closed_round
@@ -128,7 +135,7 @@ class Points:
         yield from self._point(part.round, at, values)
 
     def _of_clients(self, closed: OpenRound) -> dict[str, float]:
-        """Return metrics, durations and memory of a round's clients, as in ``clients/train/loss/mean``."""
+        """Return metrics, durations and memory of a round's clients by name (``clients/train/loss/mean``)."""
         figures: dict[str, dict[str, float]] = {}  # by name, then by client
         for node, metrics in closed.client_metrics.items():
             for name, value in metrics.items():
@@ -144,11 +151,11 @@ class Points:
         has_own_series = max(self.history.clients or 0, len(self._clients)) <= MOST_CLIENTS
         values: dict[str, float] = {}
         for name, by_client in figures.items():
-            # Comparing with nan says nothing: the mean is nan then, and the extremes are those of the others.
-            prefix, found = f"clients/{closed.task}/{name}", list(by_client.values())
-            known = [value for value in found if not math.isnan(value)] or found
+            # Comparisons with nan are always false. So the extremes ignore nan, while the mean becomes nan.
+            prefix, numbers = f"clients/{closed.task}/{name}", list(by_client.values())
+            known = [value for value in numbers if not math.isnan(value)] or numbers
             values |= {
-                f"{prefix}/mean": sum(found) / len(found),
+                f"{prefix}/mean": sum(numbers) / len(numbers),
                 f"{prefix}/min": min(known),
                 f"{prefix}/max": max(known),
             }
@@ -158,20 +165,26 @@ class Points:
 
     def _gpus(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        held = [one for one in self.history.leases if one.granted_at is not None and one.released_at is None]
+        held = [
+            lease
+            for lease in self.history.leases
+            if lease.granted_at is not None and lease.released_at is None
+        ]
         for gpu in self.history.gpus_of_run:
             if not (samples := self.history.samples.get(gpu.uuid)):
                 continue
-            told = {
+            readings = {
                 "used_gib": None if samples[-1].used_bytes is None else samples[-1].used_bytes / _GIB,
                 "leased_gib": sum(lease.memory_bytes.get(gpu.uuid, 0) for lease in held) / _GIB,
                 "utilization_percent": samples[-1].utilization_percent,
                 "temperature_c": samples[-1].temperature_c,
             }
-            # Other hosts' GPUs have these numbers, too.
-            whose = "" if gpu.host in ("", self.history.host) else f"{gpu.host}/"
-            names = f"gpu/{whose}{gpu.index}"
-            values |= {f"{names}/{name}": float(each) for name, each in told.items() if each is not None}
+            # GPUs of other hosts have the same indices, so their names include the host.
+            prefix = "" if gpu.host in ("", self.history.host) else f"{gpu.host}/"
+            names = f"gpu/{prefix}{gpu.index}"
+            values |= {
+                f"{names}/{name}": float(reading) for name, reading in readings.items() if reading is not None
+            }
         return values
 
     def _point(
@@ -184,7 +197,7 @@ class Points:
             self._sent += 1
 
 
-def _of_round(part: RoundPart) -> dict[str, float]:
+def _round_values(part: RoundPart) -> dict[str, float]:
     values = {f"{part.task}/{name}": value for name, value in numbers_of(part.told).items()}
     if part.seconds is not None:
         values[f"rounds/{part.task}/seconds"] = part.seconds
@@ -195,18 +208,21 @@ def _of_round(part: RoundPart) -> dict[str, float]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Return a nested config as one mapping: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``; others as texts."""
-    found: dict[str, Value] = {}
+    """Return a nested config as a flat mapping: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``.
+
+    Values of unsupported types become strings.
+    """
+    values: dict[str, Value] = {}
     for key, value in config.items():
         name = encodable(f"{prefix}{key}")
         if isinstance(value, Mapping):
-            found |= flat(value, f"{name}.")
+            values |= flat(value, f"{name}.")
         elif isinstance(value, str):
-            found[name] = encodable(value)
+            values[name] = encodable(value)
         elif value is None or isinstance(value, int | float | bool):
-            found[name] = value
-        elif isinstance(value, Sequence) and all(isinstance(each, Mapping) for each in value):
-            found |= flat({str(index): each for index, each in enumerate(value)}, f"{name}.")
+            values[name] = value
+        elif isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value):
+            values |= flat({str(index): item for index, item in enumerate(value)}, f"{name}.")
         else:
-            found[name] = encodable(str(value))
-    return found
+            values[name] = encodable(str(value))
+    return values

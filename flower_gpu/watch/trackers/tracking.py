@@ -1,4 +1,29 @@
-"""Has trackers follow a run: one thread for each reads the trace, and sends what is new."""
+"""Threads that send the figures of a running run to its trackers.
+
+The problem: a tracker may be slow or out of reach for minutes, and a round must never wait for it. Points
+must not be lost either, and memory use should stay small while a tracker is away.
+
+The trace solves this, because it is a queue on disk. Each tracker has a :class:`_TrackerFeed`, a daemon
+thread that reads the trace at its own pace. It feeds its own :class:`History`, and passes the resulting
+points to :meth:`Tracker.log`. The threads share no state with each other or with the run. All methods of a
+tracker are called from its thread, except for the constructor, which imports the library before the run
+starts.
+
+The thread of the run uses :class:`Tracking`. :meth:`Tracking.following` starts the threads. At the end of the
+run it sets ``end`` of each thread and joins all of them, ``PATIENCE_S`` seconds in total. A thread that is
+still alive then is abandoned with a warning. It is a daemon, so the process can exit.
+
+Details that are easy to break:
+
+- The tracker's run begins with the first round, or with the end of the run, because the strategy is known
+  only then. Before that, nothing is sent or written.
+- A resumed run appends to the trace of the earlier run. The feed reads the old part to rebuild the history
+  and to number the points, and discards these points. The tracker received them in the earlier run.
+- If the run is refused with a ConfigError, another process may be using the same trace. ``may_start`` is then
+  set to False before ``end``, so no tracker starts a run for events of the other process.
+- After an exception, the feed cannot know if the tracker is out of reach or refuses one point.
+  :meth:`_TrackerFeed._pass_over` finds out by delivering single points.
+"""
 
 from __future__ import annotations
 
@@ -28,47 +53,50 @@ from flower_gpu.watch.trackers.points import (
     flat,
 )
 
-#: Seconds between two looks at the trace.
+#: Seconds between two reads of the trace.
 INTERVAL_S: Final = 0.5
-#: Seconds that the end of a run waits for its trackers, all of them together.
+#: Seconds that the end of a run waits for all its trackers together.
 PATIENCE_S: Final = 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between two tries, while a tracker fails
-_LAST_PAUSES_S: Final = (1.0, 2.0)  # between the tries at the end of the run
-_PROBES: Final = 3  # points to try before a tracker counts as out of reach
+#: First and longest pause between two attempts while a tracker fails, in seconds.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+#: Pauses between the attempts at the end of the run, in seconds.
+_LAST_PAUSES_S: Final = (1.0, 2.0)
+#: Number of points to try before a tracker counts as out of reach.
+_PROBES: Final = 3
 _CHUNK_BYTES: Final = 256 << 10
-#: Events with which a tracker's run begins.
+#: Events that start a tracker's run.
 _BEGIN: Final = ("round_started", "round_finished", "round", "run_finished")
 
 
 def checked(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of trackers, each once.
+    """Return the names of trackers without duplicates.
 
-    Raises ConfigError if one is unknown.
+    Raises ConfigError for an unknown name.
     """
-    given = [names] if isinstance(names, str) else list(names or ())
-    for name in given:
+    requested = [names] if isinstance(names, str) else list(names or ())
+    for name in requested:
         if name not in TRACKERS:
             raise ConfigError(f"trackers: {name!r} is not one of {', '.join(TRACKERS)}")
-    return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(requested))
 
 
 def known(folder: Path) -> tuple[str, ...]:
-    """Return the names of the trackers that a run in this folder has had."""
+    """Return the names of the trackers that the run in this folder has used so far."""
     return tuple(name for name in _ids(folder) if name in TRACKERS)
 
 
 def where(folder: Path) -> list[str]:
-    """Return a line for each tracker of a run: the address or the command by which to look at it."""
+    """Return the address or command to view the run in each of its trackers, one line per tracker."""
     return [ids["see"] for ids in _ids(folder).values() if ids.get("see")]
 
 
 class Tracking:
     """The trackers of one run.
 
-    The constructor imports their libraries, before anything of the run starts.
+    The constructor imports their libraries, so it must be called before any part of the run starts.
 
-    ``names``: as :func:`checked` returns them.
-    Raises ConfigError if a library is missing, or cannot be used.
+    ``names``: names of trackers from :func:`checked`.
+    Raises ConfigError if a library is missing or cannot be used.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -76,7 +104,7 @@ class Tracking:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a tracker."""
+        """True if the run has a tracker."""
         return bool(self._trackers)
 
     @contextmanager
@@ -89,19 +117,21 @@ class Tracking:
         resumes: bool = False,
         client_of: Callable[[int], str] = str,
     ) -> Iterator[None]:
-        """Have the trackers follow the run in a folder, while in the context.
+        """Send the figures of the run in a folder to the trackers while in the context.
 
-        The run's end has to be in the trace before the context ends. ``client_of`` returns the client of a
-        node's id. Nothing is sent, and nothing written, before the first round of the run.
+        The run must write its end into the trace before the context ends. Leaving the context blocks for up
+        to ``PATIENCE_S`` seconds. Nothing is sent or written before the first round of the run.
+
+        ``client_of``: function that returns the client for a node id.
         """
         run_folder = RunFolder(folder)
-        before = _ids(folder) if resumes else {}
+        ids_by_tracker = _ids(folder) if resumes else {}
         config = flat({**config, "app": app})
         threads = [
             _TrackerFeed(
                 name,
                 tracker,
-                TrackedRun(run_folder, app, config, before.get(name, {})),
+                TrackedRun(run_folder, app, config, ids_by_tracker.get(name, {})),
                 Points(History(keep_finished=False), client_of),
                 resumes=resumes,
             )
@@ -111,7 +141,8 @@ class Tracking:
             thread.start()
         try:
             yield
-        except ConfigError:  # the run is refused, and lines that are new in the trace are another process's
+        except ConfigError:
+            # The run was refused. New lines in the trace come from another process.
             for thread in threads:
                 thread.may_start = False
             raise
@@ -126,10 +157,7 @@ class Tracking:
 
 
 class _TrackerFeed(threading.Thread):
-    """Sends what is new in a trace to one tracker. The trace keeps what the tracker has no time for yet.
-
-    The tracker's run begins once there are rounds, or the end: by then the strategy is known.
-    """
+    """A thread that sends new points of a trace to one tracker. See the top of this module."""
 
     def __init__(
         self,
@@ -149,11 +177,11 @@ class _TrackerFeed(threading.Thread):
         self._points = points
         self._events = trace.Follower(run.folder.trace)
         self._has_begun = self._has_started = False
-        # What the tracker was sent before is counted, and not sent again.
+        # Points of the earlier run are counted, but not sent again.
         self._old_bytes = self._events.size if resumes else 0
         self._waiting: deque[Point] = deque()
         self._left_out = 0
-        self._pause_s = 0.0  # 0: the tracker is within reach
+        self._pause_s = 0.0  # seconds until the next attempt; 0 while the tracker is within reach
         self._retry_at = 0.0
         self._said: set[str] = set()
 
@@ -185,7 +213,7 @@ class _TrackerFeed(threading.Thread):
         return True
 
     def _finish(self) -> None:
-        """Send the last points, in a few tries, and close the tracker's run."""
+        """Send the last points in a few attempts, and close the tracker's run."""
         for pause_s in (*_LAST_PAUSES_S, None):
             if self._try_to_send() or pause_s is None:
                 break
@@ -199,7 +227,7 @@ class _TrackerFeed(threading.Thread):
         self._tracker.close(self._points.history.outcome)
 
     def warn(self, about: str, why: str) -> None:
-        """Print a warning, unless there was one about the same before."""
+        """Print a warning, unless there was already a warning about the same topic."""
         if about not in self._said:
             self._said.add(about)
             standard_streams.tell(shortened(f"flower-gpu: warning: tracker {self._label}: {why}"))
@@ -207,9 +235,9 @@ class _TrackerFeed(threading.Thread):
     def _send(self) -> None:
         is_all_read = False
         while not is_all_read:
-            before = self._events.position
+            previous = self._events.position
             self._read(_CHUNK_BYTES)
-            is_all_read = self._events.position - before < _CHUNK_BYTES
+            is_all_read = self._events.position - previous < _CHUNK_BYTES
             if not (self._has_begun and self.may_start):
                 continue
             if not self._has_started:
@@ -256,13 +284,14 @@ class _TrackerFeed(threading.Thread):
 
     def _start(self) -> None:
         history, run = self._points.history, self._run
-        told = {"strategy": history.strategy, "num_rounds": history.num_rounds} if history.strategy else {}
-        ids = self._tracker.start(replace(run, config={**run.config, **told}))
+        facts = {"strategy": history.strategy, "num_rounds": history.num_rounds} if history.strategy else {}
+        ids = self._tracker.start(replace(run, config={**run.config, **facts}))
         trace.write_to(run.folder.path, "tracker_started", tracker=self._label, ids=dict(ids))
 
-    def _read(self, most_bytes: int) -> None:
-        unread: list[trace.Event] = []  # each call of feed() takes time with what is open
-        for event in self._events.read_new(most_bytes):
+    def _read(self, max_bytes: int) -> None:
+        # Collect events for one call of feed(), because each call spends time on all open spans.
+        unread: list[trace.Event] = []
+        for event in self._events.read_new(max_bytes):
             unread.append(event)
             self._has_begun |= event.get("event") in _BEGIN
             if event.get("event") in EVENTS:
@@ -277,11 +306,11 @@ def _text(error: Exception) -> str:
 
 
 def _ids(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the ids of a run in its trackers, by their names: a resumed run goes on with them."""
-    told = trace.read(RunFolder(folder).trace, only="tracker_started")
+    """Return the ids of a run in its trackers, by name of the tracker, for a resumed run to continue."""
+    events = trace.read(RunFolder(folder).trace, only="tracker_started")
     return {
-        text(one.get("tracker")): {name: text(id_) for name, id_ in mapping(one.get("ids")).items()}
-        for one in told
+        text(event.get("tracker")): {name: text(id_) for name, id_ in mapping(event.get("ids")).items()}
+        for event in events
     }
 
 
@@ -294,6 +323,7 @@ def _made(name: str) -> Tracker:
         ) from error
     except ConfigError:
         raise
-    except Exception as error:  # nothing has started yet
+    except Exception as error:
+        # A library may raise any exception. No part of the run has started yet, so refuse the run.
         text = first_line(str(error))
         raise ConfigError(f"tracker {name} cannot be used: {type(error).__name__}: {text}") from error
