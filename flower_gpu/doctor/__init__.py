@@ -1,7 +1,7 @@
-"""The checks of ``flower-gpu doctor``: functions that yield findings, by group in a module each.
+"""The checks of ``flower-gpu doctor``. Checks are functions that yield findings; each module has one group.
 
-``examine`` runs the checks one after the other, and the command prints their findings as they come. No check
-imports torch or flwr in this process, or starts a GPU here: the last one has a worker do that (``cuda``).
+``examine`` runs the checks in order, and the command prints each finding immediately. This process never
+imports torch or flwr, and starts nothing on a GPU. The last check lets a worker do that (``cuda``).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's; ``todo`` is empty where nothing is to be done."""
+    """The result of a check, shown as one line."""
 
     check: str
-    level: str  # "ok"; "note": fine, and good to know; "problem": something must be done
+    level: str  # "ok", "note" (fine, but good to know) or "problem" (needs action)
     text: str
-    todo: str = ""
+    todo: str = ""  # advice; empty if no action is needed
 
 
-#: Level, text, and what to do.
+#: Level and text of a finding, with optional advice.
 Found = tuple[str, str] | tuple[str, str, str]
 Check = Callable[[], Iterable[Found]]
 
 
 def examine(checks: Mapping[str, Check]) -> Iterator[Finding]:
-    """Run checks one after the other; a check that fails itself is a finding, too."""
+    """Run the checks in order and yield their findings. An exception in a check becomes a finding."""
     for name, check in checks.items():
         try:
             for level, text, *todo in check():

@@ -1,4 +1,8 @@
-"""PyTorch's build against the driver, and whether CUDA works: tried in a worker as a call gets it."""
+"""Checks that PyTorch's build fits the driver, and that CUDA works in a worker.
+
+CUDA is tested in a real worker with a real lease, because a call runs in the same way. The doctor's own
+process does not import torch, and starts nothing on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,16 @@ from flower_gpu.printable import format_bytes
 
 _LIBRARY: Final = "libcuda.so.1"
 _LEASE_WAIT_S: Final = 1.0
-_TRIAL_S: Final = 120.0  # with the start of a fork server, which imports PyTorch
-_TRIAL_BYTES: Final = 256 << 20  # of the GPU, beyond CUDA's context
+#: Timeout of the trial in seconds. It includes the start of a fork server, which imports PyTorch.
+_TRIAL_S: Final = 120.0
+#: GPU memory of the trial, in addition to the CUDA context.
+_TRIAL_BYTES: Final = 256 << 20
+#: Size of the allocation that must fail, beyond the cap.
 _ABOVE_CAP_BYTES: Final = 16 << 20
-_SIDE: Final = 256  # of the matrices that are multiplied
-_MOST_SAID: Final = 600  # characters
+#: Rows and columns of the matrices that the trial multiplies.
+_MATRIX_SIZE: Final = 256
+#: Maximum number of characters of the worker's output that are shown.
+_MAX_OUTPUT: Final = 600
 _SEE_LOGS: Final = "see `nvidia-smi`, and the kernel's log (dmesg) for lines with NVRM or Xid"
 _NOT_MEASURED: Final = (
     "the driver does not tell how much memory processes of this account use, as in containers. The size of "
@@ -41,32 +50,32 @@ _SET_INSTEAD: Final = (
 
 
 class Build(NamedTuple):
-    """The PyTorch that is installed, and the CUDA it was built for."""
+    """Version of the installed PyTorch, and the CUDA version it was built for (None for a CPU build)."""
 
     version: str
     cuda: str | None
 
 
 def build() -> Build | None:
-    """Read PyTorch's version and CUDA version, without importing it; None where it is not installed."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.submodule_search_locations:
+    """Return the build of the installed PyTorch without importing it, or None if it is not installed."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
         return None
-    values = runpy.run_path(str(Path(found.submodule_search_locations[0]) / "version.py"))
+    values = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
     return Build(values["__version__"], values["cuda"])
 
 
 def torch(found: Inventory) -> Iterator[Found]:
-    """Check that PyTorch can use these GPUs by the way it was built."""
-    ours = build()
-    if ours is None:
+    """Check that the build of PyTorch supports these GPUs and their driver."""
+    installed = build()
+    if installed is None:
         yield "problem", "PyTorch is not installed beside flower-gpu", "pip install torch"
         return
-    text = f"torch {ours.version} for {f'CUDA {ours.cuda}' if ours.cuda else 'the CPU only'}"
+    text = f"torch {installed.version} for {f'CUDA {installed.cuda}' if installed.cuda else 'the CPU only'}"
     if not found.usable:
         yield "ok", text
         return
-    if ours.cuda is None:
+    if installed.cuda is None:
         text += ", on a host with a GPU: calls run on the CPU"
         yield "problem", text, how_to_install(found.cuda_version)
         return
@@ -75,15 +84,15 @@ def torch(found: Inventory) -> Iterator[Found]:
         text += f", but CUDA's part of driver {found.driver_version} cannot be used: {reason}"
         todo = "install all of the driver; in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         yield "problem", text, todo
-    elif is_too_new(ours.cuda, supported):
+    elif is_too_new(installed.cuda, supported):
         text += f", but driver {found.driver_version} has CUDA {supported[0]}.{supported[1]} at most"
-        yield "problem", text, what_to_change(ours.cuda, supported)
+        yield "problem", text, what_to_change(installed.cuda, supported)
     else:
         yield "ok", f"{text}; the driver has CUDA {supported[0]}.{supported[1]}"
 
 
 def driver_cuda() -> tuple[tuple[int, int] | None, str]:
-    """Return the CUDA version of the driver, or why it is not known. Nothing is started on a GPU."""
+    """Return the CUDA version of the driver, or None and the reason. Nothing is started on a GPU."""
     number = ctypes.c_int()
     try:
         code = ctypes.CDLL(_LIBRARY).cuDriverGetVersion(ctypes.byref(number))
@@ -95,68 +104,75 @@ def driver_cuda() -> tuple[tuple[int, int] | None, str]:
 
 
 def works(found: Inventory) -> Iterator[Found]:
-    """Check that CUDA works in a worker as a call gets it: with its lease, its cap, and on its GPU."""
+    """Check that CUDA works in a worker like that of a call, with a lease, a memory cap and its GPU."""
     seen = found.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     candidates = [gpu for gpu in seen if gpu.is_usable]
-    ours = build()
-    if not candidates or ours is None or ours.cuda is None or driver_cuda()[0] is None:
-        return  # the check of torch tells
+    installed = build()
+    if not candidates or installed is None or installed.cuda is None or driver_cuda()[0] is None:
+        # The check of PyTorch reports this problem.
+        return
     if os.environ.get("FLOWER_GPU_POLICY") == "never":
         return
-    # Here: where there is no GPU nothing of it is needed.
+    # Import it here, because a host without a GPU does not need it.
     from flower_gpu.calls import runner
 
     footprints = Footprints()
     size = _TRIAL_BYTES + max(footprints.context(gpu.name) for gpu in candidates)
     options = {"gpu_memory": size, "on_oom": "fail", "lease_timeout_s": _LEASE_WAIT_S, "timeout_s": _TRIAL_S}
-    said = io.StringIO()
+    output = io.StringIO()
     try:
         settings = call_settings({**options, "name": "flower-gpu doctor"})
-        with redirect_stdout(said), redirect_stderr(said):
-            told = runner.run_call(f"{__name__}:trial", settings=settings, kind="trial", by_name=True)
+        with redirect_stdout(output), redirect_stderr(output):
+            findings = runner.run_call(f"{__name__}:trial", settings=settings, kind="trial", by_name=True)
     except ConfigError as error:
         yield "problem", str(error), "correct that"
     except LeaseTimeoutError:
         yield "note", "a worker was not tried: all GPUs are in use", "try again later (`flower-gpu leases`)"
     except LeaseError as error:
         yield "note", f"a worker was not tried: {error}"
-    except Exception as error:  # of the call, whatever it is: a client's would end so, too
+    except Exception as error:
+        # The call of a client would fail with the same exception, so report any type.
         yield "problem", f"a worker with a lease does not work: {_first_line(error)}", _SEE_LOGS
     else:
-        yield from told
-    if text := " ".join(said.getvalue().split()):
-        yield "note", f"the worker said: {text[:_MOST_SAID]}"
+        yield from findings
+    if text := " ".join(output.getvalue().split()):
+        yield "note", f"the worker said: {text[:_MAX_OUTPUT]}"
 
 
 def trial() -> list[Found]:
-    """Take a little memory, ask for more than the cap, compute: what a call does; runs in a worker."""
+    """Return the findings of a trial of CUDA in this process, which must be a worker.
+
+    The trial allocates a little memory, tries to allocate more than the cap, and multiplies matrices.
+    """
     lease = Lease.from_environment(os.environ)
     if lease is None or not lease.shares:
         return [("problem", "a worker got no lease: calls run on the CPU", _SEE_LOGS)]
     share = lease.shares[0]
     gpu = f"GPU {share.index} ({share.name})"
     lease_of, cap = format_bytes(share.memory_bytes), format_bytes(share.cap_bytes)
-    told: list[Found] = []
+    findings: list[Found] = []
     try:
         import torch
 
         step = "does not start CUDA"
         torch.ones(1 << 16, device="cuda").cpu()
-        told.append(("ok", f"a worker has a lease of {lease_of} on {gpu}, of which PyTorch may take {cap}"))
-        listed = [one for found in inventory.take_of([share.uuid]) for one in found.processes or ()]
-        if not any(one.pid == os.getpid() and one.used_bytes for one in listed):
-            told.append(("note", f"{gpu}: {_NOT_MEASURED}", _SET_INSTEAD))
+        findings.append(
+            ("ok", f"a worker has a lease of {lease_of} on {gpu}, of which PyTorch may take {cap}")
+        )
+        listed = [process for found in inventory.take_of([share.uuid]) for process in found.processes or ()]
+        if not any(process.pid == os.getpid() and process.used_bytes for process in listed):
+            findings.append(("note", f"{gpu}: {_NOT_MEASURED}", _SET_INSTEAD))
         step = "fails when it asks for more than its cap"
-        told.append(_above_cap(share.cap_bytes))
+        findings.append(_above_cap(share.cap_bytes))
         step = "cannot compute"
-        numbers = torch.ones(_SIDE, _SIDE, device="cuda")
-        if (numbers @ numbers).sum().item() == _SIDE**3:
-            told.append(("ok", f"a worker computed on {gpu}, with the right result"))
+        numbers = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, device="cuda")
+        if (numbers @ numbers).sum().item() == _MATRIX_SIZE**3:
+            findings.append(("ok", f"a worker computed on {gpu}, with the right result"))
         else:
-            told.append(("problem", f"a worker computed on {gpu}, with a wrong result", _SEE_LOGS))
+            findings.append(("problem", f"a worker computed on {gpu}, with a wrong result", _SEE_LOGS))
     except Exception as error:
-        told.append(("problem", f"a worker {step} on {gpu}: {_first_line(error)}", _SEE_LOGS))
-    return told
+        findings.append(("problem", f"a worker {step} on {gpu}: {_first_line(error)}", _SEE_LOGS))
+    return findings
 
 
 def _above_cap(cap_bytes: int) -> Found:

@@ -1,4 +1,4 @@
-"""The Python environment and the shell: flower-gpu, Flower and its commands, and our variables."""
+"""Checks of the Python environment and the shell: flower-gpu, Flower, its commands, and our variables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from flower_gpu.options import INTERNAL_VARIABLES, SCRIPT_VARIABLES, VARIABLES
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver.identity import script_folders
 
-_PREFIXES = ("FLOWER_GPU", "FLWR_GPU")  # ours, and what somebody may have written for it
+#: Our prefix of environment variables, and a likely misspelling of it.
+_PREFIXES = ("FLOWER_GPU", "FLWR_GPU")
 _COMMANDS = ("flwr", "flower-superlink", "flower-supernode", "flwr-clientapp")
 
 
 def packages() -> Iterator[Found]:
-    """Check flower-gpu, and whether Flower has the version that it needs."""
+    """Check the installation of flower-gpu and Flower, including Flower's version."""
     folder = Path(flower_gpu.__file__).parent
     python = ".".join(map(str, sys.version_info[:3]))
     yield "ok", f"flower-gpu {flower_gpu.__version__} in {path_text(folder)}, Python {python}"
@@ -39,11 +40,11 @@ def packages() -> Iterator[Found]:
 
 
 def _flowers(found: Mapping[str, metadata.Distribution]) -> Found:
-    """Check the installed distributions of Flower: there may be one, in a version that will do."""
-    shown = [f"{name} {each.version}" for name, each in found.items()]
+    """Check that a single distribution of Flower is installed, in a supported version."""
+    shown = [f"{name} {package.version}" for name, package in found.items()]
     wanted = _wanted_flower()
     if len(found) > 1:
-        places = sorted({path_text(str(each.locate_file(""))) for each in found.values()})
+        places = sorted({path_text(str(package.locate_file(""))) for package in found.values()})
         both = f"{' and '.join(shown)} are both installed, in {' and '.join(places)}"
         text = f"{both}: each has overwritten files of the other"
         return "problem", text, f"pip uninstall -y {' '.join(found)} && pip install '{wanted or 'flwr'}'"
@@ -53,16 +54,25 @@ def _flowers(found: Mapping[str, metadata.Distribution]) -> Found:
 
 
 def _wanted_flower() -> str:
-    """Return our requirement of Flower; empty where flower-gpu is not installed, and has no metadata."""
+    """Return our requirement of Flower, or "" if flower-gpu is not installed and so has no metadata."""
     try:
         required = metadata.requires("flower-gpu") or []
     except metadata.PackageNotFoundError:
         return ""
-    return next((one for one in required if one.startswith("flwr") and ";" not in one), "")  # not an extra's
+    # A requirement with ";" belongs to an extra.
+    return next(
+        (
+            requirement
+            for requirement in required
+            if requirement.startswith("flwr") and ";" not in requirement
+        ),
+        "",
+    )
 
 
 def _fits(version: str, requirement: str) -> bool:
-    from packaging.requirements import Requirement  # here: --help works without any dependency
+    # Import it here, so that --help works without any dependency.
+    from packaging.requirements import Requirement
 
     return not requirement or Requirement(requirement).specifier.contains(version, prereleases=True)
 
@@ -80,16 +90,17 @@ def _private_names() -> Iterator[Found]:
 
 
 def _lacking() -> dict[str, str]:
-    # In another process: they are in modules of Flower's servers, and this one is to stay small.
+    # Use another process, because the names are in modules of Flower's servers. This process should stay
+    # small.
     code = "import json; from flower_gpu.flower import private_names as n; print(json.dumps(n.lacking()))"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
-    return dict(json.loads(done.stdout))
+    process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    return dict(json.loads(process.stdout))
 
 
 def _commands() -> Iterator[Found]:
-    """Check that Flower's commands on PATH are those of this environment."""
-    # pip install --target puts them into a folder beside the packages.
-    beside = [Path(str(each.locate_file("bin"))) for each in distribution.installed().values()]
+    """Check that Flower's commands on PATH belong to this environment."""
+    # pip install --target puts the commands into a folder beside the packages.
+    beside = [Path(str(package.locate_file("bin"))) for package in distribution.installed().values()]
     folders = [folder for folder in (*map(Path, script_folders()), *beside) if folder.exists()]
     found = {name: shutil.which(name) for name in _COMMANDS}
     missing = [name for name, path in found.items() if path is None]
@@ -105,7 +116,7 @@ def _commands() -> Iterator[Found]:
 
 
 def variables() -> Iterator[Found]:
-    """Check the variables that are set."""
+    """Check the environment variables of flower-gpu that are set."""
     ours = {name: value for name, value in os.environ.items() if name.upper().startswith(_PREFIXES)}
     fine: dict[str, str] = {}
     for name, value in sorted(ours.items()):
@@ -136,11 +147,12 @@ def _read(environ: Mapping[str, str]) -> None:
     for name in environ:
         if name in VARIABLES:
             VARIABLES[name].resolve(None, environ)
-    call_settings({}, base=environ)  # more cores than there are, say
+    # Some values are invalid only on this host, such as more cores than it has.
+    call_settings({}, base=environ)
 
 
 def _refused(read: Callable[[Mapping[str, str]], None], environ: Mapping[str, str]) -> str:
-    """Return why variables cannot be used; empty where they can."""
+    """Return the reason why variables are invalid, or "" if they are valid."""
     try:
         read(environ)
     except (ValueError, TypeError) as error:  # a ConfigError is a ValueError

@@ -1,4 +1,4 @@
-"""The driver, each GPU, and the GPUs of a call."""
+"""Checks of the driver, of each GPU, and of the GPUs that calls would use."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def driver(found: Inventory) -> Iterator[Found]:
 
 
 def _half_there() -> bool:
-    """Tell whether something of the driver is here."""
+    """Return True if parts of the driver are present."""
     return Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def gpus(found: Inventory) -> Iterator[Found]:
-    """Check each GPU."""
+    """Check that each GPU is usable, and how calls can share it."""
     parents = {gpu.mig_parent for gpu in found.gpus}
     for gpu in found.gpus:
         name = f"GPU {gpu.index}{' MIG' if gpu.mig_parent else ''} ({gpu.name or 'model unknown'})"
@@ -58,11 +58,12 @@ def gpus(found: Inventory) -> Iterator[Found]:
 
 
 def calls(found: Inventory) -> Iterator[Found]:
-    """Check the GPUs of a call by this shell's variables: policy, request, ``CUDA_VISIBLE_DEVICES``."""
+    """Check the GPUs of a call with this shell's variables: policy, request and ``CUDA_VISIBLE_DEVICES``."""
     try:
         settings = call_settings({}).gpu
     except ConfigError:
-        return  # the check of the variables tells
+        # The check of the variables reports this problem.
+        return
     seen = found.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     hidden = [gpu for gpu in found.usable if gpu not in seen]
     if hidden:
@@ -85,7 +86,8 @@ def calls(found: Inventory) -> Iterator[Found]:
     try:
         why = why_never(settings.request, candidates, settings.reserve_bytes)
     except LeaseError:
-        return  # the check of the ledger tells
+        # The check of the ledger reports this problem.
+        return
     if why is None:
         yield "ok", f"{word}: calls use {_names(candidates)}, {asked} where the code names nothing else"
     else:

@@ -1,4 +1,4 @@
-"""What this host gives: limits, folders, fork servers, the ledger, and a SuperLink that ``flwr run`` left."""
+"""Checks of this host: limits, folders, fork servers, the ledger, and a SuperLink left by ``flwr run``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from flower_gpu.workers.state_folder import state_dir, state_dir_problem
 _GOOD_FILES, _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 1024, 256
 _ENOUGH_SHM_BYTES = 1 << 30
 _ANSWER_S = 1.0
-# What workers inherit from the process that starts a run, and what differs in any case.
+# Variables that workers inherit from the process that starts a run, and variables that always differ.
 _INHERITED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
 _NOT_COMPARED = ("FLOWER_GPU_RUN_DIR", "FLOWER_GPU_CLIENT", "FLOWER_GPU_LEASE")
 
 
 def system() -> Iterator[Found]:
-    """Check main memory, and limits that many workers run into."""
+    """Check main memory, the limit of open files, and ``/dev/shm``, which many workers can exhaust."""
     if not sys.platform.startswith("linux"):
         yield "note", f"{sys.platform}: workers are spawned, which is slower; there is no fork server"
     available, total = control_group.available_memory()
@@ -53,7 +53,8 @@ def system() -> Iterator[Found]:
         level = "problem" if soft < _TOO_FEW_FILES else "note"
         more = _GOOD_FILES if hard == resource.RLIM_INFINITY else min(_GOOD_FILES, hard)
         yield level, f"a process may open {soft} files only", f"ulimit -n {more}, before you start Flower"
-    with suppress(OSError):  # there need not be one
+    # Some hosts have no /dev/shm.
+    with suppress(OSError):
         room = shutil.disk_usage("/dev/shm").total
         if room < _ENOUGH_SHM_BYTES:
             text = f"/dev/shm has {format_bytes(room)}: a DataLoader with workers of its own may need more"
@@ -63,18 +64,19 @@ def system() -> Iterator[Found]:
 def state_folder() -> Iterator[Found]:
     """Check the folder that processes of this account share."""
     path = state_dir()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     if problem := _state_problem():
         yield ("problem", *problem)
-    elif not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+    elif not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
         todo = "set FLOWER_GPU_STATE_DIR to a folder of yours on this host"
-        yield "problem", f"{path_text(there)} cannot be written to", todo
+        yield "problem", f"{path_text(existing)} cannot be written to", todo
     else:
-        yield "ok", f"{path_text(path)}{'' if there == path else ' is made with the first call'}"
+        yield "ok", f"{path_text(path)}{'' if existing == path else ' is made with the first call'}"
 
 
 def _state_problem() -> tuple[str, str] | None:
-    with suppress(OSError):  # it is not there yet, and perhaps cannot be made
+    # The folder may not exist yet. The caller checks if it can be created.
+    with suppress(OSError):
         return state_dir_problem()
     return None
 
@@ -91,56 +93,58 @@ def fork_servers() -> Iterator[Found]:
             yield "problem", f"workers are spawned, which is slower: {error}", "see the state folder"
             return
         for name in names:
-            with suppress(Gone):  # left by one that was killed; the next one takes its place
+            # Ignore the socket of a killed fork server. The next fork server replaces it.
+            with suppress(Gone):
                 connections.append(sockets.connect(name, _ANSWER_S))
     for connection in connections:
         with connection:
-            yield _asked(connection)
+            yield _server_finding(connection)
     if not connections:
         yield "ok", "none is running; the first call starts one"
 
 
-def _asked(connection: socket) -> Found:
+def _server_finding(connection: socket) -> Found:
     pid = messages.peer(connection)[0]
     try:
         messages.send(connection, {"op": "status"})
-        told = messages.receive_answer(connection)
+        status = messages.receive_answer(connection)
     except Gone:
         text = f"fork server {pid} does not answer within {_ANSWER_S:g} s"
         return "problem", text, f"kill -CONT {pid} if it was stopped, else kill {pid}"
-    python = str(told.get("python"))
+    python = str(status.get("python"))
     other = "" if Path(python) == Path(sys.executable) else f", for {python}"
-    return "ok", f"fork server {pid} answers, {told.get('calls')} calls so far{other}"
+    return "ok", f"fork server {pid} answers, {status.get('calls')} calls so far{other}"
 
 
 def superlinks() -> Iterator[Found]:
-    """Check that the SuperLink that an earlier ``flwr run`` has left here has this shell's variables."""
+    """Check that a SuperLink left by an earlier ``flwr run`` has the same variables as this shell."""
     import psutil
 
     found = False
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another account's
+        # The process may have ended, or belong to another account.
+        with suppress(psutil.Error):
             command = process.cmdline()
-            # As flwr.cli.local_superlink starts it.
-            if any(each.endswith("local-superlink/superlink.log") for each in command):
+            # flwr.cli.local_superlink starts the SuperLink with this log file.
+            if any(argument.endswith("local-superlink/superlink.log") for argument in command):
                 found = True
-                yield _compared(process.pid, command[0], process.environ())
+                yield _superlink_finding(process.pid, command[0], process.environ())
     if not found:
         yield "ok", "flwr run has left no SuperLink running"
 
 
-def _compared(pid: int, python: str, there: Mapping[str, str]) -> Found:
+def _superlink_finding(pid: int, python: str, environ: Mapping[str, str]) -> Found:
     name = f"the local SuperLink {pid}, which flwr run has left running,"
     todo = f"kill {pid}; the next `flwr run` starts a new one"
     different = [
-        f"{variable} ({_shown(there.get(variable))} there, {_shown(os.environ.get(variable))} here)"
-        for variable in sorted({*there, *os.environ})
+        f"{variable} ({_shown(environ.get(variable))} there, {_shown(os.environ.get(variable))} here)"
+        for variable in sorted({*environ, *os.environ})
         if variable.startswith("FLOWER_GPU_") or variable in _INHERITED
-        if variable not in _NOT_COMPARED and there.get(variable) != os.environ.get(variable)
+        if variable not in _NOT_COMPARED and environ.get(variable) != os.environ.get(variable)
     ]
     if different:
         return "problem", f"{name} has other variables than this shell: {', '.join(different)}", todo
-    # Not resolved: the pythons of virtual environments are links to the same file.
+    # Do not resolve links, because virtual environments may link to the same Python.
     if Path(python).parent != Path(sys.executable).parent:
         return "problem", f"{name} belongs to another Python, {python}", todo
     return "ok", f"{name} has the variables of this shell"
@@ -155,12 +159,12 @@ def _shown(value: str | None) -> str:
 _VARIABLE: Final = "FLOWER_GPU_LEDGER_DIR"
 _DEFAULT: Final = "/tmp"
 _MUTEX_WAIT_S: Final = 2.0
-# The kernel gives this number to the first pid namespace (PROC_PID_INIT_INO): that of no container.
+# Inode number of the first pid namespace, which belongs to no container (PROC_PID_INIT_INO in the kernel).
 _HOST_PID_NAMESPACE: Final = 0xEFFFFFFC
 
 
 def ledger_folder() -> Iterator[Found]:
-    """Check the ledger's folder, and who can write there."""
+    """Check the ledger's folder and its permissions."""
     asked = os.environ.get(_VARIABLE)
     root = Path(asked or _DEFAULT).absolute()
     try:
@@ -185,19 +189,22 @@ def ledger_folder() -> Iterator[Found]:
 
 
 def other_ledger(found: Inventory) -> Iterator[Found]:
-    """Check that nobody leases these GPUs in the ledger that this shell would have without its variable."""
+    """Check that the default ledger has no leases on these GPUs, if this shell uses another ledger."""
     root = Path(_DEFAULT)
     try:
         own = LedgerFolder.find().root
         if root.samefile(own):
             return
-        there = [one for one in Reader().read(LedgerFolder(root).all()) if one.is_alive()]
+        entries = [entry for entry in Reader().read(LedgerFolder(root).all()) if entry.is_alive()]
     except (LeaseError, OSError):
-        return  # the check of the folder tells
+        # The check of the folder reports this problem.
+        return
     uuids = {gpu.uuid for gpu in found.gpus}
-    gpus = [{*(part.uuid for part in one.parts), *(need.uuid for need in one.gpu_needs)} for one in there]
-    if ours := sum(not uuids.isdisjoint(each) for each in gpus):
-        number = "1 lease or request is" if ours == 1 else f"{ours} leases or requests are"
+    gpus = [
+        {*(part.uuid for part in entry.parts), *(need.uuid for need in entry.gpu_needs)} for entry in entries
+    ]
+    if shared_count := sum(not uuids.isdisjoint(entry_gpus) for entry_gpus in gpus):
+        number = "1 lease or request is" if shared_count == 1 else f"{shared_count} leases or requests are"
         text = f"{number} in another ledger, {root}: both give out the same memory"
         yield "problem", text, f"start all that share these GPUs with {_VARIABLE}={own}"
     else:
@@ -207,16 +214,16 @@ def other_ledger(found: Inventory) -> Iterator[Found]:
 def leases() -> Iterator[Found]:
     """Check the mutex, and count the tickets in the ledger."""
     try:
-        found = LedgerFolder(LedgerFolder.find().root, mutex_wait_s=_MUTEX_WAIT_S)
-        state = Ledger(found).status()
+        folder = LedgerFolder(LedgerFolder.find().root, mutex_wait_s=_MUTEX_WAIT_S)
+        state = Ledger(folder).status()
     except LeaseError as error:
         yield "problem", str(error), "without it no call gets a GPU: let that process go on, or end it"
         return
-    left = sum(1 for _, path in found.all() for _ in path.glob("*.ticket"))
-    left -= len(state.holders) + len(state.waiting) + len(state.invalid)
+    abandoned = sum(1 for _, path in folder.all() for _ in path.glob("*.ticket"))
+    abandoned -= len(state.holders) + len(state.waiting) + len(state.invalid)
     text = f"{len(state.holders)} held, {len(state.waiting)} waiting"
-    if left > 0:
-        text += f"; {left} left by processes that were killed, which hold nothing"
+    if abandoned > 0:
+        text += f"; {abandoned} left by processes that were killed, which hold nothing"
     yield "ok", text
     for path, user in list(state.invalid.items())[:1]:
         number = "1 file is" if len(state.invalid) == 1 else f"{len(state.invalid)} files are"
