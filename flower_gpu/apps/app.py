@@ -72,8 +72,8 @@ class FlowerApp:
         ``said``: function that describes how a key was given, for errors.
         ``hint``: function that returns advice for a key that the app does not declare.
 
-        Raises ConfigError if the app does not declare a key, if a value is not among the choices of its key,
-        or if a value is a string and the app's default is a number or a boolean.
+        Raises ConfigError if the app does not declare a key, or if a value is not among the choices of its
+        key. A string is also refused if the app's default is a number or a boolean.
         """
         for key, value in given.items():
             if key not in self.run_config:

@@ -1,9 +1,9 @@
 """The folder of a run, and the names of all files in it.
 
 Two processes must not write into the same folder. A new run gets a folder that no other run has: creating it
-with ``mkdir`` is atomic. A resumed run uses the folder of an earlier run, so another process may already have
-resumed it, or the earlier process may still be running. :func:`in_use` therefore holds a lock on the trace
-for as long as the run lasts. The kernel releases the lock when the process ends, however it ends.
+with ``mkdir`` is atomic. A resumed run uses the folder of an earlier run. Another process may already have
+resumed that run, or its first process may still be running. :func:`in_use` therefore holds a lock on the
+trace for as long as the run lasts. The kernel releases the lock when the process ends, however it ends.
 """
 
 from __future__ import annotations

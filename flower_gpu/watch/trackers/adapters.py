@@ -180,7 +180,7 @@ class WandB:
 def _has_key(wandb: Any) -> bool:
     """Return True if a run can begin without a prompt in the terminal.
 
-    ``wandb.login`` would tell, too, but it uses the network.
+    ``wandb.login`` would check the same, but it uses the network.
     """
     settings = wandb.setup().settings
     if settings.api_key or settings.identity_token_file:
