@@ -1,4 +1,36 @@
-"""How a message to a virtual node is handled: in a worker with a lease, while the host has memory for it."""
+"""Handling messages to virtual nodes: each runs in a worker with a lease, while the host has memory for it.
+
+The grid sends messages, and a host passes them on to a :class:`MessageHandler` in assignments. An assignment
+is one message, or a batch that the app handles in a single call. The handler finds a worker, a lease and
+memory, retries if a worker dies, and returns one answer per message. It never raises a client's error: the
+error is in the answer.
+
+Threads. A host calls the handler from several threads, each with one assignment at a time. Every thread has
+its own :class:`~flower_gpu.simulation.slots.Slot`, which runs the thread's calls and may keep a worker
+between them. ``cancel``, ``cancel_all`` and the methods that report waiting times come from other threads.
+``_lock`` protects the mapping from messages in flight to slots.
+
+Cancellation races with three things:
+
+- A message may be cancelled before it arrives here, so ids of cancelled messages are remembered for a while.
+- A slot goes on to its next assignment as soon as a call ends. So ``cancel`` acts on the slot under the lock,
+  and a call removes its messages from the mapping under the same lock.
+- A message can be done at the moment when it is cancelled. Then its result is dropped, because the mapping no
+  longer has it.
+
+A message is retried at three levels, from the inside to the outside:
+
+1. A single message whose worker ran out of main memory is handled again alone, while no other message is in
+flight. 2. A single message whose worker dies or cannot start is handled again by a new worker, up to
+``tries`` times. 3. A batch that runs out of memory is split into smaller batches, and later batches are
+smaller, too. If several tries are allowed, a batch whose worker dies is split into single messages, since any
+of them may have ended the worker.
+
+A retry happens only while the message is still in the mapping, so a cancelled message is not handled again.
+
+With ``verify_recycling`` a message is handled by a used worker and then by a new one. The reply of the new
+worker counts. If the two differ, a second new worker shows which differences are noise of the app.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +71,27 @@ from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
 from flower_gpu.simulation.worker_starts import WorkerStarts
 
-# What another run would not have: no client's own error.
+# Errors that another run might not have. An error of the client's own code is none of these.
 _ACCIDENTS: Final = (WorkerDiedError, WorkerStartError, WorkerTimeoutError, GPUError)
-# Of these, what another try may not have either.
+# Accidents that a retry may avoid
 _TRIED_AGAIN: Final = (WorkerDiedError, WorkerStartError)
-_TRIES: Final = 3  # of a message in a deterministic run
-_MOST_GIVEN_UP: Final = 1000  # messages that are remembered: they may come later
+# Attempts per message in a deterministic run
+_TRIES: Final = 3
+# Number of cancelled messages that are remembered, because they may arrive later
+_MAX_CANCELLED: Final = 1000
 
 
 class MessageHandler:
-    """Handles assignments of one run: one message, or several that the app handles at once.
+    """Handles assignments of one run: one message, or several that the app handles at once. Thread-safe.
 
     Each thread has one assignment at a time, and may keep its worker for the next one.
 
-    ``work``: the run's.
-    ``options``: of each call, as for :class:`flower_gpu.CallOptions`.
-    ``new_slot``: makes what runs the calls of one thread.
+    ``work``: app, nodes and rules of the run.
+    ``options``: options of each call, as for :class:`flower_gpu.CallOptions`.
+    ``new_slot``: returns a new slot, which runs the calls of one thread.
     ``workers``: number of assignments that are handled at the same time.
-    ``tries``: how often a message is handled, at most, whose worker dies; three times in a deterministic run.
-    ``inventory``: the GPUs of this host, if messages need not look at them.
+    ``tries``: maximum number of attempts if workers die. In a deterministic run it is always three.
+    ``inventory``: the GPUs of this host. None: each call queries them.
     """
 
     def __init__(
@@ -77,47 +111,53 @@ class MessageHandler:
         self._options = dict(options)
         self._inventory = inventory
         self._new_slot = new_slot
-        self._here = threading.local()
+        self._this_thread = threading.local()
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
-        self._others_started = 0  # workers that were in none of these slots
+        # Workers that were started in temporary slots, which are not in ``_slots``
+        self._others_started = 0
         #: Chooses how many messages are in one assignment.
         self.batches = Batches(workers)
-        self._has_used = False  # whether a worker has handled a second message
+        self._has_used = False  # True once a worker has handled a second message
         self._running: dict[str, Slot] = {}
-        self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
+        self._cancelled: deque[str] = deque(maxlen=_MAX_CANCELLED)
         self._is_over = False
-        self._worked_at = 0.0  # when a message was done last
+        self._worked_at = 0.0  # end of the last assignment
         self._verifier = Verifier() if work.verify_recycling else None
         self._memory = HostMemory()
         self._starts = WorkerStarts(has_preload=bool(self._options.get("preload")))
-        self._differ: dict[str, bool] = {}  # whether clients do, by message type
-        self._resolved: dict[int, CallSettings] = {}  # by what a client has of its own
+        # By message type: True if clients have different options
+        self._clients_differ: dict[str, bool] = {}
+        # By the id of the client's own options
+        self._resolved: dict[int, CallSettings] = {}
 
     @staticmethod
     def may_share(visit: Visit, other: Visit) -> bool:
-        """Return True if two messages can be in one assignment: they are of one type and round."""
-        one, two = visit.message, other.message
-        return one.metadata.message_type == two.metadata.message_type and round_of(one) == round_of(two)
+        """Return True if two messages can be in one assignment, because they have the same type and round."""
+        first, second = visit.message, other.message
+        if first.metadata.message_type != second.metadata.message_type:
+            return False
+        return round_of(first) == round_of(second)
 
     def __call__(self, *visits: Visit) -> list[Answer]:
-        """Have one worker handle the messages of an assignment.
+        """Return the answers of an assignment, which one worker handles. Blocks until then.
 
-        An exception is in the answer, in the place of the reply.
+        If a call fails, the answer has the error in place of the reply.
         """
         began = time.monotonic()
         slot = self._slot()
         with self._lock:
             is_over = self._is_over
-            begun = [each for each in visits if not (is_over or each.message_id in self._given_up)]
+            begun = [] if is_over else [visit for visit in visits if visit.message_id not in self._cancelled]
             if begun:
                 slot.begin()
-            self._running.update((each.message_id, slot) for each in begun)
+            self._running.update((visit.message_id, slot) for visit in begun)
         outcomes: Sequence[Handled | BaseException] = []
         error: BaseException | None = None
         try:
             outcomes = self._handle(begun, slot) if begun else []
-        except BaseException as caught:  # a SystemExit is the client's, not this thread's
+        except BaseException as caught:
+            # This includes SystemExit, because the client raised it and this thread goes on.
             error = caught
             contexts = [self._context_of(visit) for visit in begun]
             outcomes = message_call.errors_of_each(error, begun[0].message.metadata.message_type, contexts)
@@ -125,7 +165,8 @@ class MessageHandler:
             outcome_by_id = {
                 visit.message_id: outcome
                 for visit, outcome in zip(begun, outcomes, strict=True)
-                if self._running.pop(visit.message_id, None)  # else it was given up, maybe when it was done
+                # A missing message was cancelled, possibly just when it was done.
+                if self._running.pop(visit.message_id, None)
             }
             self._worked_at = time.monotonic()
             smaller = self._smaller(error, begun)
@@ -137,7 +178,7 @@ class MessageHandler:
         return [self._answer(visit, outcome_by_id.get(visit.message_id), seconds) for visit in visits]
 
     def _answer(self, visit: Visit, outcome: Handled | BaseException | None, seconds: float) -> Answer:
-        """Return the answer to a message; None: it was given up."""
+        """Return the answer to a message. ``outcome`` is None if the message was cancelled."""
         if isinstance(outcome, Handled):
             state = record_bytes.encode(outcome.context.state) if outcome.context.state else b""
             return Answer(visit.message_id, outcome.reply, state, seconds, outcome.call_s)
@@ -148,7 +189,7 @@ class MessageHandler:
         return Answer(visit.message_id, failed(visit.message, outcome), seconds=seconds)
 
     def _smaller(self, error: BaseException | None, visits: Sequence[Visit]) -> int:
-        """Return the size of the smaller assignments in which failed messages are handled again; 0 if not."""
+        """Return the size of the smaller assignments for a retry of failed messages, or 0 for no retry."""
         is_killed = isinstance(error, WorkerDiedError) and error.is_out_of_memory
         if len(visits) > 1 and (is_killed or isinstance(error, GPUOutOfMemoryError)):
             size = self.batches.refuse(visits[0].message.metadata.message_type, len(visits))
@@ -161,11 +202,11 @@ class MessageHandler:
             )
             return size
         if len(visits) > 1 and self._tries > 1 and isinstance(error, _TRIED_AGAIN):
-            return 1  # any of them may have ended the worker
+            return 1  # any of the messages may have ended the worker
         return 0
 
     def _handle(self, visits: Sequence[Visit], slot: Slot) -> list[Handled]:
-        """Have messages handled: once, unless used workers are to be verified."""
+        """Handle messages once, or several times to verify used workers. Return the results."""
         slot.go_on(self._work.calls_per_worker // len(visits))
         if len(visits) > 1:
             return self._run_once(visits, slot)
@@ -174,24 +215,25 @@ class MessageHandler:
         return [self._verified(visits[0], slot, self._verifier)]
 
     def _verified(self, visit: Visit, slot: Slot, verifier: Verifier) -> Handled:
-        """Have a message handled by a used worker and by a new one, and compare the results."""
-        used = self._handled_more(visit, slot)
+        """Handle a message in a used worker and in a new one, and compare. Return the new worker's result."""
+        used = self._extra_result(visit, slot)
         was_used = slot.is_used_again
         if slot.has_lease:
-            slot.retire()  # its room may be all that there is
+            # The new worker may need the memory of the used one, so the used worker ends first.
+            slot.retire()
         new = self._in_new_worker(visit, lambda other: self._run(visit, other))
         if was_used:
-            found = differences(new, used)
+            changes = differences(new, used)
             noise: Differences = {}
-            if found:
-                again = self._in_new_worker(visit, lambda other: self._handled_more(visit, other))
+            if changes:
+                again = self._in_new_worker(visit, lambda other: self._extra_result(visit, other))
                 noise = differences(new, again)
             client = message_call.client_of(new.context)
-            verifier.compared(visit.message.metadata.message_type, client, found, noise)
+            verifier.compared(visit.message.metadata.message_type, client, changes, noise)
         return new
 
-    def _handled_more(self, visit: Visit, slot: Slot) -> Handled:
-        """Have a message handled once more than it was sent: nothing is kept of it, and nothing traced."""
+    def _extra_result(self, visit: Visit, slot: Slot) -> Handled:
+        """Return the result of an extra call for a comparison. The call is not traced."""
         try:
             with trace.muted():
                 return self._run(visit, slot)
@@ -199,7 +241,7 @@ class MessageHandler:
             return Handled(self._context_of(visit), error=error)
 
     def _in_new_worker(self, visit: Visit, run: Callable[[Slot], Handled]) -> Handled:
-        """Run something in a slot of its own, which ends with it."""
+        """Return the result of ``run`` in a temporary slot, which is closed afterwards."""
         slot = self._new_slot()
         with self._lock:
             if visit.message_id not in self._running:
@@ -214,39 +256,40 @@ class MessageHandler:
                 self._others_started += slot.workers_started
 
     def _run(self, visit: Visit, slot: Slot) -> Handled:
-        """Have a message handled; where its worker dies, a few times."""
-        for left in reversed(range(self._tries)):
+        """Return the result of a message. If its worker dies, a new worker retries it."""
+        for remaining in reversed(range(self._tries)):
             try:
                 return self._run_once([visit], slot)[0]
             except _TRIED_AGAIN as error:
                 with self._lock:
                     is_wanted = visit.message_id in self._running
-                if not left or not is_wanted:
+                if not remaining or not is_wanted:
                     raise
-                first = str(error).partition("\n")[0].rstrip(".")
-                log(WARNING, "%s. A new worker handles the message again", first)
+                reason = str(error).partition("\n")[0].rstrip(".")
+                log(WARNING, "%s. A new worker handles the message again", reason)
         raise AssertionError
 
     def _run_once(self, visits: Sequence[Visit], slot: Slot) -> list[Handled]:
-        """Have messages handled, a single one a second time, alone, if it ran out of main memory."""
+        """Return the results of messages. A single message that ran out of main memory is retried alone."""
         try:
             return self._run_in_room(visits, slot)
         except WorkerDiedError as error:
             with self._lock:
                 is_wanted = visits[0].message_id in self._running
-            # Several messages are handled again in smaller assignments, which need less.
+            # The caller retries a batch in smaller assignments, because they need less memory.
             if len(visits) > 1:
                 raise
             self._memory.learn(error.peak_bytes)
             if not error.is_out_of_memory or not is_wanted:
                 raise
-            first = str(error).partition("\n")[0].rstrip(".")
-            killed = error.with_traceback(None)  # without its frames, which have the messages
-        log(WARNING, "%s. It is handled again while no other message is", first)
+            reason = str(error).partition("\n")[0].rstrip(".")
+            # The frames of the traceback would keep the messages in memory.
+            killed = error.with_traceback(None)
+        log(WARNING, "%s. It is handled again while no other message is", reason)
         try:
             return self._run_in_room(visits, slot, alone=True)
         except LeaseTimeoutError as late:
-            raise LeaseTimeoutError(f"{first}. {late}") from killed
+            raise LeaseTimeoutError(f"{reason}. {late}") from killed
 
     def _run_in_room(self, visits: Sequence[Visit], slot: Slot, *, alone: bool = False) -> list[Handled]:
         messages = [visit.message for visit in visits]
@@ -285,7 +328,7 @@ class MessageHandler:
         ]
 
     def _end_unused_workers(self, slot: Slot) -> None:
-        """End all workers that wait for a message, so that their memory is free for the one of a slot."""
+        """End all workers that wait for a message, so that the worker of ``slot`` can use their memory."""
         with self._lock:
             others = [other for other in self._slots if other is not slot]
         for other in others:
@@ -293,14 +336,15 @@ class MessageHandler:
         slot.end_idle()
 
     def _learn(self, visits: Sequence[Visit], slot: Slot) -> float | None:
-        """Learn from a call that is done. Return its seconds per message, or None if they say nothing."""
+        """Learn from a call that succeeded. Return its seconds per message, or None if not representative."""
         self._memory.learn(slot.line.peak_bytes)
         if self._work.calls_per_worker == 1 and (
             advice := self._starts.learn(slot.ready_s, slot.line.call_s)
         ):
             log(INFO, "%s", advice)
         self._has_used = self._has_used or slot.is_used_again
-        # A call with imports was longer than later ones: their workers are forked with these imports.
+        # A call that imported modules took longer than later calls will: their workers are forked with the
+        # modules already imported.
         call_s = None if slot.line.had_imports else slot.line.call_s
         message_type = visits[0].message.metadata.message_type
         if slot.max_messages > 1 and self._may_batch(message_type):
@@ -309,11 +353,12 @@ class MessageHandler:
         return None if call_s is None else call_s / len(visits)
 
     def _may_batch(self, message_type: str) -> bool:
-        """Return True if messages of a type may share an assignment, if the app takes several at once."""
-        if message_type not in self._differ:  # it takes a while where there are many clients
-            self._differ[message_type] = self._nodes.clients.differ(message_type)
+        """Return True if messages of a type may share an assignment, if the app accepts batches."""
+        if message_type not in self._clients_differ:
+            # Cached, because the comparison takes a while if there are many clients.
+            self._clients_differ[message_type] = self._nodes.clients.differ(message_type)
         is_exact = self._work.is_deterministic or self._verifier is not None
-        return not is_exact and not self._differ[message_type]
+        return not is_exact and not self._clients_differ[message_type]
 
     def _own(self, visit: Visit) -> Own:
         metadata = visit.message.metadata
@@ -327,38 +372,45 @@ class MessageHandler:
         return WorkerDiedError(f"the message to client {client} was given up")
 
     def _settings(self, own: Own, context: Context) -> CallSettings:
-        # The configs of nodes differ by their partition only.
+        # The context of any node will do, because the configs of nodes differ in their partition only.
         if id(own) not in self._resolved:
             options = {**joined(self._options, resources(own)), "context": context}
-            if "gpu" in own:  # else the variable of this process comes before it
+            if "gpu" in own:
+                # Otherwise the environment variable of this process would override the client's value.
                 options["env"] = {**(options.get("env") or {}), CALL["gpu"].variable: own["gpu"]}
-            found = call_settings(options)
-            gpu = replace(found.gpu, inventory=self._inventory)
-            self._resolved[id(own)] = replace(found, gpu=gpu, own=as_written(own))
+            settings = call_settings(options)
+            gpu = replace(settings.gpu, inventory=self._inventory)
+            self._resolved[id(own)] = replace(settings, gpu=gpu, own=as_written(own))
         return self._resolved[id(own)]
 
     def idle(self) -> None:
-        """Let this thread's worker idle: no message waits. With a lease, others may need its room."""
-        if hasattr(self._here, "slot"):
-            self._here.slot.idle()
+        """Let this thread's worker idle, because no message waits.
+
+        Other messages and other runs may need the memory of its lease.
+        """
+        if hasattr(self._this_thread, "slot"):
+            self._this_thread.slot.idle()
 
     def leave(self) -> None:
-        """Let this thread's worker end: there will be no message."""
-        if hasattr(self._here, "slot"):
-            self._here.slot.retire()
+        """Let this thread's worker end, because no more messages will come."""
+        if hasattr(self._this_thread, "slot"):
+            self._this_thread.slot.retire()
 
     def cancel(self, message_id: str) -> None:
-        """End the worker that handles a message; its changes of the node's state are dropped."""
+        """End the worker that handles a message, and drop its changes of the node's state.
+
+        The other messages of a batch go on, so the worker of a batch ends only with its last message.
+        """
         with self._lock:
-            self._given_up.append(message_id)
+            self._cancelled.append(message_id)
             slot = self._running.pop(message_id, None)
-            # With the lock: the slot cannot have another message meanwhile. The others of a batch go on.
+            # The lock is held during cancel, so that the slot cannot begin another message meanwhile.
             if slot is not None and slot not in self._running.values():
                 slot.cancel()
         self._memory.wake()
 
     def cancel_all(self) -> None:
-        """End all workers that handle a message; no other message is handled."""
+        """End all workers that handle a message, and accept no more messages."""
         with self._lock:
             self._is_over = True
             for slot in self._running.values():
@@ -367,17 +419,20 @@ class MessageHandler:
         self._memory.wake()
 
     def longest_wait_s(self) -> float:
-        """Return since when a message waits for a lease, for cores or for memory; 0 where none does."""
+        """Return the seconds that a message has been waiting for a lease, cores or memory, or 0.
+
+        If several messages wait, the longest wait counts.
+        """
         with self._lock:
             waiting = [slot.waits_since for slot in self._running.values()]
         return max((time.monotonic() - since for since in waiting if since is not None), default=0.0)
 
     def stuck_since(self) -> float | None:
-        """Return since when messages wait and none has a worker; None where that is not so."""
+        """Return the time since which messages have been waiting with no worker running, or None."""
         with self._lock:
-            since = [slot.waits_since for slot in self._running.values()]
-            waiting = [one for one in since if one is not None]
-            return max(min(waiting), self._worked_at) if waiting and len(waiting) == len(since) else None
+            starts = [slot.waits_since for slot in self._running.values()]
+            waiting = [start for start in starts if start is not None]
+            return max(min(waiting), self._worked_at) if waiting and len(waiting) == len(starts) else None
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the result."""
@@ -396,27 +451,30 @@ class MessageHandler:
         }
 
     def close(self) -> None:
-        """End what is left; no thread handles messages any more."""
+        """End the remaining workers. Call this only when no thread handles messages any more."""
         for slot in self._slots:
             slot.close()
 
     def _slot(self) -> Slot:
-        if not hasattr(self._here, "slot"):
-            self._here.slot = self._new_slot()
+        if not hasattr(self._this_thread, "slot"):
+            self._this_thread.slot = self._new_slot()
             with self._lock:
-                self._slots.append(self._here.slot)
-        slot: Slot = self._here.slot
+                self._slots.append(self._this_thread.slot)
+        slot: Slot = self._this_thread.slot
         return slot
 
 
 def _measured(name: str, own: Own) -> str:
-    """Return whose footprint a call tells: a client with a share of its own may need more than the others."""
-    sizes = [str(own[each]) for each in ("num_gpus", "gpu_memory") if each in own]
+    """Return the name under which the memory of a call is recorded.
+
+    A client with its own share of a GPU may need more memory than the others, so it has its own footprint.
+    """
+    sizes = [str(own[key]) for key in ("num_gpus", "gpu_memory") if key in own]
     return " ".join([name, *sizes])
 
 
 def _end_of_run(error: FlowerGPUError) -> FlowerGPUError:
-    """Return what a strict run ends with after an error of a message; the error itself where it goes on."""
+    """Return the error that ends a strict run, or the message's own error if the run goes on."""
     operation = frameworks.not_deterministic(str(error))
     if operation is not None:
         label = str(error).partition(":")[0]
