@@ -1,4 +1,39 @@
-"""Leases of a run: which message asks for one, and workers that idle with theirs until others need it."""
+"""Leases of one run: messages take turns to request them, and idle workers keep them until others need room.
+
+The problem. A message needs a worker with a lease, and starting a worker with CUDA takes seconds. So a worker
+keeps its process and its lease after its message is done, and the next message continues with it. But a lease
+that an idle worker keeps blocks other runs, and also messages of this run that need another size. So idle
+workers must end as soon as a request waits in the ledger that cannot be granted otherwise.
+
+The objects. A :class:`LeasedLine` is a worker with its lease. A slot (``slots``) owns one while its thread
+runs a call. Between calls the slot may park it in :class:`LeaseTurns`, and any thread of the run may take it
+from there. All slots of a run share the same ``LeaseTurns``. It also has a queue per kind of lease, because
+only the first message of each queue requests a lease from the ledger. The others wait here, without a ticket.
+
+The threads:
+
+- The threads of the slots call ``turn``, ``park``, ``take_idle``, ``taken`` and ``given_back``.
+- The watcher is one daemon thread, which starts with the first parked worker. It waits until one of these is
+  readable: the wake-up file of an idle worker's ticket (a request waits in the ledger), the connection to an
+  idle worker (the worker is gone), or the pipe of this object (the list of idle workers has changed). It then
+  decides which idle workers end, and ends them in parallel.
+- Any thread may call ``wake``, for example after a message was cancelled.
+
+``_changed`` protects all state except the ledger's reader, which has the lock ``_reading``.
+
+The races:
+
+- A request may arrive while the watcher decides. So the watcher clears the wake-ups *before* it reads the
+  ledger. A later request then wakes it again.
+- An idle worker may be taken while the watcher decides without the lock. So the watcher takes the lock again
+  at the end, and ends only workers that are still in the list.
+- A message of this run may already wait in the ledger when a suitable worker becomes idle. Its ticket is then
+  no reason to end the worker: the message finds the worker by ``has_idle`` and takes it. Tickets of this run
+  are recognized by process and label.
+- A process with another reserve may see no room where this one sees some, and sends no wake-up. So the
+  watcher also looks every ``_LOOK_S`` seconds. A request that it sees twice ends every idle worker that it
+  could use.
+"""
 
 from __future__ import annotations
 
@@ -22,61 +57,65 @@ from flower_gpu.polling import readable
 from flower_gpu.simulation.workers import waiting
 from flower_gpu.workers.caller import Line
 
-# Between two looks whether somebody waits who has not said so: a process that counts with another reserve.
+# Seconds between two looks for requests without a wake-up. A process with another reserve may send none.
 _LOOK_S: Final = 2.0
 
 
 class LeasedLine:
-    """A line of workers, and the lease that its worker has.
+    """A line of workers, and the lease of its worker.
 
-    ``line``: whoever has the place runs calls there.
+    ``line``: runs the calls of the slot that has this object.
     ``turns``: the leases of the run.
-    ``held``: the lease.
-    ``is_for_one_call``: whether the worker ends after one call.
+    ``held``: the lease and its ticket, or None.
+    ``is_for_one_call``: True if the worker ends after its call.
     """
 
     def __init__(self, line: Line, turns: LeaseTurns) -> None:
         self.line = line
         self.held: tuple[Lease, Ticket] | None = None
         self.is_for_one_call = False
-        self.asking: Leasing  # how the lease was asked for
-        self._label = ""  # of the lease's ticket
+        self.asking: Leasing  # the request for the lease
+        self._label = ""  # label of the lease's ticket
         self._turns = turns
         self._lease = ExitStack()
 
     def take(self, asking: Leasing, request: LeaseRequest) -> Lease:
-        """Wait for a lease."""
+        """Return a new lease. Blocks until the ledger grants it."""
         self.held = self._lease.enter_context(asking.held(request))
         self.asking, self._label = asking, asking.label
         self._turns.taken()
         return self.held[0]
 
     def serve(self, label: str) -> None:
-        """Have the ledger show the call that the lease is for now."""
+        """Show ``label`` in the ledger as the call that the lease now serves."""
         if label != self._label:
             self._label = label
             self.lease_held()[1].relabel(label)
 
     def suits(self, leasing: Leasing) -> bool:
-        """Tell whether a call asks for as much as the worker has that is here, or idles."""
+        """Return True if a call can use the worker and its lease, because both requests are equal."""
         return _size(self.asking) == _size(leasing) and leasing.may_have(self.lease_held()[0])
 
     def lease_held(self) -> tuple[Lease, Ticket]:
-        """Return the lease that a worker idles with."""
+        """Return the lease and its ticket. Call this only while there is a lease."""
         assert self.held is not None
         return self.held
 
     def descriptors(self) -> tuple[int, int]:
-        """Return what can be read when somebody waits for the lease, and when the idle worker is gone."""
+        """Return two descriptors to wait on while the worker idles.
+
+        The first one becomes readable when a request waits for the lease, the second one when the worker is
+        gone.
+        """
         return self.lease_held()[1].wake_descriptor, self.line.descriptor
 
     def retire(self) -> None:
-        """Let the worker end that waits for a call, and give its lease back."""
+        """End the worker that waits for a call, and release its lease."""
         self.line.retire()
         self.release()
 
     def release(self) -> None:
-        """Give the lease back; its worker is gone."""
+        """Release the lease of a worker that is gone."""
         held, self.held = self.held, None
         self.is_for_one_call = False
         try:
@@ -93,65 +132,66 @@ class LeasedLine:
 
 @dataclass(frozen=True)
 class _LeaseAsker:
-    """A message that asks the ledger for a lease."""
+    """A message that waits in the ledger for a lease."""
 
-    label: str  # of its ticket
-    fits: Callable[[LeasedLine], bool]  # whether it can have the worker that idles there
+    label: str  # label of its ticket
+    fits: Callable[[LeasedLine], bool]  # returns True if the message can use the idle worker
 
 
 class LeaseTurns:
-    """Which message of a run asks the ledger for a lease: one at a time; and which workers idle with theirs.
+    """The leases of a run: queues of messages that need a new lease, and workers that idle with a lease.
 
-    The others wait here, without a limit: for their own run, whose calls end one after the other. That is no
-    reason to give a message up, nor for a ticket each: for every ticket in the ledger other runs let go of
-    their leases.
+    One message per kind of lease requests it from the ledger. The others wait here, and without a time limit:
+    they wait for calls of their own run, which end one after the other. A ticket for each of them would make
+    other runs release leases for every ticket.
 
-    A worker without a message keeps process and lease, so that the next round need not start CUDA again.
-    Whoever waits in the ledger tells all holders. Then a thread here has as many idle workers end as stand in
-    the way.
+    An idle worker keeps its process and its lease, so that the next round need not start CUDA again. A
+    request that waits in the ledger wakes all holders. The watcher thread then ends the idle workers that are
+    in the way.
 
-    ``most``: how many leases there can be at a time, where that is known: with so many, nobody asks for more.
+    ``most``: maximum number of leases at a time, or None if unknown. At this number no message requests one.
     """
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
         self._changed = threading.Condition()
-        self._lines: dict[str, deque[object]] = defaultdict(deque)
+        self._queues: dict[str, deque[object]] = defaultdict(deque)
         self._asking: list[_LeaseAsker] = []
         self._held = 0
+        # Latest time at which a lease was released or a worker was parked
         self._none_since = time.monotonic()
         self._reading = threading.Lock()
         self._reader = Reader()
         self._pid_namespace = pid_namespace()
-        self._idle: list[LeasedLine] = []  # the one that idles for the shortest time is the last
-        self._needs_room = False  # whether a message waits here that can have none of these
+        self._idle: list[LeasedLine] = []  # in the order of parking
+        self._needs_room = False  # True if a message waits here that can use no idle worker
         self._seen: set[str] = set()  # tickets that waited at the last look
         self._is_closed = False
         self._watcher: threading.Thread | None = None
-        self._woken = self._wakes = -1  # ends of a pipe, by which the watcher looks again
+        # Ends of the pipe that wakes the watcher: the first one for reading, the second one for writing
+        self._woken = self._wakes = -1
 
     @contextmanager
     def turn(
         self, kind: str, label: str, check: Callable[[], object], fits: Callable[[LeasedLine], bool]
     ) -> Iterator[None]:
-        """Wait until nobody else asks; in the block it is the caller who does.
+        """Wait for the caller's turn to request a lease. The turn lasts for the block.
 
-        ``kind``: what the lease is for. Calls of another kind ask for something else, and have a line of
-        their own.
-        ``label``: what the ticket is for.
-        ``check``: called after each :meth:`wake`; what it raises ends the wait.
-        ``fits``: tells whether an idle worker would do: then ``check`` raises an error.
+        ``kind``: purpose of the lease. Calls of another kind request another size and have their own queue.
+        ``label``: label of the ticket.
+        ``check``: called after each :meth:`wake`. An error that it raises ends the wait.
+        ``fits``: returns True if the caller could use an idle worker. In this case ``check`` raises an error.
         """
-        me = object()
+        turn = object()
         asking = _LeaseAsker(label, fits)
         with self._changed:
-            line = self._lines[kind]
-            line.append(me)
+            queue = self._queues[kind]
+            queue.append(turn)
         try:
             with self._changed:
                 check()
-                while line[0] is not me or (self._most is not None and self._held >= self._most):
-                    if line[0] is me and self._idle:
+                while queue[0] is not turn or (self._most is not None and self._held >= self._most):
+                    if queue[0] is turn and self._idle:
                         self._needs_room = True
                         self._look_again()
                     self._changed.wait()
@@ -160,36 +200,36 @@ class LeaseTurns:
             yield
         finally:
             with self._changed:
-                line.remove(me)
+                queue.remove(turn)
                 if asking in self._asking:
                     self._asking.remove(asking)
                 self._changed.notify_all()
 
     def wake(self) -> None:
-        """Have all who wait for their turn check whether they still want it."""
+        """Make all messages that wait for their turn call their ``check``."""
         with self._changed:
             self._changed.notify_all()
 
     def taken(self) -> None:
-        """Take note of a lease that this run has now."""
+        """Count a lease that this run has acquired."""
         with self._changed:
             self._held += 1
 
     def given_back(self) -> None:
-        """Take note of a lease that this run has no more."""
+        """Count a lease that this run has released."""
         with self._changed:
             self._held -= 1
             self._none_since = time.monotonic()
             self._changed.notify_all()
 
     def deadline(self, began: float, timeout_s: float) -> float:
-        """Return until when a call may wait in the ledger, as it is now.
+        """Return the time until which a call may wait in the ledger. The time can change from call to call.
 
-        While the run has calls with a lease there is no limit: each that ends makes room. Without one it
-        waits for others, and that is what the limit is for.
+        While calls of the run hold leases there is no limit, because each of them makes room when it ends.
+        Without such calls the run waits for others, and the limit is meant for this case.
 
-        ``began``: when the call began to wait, on the clock of ``time.monotonic``.
-        ``timeout_s``: how long it may.
+        ``began``: start of the call's wait, on the clock of ``time.monotonic``.
+        ``timeout_s``: maximum wait in seconds.
         """
         with self._changed:
             if self._held > len(self._idle):
@@ -199,7 +239,10 @@ class LeaseTurns:
     # Idle workers
 
     def park(self, place: LeasedLine) -> None:
-        """Let a worker idle with its lease, until a message or somebody else takes it."""
+        """Let a worker idle with its lease, until a message takes it or another request needs its room.
+
+        If idle workers cannot be watched, the worker ends at once.
+        """
         with self._changed:
             if self._is_watched():
                 self._idle.append(place)
@@ -210,20 +253,23 @@ class LeaseTurns:
         place.retire()
 
     def has_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
-        """Tell whether a worker idles that would do, and that nobody else waits for; ``fits``: None: any."""
+        """Return True if there is a suitable idle worker whose lease no other request needs.
+
+        ``fits``: returns True for a suitable worker. None: every worker is suitable.
+        """
         with self._changed:
-            return self._found_idle(fits) is not None
+            return self._find_idle(fits) is not None
 
     def take_idle(self, fits: Callable[[LeasedLine], bool] | None) -> LeasedLine | None:
-        """Return such a worker, which does not idle any more; None: there is none."""
+        """Return an idle worker as for :meth:`has_idle`, which the caller now owns, or None."""
         with self._changed:
-            place = self._found_idle(fits)
+            place = self._find_idle(fits)
             if place is not None:
                 self._idle.remove(place)
                 self._look_again()
             return place
 
-    def _found_idle(self, fits: Callable[[LeasedLine], bool] | None) -> LeasedLine | None:
+    def _find_idle(self, fits: Callable[[LeasedLine], bool] | None) -> LeasedLine | None:
         waiting = self._waiting() if self._idle else []
         for place in reversed(self._idle):
             if (fits is None or fits(place)) and not self._is_wanted(place.lease_held()[1], waiting):
@@ -231,7 +277,7 @@ class LeaseTurns:
         return None
 
     def close(self) -> None:
-        """End idle workers."""
+        """End the watcher and all idle workers."""
         with self._changed:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -245,16 +291,17 @@ class LeaseTurns:
             place.close()
 
     def end_idle(self) -> None:
-        """End the workers that idle at this moment."""
+        """End the workers that are idle at this moment."""
         with self._changed:
             idle, self._idle = self._idle, []
         for place in idle:
             place.retire()
 
     def _is_watched(self) -> bool:
-        """Start the watcher where there is none; tell whether there is one."""
+        """Start the watcher if necessary. Return True if it runs."""
         if self._watcher is None and not self._is_closed:
-            with suppress(OSError, RuntimeError):  # no more files, or no more threads
+            # The process may be out of file descriptors or threads.
+            with suppress(OSError, RuntimeError):
                 if self._wakes < 0:
                     self._woken, self._wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
                 watcher = threading.Thread(target=self._watch, name="flower-gpu-idle", daemon=True)
@@ -264,7 +311,8 @@ class LeaseTurns:
 
     def _look_again(self) -> None:
         if self._wakes >= 0:
-            with suppress(BlockingIOError):  # it has more than one reason to look
+            # A full pipe wakes the watcher anyway.
+            with suppress(BlockingIOError):
                 os.write(self._wakes, b"1")
 
     def _watch(self) -> None:
@@ -273,13 +321,13 @@ class LeaseTurns:
             with self._changed:
                 if self._is_closed:
                     return
-                watched = [self._woken, *(number for place in self._idle for number in place.descriptors())]
-            left_s = looked_at + _LOOK_S - time.monotonic()
-            readable(watched, max(0.0, left_s) if len(watched) > 1 else None)
+                idle = [descriptor for place in self._idle for descriptor in place.descriptors()]
+            remaining_s = looked_at + _LOOK_S - time.monotonic()
+            readable([self._woken, *idle], max(0.0, remaining_s) if idle else None)
             is_late = time.monotonic() > looked_at + _LOOK_S
             ending = self._to_end(is_late=is_late)
             looked_at = time.monotonic() if is_late else looked_at
-            # Each takes as long as a process with CUDA takes to exit.
+            # A process with CUDA takes long to exit, so the workers end in parallel.
             threads = [threading.Thread(target=place.retire, daemon=True) for place in ending]
             for thread in threads:
                 thread.start()
@@ -287,13 +335,14 @@ class LeaseTurns:
                 thread.join()
 
     def _to_end(self, *, is_late: bool) -> list[LeasedLine]:
-        """Return the idle workers that have to end; they do not idle any more."""
+        """Return the idle workers that have to end, and remove them from the list."""
         with self._changed:
             with suppress(BlockingIOError):
                 os.read(self._woken, 4096)
             idle = [(place, place.lease_held()[1]) for place in self._idle]
             for _, ticket in idle:
-                ticket.wait(0)  # first: who asks from here on wakes the watcher again
+                # Clear the wake-ups before the ledger is read: a later request then wakes the watcher again.
+                ticket.wait(0)
             ending = [place for place, _ in idle if place.line.has_lost_worker()]
             needs_room, self._needs_room = self._needs_room, False
         leases = {ticket.entry.id: (place, ticket) for place, ticket in idle}
@@ -309,11 +358,14 @@ class LeaseTurns:
     def _in_the_way(
         self, idle: Mapping[str, tuple[LeasedLine, Ticket]], ledger: Ledger, *, is_late: bool
     ) -> Collection[str]:
-        """Return the leases of idle workers without which requests can be granted that wait."""
+        """Return the ids of idle leases that block waiting requests.
+
+        ``is_late``: True if it is time for a look at requests without a wake-up.
+        """
         waiting = [
             entry
             for entry in self._waiting()
-            # A message of this run takes the worker.
+            # A message of this run that can use an idle worker will take it.
             if (asking := self._asking_by(entry)) is None
             or not any(asking.fits(place) for place, _ in idle.values())
         ]
@@ -322,29 +374,36 @@ class LeaseTurns:
             self._seen = {entry.id for entry in waiting}
         if not waiting:
             return ()
-        found = {
+        blocking = {
             id_
             for id_, (_, ticket) in idle.items()
             if any(entry.could_use(ticket.entry.parts) for entry in late)
         }
-        with suppress(OSError, GPUError):  # the ledger cannot be used, or NVML hangs
-            found |= ledger.status().leases_to_release(list(idle), {entry.id for entry in waiting})
-        return found
+        # Errors mean that the ledger cannot be used, or that NVML hangs.
+        with suppress(OSError, GPUError):
+            blocking |= ledger.status().leases_to_release(list(idle), {entry.id for entry in waiting})
+        return blocking
 
     def _asking_by(self, entry: Entry) -> _LeaseAsker | None:
-        """Return the message of this run that a ticket is of; not of the server's evaluation, say."""
+        """Return the message of this run that a ticket belongs to, or None.
+
+        A ticket of this process may also belong to something else, such as the server's evaluation.
+        """
         if entry.pid != os.getpid() or entry.pid_namespace != self._pid_namespace:
             return None
         with self._changed:
-            asking = {one.label: one for one in self._asking}
-        return asking.get(entry.label()) if asking else None
+            asker_by_label = {asker.label: asker for asker in self._asking}
+        return asker_by_label.get(entry.label()) if asker_by_label else None
 
     def _waiting(self) -> list[Entry]:
         with self._reading:
             return waiting(self._reader)
 
     def is_wanted(self, ticket: Ticket) -> bool:
-        """Tell whether somebody waits for room that a lease takes; not a message of this run for the same."""
+        """Return True if another request waits for a GPU of this lease.
+
+        A message of this run that requests the same does not count.
+        """
         return self._is_wanted(ticket, self._waiting())
 
     def _is_wanted(self, ticket: Ticket, waiting: Sequence[Entry]) -> bool:
@@ -364,9 +423,9 @@ def _size(leasing: Leasing) -> object:
     return leasing.settings.request, leasing.settings.compute, leasing.host.num_cpus
 
 
-def _is_alike(one: GPUNeed, other: GPUNeed) -> bool:
-    """Tell whether needs ask for as much, as far as a footprint that is learned stays the same."""
-    if (one.uuid, one.share, one.alone) != (other.uuid, other.share, other.alone):
+def _is_alike(first: GPUNeed, second: GPUNeed) -> bool:
+    """Return True if two needs are equal, apart from small changes of a learned footprint."""
+    if (first.uuid, first.share, first.alone) != (second.uuid, second.share, second.alone):
         return False
-    sizes = sorted([one.memory_bytes or 0, other.memory_bytes or 0])
+    sizes = sorted([first.memory_bytes or 0, second.memory_bytes or 0])
     return sizes[1] <= MOST_TOO_MUCH * sizes[0]

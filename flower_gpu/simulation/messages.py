@@ -20,11 +20,13 @@ Cancellation races with three things:
 
 A message is retried at three levels, from the inside to the outside:
 
-1. A single message whose worker ran out of main memory is handled again alone, while no other message is in
-flight. 2. A single message whose worker dies or cannot start is handled again by a new worker, up to
-``tries`` times. 3. A batch that runs out of memory is split into smaller batches, and later batches are
-smaller, too. If several tries are allowed, a batch whose worker dies is split into single messages, since any
-of them may have ended the worker.
+1. If the worker of a single message ran out of main memory, the message is handled again alone, while no other
+   message is in flight.
+2. If the worker of a single message dies or cannot start, a new worker handles the message again. ``tries``
+   limits the number of attempts.
+3. A batch that runs out of memory is split into smaller batches, and later batches are smaller, too. If
+   several tries are allowed and the worker of a batch dies, the batch is split into single messages, because
+   any of them may have ended the worker.
 
 A retry happens only while the message is still in the mapping, so a cancelled message is not handled again.
 
