@@ -20,8 +20,8 @@ Cancellation races with three things:
 
 A message is retried at three levels, from the inside to the outside:
 
-1. If the worker of a single message ran out of main memory, the message is handled again alone, while no other
-   message is in flight.
+1. If the worker of a single message ran out of main memory, the message is handled again alone, while no
+   other message is in flight.
 2. If the worker of a single message dies or cannot start, a new worker handles the message again. ``tries``
    limits the number of attempts.
 3. A batch that runs out of memory is split into smaller batches, and later batches are smaller, too. If
