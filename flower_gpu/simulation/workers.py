@@ -1,4 +1,18 @@
-"""The workers of a host: their number, their settings, and the cores that they have."""
+"""The workers of a host: their number, their environment, and their cores.
+
+The first functions decide how many messages a host handles at a time, and how many leases its GPUs can grant.
+:class:`Needs` lists the libraries that workers are forked with.
+
+:class:`CoreLeases` solves a problem of runs on the CPU. Such a run shares the host's cores with other runs by
+the ledger, but a request for each message would cost a short message a good part of its time. So a lease
+stays with the run between messages, and any thread of the run may take it.
+
+Threads. The threads of the slots call ``held``. At most one of them requests a new lease from the ledger at a
+time, and ``_asking`` is its amount. The others wait for an idle lease on ``_changed``, which protects all
+state of the object. A daemon thread looks every ``_LOOK_S`` seconds whether another claim waits for cores.
+Then it releases idle leases at once, and each lease in use is released when its message ends and its turn of
+``_TURN_S`` is over. Tickets are always released outside of the lock, because that writes files.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +42,8 @@ from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.threads import available_cores, cores
 
 _CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
-_ROUNDING: Final = 1e-9  # what 2 / 0.1 may be off by
-# What every worker needs, whatever the app imports.
+_ROUNDING: Final = 1e-9  # tolerance for quotients such as 2 / 0.1
+# Modules that every worker needs, whatever the app imports
 _OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker", "numpy.random")
 _WITHOUT_TORCH: Final = {
     "flwr",
@@ -39,26 +53,32 @@ _WITHOUT_TORCH: Final = {
     "sklearn",
     "pandas",
 } | sys.stdlib_module_names
-_LOOK_S: Final = 0.25  # between two looks whether somebody else waits for cores
-# That a lease stays at least while messages follow one another, also where others wait: to ask the ledger for
-# each message costs a short one a good part of its time.
+# Seconds between two looks for other claims that wait for cores
+_LOOK_S: Final = 0.25
+# Seconds that a lease stays with the run even if others wait, as long as messages follow one another. A
+# request to the ledger for each message would cost a short message a good part of its time.
 _TURN_S: Final = 0.5
-_SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
+# Assumed number of leases per GPU if their size is unknown. The ledger admits as many as have room.
+_SHARES: Final = 8
 
 
 def concurrency(settings: CallSettings, leases: int, max_workers: int | None, nodes: int) -> int:
-    """Return how many messages are handled at a time, at most: of cores and leases what is more."""
+    """Return the maximum number of messages in flight.
+
+    By default, this is the number that the cores allow or the number of leases, whichever is larger.
+    """
     if max_workers is not None:
         return min(max_workers, nodes)
-    ranks = settings.gpu.request.count  # of each message, as long as it is on several GPUs
-    at_once = cores() // ranks
+    # A message that uses several GPUs has one rank for each of them.
+    ranks = settings.gpu.request.count
+    max_on_cores = cores() // ranks
     if settings.host.num_cpus is not None:
-        at_once = int(available_cores() / settings.host.num_cpus + _ROUNDING)
-    return min(max(1, at_once, leases), nodes)
+        max_on_cores = int(available_cores() / settings.host.num_cpus + _ROUNDING)
+    return min(max(1, max_on_cores, leases), nodes)
 
 
 def most_leases(settings: CallSettings, uuids: Sequence[str]) -> int:
-    """Return how many leases a run can have at a time on these GPUs; a guess where it names no size."""
+    """Return the maximum number of leases of a run on these GPUs: a guess if its calls name no size."""
     if not uuids:
         return 0
     gpus = look_at_gpus().usable
@@ -67,7 +87,7 @@ def most_leases(settings: CallSettings, uuids: Sequence[str]) -> int:
 
 
 def look_at_gpus() -> Inventory:
-    """Return the GPUs of this host, and leave no device file open."""
+    """Return the GPUs of this host. No device file stays open."""
     try:
         return inventory.take(processes=False)
     finally:
@@ -84,15 +104,20 @@ def _shares_of(settings: CallSettings, total_bytes: int | None) -> int:
 
 
 def variables(count: int, env: Mapping[str, str] | None, num_cpus: float | None = None) -> dict[str, str]:
-    """Return the environment variables of workers of which so many run at a time: they share the cores."""
-    asked = {} if num_cpus is None else {CALL["num_cpus"].variable: f"{num_cpus:g}"}
-    return {_CONCURRENCY: str(min(count, cores())), **asked, **(env or {})}
+    """Return the environment variables of workers that share the cores.
+
+    ``count``: number of workers that run at the same time.
+    ``num_cpus``: cores that each call requests, or None.
+    """
+    requested = {} if num_cpus is None else {CALL["num_cpus"].variable: f"{num_cpus:g}"}
+    return {_CONCURRENCY: str(min(count, cores())), **requested, **(env or {})}
 
 
 def core_leases(settings: CallSettings, count: int, most: int, name: str) -> CoreLeases:
-    """Return the cores of a run of an app of which so many messages are handled at a time.
+    """Return the core leases of a run.
 
-    ``most``: how many of them if all ask for as little as some clients do.
+    ``count``: number of messages that are handled at the same time.
+    ``most``: the same number if all messages requested as few cores as some clients do.
     """
     host = settings.host
     need = replace(host, at_once=count if host.num_cpus is None else None).cores(on_gpu=False)
@@ -101,9 +126,9 @@ def core_leases(settings: CallSettings, count: int, most: int, name: str) -> Cor
 
 
 def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset[str]) -> None:
-    """Load data where workers are forked from, if there are such data.
+    """Load the data of the ``preload`` option in the fork server, if the run uses both.
 
-    Raises WorkerStartError if that fails.
+    Raises WorkerStartError if loading fails.
     """
     worker = settings.worker
     method = start.choose(worker.start_method, server_first=True)
@@ -114,11 +139,11 @@ def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset
 
 @dataclass(frozen=True)
 class Needs:
-    """What the workers of an app are forked with.
+    """The libraries that the workers of an app are forked with.
 
-    ``modules``: libraries that they have use for.
-    ``without``: those they have none for, which makes forks cheaper; as of a
-    :class:`flower_gpu.workers.call.Call`.
+    ``modules``: libraries that the workers use.
+    ``without``: libraries that they do not use, as for :class:`flower_gpu.workers.call.Call`. Forks are
+    cheaper without them.
     """
 
     modules: tuple[str, ...]
@@ -126,56 +151,58 @@ class Needs:
 
     @classmethod
     def of(cls, libraries: Sequence[str]) -> Needs:
-        """Find out what workers need whose app imports these libraries."""
+        """Return the needs of workers of an app that imports these libraries."""
         if not _may_use_torch(libraries):
             return cls((*_OURS, *libraries), frozenset({"torch"}))
         return cls((*_OURS, *libraries, "torch", *frameworks.imported_in_use("torch")))
 
     def learn_beside(self, settings: CallSettings) -> None:
-        """Have the host's fork server import that, in a thread, before the first worker is forked.
+        """Let the fork server import the modules in the background, before the first worker is forked.
 
-        So this goes on while this process imports the ServerApp.
+        A thread waits for it, so that this process can import the ServerApp at the same time.
         """
         if not start.choose(settings.worker.start_method).from_server:
             return
 
         def learn() -> None:
-            with suppress(FlowerGPUError, OSError):  # who needs a worker tries again, and tells
+            # A call that needs a worker tries again, and reports the error.
+            with suppress(FlowerGPUError, OSError):
                 client.learn(self.modules, self.without, client.LEARN_FOR_LIMITED_S)
 
-        with suppress(RuntimeError):  # no more threads: the first worker waits for it
+        # If no thread can start, the first worker waits for the imports.
+        with suppress(RuntimeError):
             threading.Thread(target=learn, daemon=True).start()
 
 
 def _may_use_torch(libraries: Sequence[str]) -> bool:
-    # Of a library that is not known to do without, whoever wrote it may have used torch.
-    tops = {name.partition(".")[0] for name in libraries}
-    return "flower_gpu.pytorch" in libraries or bool(tops - _WITHOUT_TORCH)
+    # An unknown library may import torch itself.
+    packages = {name.partition(".")[0] for name in libraries}
+    return "flower_gpu.pytorch" in libraries or bool(packages - _WITHOUT_TORCH)
 
 
 def waiting(reader: Reader) -> list[Entry]:
     """Return the requests that wait in the ledger.
 
-    Its mutex is not taken: a ticket that is just being written is seen the next time.
+    This does not acquire the ledger's mutex. A ticket that is just being written is seen at the next call.
     """
     try:
         entries = reader.read(LedgerFolder.find().all())
-    except (OSError, GPUError):  # no more files can be opened; whoever asks for a lease is told
+    except (OSError, GPUError):
+        # The process may be out of file descriptors. The next request for a lease reports the error.
         return []
     return [entry for entry in entries if not entry.parts and entry.is_alive()]
 
 
 class CoreLeases:
-    """The cores that the messages of a run on the CPU have.
+    """The core leases of a run on the CPU. Thread-safe.
 
-    A lease stays with the run when a message ends: the next one costs nothing. A thread looks whether
-    somebody else waits for cores; then each lease goes back when its message ends and its turn is over, and
-    idle ones at once.
+    A lease stays with the run when its message ends, so that the next message costs nothing. If other claims
+    wait for cores, idle leases are released at once, and a lease in use after its message and its turn.
 
-    ``settings``: of the run's calls.
-    ``amount``: what a message gets that asks for no number, in thousandths of a core.
-    ``most``: how many leases there are at most; a message beyond these goes along with the others.
-    ``label``: what the ledger shows.
+    ``settings``: settings of the run's calls.
+    ``amount``: thousandths of a core for a message that requests no number of cores.
+    ``most``: maximum number of leases of this amount. A further message runs without a lease of its own.
+    ``label``: label in the ledger.
     """
 
     def __init__(self, settings: HostSettings, amount: int, most: int, label: str) -> None:
@@ -185,10 +212,10 @@ class CoreLeases:
         self._label = label
         self._changed = threading.Condition()
         self._idle: list[Ticket] = []
-        self._amounts: dict[str, int] = {}  # of leases, by ticket
-        self._turns: dict[str, float] = {}  # until when they stay
+        self._amounts: dict[str, int] = {}  # thousandths of a core, by ticket
+        self._turns: dict[str, float] = {}  # end of the turn, by ticket
         self._held = 0
-        self._asking: int | None = None  # what somebody here asks the ledger for
+        self._asking: int | None = None  # amount of this run's request in the ledger
         self._is_off = not settings.is_leased
         self._is_wanted = False
         self._end = threading.Event()
@@ -201,8 +228,8 @@ class CoreLeases:
     ) -> Iterator[None]:
         """Wait for cores, and hold them in the block.
 
-        ``check``: called again and again; what it raises ends the wait.
-        ``num_cpus``: how many this message asks for; None: as many as most do.
+        ``check``: called repeatedly. An error that it raises ends the wait.
+        ``num_cpus``: cores that this message requests. None: the usual amount.
         """
         own = replace(self._settings, num_cpus=num_cpus).cores(on_gpu=True)
         ticket = self._take(check, self._amount if own is None else own.amount)
@@ -213,12 +240,12 @@ class CoreLeases:
                 self._give(ticket)
 
     def wake(self) -> None:
-        """Have all who wait here check whether they still want to."""
+        """Make all waiting messages call their ``check`` now."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give back what is left."""
+        """Stop the watcher thread, and release all idle leases."""
         self._end.set()
         with self._changed:
             idle, self._idle = self._idle, []
@@ -258,7 +285,10 @@ class CoreLeases:
         return ticket
 
     def _ask(self, check: Callable[[], object], amount: int) -> Ticket | None:
-        """Ask the ledger; None where it cannot be used, and nobody has named a number of cores."""
+        """Return a new lease from the ledger.
+
+        Returns None if the ledger cannot be used and the run requested no number of cores.
+        """
         ends = time.monotonic() + self._settings.timeout_s  # by default infinity
 
         def deadline() -> float:
@@ -286,18 +316,21 @@ class CoreLeases:
         with self._changed:
             has_turn = time.monotonic() < self._turns[ticket.entry.id]
             keeps = has_turn or not self._is_wanted
-            if self._asking is not None:  # who waits for the ledger here gets it there, unless others would
+            if self._asking is not None:
+                # A message of this run waits in the ledger. It gets the released cores there, unless another
+                # claim would get them first.
                 keeps = has_turn and self._is_wanted and self._asking == self._amounts[ticket.entry.id]
             if keeps and not self._end.is_set():
                 self._idle.append(ticket)
-                self._changed.notify_all()  # who waits may ask for another number
+                # All are notified, because some of them may need another number of cores.
+                self._changed.notify_all()
                 return
             self._held -= 1
         self._release([ticket])
         self.wake()
 
-    def _release(self, given_back: list[Ticket]) -> None:
-        for ticket in given_back:
+    def _release(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
             self._turns.pop(ticket.entry.id, None)
             self._amounts.pop(ticket.entry.id, None)
             Ledger(self._ledger.folder if self._ledger else None).release(ticket)
@@ -311,7 +344,8 @@ class CoreLeases:
             )
             idle: list[Ticket] = []
             with self._changed:
-                # One of them may be of these leases themselves, but not of the server's evaluation.
+                # One of the waiting claims may be the request of this object. A claim of the server's
+                # evaluation is not.
                 self._is_wanted = count > (self._asking is not None)
                 if self._is_wanted:
                     idle, self._idle = self._idle, []
