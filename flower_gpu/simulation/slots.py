@@ -1,4 +1,19 @@
-"""Workers for virtual clients, and the lease that goes with each of them."""
+"""Slots: each runs the calls of one thread, and keeps a worker with its lease between calls.
+
+A handler's thread (``messages``) has one slot. The slot has a place: a :class:`LeasedLine`, which is a worker
+and its lease. ``begin`` announces a call, ``run`` runs it, and ``cancel`` may end it from another thread.
+
+After a call the worker stays in the slot. If no message follows, or the message waits for memory, ``idle``
+parks the place in the run's :class:`LeaseTurns` and gives the slot a new, empty one. The next call with a
+lease takes, in this order: the worker of the slot, an idle worker of the run, or a new lease.
+
+Two locks, because ending a worker takes seconds and ``cancel`` must not wait for that:
+
+- ``_between_calls`` is held while a worker is taken, parked or ended between two calls. The thread of the
+  slot and other threads that call ``retire`` compete for it.
+- ``_replacing`` is held only while the place is exchanged. A cancelled call stays cancelled on the new place,
+  because the exchange copies the flag under this lock, and ``cancel`` sets it under the same lock.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +40,7 @@ from flower_gpu.workers.output import AdmitLines, all_lines
 
 
 class WorkerIdlesError(Exception):
-    """A message waits for a lease, and a worker idles that would do."""
+    """Ends a message's wait for a lease, because it can use an idle worker."""
 
 
 class Slot(Workers):
@@ -34,23 +49,24 @@ class Slot(Workers):
     Between two calls another thread may end its worker, by :meth:`retire`.
 
     ``turns``: the leases of the run.
-    ``without``: as of a :class:`flower_gpu.workers.call.Call`.
-    ``cores``: the cores of the run; None: they are not counted.
-    ``admit_lines``: decides which lines of its clients are shown.
-    ``is_used_again``: whether the last call had a worker that had run others before.
-    ``workers_started``: how many workers there were.
-    ``max_messages``: number of messages that the app handles at once, as the worker said in the last call.
-    ``ready_s``: seconds from asking for a worker of the last call until the worker was ready to train, by
-    ``is_step`` of the event; empty if the worker may have another call.
-    ``waits_since``: since when the call that was begun waits for its worker, on the clock of
-    ``time.monotonic``.
+    ``without``: as for :class:`flower_gpu.workers.call.Call`.
+    ``cores``: the core leases of the run. None: cores are not counted.
+    ``admit_lines``: decides which lines of the clients are shown.
+    ``is_used_again``: True if the worker of the last call had run earlier calls.
+    ``workers_started``: number of workers that this slot has started.
+    ``max_messages``: number of messages that the app handles at once, as the worker reported in the last
+    call.
+    ``ready_s``: seconds from the request for the last call's worker until it was ready to train, by
+    ``is_step`` of the event. Empty if the worker may get another call.
+    ``waits_since``: start of the current call's wait for its worker, on the clock of ``time.monotonic``, or
+    None.
     """
 
-    #: What a client says of its progress is for the trace; the run has its own display.
+    #: The progress of clients goes to the trace only, because the run has its own display.
     shows_progress = False
-    #: A run counts the host's memory itself.
+    #: The run measures the host's memory itself.
     learns_memory = False
-    #: What the ServerApp sets in the process of the run is not for its clients.
+    #: Settings that the ServerApp changes in the process of the run do not apply to clients.
     takes_over = False
 
     def __init__(
@@ -65,11 +81,10 @@ class Slot(Workers):
         self._place = LeasedLine(Line(), turns)
         self._cores = cores
         self._admit_lines = admit_lines
-        self._calls = 1  # of a worker, at most
+        self._max_calls = 1  # per worker
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
         self._replacing = threading.Lock()
-        # Held while a worker is taken, parked or ended between two calls. Ending one takes seconds, so that
-        # is not the lock that cancel needs.
+        # Ending a worker takes seconds, so cancel needs another lock.
         self._between_calls = threading.RLock()
         self.is_used_again = False
         self.workers_started = 0
@@ -79,40 +94,40 @@ class Slot(Workers):
 
     @property
     def line(self) -> Line:
-        """Where its calls run: what is known of the last one, and of a worker that waits for another."""
+        """The line of workers that runs the calls, with the figures of the last call."""
         return self._place.line
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the call that was begun is to be ended."""
+        """True if the current call was cancelled."""
         return self.line.is_cancelled
 
     @property
     def has_lease(self) -> bool:
-        """Whether its worker waits for another call with a lease."""
+        """True if this slot holds a lease."""
         return self._place.held is not None
 
     @property
     def may_use_again(self) -> bool:
-        """Whether there is a used worker for the next call: here, or one of the run that idles."""
+        """True if a used worker is available for the next call, in this slot or idle in the run."""
         return self.line.has_worker or self._turns.has_idle()
 
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
-        """Choose how a worker is started, once for all calls: it is not this process that is forked."""
+        """Return the start method of workers, chosen once for all calls, since this process is not forked."""
         key = (start_method, server_first)
         if key not in self._chosen:
             self._chosen[key] = start.choose(start_method, server_first=server_first)
         return self._chosen[key]
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
-        """Run a call in a worker."""
+        """Return the result of a call, which runs in a worker."""
         call = replace(call, admit_lines=self._admit_lines, without=self._without)
         self.waits_since = None
         if call.held < 0 and self.has_lease:
-            self.retire()  # it has no use for a GPU
+            self.retire()  # the call does not use a GPU
         place = self._place
         self.is_used_again = False
-        most = 1 if place.is_for_one_call else self._calls
+        max_calls = 1 if place.is_for_one_call else self._max_calls
         self.max_messages = 1
         self.ready_s = {}
         asked_s = time.monotonic()
@@ -123,7 +138,7 @@ class Slot(Workers):
             self.workers_started += not self.is_used_again
             on_start(pid, used)
 
-        def on_told(event: dict[str, Any]) -> None:
+        def on_worker_event(event: dict[str, Any]) -> None:
             if event.get("event") == TAKES_MANY:
                 self.max_messages = event["max_messages"]
             elif event.get("event") == READY:
@@ -131,15 +146,18 @@ class Slot(Workers):
             else:
                 on_event(event)
 
-        return place.line.run(call, method, calls=most, on_start=on_worker, on_event=on_told, **options)
+        return place.line.run(
+            call, method, calls=max_calls, on_start=on_worker, on_event=on_worker_event, **options
+        )
 
     @contextmanager
     def held(self, leasing: Leasing, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
-        """Hold a lease for a call: the one of a worker that is there, or a new one."""
-        is_usual = request == leasing.settings.request  # a second try asks for more than the others do
+        """Hold a lease for a call in the block: the lease of an existing worker, or a new one."""
+        # A second try after running out of memory requests more than other calls.
+        is_usual = request == leasing.settings.request
 
         def fits(place: LeasedLine) -> bool:
-            return is_usual and self._calls > 1 and place.suits(leasing)
+            return is_usual and self._max_calls > 1 and place.suits(leasing)
 
         while not (is_usual and self._may_go_on(leasing)):
             self.idle()
@@ -150,7 +168,7 @@ class Slot(Workers):
                 self._take(leasing, request, fits, is_usual=is_usual)
                 break
             except WorkerIdlesError:
-                pass  # it is taken, unless somebody else was faster
+                pass  # the loop takes the idle worker, unless another thread was faster
         place = self._place
         assert place.held is not None
         place.serve(leasing.label)
@@ -162,7 +180,7 @@ class Slot(Workers):
 
     @contextmanager
     def held_on_cpu(self, leasing_: Leasing) -> Iterator[None]:
-        """Hold cores of the run for a call on the CPU. This process holds them, and no worker."""
+        """Hold cores of the run for a call on the CPU. This process holds the lease, not the worker."""
 
         def check() -> None:
             if self.is_cancelled:
@@ -176,7 +194,7 @@ class Slot(Workers):
         self._turns.end_idle()
 
     def _may_go_on(self, leasing: Leasing) -> bool:
-        """Tell whether a call can have the worker that is here, and its lease."""
+        """Return True if a call can use the slot's worker and its lease."""
         if self._place.held is None or not self.line.has_worker:
             return False
         return self._place.suits(leasing) and not self._turns.is_wanted(self._place.held[1])
@@ -184,7 +202,10 @@ class Slot(Workers):
     def _take(
         self, leasing: Leasing, request: LeaseRequest, fits: Callable[[LeasedLine], bool], *, is_usual: bool
     ) -> None:
-        """Get a new lease, as soon as it is this call's turn to ask."""
+        """Acquire a new lease, as soon as it is this call's turn to request one.
+
+        Raises WorkerIdlesError if the call can use an idle worker instead.
+        """
         began = time.monotonic()
 
         def deadline() -> float:
@@ -198,55 +219,62 @@ class Slot(Workers):
         turn = self._turns.turn(leasing.key.task, leasing.label, deadline, fits)
         with turn if is_usual else nullcontext():
             lease = self._place.take(asking, request)
-        # A call that is measured has all of a GPU, and a second try more than others ask for.
+        # A call that is measured has a whole GPU, and a second try has more than other calls request. Such a
+        # lease is too large to keep.
         self._place.is_for_one_call = not (is_usual and leasing.may_have(lease))
 
     def go_on(self, calls: int) -> None:
-        """Have a used worker for the next call, where there is one; it handles so many calls at most."""
-        self._calls = calls
+        """Prepare for the next call. If workers are used again and this slot has none, take an idle one.
+
+        ``calls``: maximum number of calls per worker.
+        """
+        self._max_calls = calls
         with self._between_calls:
             if calls > 1 and not self.line.has_worker:
                 self._take_idle()
 
     def wait(self) -> None:
-        """Wait for the host's memory with the call that was begun; others may have the lease meanwhile."""
+        """Note that the current call waits for the host's memory. Other calls may use the lease meanwhile."""
         self.waits_since = self.waits_since or time.monotonic()
         self.idle()
 
     def idle(self) -> None:
-        """Let a worker with a lease idle: any message of the run may have it, and others its room."""
+        """Park a worker with a lease.
+
+        Any message of the run may then use it. If another claim needs the room of its lease, the worker ends.
+        """
         with self._between_calls:
             if self.has_lease:
                 self._turns.park(self._replaced(LeasedLine(Line(), self._turns)))
 
     def _take_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
-        """Take a worker that idles, if there is one; there is none here."""
+        """Take an idle worker of the run. Return False if there is none. The slot must not have a worker."""
         place = self._turns.take_idle(fits)
         if place is not None:
             self._replaced(place).close()
         return place is not None
 
     def _replaced(self, place: LeasedLine) -> LeasedLine:
-        """Go to another place; returns the one before."""
+        """Replace the slot's place, and return the previous one. A cancelled call stays cancelled."""
         with self._replacing:
-            before, self._place = self._place, place
+            previous, self._place = self._place, place
             place.line.begin()
-            if before.line.is_cancelled:
+            if previous.line.is_cancelled:
                 place.line.cancel()
-        return before
+        return previous
 
     def retire(self) -> None:
-        """Let the worker that waits for a call end, and give its lease back."""
+        """End the worker that waits for a call, and release its lease. Any thread may call this."""
         with self._between_calls:
             self._place.retire()
 
     def begin(self) -> None:
-        """Take the next call, which :meth:`cancel` means from now on."""
+        """Begin a call. From now on :meth:`cancel` refers to it."""
         self.waits_since = time.monotonic()
         self._place.line.begin()
 
     def cancel(self) -> None:
-        """End the call that was begun, from another thread; it fails."""
+        """Make the current call fail. Another thread calls this."""
         with self._replacing:
             self._place.line.cancel()
         self._turns.wake()
