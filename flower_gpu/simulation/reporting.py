@@ -1,6 +1,6 @@
-"""One run, shown and written down: its events go to the history, the trace and the display.
+"""Showing and recording a run: its events go to the history, the trace and the display.
 
-Its result, as ``result.json`` and as the lines at the end, is made of the trace when the run is over.
+When the run is over, its result is made from the trace: ``result.json``, and the lines of the summary.
 """
 
 from __future__ import annotations
@@ -41,18 +41,25 @@ _OTHER_STRATEGY: Final = (
     "a new run without --resume"
 )
 
-#: The attribute of an error that has ended a run which says where its results are.
+#: Attribute of an error that ended a run. Its value is the folder with the results.
 FOLDER: Final = "folder_of_run"
-_SMALL_BYTES: Final = 4096  # of a table or a result, about
-_FEW: Final = 3  # failures, and messages
+_SMALL_BYTES: Final = 4096  # approximate size of a table or a result
+# Minimum number of failures, and of messages in new workers, before a hint about used workers
+_FEW: Final = 3
 
 
 class Report:
-    """What is known of a run. ``recorder`` has the model; ``summary`` is empty until the run is over.
+    """The display, the history and the files of one run.
 
-    ``run`` records it in the trace of ``folder``; without a folder nothing is written. ``output`` decides
-    which lines of clients are shown. ``resumes``: the kind of strategy of an earlier run that goes on. With
-    ``is_tracked`` all events are in the trace, for those who follow it.
+    ``folder``: folder of the run. None: nothing is written.
+    ``run``: the trace of the run in ``folder``, or None.
+    ``output``: decides which lines of clients are shown.
+    ``progress``: True if progress and the summary are shown.
+    ``resumes``: kind of strategy of the earlier run that is resumed, or None.
+    ``on_resume``: called as soon as it is clear that the run can resume.
+    ``is_tracked``: True if trackers follow the trace, which then has all events.
+    ``recorder``: records the rounds, and has the model.
+    ``summary``: the result as in ``result.json``. Empty until the run is over.
     """
 
     recorder: Recorder
@@ -70,8 +77,8 @@ class Report:
     ) -> None:
         self.folder = folder
         self.history = History(keep_finished=False, keep_rounds=True)
-        self.facts: dict[str, Any] = {}  # of the engine, for the result
-        self.summary: dict[str, Any] = {}  # as in ``result.json``
+        self.facts: dict[str, Any] = {}  # the engine's facts for the result
+        self.summary: dict[str, Any] = {}  # the same content as ``result.json``
         self.is_refused = False
         self._run = run
         self._output = output
@@ -81,7 +88,7 @@ class Report:
         self._is_tracked = is_tracked
         self._end: Event | None = None
         self._is_disk_full = False
-        self._table: MetricsTable | None = None  # once a round is over
+        self._table: MetricsTable | None = None  # None until a round is over
         self._display = make_display(self.history, _stream(), is_shown=progress)
         output.on_first_hidden = self._say_what_is_hidden
         self.failures = FailureLog(None if folder is None else folder.failures, self._display.say)
@@ -95,7 +102,7 @@ class Report:
             self._display.say(text)
 
     def on_event(self, event: Event) -> None:
-        """Take an event of the recorder."""
+        """Handle an event of the recorder."""
         if not self._has_begun:
             self._resume(event)
         self.history.feed([event])
@@ -109,13 +116,16 @@ class Report:
             self.failures.add(Failure.from_event(event, client), is_said=error != NOT_PULLED)
 
     def _say_what_is_hidden(self) -> None:
-        """Say where the other lines of clients are, unless the user has chosen that none is shown."""
+        """Show where the hidden lines of clients are, unless the user asked for none."""
         if self._output.word == "auto":
-            told = f"the first {LINES_PER_ROUND} lines of clients are shown in each round"
-            self.say(f"{told}: {_all_lines(self.folder)}. --client-output all shows them here")
+            text = f"the first {LINES_PER_ROUND} lines of clients are shown in each round"
+            self.say(f"{text}: {_all_lines(self.folder)}. --client-output all shows them here")
 
     def _resume(self, event: Event) -> None:
-        """Go on with what the trace tells so far; nothing is changed in the folder of a run that cannot."""
+        """Continue the history of the trace so far. If the run cannot resume, its folder stays unchanged.
+
+        Raises ConfigError if the app has another strategy than before, or one that cannot be resumed.
+        """
         if event["event"] == "strategy_started" and event["resumes"] != self._resumes:
             self.is_refused = True
             if event["resumes"] is None:
@@ -128,16 +138,17 @@ class Report:
             self.history.feed(trace.read(self.folder.trace))
 
     def _keep(self, event: Event, folder: RunFolder) -> None:
-        """Write an event into the trace; before a new round, what has finished into the table.
+        """Write an event into the trace, and extend the table of metrics before a new round.
 
-        Replies that a strategy aggregates are in the trace for trackers only: each call has lines of its own.
+        Replies that a strategy aggregates go to the trace only for trackers, since each call has its own
+        lines.
         """
         match event["event"]:
             case "reply":
                 error = event["error"]
                 if self._is_tracked or error is not None or (event["metrics"] and not event["aggregated"]):
-                    told = None if error is None else shortened(first_line(error))
-                    write_event({**event, "error": told, "traceback": ""})
+                    short_error = None if error is None else shortened(first_line(error))
+                    write_event({**event, "error": short_error, "traceback": ""})
             case "round_grew" if not self._is_tracked:
                 pass
             case "round_started":
@@ -161,9 +172,9 @@ class Report:
             raise disk_error(error, folder.path, _SMALL_BYTES, text) from error
 
     def end(self, outcome: str, error: BaseException | None) -> None:
-        """Write the model, and note for the trace how the run has ended.
+        """Write the model, and prepare the last event of the trace.
 
-        Raises DiskError if there is no room for the model of a run that was complete.
+        Raises DiskError if the disk has no room for the model of a completed run.
         """
         self._display.close()
         if self.is_refused:
@@ -179,26 +190,27 @@ class Report:
             if error is None:
                 outcome, error = "failed", no_room
         self._is_disk_full = isinstance(error, DiskError)
-        told = {
+        fields = {
             "messages": self.history.messages_sent,
             "failed": self.history.failures.counts.total(),
             "error": None if error is None or outcome == "interrupted" else error_text(error),
             "facts": finite(facts),
         }
-        self._end = trace.make("run_finished", outcome=outcome, **told)
+        self._end = trace.make("run_finished", outcome=outcome, **fields)
         self.history.feed([self._end])
         if self._run is not None:
-            self._run.end_told = told
+            self._run.end_told = fields
         if full is not None:
             if error is full:
                 raise full
             if not self._is_disk_full:
-                _print([f"not all results are written: {full}"])  # what ended the run is told as well
+                # The caller also reports the error that ended the run.
+                _print([f"not all results are written: {full}"])
 
     def conclude(self) -> None:
-        """Write the results, once the trace has the end of the run.
+        """Write the results. Call this once the trace has its last event.
 
-        Raises DiskError if there is no room for the results of a run that was complete.
+        Raises DiskError if the disk has no room for the results of a completed run.
         """
         if self._end is None:
             return
@@ -206,7 +218,8 @@ class Report:
         if self.folder is not None:
             with told_if_slow(self.say, f"reading {self.folder.trace.name} for the result"):
                 history = History.read(self.folder.trace, keep_finished=False)
-            if history.finished_at is None:  # the disk was full
+            if history.finished_at is None:
+                # The disk was full, so the trace does not have the last event.
                 history.feed([self._end])
         self.summary = result_of(history)
         try:
@@ -221,7 +234,7 @@ class Report:
                 _print([f"not all results are written: {full}"])
 
     def show_summary(self) -> None:
-        """Show how the run has ended, if progress is shown: its last lines, also after those of trackers."""
+        """Show the summary, if progress is shown. It comes last, even after the lines of trackers."""
         if self._is_shown and self.summary:
             _print(lines_of(self.summary, self.folder))
 
@@ -234,13 +247,15 @@ def reported(
     verbose: bool | None = None,
     keep_going: bool = False,
 ) -> Iterator[Report]:
-    """Show a run and write it down, while in the context.
+    """Show and record a run in the block.
 
-    ``verbose``: whether Flower's log lines are shown, or are written into the folder. None: shown, but not in
-    a notebook.
+    ``verbose``: True if Flower's log lines are shown, False if they are written into the folder. None: shown,
+    but not in a notebook.
+    ``keep_going``: True if the run continues when all clients fail.
 
-    Raises SimulationStoppedError in the place of a KeyboardInterrupt.
-    Raises RunEndedError if all clients fail, or one in a way that ends the run, and not ``keep_going``.
+    Raises SimulationStoppedError in place of a KeyboardInterrupt.
+    Raises RunEndedError if all clients fail, or a client fails in a way that ends the run, unless
+    ``keep_going``.
     """
     folder = report.folder
     log = None if folder is None else folder.log("run")
@@ -272,7 +287,7 @@ def reported(
 
 
 def lines_of(summary: Mapping[str, Any], folder: RunFolder | None) -> list[str]:
-    """Write the result of a simulation for people."""
+    """Return the lines of a simulation's summary, for people."""
     recycling = summary.get("recycling") or {}
     more = [("recycling", verifying.text(recycling))] if "compared" in recycling else []
     batches = summary.get("batches") or {}
@@ -287,9 +302,10 @@ def lines_of(summary: Mapping[str, Any], folder: RunFolder | None) -> list[str]:
 
 
 def _only_used_workers_failed(summary: Mapping[str, Any]) -> list[str]:
-    """Return a hint if messages failed in workers that had handled others before, and in no new worker.
+    """Return a hint if messages failed in used workers, and never in a new one.
 
-    A few failures may be there by chance, because most messages are handled by used workers.
+    A few failures do not count. They may all be in used workers by chance, because these handle most
+    messages.
     """
     new, used = (summary.get("calls_by_use", {}).get(name, {}) for name in ("new", "used"))
     if new.get("failed") or min(new.get("count", 0), used.get("failed", 0)) < _FEW:
@@ -302,7 +318,7 @@ def _only_used_workers_failed(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _all_lines(folder: RunFolder | None) -> str:
-    """Return where all lines of clients are."""
+    """Return a text that says where all lines of clients are."""
     return (
         "a run without a folder keeps no others"
         if folder is None
@@ -328,5 +344,8 @@ def _print(lines: list[str]) -> None:
 
 
 def _stream() -> TextIO | None:
-    """Return the stream of progress and summary: stdout in a notebook, where stderr looks like an error."""
+    """Return the stream of progress and summary: stderr, but stdout in a notebook.
+
+    A notebook shows stderr like an error.
+    """
     return sys.stdout if in_notebook() else sys.stderr

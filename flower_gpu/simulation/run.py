@@ -1,4 +1,16 @@
-"""One simulated run: a ServerApp in this process, its virtual nodes in workers of this or other hosts."""
+"""One simulated run: the ServerApp runs in this process, the virtual nodes in workers of one or more hosts.
+
+:func:`simulate` puts a run together. :class:`RunPlan` checks the arguments, :class:`_Record` opens the run's
+folder and trace, the hosts start workers, and the grid sends the ServerApp's messages to the hosts.
+
+All parts close in the reverse order on an ``ExitStack``, so the order of the callbacks matters. First the
+grid closes, so that no message is sent. Then the hosts end their workers, and after that the dispatcher's
+threads end. Only then is the trace complete and the result is made of it. The summary is shown last, because
+trackers may log warnings while they end.
+
+Only one run at a time is possible in a process. Environment variables, Flower's classes and Flower's task
+identity belong to the whole process.
+"""
 
 from __future__ import annotations
 
@@ -77,93 +89,66 @@ def simulate(
     client_output: ClientOutputWord = OPTIONS["client_output"].default,
     **options: Unpack[CallOptions],
 ) -> SimulationResult:
-    """Run a Flower app on virtual nodes of this machine.
+    """Run a Flower app on virtual nodes, and return its result.
 
-    Its ServerApp runs in this process. Each message to a node is handled by the ClientApp in a worker, which
-    has a lease if it uses a GPU.
+    The ServerApp runs in this process. The ClientApp handles each message in a worker process, which holds a
+    lease if it uses a GPU.
 
-    Parameters
-    ----------
-    app : str, Path, or tuple of ServerApp and ClientApp
-        The app's folder with its ``pyproject.toml``, or the two apps themselves, as in a notebook.
-    num_supernodes : int
-        How many virtual nodes there are. They have ``partition-id`` and ``num-partitions`` in their node
-        configs.
-    rounds : int, optional
-        Number of rounds: ``num-server-rounds`` of the run config. Default: the app's own.
-    run_config : mapping, optional
-        Values in the place of the app's own.
-    max_workers : int, optional
-        How many messages are handled at a time, at most. Default: as many as there are cores (one more
-        while messages are short), or as there are shares of the GPUs. Leases and memory may let fewer run.
-    calls_per_worker : int, optional
-        How many messages a worker handles before it ends, at most. Default: 1000, or 1 with
-        ``deterministic``. What it keeps from one message to the next are modules with their globals.
-    verify_recycling : bool
-        Whether each message of a used worker is handled by a new one as well, to compare the results: a
-        check of the app, in which messages are handled more than once.
-    order : str
-        Which messages of a round are handled first: ``"longest"``, those that are expected to take longest by
-        what was learned of their clients, or ``"sent"``, those that the strategy sends first.
-    mps : bool
-        Whether workers compute on a GPU at the same time, each on its share of the processors, by an MPS
-        daemon of this run. A fault of one of them on the GPU ends the calls of all.
-    seed : int, optional
-        Seed of the node ids and of all random numbers, those of the ServerApp and of the clients: the same
-        seed gives the same initial model and the same sampled clients. Default: drawn, and written to
-        ``result.json``.
-    log_dir : str or Path, optional
-        Where the folder with the results is made; None keeps none.
-    resume : str or Path, optional
-        The folder of an earlier run: goes on after its last finished round, with its run config and seed
-        where these are not given.
-    progress : bool
-        Whether progress and a summary are shown, on stderr; in a notebook as bars if it has
-        ipywidgets, else as lines.
-    verbose : bool, optional
-        Whether Flower's log lines are shown. If not, they are in ``run.log`` in the run's folder, and
-        warnings and errors are shown as well. Default: shown, but not in a notebook.
-    state_memory : int or str
-        How much the nodes' states may take in memory together before they go to the disk: ``"1GiB"``, or
-        bytes.
-    clients : mapping, optional
-        What single clients have of their own: by partition, such as ``7``, ``"0-9"``, ``"*"`` or ``"*/4"``, a
-        mapping with the keys of ``--clients-table``, such as ``{"slow-down": 4}``.
-    keep_going : bool
-        Whether the run goes on when every client failed in its first round, or in three rounds in a row.
-    deterministic : bool
-        Whether the same seed gives the same model in each bit, whatever the number of workers. What would
-        change that ends the run. Python must have been started with ``PYTHONHASHSEED=0``.
-    ray_address : str, optional
-        Of a Ray cluster whose hosts handle the messages: ``"auto"``, ``"host:port"``, ``"ray://host:port"``.
-        Default: this machine does. ``max_workers`` is for each host then.
-    trackers : str or sequence of str, optional
-        Where figures of rounds, clients and GPUs are sent while the run goes on: ``"tensorboard"``,
-        ``"wandb"``, ``"mlflow"``. A resumed run goes on in the trackers' own runs, by default in all of those
-        that it had.
-    client_output : str
-        Which lines of clients are shown: ``"auto"``, the first 20 of each round, or all if no progress is
-        shown; ``"all"``; or ``"file"``, none. All of them are in ``clients.log`` in the run's folder.
-    **options
-        How each message's worker runs, and how much of a GPU it gets: see :class:`flower_gpu.CallOptions`.
+    Parameters ---------- app : str, Path, or tuple of ServerApp and ClientApp Folder of the app with its
+    ``pyproject.toml``, or the two apps themselves, as in a notebook. num_supernodes : int Number of virtual
+    nodes. Their node configs contain ``partition-id`` and ``num-partitions``. rounds : int, optional Number
+    of rounds: ``num-server-rounds`` of the run config. Default: the app's own value. run_config : mapping,
+    optional Values that override the app's run config. max_workers : int, optional Maximum number of messages
+    in flight. Default: the number of cores (one more while messages are short) or the number of shares of the
+    GPUs. Leases and memory may reduce this number. calls_per_worker : int, optional Maximum number of
+    messages that a worker handles before it ends. Default: 1000, or 1 with ``deterministic``. Modules and
+    their globals persist in a worker from one message to the next. verify_recycling : bool If True, a new
+    worker also handles each message of a used worker, and the results are compared. This checks the app, and
+    handles messages more than once. order : str Order of the messages of a round. ``"longest"`` starts with
+    the messages that are expected to take longest, from earlier messages to their clients. ``"sent"`` keeps
+    the strategy's order. mps : bool If True, workers compute on a GPU at the same time through an MPS daemon
+    of this run, each on its share of the processors. A fault of one worker on the GPU ends the calls of all
+    others there. seed : int, optional Seed of the node ids and of all random numbers of the ServerApp and the
+    clients. The same seed gives the same initial model and the same sampled clients. Default: drawn, and
+    written to ``result.json``. log_dir : str or Path, optional Parent of the folder with the results. None:
+    no folder is created. resume : str or Path, optional Folder of an earlier run. The run continues after the
+    last finished round. Its run config and seed apply unless they are given. progress : bool If True,
+    progress and a summary are shown on stderr. A notebook shows bars if ipywidgets is installed, otherwise
+    lines. verbose : bool, optional If True, Flower's log lines are shown. Otherwise they go to ``run.log`` in
+    the run's folder, and warnings and errors are shown as well. Default: True, but False in a notebook.
+    state_memory : int or str Memory for the states of all nodes together, in bytes or as in ``"1GiB"``.
+    Further states go to the disk. clients : mapping, optional Options of single clients, by partition: ``7``,
+    ``"0-9"``, ``"*"`` or ``"*/4"``. Each value is a mapping with the keys of ``--clients-table``, such as
+    ``{"slow-down": 4}``. keep_going : bool If True, the run continues even if every client failed in its
+    first round or in three rounds in a row. deterministic : bool If True, the same seed gives the same model
+    bit for bit, with any number of workers. Anything that would change the model ends the run. Python must
+    have been started with ``PYTHONHASHSEED=0``. ray_address : str, optional Address of a Ray cluster whose
+    hosts handle the messages: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``. ``max_workers`` then
+    applies to each host. Default: this machine handles them. trackers : str or sequence of str, optional
+    Destinations for figures of rounds, clients and GPUs during the run: ``"tensorboard"``, ``"wandb"``,
+    ``"mlflow"``. A resumed run continues the trackers' own runs, by default of all trackers that it had.
+    client_output : str Lines of clients that are shown. ``"auto"``: the first 20 of each round, or all if no
+    progress is shown. ``"all"``: all lines. ``"file"``: no lines. ``clients.log`` in the run's folder always
+    has all of them. **options Options of each message's worker, and its share of a GPU: see
+    :class:`flower_gpu.CallOptions`.
 
     Returns
     -------
     SimulationResult
-        The server's context, the model, what came of the run, and the rounds.
+        The server's context, the final model, the summary and the rounds.
 
     Raises
     ------
     ConfigError
-        If something that was given cannot be used, or this process simulates another run.
+        If an argument cannot be used, or this process already simulates another run.
     SimulationStoppedError
         After Ctrl-C.
     ClientsFailedError
-        If every client failed, and not ``keep_going``.
+        If every client failed, unless ``keep_going``.
     NotDeterministicError
-        If a deterministic run had another result the next time, and not ``keep_going``.
+        If a deterministic run might have another result the next time, unless ``keep_going``.
     Exception
-        What the ServerApp raised.
+        Any error that the ServerApp raised.
 
     Examples
     --------
@@ -191,7 +176,7 @@ def simulate(
     plan = RunPlan.of(app, given, run_config or {}, trackers, options)
     with ExitStack() as stack:
         stack.enter_context(_alone())
-        # Without progress there are no lines of rounds that have to stay in sight.
+        # Without progress there are no round lines that client output could push out of sight.
         shows_all = plan.client_output == "auto" and not progress
         output = ClientOutput("all" if shows_all else plan.client_output)
         hosts = _hosts(plan, stack, output)
@@ -213,11 +198,15 @@ def simulate(
 
 
 class _Record:
-    """Where a run is written down, and what it goes on from; without a folder nothing stays but states."""
+    """The files of a run: its folder, trace, states and checkpoints. A resumed run also has its last state.
+
+    Without a folder there is no trace and no checkpoint, and the states are in a temporary folder.
+    """
 
     def __init__(self, plan: RunPlan, hosts: Hosts, stack: ExitStack) -> None:
-        """Make the folder, or go on in that of the earlier run; ``stack`` closes all that."""
-        self._followers = tracking.Tracking(plan.trackers)  # first: a library may be missing
+        """Create the folder, or use the folder of the earlier run. ``stack`` closes all files."""
+        # This comes before anything is written, because the library of a tracker may be missing.
+        self._followers = tracking.Tracking(plan.trackers)
         self.folder = plan.folder
         settings = dict(plan.before)
         if self.folder is None and plan.log_dir is not None:
@@ -225,7 +214,8 @@ class _Record:
             self.folder = RunFolder.create(plan.log_dir)
         self._report: Report | None = None
         self._run: RecordedRun | None = None
-        stack.callback(self._show_summary)  # first in, last out: trackers may warn while they end
+        # First in, last out: trackers may log warnings while they end, and the summary comes after these.
+        stack.callback(self._show_summary)
         if self.folder is None:
             stack.callback(self._conclude)
         else:
@@ -233,7 +223,7 @@ class _Record:
         self.states = StateStore(_state_folder(self.folder, stack), plan.state_memory_bytes)
         stack.callback(self.states.close)
         self.checkpoints: Checkpoints | None = None
-        self.state: RoundState | None = None  # of the run that goes on
+        self.state: RoundState | None = None  # state of the run that is resumed
         if self.folder is not None:
             self.checkpoints = Checkpoints(self.folder.checkpoint, self.states, plan.identity(hosts))
             self.state = self.checkpoints.read() if plan.resumes else None
@@ -246,14 +236,14 @@ class _Record:
         settings: Mapping[str, Any],
         stack: ExitStack,
     ) -> None:
-        """Begin the trace; the one of a run that goes on says so only when it is clear that it can."""
+        """Begin the trace. A resumed run writes nothing into it until it is clear that it can resume."""
         stack.enter_context(restored_environment([RUN_DIR_VARIABLE]))
         os.environ[RUN_DIR_VARIABLE] = str(folder.path)
         name, clients = plan.work.name, len(plan.work.nodes.ids)
-        told = {"run_config": plan.work.nodes.run_config, "clients": clients, "engine": "simulate"}
-        told = {**settings, **plan.identity(hosts), **told}
+        facts = {"run_config": plan.work.nodes.run_config, "clients": clients, "engine": "simulate"}
+        facts = {**settings, **plan.identity(hosts), **facts}
         # First in, last out: the last look at the GPUs is when all workers are gone, and trackers get it.
-        stack.enter_context(self._followers.following(folder.path, name, told, resumes=plan.resumes))
+        stack.enter_context(self._followers.following(folder.path, name, facts, resumes=plan.resumes))
         stack.callback(self._conclude)
         self._run = stack.enter_context(
             recorded_run(
@@ -276,7 +266,7 @@ class _Record:
         progress: bool,
         verbose: bool | None,
     ) -> Report:
-        """Begin to show and to record the run."""
+        """Begin to show and record the run, and return its report."""
 
         def begin_again() -> None:
             if self._run is not None:
@@ -310,9 +300,9 @@ class _Record:
 
 
 def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: ExitStack) -> SimulationGrid:
-    """Return the grid of a run whose messages the hosts handle."""
+    """Return the grid of a run, which sends messages to the hosts. ``stack`` closes it and the hosts."""
     work, nodes, durations = plan.work, plan.work.nodes, Durations()
-    # With one worker no order is faster.
+    # With a single worker, the order does not change the duration.
     has_longest_first = plan.order == "longest" and hosts.about.concurrency > 1
     dispatcher = Dispatcher(nodes, record.states, nodes.seed, durations)
     grid = SimulationGrid(
@@ -322,7 +312,8 @@ def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: E
         sums_in_order=work.is_deterministic,
         is_strict=work.is_strict,
     )
-    stack.callback(dispatcher.wait)  # last: without its threads Ray can be left
+    # Called after the hosts have closed. Once the threads have ended, Ray can be disconnected.
+    stack.callback(dispatcher.wait)
     stack.callback(hosts.close)
     stack.callback(grid.close)
     hosts.begin(dispatcher.joined)
@@ -361,8 +352,8 @@ def _run_server(
 def _seeded(seed: int) -> Iterator[None]:
     """Seed every random number generator that the ServerApp may use.
 
-    Strategies sample nodes with Python's or NumPy's generator. Apps initialize their model with that of a
-    framework, which is seeded right after its import if the app imports it later.
+    Strategies sample nodes with Python's or NumPy's generator. Apps initialize their model with the generator
+    of a framework. If the app imports the framework later, it is seeded right after the import.
     """
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
@@ -372,7 +363,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _hosts(plan: RunPlan, stack: ExitStack, output: ClientOutput) -> Hosts:
-    """Return the hosts: this machine, or those of a cluster."""
+    """Return this machine as the only host, or the hosts of a Ray cluster."""
     if plan.ray_address is None:
         return LocalHost(plan.work, output.admit)
     from flower_gpu.simulation.cluster.hosts import RayHosts, connected
@@ -393,7 +384,7 @@ def _loaded(reference: str, folder: Path | None) -> ServerApp:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Have no other run in this process: variables, Flower's classes and its identity are the process's."""
+    """Prevent a second run in this process: runs change its environment, Flower's classes and its identity."""
     if not _is_running.acquire(blocking=False):
         raise ConfigError(
             "this process simulates a run already, and can do one at a time: wait for its end, or start the "
@@ -407,13 +398,13 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _identity(run_id: int) -> Iterator[None]:
-    """Be the SuperLink's side of a run: else Flower lets nobody make a message."""
-    before = message_call.identity()
+    """Give this process the identity of a SuperLink's task. Without one, Flower creates no messages."""
+    previous = message_call.identity()
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, SUPERLINK_NODE_ID, 1
     try:
         yield
     finally:
-        message_call.assume(before)
+        message_call.assume(previous)
 
 
 def _state_folder(folder: RunFolder | None, stack: ExitStack) -> Path:
