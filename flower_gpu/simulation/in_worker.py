@@ -1,4 +1,9 @@
-"""What a worker does with a message: it loads the app, and has the process as the first client found it."""
+"""The task of a simulation's worker: it loads the app and handles messages.
+
+A used worker must behave like a new one. So each client finds the process in the state that the first client
+found: settings and flags are restored, random numbers are seeded, and context variables are fresh. Modules
+and their globals stay, because importing them again takes too long.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +32,20 @@ from flower_gpu.simulation.process_state import ProcessState
 from flower_gpu.workers import events, threads
 from flower_gpu.workers.own_process import facts
 
-_SEED_WORDS: Final = 8  # of 32 bits
+_SEED_WORDS: Final = 8  # length of a seed, in words of 32 bits
 
 
 @dataclass(frozen=True)
 class AppReference:
     """A ClientApp that workers import."""
 
-    folder: Path  # the app's folder, which goes first on ``sys.path``
+    folder: Path  # folder of the app, the first one on ``sys.path``
     name: str  # ``"package.module:attribute"``
 
     def load(self) -> ClientApp:
-        """Import it.
+        """Import and return the app.
 
-        Raises LoadClientAppError if that fails, or it is something else.
+        Raises LoadClientAppError if the import fails, or if the attribute is not a ClientApp.
         """
         with missing_packages_named(self.folder):
             app = load_app(self.name, LoadClientAppError, self.folder)
@@ -49,10 +54,10 @@ class AppReference:
         return app
 
 
-#: The event by which a worker says that the app handles several messages of this type at once.
+#: Event of a worker whose app handles several messages of this type at once.
 TAKES_MANY: Final = "takes_many"
-#: The event by which a worker that is there for one message says that the app's function begins, and that the
-#: function has come to the first step of an optimizer: ``is_step`` tells these apart.
+#: Event of a worker that handles a single message. With ``is_step`` False the app's function begins, with
+#: True it has reached the first step of an optimizer.
 READY: Final = "ready"
 
 
@@ -64,12 +69,12 @@ def handle(
     contexts: Sequence[Context],
     identity: Mapping[str, Any],
 ) -> list[message_call.Replied]:
-    """Handle the messages of one assignment; runs in a worker. Return each reply and state.
+    """Return the replies and states for the messages of one assignment. This runs in a worker.
 
-    ``seeds``: one per message. The process is seeded for the first message. An app that handles several at
-    once asks for the others by :func:`flower_gpu.message_seed`.
-    ``slow_down``: how many times as long the app's function is to take, without imports. They are made for
-    the first message of a worker, whichever client that is for.
+    ``seeds``: one seed per message. The process is seeded for the first message. An app that handles several
+    messages at once gets the other seeds from :func:`flower_gpu.message_seed`.
+    ``slow_down``: factor for the duration of the app's function. Imports do not count, because the first
+    message of a worker pays for them, whichever client it is for.
     """
     loaded = load(app, seeds[0])
     for message, seed in zip(messages, seeds, strict=True):
@@ -79,22 +84,24 @@ def handle(
         events.send(TAKES_MANY, max_messages=handler.max_messages)
     with as_first(seeds[0]):
         began_s = time.monotonic() - facts.import_s
-        # In a context of its own, so that context variables are those of a new worker as well.
+        # The copied context gives the client the context variables of a new worker.
         folder = app.folder if isinstance(app, AppReference) else None
         with _ready_told(), missing_packages_named(folder):
             handled = copy_context().run(_replies, loaded, handler, messages, contexts, identity)
         took_s = time.monotonic() - facts.import_s - began_s
         if slow_down > 1:
-            events.send("progress", desc="slow-down", n=0, total=1)  # top and the trace show it
-        # With its lease: a slow device would be busy all that time.
+            # Shown by ``flower-gpu top`` and the trace
+            events.send("progress", desc="slow-down", n=0, total=1)
+        # The worker keeps its lease meanwhile, because a slow device would be busy all this time.
         time.sleep((slow_down - 1) * max(0.0, took_s))
         return handled
 
 
 @contextmanager
 def _ready_told() -> Iterator[None]:
-    """Tell in the block when a worker that is there for one message is ready to train."""
-    if facts.may_stay:  # others have been ready for long
+    """Report in the block when a worker for a single message is ready to train."""
+    if facts.may_stay:
+        # A worker for several messages gets ready only once, so its time does not matter.
         yield
         return
     events.send(READY, is_step=False)
@@ -105,11 +112,13 @@ def _ready_told() -> Iterator[None]:
 def handle_deterministically(
     app: AppReference | ClientApp, seeds: Sequence[int], *args: Any
 ) -> list[message_call.Replied]:
-    """Handle a message by algorithms that give the same bits each time; others raise an error."""
+    """Handle a message with algorithms that give the same bits each time. Other algorithms raise an error."""
 
     def prepare(framework: Framework, is_new: bool) -> None:
         framework.be_deterministic()
-        if is_new:  # later workers find it loaded, and seeded
+        if is_new:
+            # Later workers are forked with the framework loaded, and are seeded before the message. So a
+            # framework that is imported during the message is seeded here.
             framework.seed(seeds[0])
 
     with frameworks.each_loaded(prepare):
@@ -138,41 +147,43 @@ def load(app: AppReference | ClientApp, seed: int) -> ClientApp:
     if isinstance(app, ClientApp):
         return app
     if app not in _loaded:
-        seed_all(seed)  # what the app's modules draw when they are imported is the client's, too
+        # The app's modules may draw random numbers when they are imported.
+        seed_all(seed)
         _loaded[app] = app.load()
     return _loaded[app]
 
 
 @contextmanager
 def as_first(seed: int) -> Iterator[None]:
-    """Give a client, in the block, the state of this process that its first client found, and a seed."""
+    """Seed this process, and restore the state that its first client found. The client runs in the block."""
     global _found
     if _found is not None:
         count = os.environ.get(threads.VARIABLE, "")
         _found.restore()
-        if count != os.environ.get(threads.VARIABLE, ""):  # a client's own number of cores
+        if count != os.environ.get(threads.VARIABLE, ""):
+            # A client may have its own number of cores, which the restored state must not override.
             os.environ[threads.VARIABLE] = count
             threads.apply()
     elif facts.may_stay:
         _found = ProcessState()
     seed_all(seed)
-    had = frameworks.loaded()
+    previous = frameworks.loaded()
     try:
         yield
     finally:
-        # The flags of a framework that this client has imported are unknown as they were before.
-        has_new = any(next(new.settings(), None) for new in frameworks.loaded() if new not in had)
+        # If the client imported a framework, the original flags of the framework are unknown.
+        has_new = any(next(new.settings(), None) for new in frameworks.loaded() if new not in previous)
         if has_new or (_found is not None and not _found.can_be_restored()):
             facts.has_to_leave = True
 
 
 def seed_of(place: str) -> int:
-    """Return the seed for one place in a run: each text has its own, and always the same one."""
+    """Return the seed for one place in a run. The same text always gives the same seed."""
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=4 * _SEED_WORDS).digest(), "little")
 
 
 def seed_all(seed: int) -> None:
-    """Seed the random numbers of Python, numpy and imported frameworks by a seed of :func:`seed_of`."""
+    """Seed the generators of Python, NumPy and imported frameworks with a seed of :func:`seed_of`."""
     random.seed(seed)
     np.random.seed([seed >> 32 * word & 0xFFFFFFFF for word in range(_SEED_WORDS)])
     for framework in frameworks.loaded():
