@@ -94,43 +94,68 @@ def simulate(
     The ServerApp runs in this process. The ClientApp handles each message in a worker process, which holds a
     lease if it uses a GPU.
 
-    Parameters ---------- app : str, Path, or tuple of ServerApp and ClientApp Folder of the app with its
-    ``pyproject.toml``, or the two apps themselves, as in a notebook. num_supernodes : int Number of virtual
-    nodes. Their node configs contain ``partition-id`` and ``num-partitions``. rounds : int, optional Number
-    of rounds: ``num-server-rounds`` of the run config. Default: the app's own value. run_config : mapping,
-    optional Values that override the app's run config. max_workers : int, optional Maximum number of messages
-    in flight. Default: the number of cores (one more while messages are short) or the number of shares of the
-    GPUs. Leases and memory may reduce this number. calls_per_worker : int, optional Maximum number of
-    messages that a worker handles before it ends. Default: 1000, or 1 with ``deterministic``. Modules and
-    their globals persist in a worker from one message to the next. verify_recycling : bool If True, a new
-    worker also handles each message of a used worker, and the results are compared. This checks the app, and
-    handles messages more than once. order : str Order of the messages of a round. ``"longest"`` starts with
-    the messages that are expected to take longest, from earlier messages to their clients. ``"sent"`` keeps
-    the strategy's order. mps : bool If True, workers compute on a GPU at the same time through an MPS daemon
-    of this run, each on its share of the processors. A fault of one worker on the GPU ends the calls of all
-    others there. seed : int, optional Seed of the node ids and of all random numbers of the ServerApp and the
-    clients. The same seed gives the same initial model and the same sampled clients. Default: drawn, and
-    written to ``result.json``. log_dir : str or Path, optional Parent of the folder with the results. None:
-    no folder is created. resume : str or Path, optional Folder of an earlier run. The run continues after the
-    last finished round. Its run config and seed apply unless they are given. progress : bool If True,
-    progress and a summary are shown on stderr. A notebook shows bars if ipywidgets is installed, otherwise
-    lines. verbose : bool, optional If True, Flower's log lines are shown. Otherwise they go to ``run.log`` in
-    the run's folder, and warnings and errors are shown as well. Default: True, but False in a notebook.
-    state_memory : int or str Memory for the states of all nodes together, in bytes or as in ``"1GiB"``.
-    Further states go to the disk. clients : mapping, optional Options of single clients, by partition: ``7``,
-    ``"0-9"``, ``"*"`` or ``"*/4"``. Each value is a mapping with the keys of ``--clients-table``, such as
-    ``{"slow-down": 4}``. keep_going : bool If True, the run continues even if every client failed in its
-    first round or in three rounds in a row. deterministic : bool If True, the same seed gives the same model
-    bit for bit, with any number of workers. Anything that would change the model ends the run. Python must
-    have been started with ``PYTHONHASHSEED=0``. ray_address : str, optional Address of a Ray cluster whose
-    hosts handle the messages: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``. ``max_workers`` then
-    applies to each host. Default: this machine handles them. trackers : str or sequence of str, optional
-    Destinations for figures of rounds, clients and GPUs during the run: ``"tensorboard"``, ``"wandb"``,
-    ``"mlflow"``. A resumed run continues the trackers' own runs, by default of all trackers that it had.
-    client_output : str Lines of clients that are shown. ``"auto"``: the first 20 of each round, or all if no
-    progress is shown. ``"all"``: all lines. ``"file"``: no lines. ``clients.log`` in the run's folder always
-    has all of them. **options Options of each message's worker, and its share of a GPU: see
-    :class:`flower_gpu.CallOptions`.
+    Parameters
+    ----------
+    app : str, Path, or tuple of ServerApp and ClientApp
+        Folder of the app with its ``pyproject.toml``, or the two apps themselves, as in a notebook.
+    num_supernodes : int
+        Number of virtual nodes. Their node configs contain ``partition-id`` and ``num-partitions``.
+    rounds : int, optional
+        Number of rounds: ``num-server-rounds`` of the run config. Default: the app's own value.
+    run_config : mapping, optional
+        Values that override the app's run config.
+    max_workers : int, optional
+        Maximum number of messages in flight. Default: the number of cores (one more while messages are short)
+        or the number of shares of the GPUs. Leases and memory may reduce this number.
+    calls_per_worker : int, optional
+        Maximum number of messages that a worker handles before it ends. Default: 1000, or 1 with
+        ``deterministic``. Modules and their globals persist in a worker from one message to the next.
+    verify_recycling : bool
+        If True, a new worker also handles each message of a used worker, and the results are compared. This
+        checks the app, and handles messages more than once.
+    order : str
+        Order of the messages of a round. ``"longest"`` starts with the messages that are expected to take
+        longest, from earlier messages to their clients. ``"sent"`` keeps the strategy's order.
+    mps : bool
+        If True, workers compute on a GPU at the same time through an MPS daemon of this run, each on its
+        share of the processors. A fault of one worker on the GPU ends the calls of all others there.
+    seed : int, optional
+        Seed of the node ids and of all random numbers of the ServerApp and the clients. The same seed gives
+        the same initial model and the same sampled clients. Default: drawn, and written to ``result.json``.
+    log_dir : str or Path, optional
+        Parent of the folder with the results. None: no folder is created.
+    resume : str or Path, optional
+        Folder of an earlier run. The run continues after the last finished round. Its run config and seed
+        apply unless they are given.
+    progress : bool
+        If True, progress and a summary are shown on stderr. A notebook shows bars if ipywidgets is installed,
+        otherwise lines.
+    verbose : bool, optional
+        If True, Flower's log lines are shown. Otherwise they go to ``run.log`` in the run's folder, and
+        warnings and errors are shown as well. Default: True, but False in a notebook.
+    state_memory : int or str
+        Memory for the states of all nodes together, in bytes or as in ``"1GiB"``. Further states go to the
+        disk.
+    clients : mapping, optional
+        Options of single clients, by partition: ``7``, ``"0-9"``, ``"*"`` or ``"*/4"``. Each value is a
+        mapping with the keys of ``--clients-table``, such as ``{"slow-down": 4}``.
+    keep_going : bool
+        If True, the run continues even if every client failed in its first round or in three rounds in a row.
+    deterministic : bool
+        If True, the same seed gives the same model bit for bit, with any number of workers. Anything that
+        would change the model ends the run. Python must have been started with ``PYTHONHASHSEED=0``.
+    ray_address : str, optional
+        Address of a Ray cluster whose hosts handle the messages: ``"auto"``, ``"host:port"`` or
+        ``"ray://host:port"``. ``max_workers`` then applies to each host. Default: this machine handles them.
+    trackers : str or sequence of str, optional
+        Destinations for figures of rounds, clients and GPUs during the run: ``"tensorboard"``, ``"wandb"``,
+        ``"mlflow"``. A resumed run continues the trackers' own runs, by default of all trackers that it had.
+    client_output : str
+        Lines of clients that are shown. ``"auto"``: the first 20 of each round, or all if no progress is
+        shown. ``"all"``: all lines. ``"file"``: no lines. ``clients.log`` in the run's folder always has all
+        of them.
+    **options
+        Options of each message's worker, and its share of a GPU: see :class:`flower_gpu.CallOptions`.
 
     Returns
     -------
@@ -384,7 +409,7 @@ def _loaded(reference: str, folder: Path | None) -> ServerApp:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Prevent a second run in this process: runs change its environment, Flower's classes and its identity."""
+    """Prevent a second run in this process: runs change its environment, Flower's classes and identity."""
     if not _is_running.acquire(blocking=False):
         raise ConfigError(
             "this process simulates a run already, and can do one at a time: wait for its end, or start the "
