@@ -1,7 +1,8 @@
-"""Checks in a run of its own whether an app depends on the state of earlier clients in a worker.
+"""A check whether an app depends on the state that earlier clients left in a worker.
 
-A used worker handles a message, and then a new one does, whose reply counts. Where the two differ, a second
-new worker tells what the app gives other values of each time: that says nothing about used workers.
+The check is a run of its own. A used worker handles each message, and then a new worker handles it again. The
+reply of the new worker counts. If the results differ, a second new worker shows which values change each time
+anyway. Such values say nothing about used workers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.logger import log
 
-#: What is said when such a run begins.
+#: Note at the start of such a run.
 NOTE: Final = (
     "this run is a check: messages are handled in used workers and again in new ones, to compare the "
     "results. The app writes its own files more than once"
@@ -24,15 +25,15 @@ NOTE: Final = (
 _MOST_NAMES: Final = 3
 _ARRAY: Final = "array "
 
-#: What differs between two results, and how much relative to the largest value; infinity without a size.
+#: Differences between two results by name, relative to the largest value. Infinity if no size can be given.
 Differences = dict[str, float]
 
 
 @dataclass
 class Handled:
-    """What came of a message: the reply, or why there is none; the client's context.
+    """The result of a message: the reply or the error, and the client's context.
 
-    ``call_s``: what the call took in its worker, if that is to be learned.
+    ``call_s``: seconds of the call in its worker, or None if they are not representative.
     """
 
     context: Context
@@ -42,7 +43,7 @@ class Handled:
 
 
 class Verifier:
-    """Collects comparisons. Methods may be called by several threads."""
+    """Collects comparisons. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,12 +54,12 @@ class Verifier:
         self._largest = 0.0
 
     def compared(self, kind: str, client: str, used: Differences, noise: Differences) -> None:
-        """Take note of a message, and say what was different.
+        """Record the comparison of a message, and log the first difference of its client.
 
-        ``kind``: the message's type.
-        ``client``: whose it is.
-        ``used``: what was different between a new worker and a used one.
-        ``noise``: the same between two new ones.
+        ``kind``: type of the message.
+        ``client``: name of the client.
+        ``used``: differences between a new worker and a used one.
+        ``noise``: differences between two new workers.
         """
         different = {name: size for name, size in used.items() if name not in noise}
         with self._lock:
@@ -91,19 +92,19 @@ class Verifier:
 
 
 def text(facts: dict[str, Any]) -> str:
-    """Say in one sentence what :meth:`Verifier.facts` has."""
-    found = f"{facts['compared']} messages of {facts['compared_clients']} clients compared"
+    """Return the facts of :meth:`Verifier.facts` as a sentence."""
+    sentence = f"{facts['compared']} messages of {facts['compared_clients']} clients compared"
     if facts["noisy_clients"]:
-        named = _listed(facts["noisy_clients"])
-        found += f"; new workers give different results for the same message of clients {named}"
+        clients = _listed(facts["noisy_clients"])
+        sentence += f"; new workers give different results for the same message of clients {clients}"
     if facts["different_clients"]:
-        named = _listed(facts["different_clients"])
-        return f"{found}; used workers give other results than new ones for clients {named}"
-    return found if facts["noisy_clients"] else f"{found}; the same"
+        clients = _listed(facts["different_clients"])
+        return f"{sentence}; used workers give other results than new ones for clients {clients}"
+    return sentence if facts["noisy_clients"] else f"{sentence}; the same"
 
 
 def differences(one: Handled, other: Handled) -> Differences:
-    """Return the differences between two results of one message, bit for bit: in reply and state."""
+    """Return the differences between two results of a message, in reply and state. Every bit counts."""
     if one.error is not None or other.error is not None:
         error = one.error or other.error
         return {} if type(one.error) is type(other.error) else {f"result, {type(error).__name__}": inf}
@@ -129,7 +130,7 @@ def _of_records(one: RecordDict, other: RecordDict, kind: str) -> Differences:
 
 
 def difference(one: Any, other: Any) -> float:
-    """Return how much two values of records differ, relative to the largest; 0: not in a single bit."""
+    """Return the difference of two values of records, relative to the largest; 0 if all bits are equal."""
     if type(one) is not type(other):
         return inf
     a, b = (each.numpy() if isinstance(each, Array) else np.asarray(each) for each in (one, other))
@@ -142,7 +143,7 @@ def difference(one: Any, other: Any) -> float:
     a, b = a.astype(np.float64), b.astype(np.float64)
     scale = max(*(float(np.max(np.abs(each), initial=0.0)) for each in (a, b)), np.finfo(np.float64).tiny)
     relative = float(np.max(np.abs(a - b), initial=0.0)) / scale
-    # Also of NaN, and of zeros with another sign, which are as large.
+    # The result is infinity for NaN, and for zeros with another sign: their bits differ, but not their size.
     return relative if relative > 0 else inf
 
 
