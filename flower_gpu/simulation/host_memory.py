@@ -35,7 +35,7 @@ from flower_gpu.leases.ledger import SAID_AFTER_S
 from flower_gpu.printable import and_others
 
 _LOOK_S: Final = 0.1  # asking the kernel takes longer than a small message
-_POLL_S: Final = 0.2  # other processes of the host give memory back, too
+_POLL_S: Final = 0.2  # other processes of the host also release memory
 _GROWTH_S: Final = 2.0  # seconds from the start of a worker until it has most of its memory
 
 

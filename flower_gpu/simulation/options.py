@@ -1,6 +1,6 @@
-"""The options of a simulation: of :func:`flower_gpu.simulate`, and so of ``flower-gpu simulate``.
+"""The options of a simulation, for :func:`flower_gpu.simulate` and ``flower-gpu simulate``.
 
-Those of its calls are in :mod:`flower_gpu.options`.
+The options of its calls are in :mod:`flower_gpu.options`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from flower_gpu.apps.app import NUM_ROUNDS_KEY
 from flower_gpu.kinds import COUNT, NON_NEGATIVE, SIZE, SWITCH, TEXT, words
 from flower_gpu.options import KEEP_GOING, LOG_DIR, RESUME, Option
 
-#: Which messages of a round are handled first: those that take longest, or those that are sent first.
+#: Order of the messages of a round: the longest ones first, or the order in which they are sent.
 OrderWord = Literal["longest", "sent"]
 
-#: Which lines of clients are shown: the first ones of each round, all, or none.
+#: Lines of clients that are shown: the first lines of each round, all lines, or none.
 ClientOutputWord = Literal["auto", "all", "file"]
 
 #: Number of lines of clients that ``auto`` shows after each start of a round.

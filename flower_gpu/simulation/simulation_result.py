@@ -1,4 +1,4 @@
-"""What a simulation returns, or raises when it is interrupted."""
+"""The result of a simulation, and the error of an interrupted one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flower_gpu.watch.spans import RoundPart
 class SimulationStoppedError(KeyboardInterrupt):
     """Ctrl-C during a run.
 
-    ``folder``: where its results are.
-    ``can_resume``: whether there is a checkpoint.
+    ``folder``: folder with the results, or None.
+    ``can_resume``: True if the run has a checkpoint.
     """
 
     def __init__(self, folder: Path | None, can_resume: bool) -> None:
@@ -31,23 +31,23 @@ class SimulationStoppedError(KeyboardInterrupt):
 
 @dataclass(frozen=True, repr=False)
 class SimulationResult:
-    """What a simulation leaves. As the last value of a notebook's cell, it shows its rounds.
+    """The result of a simulation. As the last value of a notebook's cell, it shows its rounds.
 
     Attributes
     ----------
     context : Context
-        The ServerApp's, as the app has left it.
+        The ServerApp's context at the end of the run.
     model : ArrayRecord, Parameters or None
-        The final global model, if the app has used a strategy.
+        The final global model, if the app used a strategy.
     summary : dict
-        What came of the run, as in ``result.json``.
+        The content of ``result.json``.
     folder : Path or None
-        Where the results are.
+        Folder with the results.
     app : str
-        The app's name; ``"app"`` where two components were given.
+        Name of the app. ``"app"`` if two components were given.
     history : sequence of RoundPart
-        What came of the messages of each kind in each round, in the order of the run: ``round``, ``task``,
-        ``messages``, ``failed``, ``seconds``, ``metrics`` (the numbers) and ``told`` (all metrics).
+        Results of each round, by kind of message, in the order of the run: ``round``, ``task``, ``messages``,
+        ``failed``, ``seconds``, ``metrics`` (only numbers) and ``told`` (all metrics).
     """
 
     context: Context
@@ -61,9 +61,9 @@ class SimulationResult:
     def metrics(self) -> Any:
         """Metrics by round: a pandas DataFrame if pandas is installed, else a list of dictionaries.
 
-        A row is what came of the messages of one kind in one round, with ``round``, ``task``, ``messages``,
-        ``failed``, ``seconds``, and a column for each metric. A metric that has one of these names is called
-        ``metrics.round``, and so on.
+        A row has the results of one kind of message in one round. Its columns are ``round``, ``task``,
+        ``messages``, ``failed``, ``seconds``, and the metrics. A metric with one of these names has a prefix,
+        such as ``metrics.round``.
         """
         rows = []
         for part in self.history:
@@ -74,8 +74,8 @@ class SimulationResult:
                 "failed": part.failed,
                 "seconds": part.seconds,
             }
-            own = {f"metrics.{name}" if name in row else name: value for name, value in part.told.items()}
-            rows.append({**row, **own})
+            metrics = {f"metrics.{name}" if name in row else name: value for name, value in part.told.items()}
+            rows.append({**row, **metrics})
         try:
             import pandas
         except ImportError:
@@ -88,7 +88,7 @@ class SimulationResult:
         Returns
         -------
         Path
-            The page. As the last value of a notebook's cell, it shows itself.
+            The report. As the last value of a notebook's cell, it is shown there.
 
         Raises
         ------
@@ -106,16 +106,16 @@ class SimulationResult:
         return ReportPath(write_report(self.folder))
 
     def __repr__(self) -> str:
-        told = self.summary
-        of = f" of {told['num_rounds']}" if told.get("num_rounds") else ""
+        summary = self.summary
+        of = f" of {summary['num_rounds']}" if summary.get("num_rounds") else ""
         parts = [
             self.app,
-            f"{told['clients']} clients",
-            f"{told['rounds_finished']}{of} rounds",
-            told["outcome"],
+            f"{summary['clients']} clients",
+            f"{summary['rounds_finished']}{of} rounds",
+            summary["outcome"],
         ]
-        if told.get("metrics"):
-            task, metrics = list(told["metrics"].items())[-1]
+        if summary.get("metrics"):
+            task, metrics = list(summary["metrics"].items())[-1]
             parts.append(f"{task}: {text}" if (text := metrics_text(metrics)) else "")
         if self.folder is not None:
             parts.append(short(self.folder))
