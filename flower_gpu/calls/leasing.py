@@ -34,35 +34,37 @@ from flower_gpu.workers import events, own_process
 
 _log = logging.getLogger(events.LOGGER)
 
-#: A lease so many times as large as what a call needs keeps others from the GPU: the call gets another one.
+#: A call accepts an existing lease of up to this factor of its need. A larger lease would waste memory of the
+#: GPU, so the call gets a new one.
 MOST_TOO_MUCH: Final = 1.25
 
 
 @dataclass(frozen=True)
 class Leasing:
-    """Gets the leases of one call, as often as it is tried."""
+    """Acquires the leases of one call, for each of its tries."""
 
     settings: GPUSettings
-    uuids: tuple[str, ...]  # the GPUs that it may be on; none: it runs on the CPU
-    label: str  # names the call: "fit of client 3"
-    key: Key  # of its footprint, without the model of a GPU
-    record: Mapping[str, Any]  # the call's fields in the trace
-    host: HostSettings  # what it wants of cores and main memory
-    # When the wait for a lease ends, on the clock of time.monotonic; by default lease_timeout_s after it
-    # began. It is asked again and again, and what it raises ends the wait.
+    uuids: tuple[str, ...]  # acceptable GPUs; empty if the call runs on the CPU
+    label: str  # name of the call, such as "fit of client 3"
+    key: Key  # key of its footprint, without the model of a GPU
+    record: Mapping[str, Any]  # fields of the call in the trace
+    host: HostSettings  # its request for cores and main memory
+    # Returns the end of the wait for a lease, on the clock of time.monotonic. By default, the wait ends after
+    # lease_timeout_s. The function is called repeatedly, and an error that it raises ends the wait.
     deadline: Callable[[], float] | None = None
-    asks_for_all_memory: bool = False  # all main memory that leases can have, after it ran out of that
+    # True after the call ran out of main memory. It then requests all main memory that leases can have.
+    asks_for_all_memory: bool = False
     footprints: Footprints = field(default_factory=Footprints)
 
     @contextmanager
     def held(self, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
         """Wait for a lease, and hold it in the block.
 
-        ``request``: that of the settings, or after a call ran out of memory one for more.
+        ``request``: request of the settings, or a larger one after the call ran out of memory.
 
-        Raises LeaseError if no GPU can ever give it.
-        Raises LeaseTimeoutError if none did in time.
-        Raises GPUUnavailableError if the GPU does not answer any more when the lease is granted.
+        Raises LeaseError if no GPU can ever grant the request.
+        Raises LeaseTimeoutError if the request was not granted in time.
+        Raises GPUUnavailableError if the GPU no longer answers when the lease is granted.
         """
         ledger = self.ledger()
         self._trace_request(request)
@@ -100,26 +102,26 @@ class Leasing:
             raise
         finally:
             try:
-                # Before the release, so that the trace has this line before the next holder's.
+                # This is written before the release, so that the next holder's line follows in the trace.
                 if lease is not None:
                     held_s = round(time.monotonic() - granted, 4)
                     trace.write(self._event("released"), **self.record, lease=lease.id, held_s=held_s)
-                # The worker is gone, but its group still reserves memory of the next lease. A call on the CPU
-                # leaves no group, so it does not depend on a driver that may hang.
+                # The worker is gone, but its control group would still reserve memory of the next lease. A
+                # call on the CPU leaves no group, so it does not depend on a driver that may hang.
                 if self.uuids:
                     driver_cap.remove_stale()
             finally:
                 ledger.release(ticket)
 
     def ledger(self) -> Ledger:
-        """Return the ledger, without the resources that this call never asks for."""
+        """Return the ledger with this call's reserves."""
         return Ledger(reserve_bytes=self.settings.reserve_bytes, host_reserve_bytes=self.host.reserve_bytes)
 
     @contextmanager
     def held_on_cpu(self) -> Iterator[tuple[Lease, Ticket] | None]:
-        """Wait for cores and main memory, and hold them in the block; None where the call runs without.
+        """Wait for cores and main memory, and hold them in the block. Yield None if there is no lease.
 
-        Where nobody has asked for a number of cores, a ledger that cannot be used is no reason to fail.
+        A ledger that cannot be used is an error only if the call requests a number of cores.
         """
         with ExitStack() as stack:
             held = None
@@ -138,8 +140,8 @@ class Leasing:
         """Return the cores and the main memory that the call needs now."""
         if not self.host.is_leased:
             return ()
-        of_cores = self.host.cores(on_gpu=bool(self.uuids))
-        return (*(() if of_cores is None else (of_cores,)), *self._memory.needs())
+        cores = self.host.cores(on_gpu=bool(self.uuids))
+        return (*(() if cores is None else (cores,)), *self._memory.needs())
 
     @property
     def _memory(self) -> CallMemory:
@@ -147,13 +149,17 @@ class Leasing:
         return CallMemory(self.footprints, self.key, on_gpu, reserve_bytes, self.asks_for_all_memory)
 
     def learn_memory(self, taken_bytes: int, *, is_done: bool) -> None:
-        """Keep a worker's peak of main memory for the next calls; as the least, if the call is not done."""
+        """Record a worker's peak of main memory for the next calls.
+
+        ``taken_bytes``: peak of the worker's main memory.
+        ``is_done``: False if the call failed. Then the peak is a lower limit of the need.
+        """
         if self.host.is_leased:
             with _only_warned():
                 self._memory.learn(taken_bytes, is_done=is_done)
 
     def _event(self, what: str) -> str:
-        # Whoever reads `lease_granted` looks for its GPU.
+        # A `lease_granted` always has a GPU, so leases of cores have events of their own.
         return f"lease_{what}" if self.uuids else f"cores_{what}"
 
     def _trace_request(self, request: LeaseRequest) -> None:
@@ -171,31 +177,32 @@ class Leasing:
         )
 
     def learn(self, figures: Mapping[str, Any], lease: Lease, *, is_done: bool) -> None:
-        """Keep the figures of a worker's ``gpu_memory`` event for the next calls.
+        """Record the figures of a worker's ``gpu_memory`` event for the next calls.
 
-        A task that is not done has failed: it would have needed more.
+        ``is_done``: False if the task failed. It may then need more memory than the figures show.
         """
         shares = {share.uuid: share for share in lease.shares}
-        for told in figures.get("gpus", ()):
-            share = shares.get(told.get("uuid"))
+        for gpu_figures in figures.get("gpus", ()):
+            share = shares.get(gpu_figures.get("uuid"))
             if share is None:
                 continue
             with _only_warned():
-                if told.get("context_bytes"):
-                    self.footprints.learn_context(share.name, told["context_bytes"])
-                # What each of several GPUs was needed for tells nothing of a call on one.
+                if gpu_figures.get("context_bytes"):
+                    self.footprints.learn_context(share.name, gpu_figures["context_bytes"])
+                # The need of a call on one GPU does not follow from its use of each of several GPUs.
                 if len(shares) > 1:
                     continue
-                if told.get("peak_bytes") is None:
-                    if told.get("told_by_driver") is False and self._names_no_size():
+                if gpu_figures.get("peak_bytes") is None:
+                    if gpu_figures.get("told_by_driver") is False and self._names_no_size():
                         notices.say_once(notices.untold(share, self.key.task))
                     continue
-                # A context is the least: a call that took nothing yet may take something next time.
-                measured = gpu_use.measured(told, share, self.footprints.context(share.name))
+                # The size of a context is the minimum, because a call without any use may use the GPU next
+                # time.
+                measured = gpu_use.measured(gpu_figures, share, self.footprints.context(share.name))
                 self.footprints.learn_call(self.key.on(share.name), measured, is_done=is_done)
 
     def learn_at_least(self, told: Mapping[str, Any], lease: Lease) -> None:
-        """Keep the memory that the task would have needed, by an ``out_of_memory`` event."""
+        """Record the memory that a task would have needed, from its ``out_of_memory`` event ``told``."""
         share = next((share for share in lease.shares if share.uuid == told.get("uuid")), None)
         if share is not None and told.get("kind") == "over_cap":
             with _only_warned():
@@ -207,9 +214,10 @@ class Leasing:
         return self.settings.request.share is None and self.settings.request.memory_bytes is None
 
     def may_have(self, lease: Lease) -> bool:
-        """Tell whether this call may run under a lease that another call with the same settings asked for.
+        """Return True if this call can use the lease of another call with the same settings.
 
-        Not where that was of another size: for a measurement, of another task, or by what was known then.
+        The lease must have a suitable size. The other call may have been measured, may belong to another
+        task, or may have used an older footprint.
         """
         if not self.settings.request.is_auto:
             return True
@@ -217,12 +225,13 @@ class Leasing:
             needed = self._learned_bytes(share.name)
             if needed is None or share.memory_bytes > MOST_TOO_MUCH * needed:
                 return False
-            if share.memory_bytes < needed and not lease.alone:  # alone it has all that there is
+            # A lease that is alone on its GPU can use all of its memory.
+            if share.memory_bytes < needed and not lease.alone:
                 return False
         return True
 
     def _acquire(self, ledger: Ledger, request: LeaseRequest, began: float) -> Ticket:
-        # Nobody else gets main memory while a call waits for all of it, so that wait always has a limit.
+        # While a call waits for all main memory, no other claim gets any. So this wait always has a limit.
         has_limit = bool(self.uuids) or self.asks_for_all_memory
         timeout_s = self.settings.lease_timeout_s if has_limit else self.host.timeout_s
         claimant = Claimant(
@@ -234,20 +243,24 @@ class Leasing:
             label=self.label,
         )
         try:
-            return ledger.acquire(claimant, deadline=self.deadline or self._told(began + timeout_s, began))
+            deadline = self.deadline or self._deadline_with_notice(began + timeout_s, began)
+            return ledger.acquire(claimant, deadline=deadline)
         except LeaseTimeoutError as error:
             raise LeaseTimeoutError(
                 f"{self.label}: no lease within lease_timeout_s={timeout_s:g}. "
                 f"{error}\nRaise lease_timeout_s, ask for less, or let fewer clients train at a time"
             ) from None
 
-    def _told(self, timeout_at: float, began: float) -> Callable[[], float]:
-        """Return when a wait is over, for the ledger to ask; what is waited for is said, once."""
-        at = [began + SAID_AFTER_S]
+    def _deadline_with_notice(self, timeout_at: float, began: float) -> Callable[[], float]:
+        """Return a function for the ledger that returns the end of a wait.
+
+        After a while the function also logs once what the call waits for.
+        """
+        pending = [began + SAID_AFTER_S]  # time of the notice; empty once it was logged
 
         def deadline() -> float:
-            if at and time.monotonic() >= at[0]:
-                at.clear()
+            if pending and time.monotonic() >= pending[0]:
+                pending.clear()
                 if text := reason_for_wait((os.getpid(),)):
                     notices.say(f"{self.label} is {text}")
             return timeout_at
@@ -272,8 +285,8 @@ class Leasing:
             self._check_context(gpu.index, gpu.name, request.memory_bytes)
             return GPUNeed(gpu.uuid, memory_bytes=request.memory_bytes)
         needed = self._learned_bytes(gpu.name) if request.is_auto else request.memory_bytes
-        most = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
-        if needed is None or needed >= most:
+        available = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
+        if needed is None or needed >= available:
             return GPUNeed(gpu.uuid, alone=True)
         return GPUNeed(gpu.uuid, memory_bytes=needed, alone=request.alone)
 
@@ -290,14 +303,15 @@ class Leasing:
             )
 
     def _lease(self, ticket: Ticket) -> Lease:
-        # Without a GPU nobody looks for one.
-        found = inventory.take(processes=False) if self.uuids else Inventory((), None, None)
+        # A call on the CPU does not query the driver.
+        host = inventory.take(processes=False) if self.uuids else Inventory((), None, None)
         shares = []
         for part in ticket.entry.gpu_parts:
-            gpu = found.find(part.uuid)
+            gpu = host.find(part.uuid)
             if gpu is None or not gpu.total_bytes:
-                # JAX and PyTorch before CUDA starts are held to a part of the whole: another whole is no cap.
-                raise self._no_cap(part.uuid, found, gpu)
+                # JAX, and PyTorch before CUDA starts, are limited to a fraction of the GPU's memory. Without
+                # the right total this fraction is no limit.
+                raise self._no_cap(part.uuid, host, gpu)
             self._check_context(gpu.index, gpu.name, part.memory_bytes)
             cap_bytes = part.memory_bytes - self._outside(gpu.name, part.memory_bytes)
             files = gpu.device_files
@@ -308,15 +322,15 @@ class Leasing:
         return Lease(ticket.entry.id, tuple(shares), alone, str(ticket.entry.path))
 
     def _outside(self, name: str, memory_bytes: int) -> int:
-        """Return the part of a lease that is not for the allocator: the context, and other libraries."""
+        """Return the bytes of a lease outside of the allocator: for the context and other libraries."""
         context = self.footprints.context(name)
         if not self._names_no_size():
             return context
         outside = self.footprints.outside(self.key.on(name))
         return max(context, outside) if outside < memory_bytes else context
 
-    def _no_cap(self, uuid: str, found: Inventory, gpu: GPU | None) -> GPUUnavailableError:
-        reason = found.problem or (gpu.problem if gpu is not None else "it is not there any more")
+    def _no_cap(self, uuid: str, host: Inventory, gpu: GPU | None) -> GPUUnavailableError:
+        reason = host.problem or (gpu.problem if gpu is not None else "it is not there any more")
         name = uuid if gpu is None else f"{gpu.index} ({gpu.name})"
         return GPUUnavailableError(
             f"{self.label} was not started: it has a lease on GPU {name}, but the driver no longer tells the "
@@ -325,14 +339,14 @@ class Leasing:
 
 
 def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, str]) -> Decision:
-    """Decide whether a call may use a GPU, and which one; log the warnings.
+    """Return the decision whether a call may use a GPU, and which ones. Warnings are logged.
 
     Raises GPUUnavailableError if the node requires a GPU that cannot be used.
     """
     host = settings.inventory
     if host is None:
-        nobody = Inventory((), None, None)
-        host = nobody if settings.policy.gpu == "never" else inventory.take(processes=False)
+        no_gpus = Inventory((), None, None)
+        host = no_gpus if settings.policy.gpu == "never" else inventory.take(processes=False)
     decision, _ = decided(settings, use_gpu, host, environ)
     for text in decision.warnings:
         notices.say_once(text, logging.ERROR if decision.is_serious else logging.WARNING)
@@ -342,16 +356,19 @@ def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, st
 def decided(
     settings: GPUSettings, use_gpu: bool | None, host: Inventory, environ: Mapping[str, str]
 ) -> tuple[Decision, list[GPU]]:
-    """Decide it for a host; returns the GPUs that it may use as well. Raises as :func:`decide` does."""
-    seen = host.visible(environ.get("CUDA_VISIBLE_DEVICES"))
-    hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
-    decision = policy.decide(settings.policy, use_gpu, seen, host.problem, hidden=hidden)
-    return decision, [gpu for gpu in seen if gpu.uuid in decision.uuids]
+    """Return the decision for a host, and the GPUs that a call may use.
+
+    Raises GPUUnavailableError as :func:`decide` does.
+    """
+    visible = host.visible(environ.get("CUDA_VISIBLE_DEVICES"))
+    hidden = [gpu for gpu in host.gpus if gpu not in visible and gpu.is_usable]
+    decision = policy.decide(settings.policy, use_gpu, visible, host.problem, hidden=hidden)
+    return decision, [gpu for gpu in visible if gpu.uuid in decision.uuids]
 
 
 @contextmanager
 def _only_warned() -> Iterator[None]:
-    """Let nothing that is learned from a call, or is not, take the place of its result."""
+    """Log an error of learning from a call, so that it does not replace the result of the call."""
     try:
         yield
     except ConfigError as error:
@@ -359,10 +376,10 @@ def _only_warned() -> Iterator[None]:
 
 
 def is_worker() -> bool:
-    """Tell whether the code that asks runs in a worker, or in a call that runs in this process."""
+    """Return True if the caller runs in a worker, or in a call that runs in this process."""
     return own_process.belongs_here(VARIABLE)
 
 
 def of_this_process() -> Lease | None:
-    """Return the lease under which this process itself runs, as a worker; None in any other process."""
+    """Return the lease of this process if it is a worker with a lease, otherwise None."""
     return Lease.from_environment(os.environ)
