@@ -12,16 +12,17 @@ from flower_gpu.frameworks.framework import Cap, Rule
 from flower_gpu.gpu import guard, mps
 from flower_gpu.leases.lease import VARIABLE, Lease
 
-_RAYLET = "RAY_RAYLET_PID"  # set by Ray in every worker process of its own
+_RAYLET = "RAY_RAYLET_PID"  # variable that Ray sets in each of its worker processes
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def of_worker(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker with this lease, or of one that must see no GPU.
+    """Return the variables of a worker with this lease. Without a lease, the worker sees no GPU.
 
-    They are set over ``environ``: a user's own settings of allocators in it stay, a smaller cap too.
+    They are set on top of ``environ``. The user's own allocator settings in it still apply, and so does a
+    smaller cap.
 
-    Raises ConfigError if a user's own cap is no number.
+    Raises ConfigError if the user's own cap is no number.
     """
     if lease is None:
         return {_VISIBLE: "", VARIABLE: "", **guard.environment(())}
@@ -36,9 +37,9 @@ def of_worker(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def caps_of(lease: Lease) -> list[Cap]:
-    """Return how much allocators may take of each GPU of a lease.
+    """Return the limit of allocators on each GPU of a lease.
 
-    CUDA shows a worker that the driver caps its cap as all that the GPU has.
+    If the driver caps the worker, CUDA shows the cap as the total memory of the GPU.
     """
     return [
         Cap(share.cap_bytes, share.memory_bytes if lease.by_driver else share.total_bytes)
@@ -47,10 +48,11 @@ def caps_of(lease: Lease) -> list[Cap]:
 
 
 def without_ray(environ: MutableMapping[str, str]) -> MutableMapping[str, str]:
-    """Return this process's environment with the GPUs visible that Ray itself was started with.
+    """Return the environment with the visible GPUs that Ray itself was started with.
 
-    Ray hides all GPUs from an actor that asked it for none, and all but some from others. Both are guesses
-    about who uses what; leases know. Unchanged outside of Ray's actors, and where Ray cannot be asked.
+    Ray hides all GPUs from an actor that requested none, and shows other actors only some. Both are guesses
+    about the use of GPUs, but leases know it. The environment is unchanged outside of Ray's actors, and if
+    Ray's own environment cannot be read.
     """
     raylet = environ.get(_RAYLET, "")
     if not raylet.isdecimal() or int(raylet) != os.getppid():
@@ -61,17 +63,17 @@ def without_ray(environ: MutableMapping[str, str]) -> MutableMapping[str, str]:
     except OSError:
         return environ
     variables = dict(line.split("=", 1) for line in os.fsdecode(text).split("\0") if "=" in line)
-    # Without the second one nobody asks again.
-    found = {name: value for name, value in environ.items() if name not in (_VISIBLE, _RAYLET)}
-    return found | {name: value for name, value in variables.items() if name == _VISIBLE}
+    # Without the variable of Ray, workers of this process do not repeat the query.
+    others = {name: value for name, value in environ.items() if name not in (_VISIBLE, _RAYLET)}
+    return others | {name: value for name, value in variables.items() if name == _VISIBLE}
 
 
 @contextmanager
 def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
-    """Let assignments to variables of ``os.environ`` go through these rules, inside of the block.
+    """Apply these rules to assignments to variables of ``os.environ`` in the block.
 
-    They cannot be deleted either: ``clear`` leaves them, and ends. It is not noticed when a library in C sets
-    them.
+    The variables cannot be deleted either. ``clear`` keeps them, and ends. Assignments by a library in C are
+    not noticed.
     """
     kind: Any = type(os.environ)
     module: Any = os
@@ -79,7 +81,7 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
     _rules.update(rules)
     module.putenv = lambda name, value: putenv(name, _ruled(name, value))
     module.unsetenv = lambda name: None if _is_fixed(name) else unsetenv(name)
-    # Not other mappings in their place: other modules have imported those that are there.
+    # The mappings cannot be replaced by others, because other modules have imported them.
     mappings: tuple[Any, ...] = os.environ, os.environb
     for mapping in mappings:
         mapping.__class__ = _FixedVariables
@@ -94,13 +96,13 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
         _said.clear()
 
 
-_rules: Final[dict[str, Rule]] = {}  # of the variables that are fixed at this moment
-_said: Final[set[str]] = set()  # of them, those of which a change was refused
+_rules: Final[dict[str, Rule]] = {}  # rules of the variables that are fixed at this moment
+_said: Final[set[str]] = set()  # names of fixed variables with a refused change
 _Variables: Any = type(os.environ)
 
 
 class _FixedVariables(_Variables):  # type: ignore[misc]
-    """What ``os.environ`` is while some variables are fixed."""
+    """The class of ``os.environ`` while some variables are fixed."""
 
     def __setitem__(self, name: Any, value: Any) -> None:
         super().__setitem__(name, _ruled(name, value))
@@ -110,7 +112,7 @@ class _FixedVariables(_Variables):  # type: ignore[misc]
             super().__delitem__(name)
 
     def popitem(self) -> tuple[Any, Any]:
-        # clear() calls it until there is nothing left.
+        # clear() calls this until it raises KeyError.
         for name in self:
             if not _is_fixed(name):
                 return name, self.pop(name)
@@ -122,7 +124,10 @@ def _is_fixed(name: Any) -> bool:
 
 
 def _ruled(name: Any, value: Any) -> Any:
-    """Return the value that a variable gets, as ``str`` or ``bytes`` like ``value``; said once."""
+    """Return the value that a variable gets, of the same type as ``value``.
+
+    The first refused change of a variable is printed.
+    """
     if not _is_fixed(name) or not isinstance(value, str | bytes):
         return value
     name, asked = os.fsdecode(name), os.fsdecode(value)

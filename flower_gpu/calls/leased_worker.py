@@ -1,4 +1,15 @@
-"""What runs around a task in a worker that holds a lease: held to it, watched, and its use reported."""
+"""The setup of a worker with a lease: it limits the task to the lease, and watches and reports its memory.
+
+:func:`setup` runs in the worker before the task, and returns a context for the task. The context keeps the
+variables of the lease fixed, limits the allocators of frameworks, and explains errors about GPUs that the
+worker does not see. After the task, it sends its figures to the caller as events.
+
+Threads. While the task runs, one daemon thread (:class:`_UsageWriter`) measures the memory that this process
+uses and writes it into the ticket, so that other processes see it. Only this thread calls NVML. A fork of a
+process that is inside NVML may wait forever, and a driver may hang. So the result waits for the thread's last
+look only a limited time, and often not at all. If the worker goes to its next call meanwhile, the thread must
+not write into the ticket any more, because the lease may belong to another call. ``_is_over`` tells it so.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +37,23 @@ from flower_gpu.workers.own_process import facts
 #: :func:`setup`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.calls.leased_worker:setup"
 
-_FIRST_LOOK_S = 0.05  # what a task takes at once is seen at once
+# The first look comes early, to see memory that a task allocates at its start.
+_FIRST_LOOK_S = 0.05
 _INTERVAL_S = 0.5
-_LAST_LOOK_S = 5.0  # a driver that hangs must not hold up the result
-_NEXT_TO_NONE_BYTES = 256 << 20  # cuBLAS and cuDNN take about so much for themselves
-_LOOKS_FOR_CONTEXT = 20  # after so many a driver that does not tell is not asked again
+# Maximum wait for the last look, so that a driver that hangs does not delay the result
+_LAST_LOOK_S = 5.0
+# A GPU with less free memory is full: cuBLAS and cuDNN alone need about as much.
+_NEXT_TO_NONE_BYTES = 256 << 20
+# Number of queries after which a driver without an answer is not queried again
+_LOOKS_FOR_CONTEXT = 20
 
 _log = logging.getLogger(events.LOGGER)
 
 
 def setup() -> AbstractContextManager[None]:
-    """Limit this worker to its lease. The task runs in the returned context.
+    """Limit this worker to its lease. Return the context in which the task runs.
 
-    The lease is in the environment. Without one the libraries get their threads and nothing else happens.
+    The lease is in the environment. Without a lease, only the libraries' threads are set.
 
     Raises ConfigError if the user's allocator settings cannot be used with PyTorch as it is loaded.
     """
@@ -46,14 +61,15 @@ def setup() -> AbstractContextManager[None]:
     if own_process.is_inside():
         guard.check_without_worker(os.environ)
     else:
-        if lease is not None and lease.by_driver:  # first: then it may still make its group
+        if lease is not None and lease.by_driver:
+            # The control group comes first, because the worker may not create one after it is confined.
             group = driver_cap.join({share.uuid: share.memory_bytes for share in lease.shares})
             events.send("driver_cap", group=str(group))
         if reason := guard.apply(os.environ):
             events.send("no_guard", reason=reason)
         confinement.apply(os.environ)
     threads.apply()
-    THIS_WORKER.ranks = None  # those of an earlier call
+    THIS_WORKER.ranks = None  # forget the ranks of an earlier call
     if lease is not None and lease.shares:
         mps.check([share.uuid for share in lease.shares], os.environ)
         return _leased(lease)
@@ -102,8 +118,8 @@ def _own_numbers_told(count: int) -> Iterator[None]:
         first, *more = str(error).splitlines() or [""]
         if not own_process.is_inside() and frameworks.says_no_such_device(first):
             numbers = "the GPU of its lease, as cuda:0" if count == 1 else _numbers(count)
-            own = f"{first} (a worker sees only {numbers}; write torch.device('cuda'))"
-            error.args = ("\n".join([own, *more]),)
+            explained = f"{first} (a worker sees only {numbers}; write torch.device('cuda'))"
+            error.args = ("\n".join([explained, *more]),)
         raise
 
 
@@ -122,7 +138,7 @@ def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
         error = caught
         raise
     finally:
-        # Whatever fails here must not take the place of the task's own result or error.
+        # An error here must not replace the task's own result or error.
         try:
             watch.stop()
             _tell(holds, watch, error)
@@ -131,26 +147,26 @@ def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
         facts.when_idle = watch.rest
 
 
-# What is used ---------------------------------------------------------------------------------------------
+# Memory in use --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _UsageWriter:
-    """Looks twice a second, in a thread of its own, what this process uses, and writes it into the ticket.
+    """Measures the memory of this process twice a second, in its own thread, and writes it into the ticket.
 
-    All that asks NVML is done there: in the fork of a process that was asking, too, it may wait for ever.
+    All NVML queries are made in this thread. They may hang, even in the fork of a process that was querying.
     """
 
     lease: Lease
     uses: list[Use] = field(init=False)
     free_bytes: dict[str, int] = field(default_factory=dict)
     total_bytes: dict[str, int] = field(default_factory=dict)
-    before: tuple[Figures, ...] | None = None  # where CUDA had started before the task
-    base_bytes: int = 0  # main memory that this process had before it
-    _is_known: bool = False  # whether an earlier call has found the context
-    _is_over: bool = False  # and nobody waits for the last look
+    before: tuple[Figures, ...] | None = None  # figures before the task, or None if CUDA had not started
+    base_bytes: int = 0  # main memory of this process before the task
+    _is_known: bool = False  # True if an earlier call has measured the context
+    _is_over: bool = False  # True if the task ended without waiting for the last look
     _of_driver: dict[str, int] = field(default_factory=dict)
-    _used: dict[str, int] = field(default_factory=dict)  # as it was reported last
+    _used: dict[str, int] = field(default_factory=dict)  # bytes of the last report, by UUID
     _looks_for_context: int = _LOOKS_FOR_CONTEXT
     _end: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -167,21 +183,24 @@ class _UsageWriter:
         self.base_bytes = MainMemory.of_process("self").anonymous_bytes
         self.before = _figures()
         if self.before and not own_process.is_inside():
-            # The peaks of a call that runs in the user's own process are for the user to reset.
-            with suppress(Exception):  # it can do without
+            # If the call runs in the user's own process, only the user may reset the peaks. An error is
+            # harmless, because the peaks are only less exact then.
+            with suppress(Exception):
                 frameworks.reset_peaks()
         thread = threading.Thread(target=self._run, name="flower-gpu-memory", daemon=True)
-        with suppress(RuntimeError):  # no more threads: the task can do without this one
+        # The task can run without this thread if the process is out of threads.
+        with suppress(RuntimeError):
             thread.start()
             self._thread = thread
 
     def stop(self) -> None:
-        """Look a last time, then end.
+        """Measure a last time, then end the thread.
 
-        Where the allocator tells the rest, a worker that may have another call sends its result meanwhile.
-        What is found then is told with the next one.
+        If the context is known and the allocator reports the rest, a reusable worker sends its result without
+        waiting for the last look. The next call then reports what the last look has found.
         """
-        with suppress(Exception):  # then the last look is waited for
+        # After an error, the last look is waited for.
+        with suppress(Exception):
             if self._is_known and frameworks.reserved_bytes() is not None and facts.may_stay:
                 self._look(last=False)
                 self._is_over = True
@@ -207,7 +226,8 @@ class _UsageWriter:
     def _run(self) -> None:
         pause_s = _FIRST_LOOK_S
         while not self._end.wait(pause_s):
-            with suppress(Exception):  # never the task's problem
+            # An error in this thread must not affect the task.
+            with suppress(Exception):
                 self._look(last=False)
             pause_s = min(2 * pause_s, _INTERVAL_S)
         with suppress(Exception):
@@ -217,7 +237,7 @@ class _UsageWriter:
         from flower_gpu.leases import tickets
 
         reserved = frameworks.reserved_bytes()
-        # With PyTorch its allocator tells, which costs nothing; NVML is asked for the context, once.
+        # PyTorch's allocator reports its memory at no cost. NVML is queried only until the context is known.
         unknown = any(use.context_bytes is None for use in self.uses) and self._looks_for_context > 0
         if reserved is None or unknown or last:
             self._ask_driver(reserved)
@@ -225,7 +245,8 @@ class _UsageWriter:
             THIS_WORKER.uses.update(
                 {use.share.uuid: use for use in self.uses if use.context_bytes is not None}
             )
-        if self._is_over:  # the lease may be another call's by now
+        if self._is_over:
+            # The lease may belong to another call by now.
             return
         used = {}
         for number, use in enumerate(self.uses):
@@ -242,41 +263,44 @@ class _UsageWriter:
         self._used = used
         if self.lease.ticket and facts.confinement is None:
             tickets.report(used, self._taken_bytes())
-        else:  # of a rank, for which the worker of all of them writes; or confined, for which the caller does
+        else:
+            # For a rank, the worker that started it writes the ticket. For a confined worker, the caller
+            # does.
             events.send("gpu_used", used=used)
 
     def _ask_driver(self, reserved: list[int] | None) -> None:
-        """Note what the driver says that this process uses; with PyTorch, what of it is the context."""
+        """Record the driver's figures of this process. With PyTorch, also record the size of the context."""
         from flower_gpu.gpu import inventory
 
         self._of_driver = {}
-        found = {gpu.uuid: gpu for gpu in inventory.take_of([use.share.uuid for use in self.uses])}
-        of_group = driver_cap.used_bytes(list(found)) if self.lease.by_driver else {}
+        gpus = {gpu.uuid: gpu for gpu in inventory.take_of([use.share.uuid for use in self.uses])}
+        group_bytes = driver_cap.used_bytes(list(gpus)) if self.lease.by_driver else {}
         for number, use in enumerate(self.uses):
-            gpu = found.get(use.share.uuid)
+            gpu = gpus.get(use.share.uuid)
             if gpu is None:
                 continue
             if gpu.free_bytes is not None:
                 self.free_bytes[gpu.uuid] = gpu.free_bytes
             if gpu.total_bytes is not None:
                 self.total_bytes[gpu.uuid] = gpu.total_bytes
-            told = use.ask(gpu, of_group.get(gpu.uuid))
-            if not told:
+            used_by_pid = use.ask(gpu, group_bytes.get(gpu.uuid))
+            if not used_by_pid:
                 continue
-            self._of_driver[gpu.uuid] = sum(told.values())
-            of_torch = reserved[number] if reserved is not None and number < len(reserved) else 0
-            # If PyTorch has taken more between the two looks, the next one tells.
-            if of_torch and frameworks.reserved_bytes() == reserved:
-                use.split(told, of_torch)
+            self._of_driver[gpu.uuid] = sum(used_by_pid.values())
+            torch_bytes = reserved[number] if reserved is not None and number < len(reserved) else 0
+            # If PyTorch has allocated memory since its figures were read, they do not match the driver's.
+            # Then a later look finds the context.
+            if torch_bytes and frameworks.reserved_bytes() == reserved:
+                use.split(used_by_pid, torch_bytes)
         if reserved is not None:
             self._looks_for_context -= 1
 
 
-# What the caller is told ----------------------------------------------------------------------------------
+# Events for the caller ------------------------------------------------------------------------------------
 
 
 def _figures() -> tuple[Figures, ...] | None:
-    """Return the frameworks' figures; None without CUDA, empty where it fails to tell, as after an error."""
+    """Return the figures of frameworks, None without CUDA, or an empty tuple after an error."""
     try:
         return frameworks.figures()
     except Exception:
@@ -285,37 +309,39 @@ def _figures() -> tuple[Figures, ...] | None:
 
 
 def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | None) -> None:
-    """Send the caller the figures, and why there was not enough memory or no CUDA."""
+    """Send the figures to the caller, and the reason if memory ran out or CUDA could not start."""
     figures = _figures()
     in_force: list[int | None] = []
     with suppress(Exception):
-        in_force = next((found for hold in holds if (found := hold.in_force_bytes())), [])
+        in_force = next((limits for hold in holds if (limits := hold.in_force_bytes())), [])
     ranks = THIS_WORKER.ranks
     gpus = []
-    of_uses = (chain(found or (), repeat(None)) for found in (figures, watch.before, in_force))
-    for use, *of_use in zip(watch.uses, *of_uses, strict=False):
-        of_rank = ranks.gpu(use.share.uuid) if ranks is not None else None
-        gpus.append(use.as_event(*of_use) if of_rank is None else of_rank)
+    columns = (chain(values or (), repeat(None)) for values in (figures, watch.before, in_force))
+    for use, *values_of_use in zip(watch.uses, *columns, strict=False):
+        rank_figures = ranks.gpu(use.share.uuid) if ranks is not None else None
+        gpus.append(use.as_event(*values_of_use) if rank_figures is None else rank_figures)
     is_on_cuda = figures is not None or (ranks is not None and ranks.is_on_cuda)
     events.send("gpu_memory", gpus=gpus, cuda=is_on_cuda)
-    if error is not None and ranks is None:  # ranks have told it themselves
+    if error is not None and ranks is None:
+        # Ranks report their errors themselves.
         _tell_out_of_memory(watch, figures, error)
     if (text := frameworks.lacks()) is not None:
         events.send("lacks", text=text)
     if ranks is not None:
         return
-    # What has used a GPU need not be the framework that cannot.
-    if figures is None and not any(use.peak_bytes for use in watch.uses) and (told := frameworks.no_cuda()):
-        events.send("no_cuda", **told)
+    # If any library has used the GPU, a framework that cannot start CUDA does not matter.
+    if figures is None and not any(use.peak_bytes for use in watch.uses) and (reason := frameworks.no_cuda()):
+        events.send("no_cuda", **reason)
 
 
 def _was_short(watch: _UsageWriter, figures: Sequence[Figures] | None) -> bool:
     """Return True if an allocator was refused memory during the call, or a GPU has next to none left."""
-    before = [each.num_ooms for each in watch.before or ()]
+    counts_before = [gpu.num_ooms for gpu in watch.before or ()]
     refused = [
-        each.num_ooms - count for each, count in zip(figures or (), chain(before, repeat(0)), strict=False)
+        gpu.num_ooms - count
+        for gpu, count in zip(figures or (), chain(counts_before, repeat(0)), strict=False)
     ]
-    free = [each.free_bytes for each in figures or ()] or list(watch.free_bytes.values())
+    free = [gpu.free_bytes for gpu in figures or ()] or list(watch.free_bytes.values())
     return any(refused) or any(number is not None and number < _NEXT_TO_NONE_BYTES for number in free)
 
 
@@ -335,11 +361,13 @@ def _tell_out_of_memory(watch: _UsageWriter, figures: Any, error: BaseException)
         reserved, limit = own.reserved_bytes, share.cap_bytes
         allocated, allocated_peak = own.allocated_bytes, own.peak_allocated_bytes
         free, total = own.free_bytes, own.total_bytes
-    else:  # another framework: what the driver says, with the context
+    else:
+        # For other frameworks, only the driver's figures are known, which include the context.
         reserved, limit = use.peak_bytes, share.memory_bytes
         free, total = watch.free_bytes.get(share.uuid), watch.total_bytes.get(share.uuid)
     kind = out_of_memory.classify(reserved, asked, limit, free)
-    if watch.lease.by_driver and asked is not None:  # what CUDA shows as free is of the lease
+    if watch.lease.by_driver and asked is not None:
+        # With a cap by the driver, CUDA shows free memory of the lease, not of the GPU.
         used = driver_cap.used_bytes([share.uuid]).get(share.uuid, 0)
         if (reserved or 0) + asked > limit or used + asked > share.memory_bytes:
             kind = "over_cap"

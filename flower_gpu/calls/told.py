@@ -1,4 +1,4 @@
-"""What the worker of one try of a call tells: for the trace, the ticket of the lease, and a bar or lines."""
+"""Reports of a worker during one try of a call, for the trace, the ticket of the lease, and a bar or lines."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 
-# Seconds between two reports of progress. Where loops begin and end is for the app to say, so all reports
-# count alike: an app may call each step the last one.
+# Minimum seconds between two reports of progress. They apply to all reports, even at the end of a loop,
+# because an app may report each step as the last one.
 _TRACE_INTERVAL_S = 0.5
 _DRAW_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 10.0
 _LAST_LINE_INTERVAL_S = 1.0  # for the line at the end of a loop
-_MOST_ENDS: Final = 1000
-_ends: set[str] = set()  # lines at ends of loops that this process has printed for calls of the server
+_MAX_ENDS: Final = 1000
+# Lines for ends of loops that this process has printed for calls of the server
+_ends: set[str] = set()
 
 
 class _Throttle:
-    """Passes on at most one report in an interval, and keeps the last one that it did not pass on."""
+    """Passes on at most one report per interval, and keeps the latest report that was held back."""
 
     def __init__(self, pass_on: Callable[[Mapping[str, Any]], object]) -> None:
         self._pass_on = pass_on
@@ -43,7 +44,7 @@ class _Throttle:
         self._kept: Mapping[str, Any] | None = None
 
     def take(self, report: Mapping[str, Any], interval_s: float) -> None:
-        """Take a report; pass it on if the last one was passed on ``interval_s`` ago, or longer."""
+        """Pass on a report, or keep it if less than ``interval_s`` has passed since the previous one."""
         now = time.monotonic()
         self._kept = report
         if now - self._passed_at >= interval_s:
@@ -51,11 +52,11 @@ class _Throttle:
             self.flush()
 
     def restart(self) -> None:
-        """Pass on nothing until an interval from now is over."""
+        """Begin a new interval now, in which no report is passed on."""
         self._passed_at = time.monotonic()
 
     def flush(self) -> None:
-        """Pass on the report that is kept, if there is one."""
+        """Pass on the report that was held back, if any."""
         report, self._kept = self._kept, None
         if report is not None:
             self._pass_on(report)
@@ -64,11 +65,11 @@ class _Throttle:
 class ProgressDisplay:
     """Shows the progress events of one call.
 
-    ``label``: the call, for example ``"fit of client 3"``.
-    ``record``: the call's fields in the trace; its ``pid`` is known once the worker runs.
-    ``is_shown``: False: the trace gets them, and nothing is drawn.
-    ``ends_once``: whether a line at the end of a loop is left out if an earlier call of this process had the
-    same line: the server evaluates in each round, and the line of the round says that it has.
+    ``label``: name of the call, for example ``"fit of client 3"``.
+    ``record``: fields of the call in the trace. Its ``pid`` is known once the worker runs.
+    ``is_shown``: False if the events go to the trace only.
+    ``ends_once``: True if a line for the end of a loop is printed only once per process. The server evaluates
+    in each round, and the line of the round already shows this.
     """
 
     def __init__(
@@ -90,19 +91,21 @@ class ProgressDisplay:
 
     def __exit__(self, *_: object) -> None:
         self._traced.flush()
-        with suppress(OSError, ValueError):  # nobody reads stderr
+        # stderr may be closed.
+        with suppress(OSError, ValueError):
             self._last_lines.flush()
         self._close()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Take one event of the worker; anything but progress is not for this display."""
+        """Handle one event of the worker. Events other than progress are ignored."""
         if event.get("event") != "progress":
             return
         report = {"desc": event.get("desc", ""), "n": event.get("n", 0), "total": event.get("total")}
         self._traced.take(report, _TRACE_INTERVAL_S)
         if not self._is_shown:
             return
-        with suppress(OSError, ValueError):  # stderr is closed or nobody reads it: no reason to end the call
+        # The call must not fail if stderr is closed or its reader has ended.
+        with suppress(OSError, ValueError):
             self._show(report)
 
     def _trace(self, report: Mapping[str, Any]) -> None:
@@ -112,7 +115,7 @@ class ProgressDisplay:
         if sys.stderr is not None and sys.stderr.isatty():
             self._drawn.take(report, _DRAW_INTERVAL_S)
         elif report["n"] == 0:
-            self._lines.restart()  # a loop that is soon over has a line at its end only
+            self._lines.restart()  # a short loop has a line at its end only
         elif report["n"] == report["total"]:
             self._lines.restart()
             self._last_lines.take(report, _LAST_LINE_INTERVAL_S)
@@ -120,14 +123,14 @@ class ProgressDisplay:
             self._lines.take(report, _LINE_INTERVAL_S)
 
     def _print_between(self, report: Mapping[str, Any]) -> None:
-        self._last_lines.flush()  # of the loop before
+        self._last_lines.flush()  # the end of the previous loop
         self._print(report)
 
     def _print_end(self, report: Mapping[str, Any]) -> None:
         line = self._line(report)
         if self._ends_once and line in _ends:
             return
-        if self._ends_once and len(_ends) < _MOST_ENDS:
+        if self._ends_once and len(_ends) < _MAX_ENDS:
             _ends.add(line)
         self._print(report)
 
@@ -141,7 +144,8 @@ class ProgressDisplay:
     def _draw(self, report: Mapping[str, Any]) -> None:
         desc, done = report["desc"], report["n"]
         if self._bar is None or desc != self._desc or done < self._bar.n:
-            from tqdm import tqdm  # late: a client without a terminal never needs it
+            # Imported late, because a client without a terminal does not need it.
+            from tqdm import tqdm
 
             self._close()
             self._desc = desc
@@ -155,21 +159,25 @@ class ProgressDisplay:
             self._bar = None
 
 
-# What a worker tells of how far it is, and the name of its time in the trace.
+# Events of a worker's progress through a call, and the names of their times in the trace
 _TIMES: Final = MappingProxyType({"task_started": "task_at", "worker_result": "result_at"})
 _KEPT: Final = ("gpu_memory", "lacks", "out_of_memory", "no_cuda")
 
 
 @dataclass
 class Told:
-    """What one worker tells of one call. It has not the call's arguments: those go as early as they can.
+    """The reports of one worker about one call.
 
-    ``record``: the call's fields in the trace; ``pid`` and how the worker was started come to it.
-    ``display``: draws the progress.
-    ``ticket``: that of its lease, if it has one.
-    ``lease``: the same.
-    ``reports``: whether the worker does not report its memory itself: one on the CPU, or a confined one.
-    ``clients``: of a call for several messages. Each client has lines of its own, with its part of the time.
+    It holds no reference to the arguments of the call, so that they can be freed as early as possible.
+
+    ``record``: fields of the call in the trace. ``pid`` and the start method are added to it.
+    ``display``: shows the progress.
+    ``ticket``: ticket of the lease, or None.
+    ``lease``: lease of the worker, or None.
+    ``reports``: True if this object reports the worker's memory, because the worker is on the CPU or
+    confined.
+    ``clients``: clients of a call for several messages. Each client has its own lines, with its part of the
+    time.
     """
 
     record: dict[str, Any]
@@ -178,23 +186,23 @@ class Told:
     lease: Lease | None
     reports: bool = True
     clients: Sequence[str] = ()
-    events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last of each kind
+    events: dict[str, dict[str, Any]] = field(default_factory=dict)  # latest event of each kind
     _times: dict[str, Any] = field(
         default_factory=lambda: dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
     )
-    _traced: set[str] = field(default_factory=set)  # kinds of events that have their line
-    _base: MainMemory = field(default_factory=MainMemory)  # main memory that the worker had at its start
-    _most: MainMemory = field(default_factory=MainMemory)  # the most of each kind that was seen since
-    _used: Mapping[str, int] = field(default_factory=dict)  # of GPUs, as a confined worker reports it
+    _traced: set[str] = field(default_factory=set)  # kinds of events that are in the trace
+    _base: MainMemory = field(default_factory=MainMemory)  # main memory of the worker at its start
+    _most: MainMemory = field(default_factory=MainMemory)  # peak of each kind of memory since then
+    _used: Mapping[str, int] = field(default_factory=dict)  # GPU memory that a confined worker reports
     _began: float = field(default_factory=time.monotonic)
 
     @property
     def memory_bytes(self) -> int:
-        """The worker's peak of main memory beyond what it began with, without pages of mapped files."""
+        """Peak growth of the worker's main memory since its start, without pages of mapped files."""
         return int(self._times["memory_bytes"] or 0)
 
     def on_start(self, pid: int, method: str, *, is_process: bool, is_used_again: bool) -> None:
-        """Note that a worker has the call."""
+        """Record that a worker has begun the call."""
         self.record.update(pid=pid, start_method=method)
         if is_used_again:
             self.record["used_again"] = True
@@ -206,7 +214,7 @@ class Told:
             trace.write("worker_started", **record)
 
     def on_look(self, pid: int) -> None:
-        """Look at the main memory of the worker, and report it unless the worker does so itself."""
+        """Measure the main memory of the worker, and report it unless the worker does so itself."""
         now = MainMemory.of_process(pid)
         self._most = MainMemory(*map(max, now, self._most))
         if self.ticket is not None and self.reports:
@@ -214,23 +222,25 @@ class Told:
             self.ticket.report_worker(pid, taken_bytes, self._used)
 
     def _note_peak(self, peak_bytes: int, mapped_bytes: int = 0) -> None:
-        """Note the peak of all resident memory beyond that of the start, for :attr:`memory_bytes`.
+        """Record the peak of the worker's memory for :attr:`memory_bytes`.
 
-        The kernel tells no peak of anonymous memory. At the moment of the peak no more can have been mapped
-        files than was seen of these at any time.
+        The kernel reports no peak of anonymous memory. So mapped files are subtracted from the peak of all
+        resident memory. The largest growth of mapped files seen at any time is the upper limit of their part.
 
-        ``mapped_bytes``: growth of mapped files when the call was done.
+        ``peak_bytes``: peak growth of all resident memory since the start.
+        ``mapped_bytes``: growth of mapped files at the end of the call.
         """
         mapped_bytes = max(mapped_bytes, self._most.file_bytes - self._base.file_bytes)
         seen_bytes = self._most.anonymous_bytes - self._base.anonymous_bytes
         self._times["memory_bytes"] = max(0, peak_bytes - mapped_bytes, seen_bytes)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """Take one event of the worker."""
+        """Handle one event of the worker."""
         kind = str(event.get("event"))
         if kind in _KEPT:
             self.events[kind] = {key: event[key] for key in event if key != "event"}
-        elif kind == "gpu_used" and self.ticket is not None:  # of a confined worker
+        elif kind == "gpu_used" and self.ticket is not None:
+            # Only a confined worker sends this, because it cannot write into the ticket.
             self._used = used_of_lease(event["used"], self.lease)
             self.on_look(self.record["pid"])
         elif kind == "no_guard":
@@ -244,10 +254,11 @@ class Told:
             self._times.update({name: event[name] for name in self._times if name in event})
             if event.get("memory_bytes"):
                 self._note_peak(event["memory_bytes"], event.get("mapped_bytes") or 0)
-            if self.clients and event.get("cpu_s") is not None:  # None: the task has failed
+            # ``cpu_s`` is None if the task failed.
+            if self.clients and event.get("cpu_s") is not None:
                 self._times["cpu_s"] = event["cpu_s"] / len(self.clients)
-            # Once, because an app may send any number of them. If the worker stays, the call is over, and the
-            # line of its end has all of it.
+            # Traced only once, because an app may send any number of these events. If the worker stays, the
+            # call is over, and the line for its end has the same fields.
             if kind not in self._traced and not event.get("stays"):
                 self._traced.add(kind)
                 trace.write(kind, **_about(self.record))
@@ -255,7 +266,7 @@ class Told:
             self.display.on_event(event)
 
     def write_end(self, error: BaseException | None, *, is_cancelled: bool) -> None:
-        """Write the line of the worker's end, if one had the call."""
+        """Write the end of the call into the trace, if a worker had begun it."""
         if "pid" not in self.record:
             return
         if isinstance(error, WorkerDiedError) and error.peak_bytes:
@@ -268,9 +279,10 @@ class Told:
             trace.write("worker_finished", **record, **self._times, seconds=seconds, **end)
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        """Yield the fields of the call in the trace, for each client of a call for several."""
+        """Yield the fields of the call in the trace, once per client."""
         yield {**self.record, "client": self.clients[0]} if self.clients else self.record
-        for number, client in enumerate(self.clients[1:], 2):  # in a worker that the first one has begun
+        # Only the first client has started the worker. To the others it is a used one.
+        for number, client in enumerate(self.clients[1:], 2):
             call = f"{self.record['call']}-{number}"
             yield {**self.record, "call": call, "client": client, "used_again": True}
 
@@ -295,12 +307,12 @@ class Told:
 
 
 def _about(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whose event it is."""
+    """Return the fields that identify the call of an event."""
     return {name: record.get(name) for name in ("call", "pid", "client")}
 
 
 def used_of_lease(used_bytes: Mapping[str, int], held: Lease | None) -> dict[str, int]:
-    """Return the use that a worker reports, limited to the GPUs and the size of its lease."""
+    """Return the GPU memory that a worker reports, restricted to the GPUs of its lease and their size."""
     shares = held.shares if held is not None else ()
     return {
         share.uuid: min(used_bytes[share.uuid], share.total_bytes)

@@ -1,7 +1,18 @@
-"""One call, in one worker after the other. Its lease is held from before a worker starts until it is gone.
+"""The tries of one call, each in a worker and under a lease.
 
-The lease of a try begins and ends with ``Workers.held``: :meth:`flower_gpu.calls.leasing.Leasing.held`, or in
-a simulation a lease that a worker keeps from call to call.
+The lease is held from before the worker starts until the worker is gone.
+
+A try acquires its lease by ``Workers.held``. This is :meth:`flower_gpu.calls.leasing.Leasing.held` by
+default. In a simulation, a worker may keep its lease from call to call.
+
+A call is tried again in these cases:
+
+- GPU memory ran out: again with more of a GPU or a whole GPU, then on the CPU, depending on ``on_oom``.
+- Main memory ran out and the kernel killed the worker: again with all main memory that leases can have.
+- No fork server can run the call: again in a worker that is forked from this process.
+
+The error of an earlier try is kept without its traceback. The frames have the arguments of the call, which
+would stay in memory, and the frame of the retry would refer to itself.
 """
 
 from __future__ import annotations
@@ -45,20 +56,20 @@ SERVER: Final = "server"
 
 
 class Workers:
-    """Where a call gets its worker and its lease from. Here each call has its own of both."""
+    """The source of workers and leases of calls. In this class, each call has its own worker and lease."""
 
-    shows_progress = True  # whether the progress of a call is drawn
-    is_used_again = False  # whether the call's worker has run others before
-    takes_over = True  # whether workers take over the settings of this process, see workers.caller_settings
-    learns_memory = True  # whether later calls ask for the main memory that a call was seen to take
+    shows_progress = True  # True if the progress of a call is drawn
+    is_used_again = False  # True if the worker of the call has run earlier calls
+    takes_over = True  # True if workers take over the settings of this process, see workers.caller_settings
+    learns_memory = True  # True if later calls request the main memory that this call has used
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the call is given up: then its worker is ended, and has not failed."""
+        """True if the call was cancelled. The end of its worker is then no failure."""
         return False
 
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
-        """Choose a start method, as :func:`flower_gpu.workers.methods.choose` does."""
+        """Return a start method, as :func:`flower_gpu.workers.methods.choose` does."""
         return start.choose(start_method, server_first=server_first)
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
@@ -70,7 +81,7 @@ class Workers:
         return leasing_.held(request)
 
     def end_idle(self) -> None:
-        """End workers that idle with a lease, after a fault that is theirs as well; here there are none."""
+        """End all idle workers with a lease, after a fault that affects them, too. This class has none."""
 
     def held_on_cpu(self, leasing_: Leasing) -> AbstractContextManager[tuple[Lease, Ticket] | None]:
         """Hold cores and main memory, as :meth:`flower_gpu.calls.leasing.Leasing.held_on_cpu` does."""
@@ -79,7 +90,7 @@ class Workers:
 
 @dataclass
 class Tries:
-    """One call, tried once or several times."""
+    """One call, and the results of its latest try."""
 
     task: Task
     args: tuple[Any, ...]
@@ -88,29 +99,33 @@ class Tries:
     label: str
     fields: Mapping[str, Any]
     workers: Workers
-    by_name: bool  # and a fork server can have it, as far as is known
-    clients: Sequence[str] = ()  # if the call is for several
-    told: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what the last worker told
-    method: StartMethod = start.SPAWN  # by which it was tried last
-    memory_bytes: int = 0  # that the last worker took, as far as it has told
-    was_killed: bool = False  # whether the last worker died: then it may have needed more
+    by_name: bool  # True if the task is given by name and, as far as is known, a fork server can run it
+    clients: Sequence[str] = ()  # the clients of a call for several of them
+    told: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # events of the latest worker
+    method: StartMethod = start.SPAWN  # start method of the latest worker
+    memory_bytes: int = 0  # peak of the latest worker's main memory, as far as known
+    was_killed: bool = False  # True if the latest worker died; it may have needed more memory
 
     def run(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
-        """Run it under a lease; once more with all main memory if the kernel killed its worker for that."""
-        on = self._on_gpu if leasing.uuids else self._on_cpu
+        """Return the result of the call, which runs under a lease.
+
+        If the kernel killed the worker because main memory ran out, the call is tried again with all main
+        memory.
+        """
+        run_once = self._on_gpu if leasing.uuids else self._on_cpu
         try:
-            return on(leasing, environ)
+            return run_once(leasing, environ)
         except WorkerDiedError as error:
             if not error.is_out_of_memory or not self._may_have_more_memory(leasing):
                 raise
-            first = str(error).partition("\n")[0]
-            # Without its frames: they have the arguments, and this one has them.
+            reason = str(error).partition("\n")[0]
+            # The frames of the traceback would keep the arguments in memory.
             killed = error.with_traceback(None)
-        notices.say(f"{first}\nIt runs again, with all the main memory that leases can have")
+        notices.say(f"{reason}\nIt runs again, with all the main memory that leases can have")
         try:
-            return on(replace(leasing, asks_for_all_memory=True), environ)
+            return run_once(replace(leasing, asks_for_all_memory=True), environ)
         except LeaseTimeoutError as late:
-            raise LeaseTimeoutError(f"{first}\nThen {late}") from killed
+            raise LeaseTimeoutError(f"{reason}\nThen {late}") from killed
         except WorkerDiedError as error:
             if not error.is_out_of_memory:
                 raise
@@ -128,7 +143,7 @@ class Tries:
         return is_counted and self.settings.gpu.on_oom != "fail"
 
     def _on_gpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
-        """Run it under a lease; again under another one where it ran out of memory."""
+        """Return the result of the call on a GPU. If its memory runs out, try again with another lease."""
         requests = [leasing.settings.request]
         what, text, ran_out = "", "", None
         while True:
@@ -167,7 +182,7 @@ class Tries:
                     trace.write("out_of_memory", **self.fields, lease=held.id, **out, then=then)
                     if then == "failed":
                         raise self._failed(text, len(requests), f"Also there: {others}") from error
-                    # Without its frames: they have the arguments, and this one has it.
+                    # The frames of the traceback would keep the arguments in memory.
                     ran_out = error.with_traceback(None)
                 finally:
                     if figures := self.told.get("gpu_memory"):
@@ -180,20 +195,21 @@ class Tries:
         return self._on_cpu(replace(leasing, uuids=()), environ)
 
     def _on_cpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
-        """Run it without a GPU, with a lease on cores and main memory."""
+        """Return the result of the call without a GPU, with a lease on cores and main memory."""
         without_gpu = environment.of_worker(None, environ)
-        with self.workers.held_on_cpu(leasing) as found:
+        with self.workers.held_on_cpu(leasing) as lease_and_ticket:
             try:
-                if found is None:
+                if lease_and_ticket is None:
                     return self.once(without_gpu)
-                held, ticket = found
+                held, ticket = lease_and_ticket
                 with files.passed_on(ticket.descriptor):
                     return self.once(without_gpu, ticket, held)
             finally:
                 leasing.learn_memory(self.memory_bytes, is_done=not self.was_killed)
 
     def _runs_here(self) -> bool:
-        return not self.method.is_own_process  # whose memory no second try gives back
+        # A second try does not free the memory of this process.
+        return not self.method.is_own_process
 
     def _may_use_cpu(self) -> bool:
         gpu = self.settings.gpu
@@ -233,13 +249,13 @@ class Tries:
     def once(
         self, gpu_env: Mapping[str, str], ticket: Ticket | None = None, held: Lease | None = None
     ) -> Any:
-        """Run it in one worker, which keeps the lock of a ticket, where it has one."""
+        """Return the result of the call in one worker, which keeps the lock of the ticket, if any."""
         settings = self.settings.worker
         confinement = settings.confinement
         self.method = method = self._chosen()
         if no_guard := guard.why_none(gpu_env, has_worker=method.is_own_process):
             notices.say_no_guard(no_guard, is_expected=not method.is_own_process)
-        # What a call asks for in cores goes before what was set in this process for its own threads.
+        # A number of cores that a call requests overrides the thread settings of this process.
         takes_over = method.copies_caller or (self.workers.takes_over and self.settings.host.num_cpus is None)
         count = threads.of_worker(settings.threads, settings.env, takes_over=takes_over)
         env = {**threads.environment(count, settings.env), **gpu_env, **_confined(confinement)}
@@ -264,7 +280,7 @@ class Tries:
         self.told = told.events
         workers = self.workers
 
-        # Not self in here: who calls it is freed later than the arguments should be.
+        # This function must not refer to self: it is freed later than the arguments should be.
         def on_start(pid: int, used: str) -> None:
             told.on_start(pid, used, is_process=method.is_own_process, is_used_again=workers.is_used_again)
 
@@ -309,21 +325,21 @@ class Tries:
         server_first = self.by_name or bool(settings.preload)
         method = self.workers.choose(settings.start_method, server_first=server_first)
         if settings.confinement is not None and method.copies_caller:
-            return start.SPAWN  # this process has what a confined worker must not have
+            return start.SPAWN  # a copy of this process has memory that a confined worker must not see
         return method
 
     def _otherwise(self, method: StartMethod) -> StartMethod | None:
-        """Return how its worker starts where there can be no fork server; None: that is an error."""
+        """Return the start method if no fork server can run, or None if this is an error."""
         settings = self.settings.worker
         is_free = settings.confinement is None and not settings.preload
-        # A copy of this process: a lock in the arguments, say, needs one.
+        # Arguments such as a lock need a copy of this process.
         if is_free and method != self.workers.choose(settings.start_method):
             return start.FORK
         return start.SPAWN if settings.start_method == "auto" else None
 
 
 def _around(method: StartMethod, env: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Return a context around a call in which this process's threads fit the worker's environment."""
+    """Return a context for a call, in which the threads of this process suit the worker's environment."""
     if not method.is_own_process:
         return threads.restored()
     return threads.prepared(own_process.environment(env)) if method.copies_caller else nullcontext()
@@ -333,7 +349,8 @@ def _confined(confinement: Confinement | None) -> dict[str, str]:
     """Return the variables that tell a worker its confinement."""
     if confinement is not None:
         return confinement.environment()
-    # A worker that a confined one starts is confined with it. Between these two all is one app's.
+    # A worker that a confined worker starts is confined with it. Both run the same app, so the second worker
+    # needs no confinement of its own.
     return {CONFINED_VARIABLE: ""} if CONFINED_VARIABLE in os.environ else {}
 
 
@@ -350,8 +367,10 @@ def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
 def _log_prefix(fields: Mapping[str, Any]) -> str:
     """Return the prefix of a worker's log lines: client and round."""
     client, server_round = fields["client"], fields["round"]
-    if client == SERVER and is_worker():  # a worker of a worker, which knows its client
+    if client == SERVER and is_worker():
+        # This is a worker of a worker, whose prefix names the client.
         return events.log_prefix()
-    name = client if client.isprintable() else repr(client)  # a line for each record, whatever it is called
-    whose = "server" if client == SERVER else f"client {name}"
-    return f"{whose}: " if server_round is None else f"{whose}, round {server_round}: "
+    # A name with line breaks would break the line of a record.
+    name = client if client.isprintable() else repr(client)
+    source = "server" if client == SERVER else f"client {name}"
+    return f"{source}: " if server_round is None else f"{source}, round {server_round}: "
