@@ -1,4 +1,4 @@
-"""One call put together: its settings, its lease, its worker, and a second try.
+"""A call from start to end: its settings, its lease, its worker, and its retries.
 
 ::
 
@@ -6,11 +6,11 @@
                                                                   │  ▲                             │
           out_of_memory: the next request, with more of a GPU <───┘  │                             ▼
                                                                      │  Call with environment.of_worker(lease)
-               told: what the worker tells, for trace and ticket ────┘                             │
+               told: the worker's reports, for trace and ticket ─────┘                             │
                      footprints <── its memory <── gpu_use <── leased_worker.setup around the task <┘
-                                                               ├ frameworks are held to the lease
+                                                               ├ frameworks are limited to the lease
                                                                └ environment keeps its GPUs visible
 
-``leased_worker`` and most of ``gpu_use`` run in the worker. Ranks of one call tell its worker. ``notices``
-has the lines of the log, and of where calls run.
+``leased_worker`` and most of ``gpu_use`` run in the worker. Ranks of a call report to its worker. ``notices``
+has the log lines, such as the line that says where calls run.
 """

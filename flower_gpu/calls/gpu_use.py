@@ -1,4 +1,4 @@
-"""A worker's use of GPUs, by the figures of its allocator, of the driver and of its ranks."""
+"""A worker's GPU memory, from the figures of its allocator, of the driver and of its ranks."""
 
 from __future__ import annotations
 
@@ -20,56 +20,72 @@ if TYPE_CHECKING:
 
 @dataclass
 class Use:
-    """The memory of one GPU that this worker uses, as far as was seen."""
+    """The memory that this worker uses on one GPU, as far as it was measured."""
 
-    share: Share  # what it may use
-    peak_bytes: int | None = None  # the most that was seen; None: nobody has told anything
-    context_bytes: int | None = None  # of this process beyond its allocator, when the driver was asked last
-    outside_bytes: int | None = None  # the most that was seen so, of all processes of this worker
-    is_told: bool | None = None  # whether the driver tells what this worker uses; None: it was not asked
+    share: Share  # the worker's share of the GPU
+    peak_bytes: int | None = None  # measured peak; None without any measurement
+    context_bytes: int | None = None  # memory of this process outside of its allocator, at the last query
+    outside_bytes: int | None = None  # measured peak of such memory of all processes of this worker
+    is_told: bool | None = (
+        None  # True if the driver reports this worker's memory; None before the first query
+    )
 
     def see(self, used_bytes: int) -> None:
-        """Note the use at this moment."""
+        """Record the memory in use at this moment."""
         self.peak_bytes = max(self.peak_bytes or 0, used_bytes)
 
     def beyond(self, reserved_bytes: int) -> int:
-        """Return the use of the process if its allocator has so much: with the memory outside of it."""
+        """Return the bytes that the worker uses if its allocator has ``reserved_bytes``."""
         if self.outside_bytes is not None:
             return reserved_bytes + self.outside_bytes
-        return reserved_bytes + max(0, self.share.memory_bytes - self.share.cap_bytes)  # as the lease has it
+        # Before the first measurement, the lease's own estimate counts.
+        return reserved_bytes + max(0, self.share.memory_bytes - self.share.cap_bytes)
 
     def ask(self, gpu: GPU, of_group: int | None = None) -> dict[int, int]:
-        """Note the driver's figures; return this worker's use by process, empty where the driver has none.
+        """Record the driver's figures of a GPU. Return the bytes that this worker uses, by process.
 
-        A process that is not listed uses nothing, unless somebody uses memory who is not listed.
+        The result is empty if the driver has no figures. A process that is not listed uses no memory, unless
+        the driver reports memory in use that belongs to no listed process.
 
-        ``of_group``: the use of this worker's control group, where it has one: nobody is missing in that.
+        ``of_group``: bytes of this worker's control group, if any. They include all its processes.
         """
         if of_group is not None:
             self.is_told = True
             self.see(of_group)
             return {os.getpid(): of_group}
-        ours = {one.pid: one.used_bytes for one in gpu.processes or () if _is_of_worker(one.pid)}
-        told = {pid: used for pid, used in ours.items() if used is not None}
-        self.is_told = gpu.processes is not None and len(told) == len(ours)
+        ours = {
+            process.pid: process.used_bytes for process in gpu.processes or () if _is_of_worker(process.pid)
+        }
+        used_by_pid = {pid: used for pid, used in ours.items() if used is not None}
+        self.is_told = gpu.processes is not None and len(used_by_pid) == len(ours)
         if self.is_told and os.getpid() not in ours:
             self.is_told = (gpu.unlisted_bytes() or 0) < LEAST_CONTEXT_BYTES
-            told.setdefault(os.getpid(), 0)
+            used_by_pid.setdefault(os.getpid(), 0)
         if not self.is_told:
-            self.peak_bytes = None  # that of before, as of a process that was not listed yet, is too little
+            # An earlier peak is too small, because a process was not listed then either.
+            self.peak_bytes = None
             return {}
-        self.see(sum(told.values()))
-        return told
+        self.see(sum(used_by_pid.values()))
+        return used_by_pid
 
     def split(self, told: dict[int, int], reserved_bytes: int) -> None:
-        """Note how much of the driver's figures is outside of the allocator, which has ``reserved_bytes``."""
+        """Record the memory outside of the allocator, from the driver's figures.
+
+        ``told``: the driver's figures, as returned by :meth:`ask`.
+        ``reserved_bytes``: memory of the allocator.
+        """
         context = told[os.getpid()] - reserved_bytes
         if context > 0:
             self.context_bytes = context
             self.outside_bytes = max(self.outside_bytes or 0, sum(told.values()) - reserved_bytes)
 
     def as_event(self, own: Figures | None, before: Figures | None, in_force: int | None) -> dict[str, Any]:
-        """Return the figures for the caller."""
+        """Return the figures for the caller.
+
+        ``own``: figures of the framework after the task.
+        ``before``: figures of the framework before the task.
+        ``in_force``: bytes of the limit that was in force.
+        """
         reserved = own.peak_reserved_bytes if own is not None else 0
         if reserved:
             self.see(self.beyond(reserved))
@@ -93,7 +109,7 @@ class Use:
 
 
 class RankFigures:
-    """Collects the figures of ranks, each of its own GPU."""
+    """Collects the figures of ranks, which each have their own GPU. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,18 +119,19 @@ class RankFigures:
         self._ran_out = False
 
     def take(self, rank: int, event: Mapping[str, Any]) -> bool:
-        """Take an event if it is about a GPU; tell whether it was."""
+        """Handle an event of a rank. Return True if it is about a GPU or needs no other handling."""
         kind = event.get("event")
         fields = {key: value for key, value in event.items() if key != "event"}
         with self._lock:
             if kind == "gpu_used":
                 self._used.update(fields["used"])
             elif kind == "gpu_memory":
-                self._gpus.update({told["uuid"]: told for told in fields["gpus"]})
+                self._gpus.update({gpu["uuid"]: gpu for gpu in fields["gpus"]})
                 if fields["cuda"]:
                     self._with_cuda.add(rank)
             elif kind == "cuda_started":
-                if not self._with_cuda:  # of the call, which is the first of them
+                if not self._with_cuda:
+                    # CUDA starts for the call when it starts in the first rank.
                     events.send("cuda_started")
                 self._with_cuda.add(rank)
             elif kind == "out_of_memory":
@@ -128,45 +145,45 @@ class RankFigures:
         return True
 
     def used(self) -> dict[str, int]:
-        """Return the bytes that ranks use, by UUID."""
+        """Return the bytes that ranks use, by UUID of the GPU."""
         with self._lock:
             return dict(self._used)
 
     def gpu(self, uuid: str) -> dict[str, Any] | None:
-        """Return a rank's ``gpu_memory`` figures of a GPU."""
+        """Return the ``gpu_memory`` figures that a rank has sent for a GPU, or None."""
         with self._lock:
             return self._gpus.get(uuid)
 
     @property
     def is_on_cuda(self) -> bool:
-        """Whether a rank has used CUDA."""
+        """True if a rank has used CUDA."""
         return bool(self._with_cuda)
 
 
 @dataclass
 class ThisWorker:
-    """What this process knows as a worker, from one call to the next."""
+    """The state that this worker process keeps from one call to the next."""
 
-    uses: dict[str, Use] = field(default_factory=dict)  # by UUID: what last looks of earlier calls have found
-    ranks: RankFigures | None = None  # what ranks of its call have told; None where that has no ranks
+    uses: dict[str, Use] = field(default_factory=dict)  # measurements of earlier calls, by UUID
+    ranks: RankFigures | None = None  # figures of the current call's ranks, or None without ranks
 
 
 THIS_WORKER: Final = ThisWorker()
 
 
 def least_bytes(told: Mapping[str, Any], share: Share) -> int:
-    """Return how much of a GPU a call that ran out of memory would have needed to go on, context included."""
+    """Return the bytes that a call would have needed when it ran out of GPU memory, with its context."""
     without_context = share.memory_bytes - (told.get("cap_bytes") or share.memory_bytes)
     outside = max(without_context, told.get("outside_bytes") or 0)
     return (told.get("reserved_bytes") or 0) + (told.get("asked_bytes") or 0) + outside
 
 
 def in_allocator(told: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the memory that the allocator needed, and that of tensors; None without an allocator."""
+    """Return the bytes that the allocator needed and the bytes of tensors, or None without an allocator."""
     if told.get("allocated_bytes") is None:
         return None
     asked = told.get("asked_bytes") or 0
-    # When this is told, some of the tensors may be gone already.
+    # When the event is sent, some tensors may have been freed already.
     tensors = max(told["allocated_bytes"] + asked, told.get("allocated_peak_bytes") or 0)
     return (told.get("reserved_bytes") or 0) + asked, tensors
 
@@ -174,7 +191,8 @@ def in_allocator(told: Mapping[str, Any]) -> tuple[int, int] | None:
 def measured(told: Mapping[str, Any], share: Share, least_bytes: int) -> Measured:
     """Return the figures of a call from a worker's ``gpu_memory`` event."""
     outside = told.get("outside_bytes")
-    reserved = told.get("reserved_peak_bytes") or None  # None: figures of another framework count
+    # Without reserved memory, the figures of this allocator do not count, because another framework was used.
+    reserved = told.get("reserved_peak_bytes") or None
     return Measured(
         peak_bytes=max(told["peak_bytes"], least_bytes),
         outside_bytes=share.memory_bytes - share.cap_bytes if outside is None else outside,
@@ -187,9 +205,10 @@ def measured(told: Mapping[str, Any], share: Share, least_bytes: int) -> Measure
 
 
 def _is_of_worker(pid: int) -> bool:
-    """Tell whether this is a process of this worker: that leads a group, and its children are in it."""
+    """Return True for a process of this worker. A worker leads a process group, which its children are in."""
     if pid == os.getpid():
         return True
-    with suppress(OSError):  # it is gone, or another account's
+    # The process may be gone, or belong to another account.
+    with suppress(OSError):
         return os.getpid() == os.getpgrp() == os.getpgid(pid)
     return False

@@ -1,4 +1,4 @@
-"""Log lines for callers: about leases, the place of calls, and reasons for the CPU."""
+"""Log lines for callers, about leases, the devices of calls, and reasons for the CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flower_gpu.printable import format_bytes
 from flower_gpu.workers import events
 
 _log = logging.getLogger(events.LOGGER)
-_said: set[str] = set()  # in this process
+_said: set[str] = set()  # lines that this process has logged once
 _OUT_OF_MEMORY: Final = "figures of a call that ran out of memory"
-_MOST_ELSE: Final = 4  # others on a GPU that are named
+_MAX_OTHERS: Final = 4  # number of other users of a GPU that a text lists
 
 
 def say(text: str, level: int = logging.WARNING) -> None:
@@ -29,17 +29,17 @@ def say(text: str, level: int = logging.WARNING) -> None:
 
 
 def say_once(text: str, level: int = logging.WARNING) -> None:
-    """Log a line that would be the same for every call; in this process it is logged once."""
+    """Log a line that would be the same for every call, only once in this process."""
     if text not in _said:
         _said.add(text)
         _log.log(level, text)
 
 
 def say_out_of_memory(text: str, figures: str) -> None:
-    """Log that a call ran out of GPU memory and is tried again, in a short text.
+    """Log in a short text that a call ran out of GPU memory and is tried again.
 
-    Many calls of a run may, so the figures are a warning for the first one only. Those of later calls are
-    debug lines, and the trace has all.
+    This may happen to many calls of a run, so only the first call logs its figures as a warning. Later calls
+    log them as debug lines, and the trace has all of them.
     """
     say(text)
     is_first = _OUT_OF_MEMORY not in _said
@@ -53,8 +53,8 @@ def say_out_of_memory(text: str, figures: str) -> None:
 def say_no_guard(reason: str, *, is_expected: bool) -> None:
     """Log once that the kernel does not keep calls from GPUs of other leases.
 
-    ``is_expected``: this host has no guard at all, or the user runs calls where there is none. Then the line
-    is no warning.
+    ``is_expected``: True if this host has no guard at all, or the user runs calls in a way without a guard.
+    Then the line is not a warning.
     """
     text = f"no GPU guard: calls can use any GPU of this host ({reason})"
     if is_expected:
@@ -64,7 +64,7 @@ def say_no_guard(reason: str, *, is_expected: bool) -> None:
 
 
 def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
-    """Log once why a worker could not use its GPU, by its ``no_cuda`` event, with a way out."""
+    """Log once why a worker could not use its GPU, from its ``no_cuda`` event, and what to do."""
     text = f"GPU {lease.shares[0].index} was leased, but {told.get('reason')}. Calls run on the CPU"
     if told.get("torch"):
         host = inventory.take(processes=False)
@@ -74,7 +74,7 @@ def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
 
 
 def untold(share: Share, task: str) -> str:
-    """Return the line about a GPU whose driver does not tell the memory of a process."""
+    """Return the notice about a GPU if its driver does not report the memory of processes."""
     return (
         "the NVIDIA driver does not tell how much memory a process uses on GPU "
         f"{share.index} ({share.name}), as in some containers, on some MIG devices and with old drivers. "
@@ -84,7 +84,7 @@ def untold(share: Share, task: str) -> str:
 
 
 def who_else(lease: Lease, uuid: str) -> str:
-    """Return who else is on a GPU at this moment: holders of leases, and programs that NVML names."""
+    """Return a list of the other users of a GPU as text: holders of leases, and programs that NVML lists."""
     state = Ledger().status()
     lines = []
     pids = set()
@@ -99,12 +99,12 @@ def who_else(lease: Lease, uuid: str) -> str:
             lines.append(
                 f"{format_bytes(process.used_bytes)} used by process {process.pid} {process.name}".rstrip()
             )
-    more = [f"{len(lines) - _MOST_ELSE} more"] if len(lines) > _MOST_ELSE else []
-    return "; ".join([*lines[:_MOST_ELSE], *more]) or "nobody else that is known"
+    more = [f"{len(lines) - _MAX_OTHERS} more"] if len(lines) > _MAX_OTHERS else []
+    return "; ".join([*lines[:_MAX_OTHERS], *more]) or "nobody else that is known"
 
 
 def refused(label: str, lease: Lease) -> GPUUnavailableError:
-    """Return the error of a call whose GPU CUDA has refused to it, as busy or unavailable."""
+    """Return the error of a call after CUDA refused its GPU as busy or unavailable."""
     share = lease.shares[0]
     gpu = inventory.take(processes=False).find(share.uuid)
     mode = gpu.compute_mode if gpu is not None else None
@@ -121,7 +121,7 @@ def refused(label: str, lease: Lease) -> GPUUnavailableError:
 
 
 def faulted(label: str, lease: Lease, error: BaseException) -> GPUUnavailableError:
-    """Return the error of a call that has ended with the MPS server of its GPU."""
+    """Return the error of a call that failed because the MPS server of its GPU ended."""
     return GPUUnavailableError(
         f"{label}: a fault on GPU {lease.shares[0].index} has ended all calls that this run had there, as "
         "they share it by one MPS server (--mps). It may be another one's: without --mps only the call with "
@@ -139,13 +139,13 @@ def calls_run(
     use_gpu: bool | None,
     env: Mapping[str, str],
 ) -> str:
-    """Return the line that says where calls with these settings run.
+    """Return the line that says on which devices calls with these settings run.
 
-    ``settings``: of the calls.
-    ``gpus``: those that they may use; none: they run on the CPU.
-    ``at_once``: how many run at a time, at most. None: as many as have room.
-    ``use_gpu``: what the server wants.
-    ``env``: the environment of the calls.
+    ``settings``: settings of the calls.
+    ``gpus``: GPUs that the calls may use. Empty: they run on the CPU.
+    ``at_once``: maximum number of calls at a time. None: as many as have room.
+    ``use_gpu``: the server's request for a GPU, or None.
+    ``env``: environment of the calls.
     """
     number = "as many at a time as have room" if at_once is None else f"up to {at_once} at a time"
     if gpus:
@@ -156,7 +156,7 @@ def calls_run(
 
 
 def why_on_cpu(settings: GPUSettings, use_gpu: bool | None, env: Mapping[str, str]) -> str:
-    """Return why calls run on the CPU."""
+    """Return the reason why calls run on the CPU."""
     word = settings.policy.gpu
     if word == "never":
         return "the device policy is never"
@@ -168,7 +168,7 @@ def why_on_cpu(settings: GPUSettings, use_gpu: bool | None, env: Mapping[str, st
 
 
 def without_effect(request: LeaseRequest, who: str, why: str) -> str:
-    """Return that a request for a GPU has no effect, since the calls run on the CPU."""
+    """Return the note that a request for a GPU has no effect, because the calls run on the CPU."""
     ranks = request.count
     but = f" but for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
     return f"note: {request.written} has no effect{but}: {who} run on the CPU, {why}"

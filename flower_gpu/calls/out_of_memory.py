@@ -1,4 +1,4 @@
-"""The second try of a call that ran out of GPU memory: with more of a GPU, with all of one, or an error."""
+"""The retry of a call that ran out of GPU memory: with more of a GPU, with a whole GPU, or not at all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flower_gpu.leases.footprint_rule import needed_bytes
 from flower_gpu.leases.lease import Lease, LeaseRequest, Share
 from flower_gpu.printable import format_bytes
 
-_GROWTHS = 2  # tries with more memory, before one that is alone on a GPU
-_MORE = 2.0  # times the last lease
+_GROWTHS = 2  # number of tries with more memory, before a try that is alone on a GPU
+_MORE = 2.0  # factor from one lease to the next
 
 _KINDS = {
     "over_cap": "it took more than its lease",
@@ -23,9 +23,10 @@ _KINDS = {
 def next_request(
     told: Mapping[str, Any], lease: Lease, requests: Sequence[LeaseRequest], on_oom: str
 ) -> LeaseRequest | None:
-    """Return the request of the next try after an ``out_of_memory`` event; None where no try would help.
+    """Return the request of the next try after an ``out_of_memory`` event, or None if no try would help.
 
-    ``requests``: what the tries so far have asked for.
+    ``told``: fields of the event.
+    ``requests``: requests of the tries so far.
     """
     last = requests[-1]
     if on_oom == "fail" or (last.alone and last.memory_bytes is None):
@@ -34,12 +35,13 @@ def next_request(
     if last.alone:
         return None if is_full else LeaseRequest(alone=True)
     if is_full:
-        # Others took what the lease was for. Not before so much is there, or it would fail again at once.
+        # Other programs used the memory of the lease. The next try waits for that much free memory, because
+        # it would fail again at once otherwise.
         share = share_of(told, lease)
         needed = min(needed_bytes(least_bytes(told, share)), share.memory_bytes)
         return LeaseRequest(memory_bytes=needed, alone=True)
     if lease.alone or len(lease.shares) > 1:
-        return None  # it had all that there is
+        return None  # the call already had the whole GPU, or several GPUs
     if told.get("kind") == "over_cap" and len(requests) <= _GROWTHS:
         had = lease.shares[0].memory_bytes
         asked = told.get("asked_bytes") or 0
@@ -53,14 +55,14 @@ def share_of(told: Mapping[str, Any], lease: Lease) -> Share:
 
 
 def what_happened(label: str, told: Mapping[str, Any], lease: Lease) -> str:
-    """Say in a few words that a call ran out of memory."""
+    """Return a short text which says that a call ran out of memory."""
     share = share_of(told, lease)
     size = format_bytes(share.memory_bytes)
     return f"{label} ran out of memory on GPU {share.index} with {size}"
 
 
 def describe(told: Mapping[str, Any], lease: Lease) -> str:
-    """Describe the event in one sentence, with its numbers."""
+    """Return a description of the event with its numbers."""
     share = share_of(told, lease)
 
     def size(name: str) -> str:

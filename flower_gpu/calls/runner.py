@@ -1,4 +1,4 @@
-"""The one place where a call is put together: its settings, the GPUs it may use, its lease, its tries."""
+"""Running a call: this module puts together its settings, the GPUs it may use, its lease and its tries."""
 
 from __future__ import annotations
 
@@ -34,18 +34,20 @@ def run_call(
     by_name: bool = False,
     clients: Sequence[str] = (),
 ) -> Any:
-    """Run one call of one client in its own worker, on a GPU as far as node and server want that.
+    """Run one call of a client in its own worker, and return its result.
 
-    ``clients``: the names of the clients if the call is for several. Each has its own lines in the trace.
-    ``by_name``: whether of the user's function only the name is given, so that its worker needs nothing of
-    this process.
+    The call uses a GPU if node and server want that.
+
+    ``clients``: names of the clients of a call for several clients. Each has its own lines in the trace.
+    ``by_name``: True if the user's function is given by its name only. Its worker then needs nothing of this
+    process.
 
     Raises
     ------
     GPUError
-        If there is no GPU that the node requires, or no lease in time.
+        If the node requires a GPU that cannot be used, or the lease was not granted in time.
     GPUOutOfMemoryError
-        If there was not enough memory, however it was tried.
+        If all tries ran out of GPU memory.
     WorkerError
         If the worker could not be started, died, or took too long.
     """
@@ -57,11 +59,12 @@ def run_call(
     workers = workers or Workers()
     fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
     call = Tries(task, args, kwargs or {}, settings, label, fields, workers, by_name, clients)
-    # No copy: to read all of the environment takes longer than much else of a short call.
+    # The environment is not copied, because reading all of it would take a good part of a short call.
     environ = ChainMap(dict(settings.worker.env), environment.without_ray(os.environ))
-    if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
+    if leasing.is_worker():
+        # A worker that starts another worker shares its lease with it, if it has one.
         return call.once(environment.of_worker(leasing.of_this_process(), environ))
-    # What cannot be is refused before a lease is waited for.
+    # Impossible settings are refused before the call waits for a lease.
     call.workers.choose(settings.worker.start_method)
     _check_confined(settings)
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
@@ -80,30 +83,34 @@ def run_in_worker(
     on_oom: OnOomWord | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run any function in a worker process, for example to build the initial weights on the server.
+    """Run any function in a worker process and return its result.
+
+    An example is building the initial weights on the server.
 
     Parameters
     ----------
     task : callable or str
-        The function, or ``"package.module:function"``: then only the worker imports that module.
+        The function, or its name as ``"package.module:function"``. With a name, only the worker imports the
+        module.
     *args
-        Arguments of the function: numpy arrays, plain values, or anything cloudpickle takes.
+        Arguments of the function: NumPy arrays, plain values, or anything that cloudpickle can pickle.
     start_method, gpu, on_oom, **kwargs
-        Its keyword arguments, and those of :class:`flower_gpu.CallOptions`, which are not passed on.
+        Keyword arguments of the function, and options of :class:`flower_gpu.CallOptions`. The options are not
+        passed to the function.
 
     Returns
     -------
     object
-        What the function returned.
+        The return value of the function.
 
     Raises
     ------
     WorkerError
         If the worker could not be started, died, or took too long.
     GPUError
-        If it needs a GPU and there is none for it.
+        If the function needs a GPU and cannot get any.
     Exception
-        What the function raised, with the worker's traceback as its cause.
+        Any error that the function raised, with the worker's traceback as its cause.
 
     Examples
     --------
@@ -128,7 +135,7 @@ def run_in_worker(
 def _check_confined(settings: CallSettings) -> None:
     """Refuse settings that a confined worker cannot have.
 
-    Raises ConfigError if so.
+    Raises ConfigError if the call has such settings.
     """
     if settings.worker.confinement is None:
         return
@@ -146,7 +153,7 @@ def _check_confined(settings: CallSettings) -> None:
 
 
 def _round_in(config: Mapping[str, Any]) -> int | None:
-    """Return the round that a server names in its config: Flower's own key, or the one of its examples."""
+    """Return the round from a server's config, by Flower's own key or the key of its examples, or None."""
     for key in ("server-round", "server_round"):
         if type(config.get(key)) is int:
             return int(config[key])

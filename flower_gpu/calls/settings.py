@@ -34,65 +34,67 @@ if TYPE_CHECKING:
     from flower_gpu.gpu.gpus import Inventory
     from flower_gpu.workers.confinement import Confinement
 
-#: Every keyword that is an option.
+#: Names of all options.
 OPTION_NAMES: Final = tuple(CallOptions.__annotations__)
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How the processes of calls are run."""
+    """The settings of the worker processes of calls."""
 
     start_method: str  # one of START_METHODS
-    timeout_s: float | None  # that a call may take, from its lease on, its worker's start included
-    env: Mapping[str, str]  # set before anything heavy is imported
-    name: str | None  # the client's, in the trace and in messages
-    preload: tuple[tuple[str, Mapping[str, Any]], ...]  # functions to call once, with their arguments
-    threads: int  # that torch and OpenMP use in a worker
-    confinement: Confinement | None = None  # what a worker keeps of this host; None: all
+    timeout_s: float | None  # limit of a call, from the grant of its lease, with the start of its worker
+    env: Mapping[str, str]  # environment variables, set before heavy imports
+    name: str | None  # name of the client in the trace and in messages
+    preload: tuple[tuple[str, Mapping[str, Any]], ...]  # functions that are called once, with their arguments
+    threads: int  # number of threads of torch and OpenMP in a worker
+    confinement: Confinement | None = None  # access of a worker to this host; None: no limits
 
 
 @dataclass(frozen=True)
 class GPUSettings:
-    """What a call wants of the host's GPUs."""
+    """A call's request for GPUs."""
 
-    policy: DevicePolicy  # what this node allows
-    request: LeaseRequest  # how much of a GPU
-    run_config: Mapping[str, Any]  # may say `use-gpu` for all calls of the run
+    policy: DevicePolicy  # policy of this node
+    request: LeaseRequest  # requested amount of a GPU
+    run_config: Mapping[str, Any]  # may have `use-gpu` for all calls of the run
     lease_timeout_s: float
     on_oom: str  # one of ON_OOM
-    placement: str  # "spread": on the GPU with the most room. "pack": on the fullest that has enough
-    reserve_bytes: int  # of each GPU, never leased
-    compute: float | None = None  # the share of a GPU's processors, where MPS can give it; None: as of memory
-    inventory: Inventory | None = None  # what the caller has seen of the host; None: each call looks itself
+    placement: str  # "spread": the GPU with the most room. "pack": the fullest with enough room
+    reserve_bytes: int  # bytes of each GPU that are never leased
+    # Share of a GPU's processors under MPS. None: the same share as of its memory
+    compute: float | None = None
+    # The host's GPUs as the caller has seen them. None: each call queries them
+    inventory: Inventory | None = None
 
     def requested(self, config: Mapping[str, Any]) -> bool | None:
-        """Return whether the server wants a GPU for a call with this config; None where it does not say.
+        """Return True or False as the server requests a GPU for a call with this config, or None if unset.
 
-        Raises ConfigError if it says neither true nor false: "yes", "false" and 1 could mean anything.
+        Raises ConfigError if the value is not a boolean, because "yes", "false" and 1 could mean anything.
         """
         return USE_GPU.resolve(config={**self.run_config, **config})  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What a call wants of the host's cores and main memory."""
+    """A call's request for cores and main memory of the host."""
 
-    is_leased: bool  # else nothing of them is counted
-    num_cpus: float | None  # asked for
-    at_once: int | None  # how many calls may run at a time; None: that is not known
-    timeout_s: float  # for which a call waits for cores
-    reserve_bytes: int | None  # of main memory; None: a part of it
+    is_leased: bool  # False if cores and main memory are not counted
+    num_cpus: float | None  # requested number of cores
+    at_once: int | None  # maximum number of calls at a time; None if unknown
+    timeout_s: float  # maximum wait for cores
+    reserve_bytes: int | None  # main memory that is never leased; None: a fraction of it
 
     def cores(self, *, on_gpu: bool) -> HostNeed | None:
-        """Return the cores that a call asks for, or None."""
+        """Return the cores that a call requests, or None."""
         if self.num_cpus is not None:
             amount = max(1, int(1000 * self.num_cpus))
         elif on_gpu:
             return None
         elif self.at_once is None:
-            return HostNeed(CORES, 1000 * cores(), least=0)  # all that are free, without waiting
+            return HostNeed(CORES, 1000 * cores(), least=0)  # all free cores, without waiting
         else:
             share = cores() // self.at_once
             amount = 1000 * share or max(1, 1000 * cores() // self.at_once)
@@ -106,10 +108,10 @@ class CallSettings:
     worker: WorkerSettings
     gpu: GPUSettings
     host: HostSettings
-    own: Mapping[str, Any] = field(default_factory=dict)  # what this client alone has, for the trace
+    own: Mapping[str, Any] = field(default_factory=dict)  # options of this client alone, for the trace
 
     def with_worker(self, **changes: Any) -> CallSettings:
-        """Return the same with other values of some fields of ``worker``."""
+        """Return a copy with changed fields of ``worker``."""
         return replace(self, worker=replace(self.worker, **changes))
 
 
@@ -118,18 +120,19 @@ def call_settings(
     *,
     name: str | None = None,
     base: Mapping[str, str] | None = None,
-    node_config: Mapping[str, Any] = _NOTHING,
-    run_config: Mapping[str, Any] = _NOTHING,
+    node_config: Mapping[str, Any] = _EMPTY,
+    run_config: Mapping[str, Any] = _EMPTY,
     named: Callable[[str], str] = str,
 ) -> CallSettings:
-    """Check options, and fill missing ones from configs and environment.
+    """Return checked settings. Missing options come from configs and environment.
 
-    ``options``: as in :class:`CallOptions`; their context has both configs.
-    ``name``: name of the client where neither they nor the environment have one.
-    ``base``: the environment; by default that of this process. The option ``env`` is added to it.
-    ``named``: writes the name of an option for messages, as the user has given it.
-    Raises TypeError if there is no such option, or code gives a value of a wrong type.
-    Raises ConfigError if a value cannot be used; the message names where it comes from.
+    ``options``: options as in :class:`CallOptions`. Their context has both configs.
+    ``name``: name of the client if neither the options nor the environment have a name.
+    ``base``: environment variables, by default of this process. The option ``env`` is added to them.
+    ``named``: returns the name of an option for messages, as the user wrote it.
+
+    Raises TypeError if an option does not exist, or code gives a value of a wrong type.
+    Raises ConfigError if a value cannot be used. The message names its source.
     """
     if unknown := [option for option in options if option not in OPTION_NAMES]:
         raise TypeError(f"no option {unknown[0]!r}; there are {', '.join(CALL)}")
@@ -169,7 +172,8 @@ def _checked_env(env: Mapping[str, str]) -> Mapping[str, str]:
     for key, value in env.items():
         if not isinstance(key, str):
             raise ConfigError(f"env maps names to strings, and {key!r} is not a valid name")
-        if not isinstance(value, str):  # the value itself may be secret
+        if not isinstance(value, str):
+            # The message does not show the value, because it may be secret.
             raise ConfigError(f"env maps names to strings, and {key} has a {type(value).__name__}")
     return MappingProxyType(dict(env))
 
@@ -177,8 +181,8 @@ def _checked_env(env: Mapping[str, str]) -> Mapping[str, str]:
 def _threads(
     num_cpus: float | None, given: GivenValue | None, env: Mapping[str, str], environ: Mapping[str, str]
 ) -> int:
-    """Return the threads of a worker: as OMP_NUM_THREADS says, or as many as the call asks for cores."""
-    # What code or node ask for goes before a variable that a launcher has set for all clients.
+    """Return the number of threads of a worker: OMP_NUM_THREADS, or the number of cores of the call."""
+    # A request by code or node overrides a variable that a launcher has set for all clients.
     is_own = given is not None and not given.is_variable
     return openmp_threads(env if is_own else environ) or threads_for(num_cpus, environ)
 
@@ -193,7 +197,10 @@ def _request(values: Mapping[str, Any], given: Mapping[str, GivenValue]) -> Leas
 def _host_settings(
     values: Mapping[str, Any], given: Mapping[str, GivenValue], environ: Mapping[str, str]
 ) -> HostSettings:
-    """Return a call's requests to the host; refuse more cores than it has: the call would wait for ever."""
+    """Return a call's request for cores and main memory.
+
+    Raises ConfigError if it has more cores than this process may use, because the call would wait forever.
+    """
     settings = HostSettings(
         is_leased=CPU_LEASES.resolve(None, environ) == "on",
         num_cpus=values["num_cpus"],
@@ -201,20 +208,18 @@ def _host_settings(
         timeout_s=values["lease_timeout_s"] if "lease_timeout_s" in given else math.inf,
         reserve_bytes=HOST_RESERVE.resolve(None, environ),
     )
-    if settings.is_leased and (settings.num_cpus or 0) > (most := available_cores()):
+    if settings.is_leased and (settings.num_cpus or 0) > (available := available_cores()):
         raise ConfigError(
-            f"{given['num_cpus']} is too much: this process may use {most:g} "
-            f"core{'' if most == 1 else 's'} here. Ask for at most {most:g}"
+            f"{given['num_cpus']} is too much: this process may use {available:g} "
+            f"core{'' if available == 1 else 's'} here. Ask for at most {available:g}"
         )
     return settings
 
 
 def split(arguments: Mapping[str, Any], **words: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take our options out of keyword arguments that also hold a user's own.
+    """Split keyword arguments. Return the options of a call, and the user's own arguments.
 
-    ``words`` are options that a function names in its signature, by which type checkers know their words.
-
-    Returns the options, and the rest.
+    ``words``: options that a function names in its signature, so that type checkers know their values.
     """
     return (
         {name: value for name, value in {**arguments, **words}.items() if name in OPTION_NAMES},
@@ -223,7 +228,7 @@ def split(arguments: Mapping[str, Any], **words: str | None) -> tuple[dict[str, 
 
 
 def checked_environment(options: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with these options of a command line in it.
+    """Return an environment that contains these options of a command line.
 
     Raises ConfigError if an option or a variable cannot be used.
     """

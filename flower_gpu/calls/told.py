@@ -1,4 +1,4 @@
-"""Reports of a worker during one try of a call, for the trace, the ticket of the lease, and a bar or lines."""
+"""Reports of a worker during one try of a call, for the trace, the ticket of the lease, and the display."""
 
 from __future__ import annotations
 
