@@ -17,12 +17,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
-_FACTOR: Final = 4  # from one size to the next
+_FACTOR: Final = 4  # ratio of a size to the previous one
 # Minimum for each side of a contest, without the batches that warm up. Clients differ, so a few messages say
 # little.
 _CONTEST_BATCHES: Final = 3
 _CONTEST_MESSAGES: Final = 16
-_HOPELESS: Final = 2.0  # times as long per message: larger sizes are not tried
+_HOPELESS: Final = 2.0  # ratio of times per message above which larger sizes are not tried
 
 
 @dataclass
@@ -94,7 +94,7 @@ class BatchSize:
         side.batches += 1
         side.messages += messages
         side.seconds += seconds
-        if all(each.progress >= 1 for each in self._contest.values()):
+        if all(side.progress >= 1 for side in self._contest.values()):
             self._decide()
 
     def _decide(self) -> None:

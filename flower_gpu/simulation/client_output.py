@@ -1,8 +1,8 @@
 """The lines of clients that a run shows.
 
-A hundred clients that print a line for each epoch write a thousand lines in a round, and the line of the
-round is lost among them. All lines are in a file of the run's folder anyway. So a run shows the first lines
-of each round, unless the user asks for all.
+If a hundred clients print a line per epoch, a round has a thousand lines, and they hide the line of the
+round. A file in the run's folder has all lines anyway. So a run shows the first lines of each round by
+default.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from flower_gpu.simulation.options import LINES_PER_ROUND, ClientOutputWord
 
 
 class ClientOutput:
-    """Admits lines of clients to the stream of the run, and counts those that it hides.
+    """Decides which lines of clients are shown, and counts the hidden lines. Thread-safe.
 
-    ``word``: the option's value.
-    ``on_first_hidden``: called when the first line is hidden, in the thread that has read it.
-    ``hidden``: number of lines that were not shown.
+    ``word``: value of the option.
+    ``on_first_hidden``: called when the first line is hidden, in the thread that read the line.
+    ``hidden``: number of hidden lines.
     """
 
     def __init__(self, word: ClientOutputWord) -> None:
@@ -30,12 +30,12 @@ class ClientOutput:
         self._lock = threading.Lock()
 
     def begin_round(self) -> None:
-        """Show as many lines again as at the start of the run."""
+        """Begin a round, whose first lines are shown again."""
         with self._lock:
             self._shown = 0
 
     def admit(self, count: int) -> int:
-        """Return how many of ``count`` further lines are shown."""
+        """Return the number of lines to show, out of ``count`` further lines."""
         with self._lock:
             room = {"all": count, "file": 0, "auto": LINES_PER_ROUND - self._shown}[self.word]
             admitted = min(count, room)

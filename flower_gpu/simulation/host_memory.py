@@ -1,18 +1,21 @@
-"""Main memory of this host, as a reason for the messages of a run to wait.
+"""Main memory of this host: messages of a run wait until a worker has room.
 
-A message waits until there is room for as much memory as the largest worker took so far. A message whose
-worker was killed because memory ran out is handled again *alone*: while no other message of the run is.
+A message waits until the free memory is enough for a worker as large as the largest one so far. If the kernel
+killed a worker because memory ran out, its message is handled again *alone*, with no other message in flight.
+
+The threads of the slots call :meth:`HostMemory.room`, and any thread may call ``wake``. One condition
+protects the messages in flight. ``before_wait`` is called without it, because it may take other locks.
 
 Two rules keep these waits from blocking each other:
 
-- A message whose worker waits for it with a lease does not wait for memory. The worker is there already, and
-  messages that were let in earlier may wait for its lease.
-- As soon as a message waits to be alone, no other message is let in, with or without a lease. Otherwise a
-  message could always be in flight, and the one that has to be alone would starve. A message that is kept out
-  gives the lease of its worker to the others first (``before_wait``), since those in flight may need it to
-  finish.
+- A message does not wait for memory if its worker already exists and holds a lease. Messages that were
+  admitted earlier may wait for this lease.
+- As soon as a message waits to be alone, no other message is admitted, with or without a lease. Otherwise
+  other messages could always be in flight, and this message would starve. A message that is not admitted
+  first offers the lease of its worker to the others (``before_wait``), because messages in flight may need it
+  to finish.
 
-Messages that have to be alone take turns, first come, first served.
+Messages that must be alone take turns, first come, first served.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ from flower_gpu.leases.host import RESERVED_PART
 from flower_gpu.leases.ledger import SAID_AFTER_S
 from flower_gpu.printable import and_others
 
-_LOOK_S: Final = 0.1  # asking the kernel takes longer than a small message
-_POLL_S: Final = 0.2  # other processes of the host also release memory
-_GROWTH_S: Final = 2.0  # seconds from the start of a worker until it has most of its memory
+# Minimum seconds between two queries of the kernel, because a query takes longer than a small message
+_LOOK_S: Final = 0.1
+# Maximum seconds between two checks, because other processes of the host also release memory
+_POLL_S: Final = 0.2
+_GROWTH_S: Final = 2.0  # seconds until a new worker has most of its memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,17 +53,17 @@ class _Entrant:
 
 
 class HostMemory:
-    """Lets messages in while there is memory for as much as the largest worker took so far.
+    """Admits messages while the host has memory for another worker of the largest size so far. Thread-safe.
 
-    ``available``: as :func:`flower_gpu.control_group.available_memory`.
+    ``available``: returns free and total bytes, as :func:`flower_gpu.control_group.available_memory` does.
     """
 
     def __init__(self, available: Callable[[], tuple[int, int]] = control_group.available_memory) -> None:
         self._available = available
         self._changed = threading.Condition()
         self._entered_at: dict[_Entrant, float] = {}  # messages in flight
-        self._alone: list[_Entrant] = []  # messages that are alone or wait for that, the first one first
-        #: The most memory that a worker took so far, in bytes.
+        self._alone: list[_Entrant] = []  # messages that are alone or wait to be, in order
+        #: Peak memory of the largest worker so far, in bytes.
         self.largest_bytes = 0
         self._looked, self._found = -_LOOK_S, available()
         #: Number of messages that had to wait.
@@ -75,16 +80,18 @@ class HostMemory:
         before_wait: Callable[[], object] = lambda: None,
         timeout_s: float = math.inf,
     ) -> Iterator[None]:
-        """Wait until there is room for a message, and take it for the block. The first one always has room.
+        """Wait for memory, and admit a message for the block.
 
-        ``label``: names the message in texts.
-        ``has_lease``: whether a worker with a lease waits for the message.
-        ``alone``: wait until no other message is in flight, and let none in during the block.
-        ``check``: called again and again, at once after :meth:`wake`; an error that it raises ends the wait.
+        The first message is always admitted.
+
+        ``label``: name of the message in texts.
+        ``has_lease``: True if a worker with a lease waits for the message.
+        ``alone``: True to wait until no other message is in flight, and to admit no other during the block.
+        ``check``: called repeatedly, and immediately after :meth:`wake`. Its errors end the wait.
         ``before_wait``: called before a wait, without any lock.
         ``timeout_s``: seconds until the wait ends with an error.
 
-        Raises LeaseTimeoutError if there was no room in time.
+        Raises LeaseTimeoutError if the message was not admitted in time.
         """
         entrant = _Entrant(label, alone)
         with self._changed:
@@ -107,17 +114,18 @@ class HostMemory:
                 self._changed.notify_all()
 
     def wake(self) -> None:
-        """Have all waiting messages call their ``check`` now."""
+        """Make all waiting messages call their ``check`` now."""
         with self._changed:
             self._changed.notify_all()
 
     def learn(self, worker_bytes: int) -> None:
-        """Note how much memory a worker took."""
+        """Record the peak memory of a worker."""
         self.largest_bytes = max(self.largest_bytes, worker_bytes)
 
     def _wait(self, entrant: _Entrant, check: Callable[[], object], timeout_s: float) -> None:
         began = time.monotonic()
-        is_said = not entrant.is_alone  # the others wait often, and the summary of the run counts them
+        # Other messages wait often. They are only counted, for the summary of the run.
+        is_said = not entrant.is_alone
         with self._changed:
             check()
             while not self._may_enter(entrant):
@@ -135,7 +143,7 @@ class HostMemory:
             self._entered_at[entrant] = time.monotonic()
 
     def _others(self, entrant: _Entrant) -> str:
-        """Return which messages a message waits for that has to be alone."""
+        """Return a text with the messages that must end before ``entrant`` can be handled alone."""
         labels = [other.label for other in self._entered_at]
         if labels:
             verb = "is" if len(labels) == 1 else "are"
@@ -151,6 +159,6 @@ class HostMemory:
         if now > self._looked + _LOOK_S:
             self._looked, self._found = now, self._available()
         available, total = self._found
-        # Messages that were let in just now have not taken their memory yet.
+        # Workers of recently admitted messages have not allocated their memory yet.
         recent = sum(entered_at > now - _GROWTH_S for entered_at in self._entered_at.values())
         return available >= self.largest_bytes * (1 + recent) + RESERVED_PART * total
