@@ -11,9 +11,9 @@ Two rules keep these waits from blocking each other:
 - A message does not wait for memory if its worker already exists and holds a lease. Messages that were
   admitted earlier may wait for this lease.
 - As soon as a message waits to be alone, no other message is admitted, with or without a lease. Otherwise
-  other messages could always be in flight, and this message would starve. Before a
-  message waits, it offers the lease of its worker to the others (``before_wait``), because messages in flight
-  may need the lease to finish.
+  other messages could always be in flight, and this message would starve. Before a message waits, it
+  offers the lease of its worker to the others (``before_wait``), because messages in flight may need the
+  lease to finish.
 
 Messages that must be alone take turns, first come, first served.
 """

@@ -64,7 +64,7 @@ _LOOK_S: Final = 2.0
 class LeasedLine:
     """A line of workers, and the lease of its worker.
 
-    ``line``: runs the calls of the slot that has this object.
+    ``line``: runs the calls of the slot.
     ``turns``: the leases of the run.
     ``held``: the lease and its ticket, or None.
     ``is_for_one_call``: True if the worker ends after its call.
@@ -115,7 +115,7 @@ class LeasedLine:
         self.release()
 
     def release(self) -> None:
-        """Release the lease of a worker that is gone."""
+        """Release the lease after its worker has ended."""
         held, self.held = self.held, None
         self.is_for_one_call = False
         try:
@@ -291,7 +291,7 @@ class LeaseTurns:
             place.close()
 
     def end_idle(self) -> None:
-        """End the workers that are idle at this moment."""
+        """End all currently idle workers."""
         with self._changed:
             idle, self._idle = self._idle, []
         for place in idle:
@@ -335,7 +335,7 @@ class LeaseTurns:
                 thread.join()
 
     def _to_end(self, *, is_late: bool) -> list[LeasedLine]:
-        """Return the idle workers that have to end, and remove them from the list."""
+        """Remove the idle workers that must end from the list, and return them."""
         with self._changed:
             with suppress(BlockingIOError):
                 os.read(self._woken, 4096)
@@ -360,7 +360,7 @@ class LeaseTurns:
     ) -> Collection[str]:
         """Return the ids of idle leases that block waiting requests.
 
-        ``is_late``: True if it is time for a look at requests without a wake-up.
+        ``is_late``: True if a look for requests without a wake-up is due, after ``_LOOK_S`` seconds.
         """
         waiting = [
             entry
