@@ -1,17 +1,29 @@
-"""Run-time environments: what an app declares, installed once for each content, and kept.
+"""Run-time environments: the packages that an app declares, installed once for each content, and kept.
 
 ::
 
     a message of a SuperNode with --allow-runtime-dependency-installation, or a ServerApp of `launch`
-      │  what the app's pyproject.toml declares, this Python and uv's settings name the environment
-      ├── it is there: it is used, and locked for as long as this process lives
-      └── else one process of the account makes it, under a lock, and others wait
-            │  uv runs in a worker that ends with this process, in a temporary folder
-            └── which gets the environment's name when all is in it
+      │  the name of the environment is a hash of the declared packages, this Python and uv's settings
+      ├── it exists: the process uses it, and holds a shared lock until it ends
+      └── otherwise a process of the account creates it, under a lock, and others wait
+            │  uv runs in a temporary folder, in a worker that ends with this process
+            └── a complete folder is renamed to the environment's name
 
-Flower's own installs into a folder of the run for each message, and the message that ends first removes it.
-As there, the environment comes before this process's packages, and flwr stays what it is here. What is here
-in a version that will do is not installed again.
+Flower itself installs into a folder of the run for each message, and the message that ends first removes
+that folder. As with Flower, the environment comes before this process's packages, and flwr is always that of
+this process. A package that this process has in a suitable version is not installed again.
+
+Several processes use the folder of environments at the same time, and any may be killed. Three rules keep an
+environment whole:
+
+- It appears by a rename, so it is complete or does not exist. The lock file ``.lock`` beside it makes sure
+  that only one process creates it (:func:`_made`).
+- Each process that uses it holds a shared lock on its directory (:func:`_locked_for_use`). A process removes
+  it only under the exclusive lock, and after a week without use (:func:`_remove_unused`).
+- Between the opening of a path and its lock, another process may rename or remove it. So the path is compared
+  with the open descriptor after the lock is acquired.
+
+The kernel releases both locks when a process is killed.
 """
 
 from __future__ import annotations
@@ -52,33 +64,41 @@ from flower_gpu.workers.forkserver import client, identity
 #: Flower's option of a SuperNode and of what it starts.
 OPTION: Final = "--allow-runtime-dependency-installation"
 
-_OURS: Final = (*distribution.NAMES, "flower-gpu")  # in no environment: what is here is what is used
-_INSTALLER: Final = "install_app_dependencies"  # Flower's
-_FAILURE: Final = "RuntimeDependencyInstallationError"
-_KEPT_S: Final = 7 * 24 * 3600.0  # unused
-_RETRY_S: Final = 60.0  # after a failure, within the same run
-_IDLE_S: Final = 3600.0  # a round may take longer than a fork server stays for nobody
-_LINES: Final = 20  # of uv's, in an error
-_OF_RUNS: Final = ".runs"  # end of the name of a file with the environments of runs
-_NAME: Final = re.compile(rf"[0-9a-f]{{20}}(\.failed|\{_OF_RUNS}|\{package_sources.SUFFIX})?")
-# Of an app's [tool.uv]: what is about other parts of its pyproject.toml than the one that is installed.
-_OF_OTHER_PARTS: Final = ("conflicts", "default-groups", "dependency-groups", "dev-dependencies", "workspace")
+# Packages that are never installed into an environment, because this process's versions are used.
+_OURS: Final = (*distribution.NAMES, "flower-gpu")
+_INSTALLER: Final = "install_app_dependencies"  # Flower's function that is replaced
+_FAILURE: Final = "RuntimeDependencyInstallationError"  # Flower's exception
+_KEPT_S: Final = 7 * 24 * 3600.0  # time without use after which an environment is removed
+_RETRY_S: Final = 60.0  # time after a failure in which the same run does not try again
+# Idle time of the app's fork server. A round may take longer than the default.
+_IDLE_S: Final = 3600.0
+_ERROR_LINES: Final = 20  # last lines of uv's output that an error quotes
+_RUNS_SUFFIX: Final = ".runs"  # suffix of files that map runs to environments
+_NAME: Final = re.compile(rf"[0-9a-f]{{20}}(\.failed|\{_RUNS_SUFFIX}|\{package_sources.SUFFIX})?")
+# Settings of an app's [tool.uv] about parts of its pyproject.toml that are not installed.
+_IGNORED_SETTINGS: Final = (
+    "conflicts",
+    "default-groups",
+    "dependency-groups",
+    "dev-dependencies",
+    "workspace",
+)
 
 _log = logging.getLogger("flwr.flower_gpu")
-# Those that this process uses, one at most, each with the descriptor by which it is locked.
+# The environment that this process uses, if any, with the descriptor that holds its lock.
 _used: dict[str, files.Descriptor] = {}
 
 
 def used() -> str | None:
-    """Return the folder of the environment of this process's app; None where it has none."""
+    """Return the folder of the environment of this process's app, or None."""
     return next(iter(_used), None)
 
 
 def replace_installation(module: str, *, is_confined: bool = False) -> None:
-    """Have Flower's code in a module use these environments where it would install what an app declares.
+    """Replace Flower's installation of an app's packages in a module by these environments.
 
-    ``is_confined``: then nothing of the environment is imported by this process, whose worker has to use it.
-    Raises ConfigError if this version of Flower would install in another way, and the app is confined.
+    ``is_confined``: this process then imports nothing from the environment. Only its worker uses it.
+    Raises ConfigError if the app is confined and this version of Flower installs packages in another way.
     """
     if find(f"{module}:{_INSTALLER}") is None:
         if is_confined and OPTION in sys.argv:
@@ -92,7 +112,8 @@ def replace_installation(module: str, *, is_confined: bool = False) -> None:
         except (FlowerGPUError, OSError) as error:
             raise getattr(runtime, _FAILURE, ConfigError)(str(error)) from None
         if (folder := used()) is not None and not is_confined:
-            os.environ.setdefault(str(SERVER_IDLE.variable), f"{_IDLE_S:g}")  # of its own fork server
+            # The environment has a fork server of its own, which must outlive a round.
+            os.environ.setdefault(str(SERVER_IDLE.variable), f"{_IDLE_S:g}")
             interpreter.use_environment(folder)
 
     setattr(runtime, _INSTALLER, install)
@@ -106,33 +127,33 @@ def environments_folder(environ: Mapping[str, str]) -> Path:
 
 
 def made_folder(environ: Mapping[str, str]) -> Path:
-    """Return that folder, made where it is missing; raises ConfigError if it cannot be used."""
-    path, what = environments_folder(environ), "belongs to others, or they can write to it"
+    """Return the folder of environments, created if necessary; raises ConfigError if it cannot be used."""
+    path, problem = environments_folder(environ), "belongs to others, or they can write to it"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if files.is_own_folder(path):
             return path
     except OSError as error:
-        what = f"cannot be made: {error.strerror}"
+        problem = f"cannot be made: {error.strerror}"
     raise ConfigError(
-        f"what apps declare cannot be kept in {path_text(path)}, which {what}. Set "
+        f"what apps declare cannot be kept in {path_text(path)}, which {problem}. Set "
         f"{ENVIRONMENTS_DIR.variable} to another folder"
     )
 
 
 def _prepare(app: Path, run: int | None, *, is_confined: bool) -> None:
-    """Find or make the environment of an app, and use it unless all that the app declares is here."""
+    """Find or create the environment of an app, and use it unless this process has all the app's packages."""
     declared = _declared(app, is_confined=is_confined)
     if not declared["project"]["dependencies"]:
         return
     folder = made_folder(os.environ)
     declared = package_sources.pinned(declared, folder, run, _commits)
-    settings = sorted(each for each in os.environ.items() if each[0].startswith("UV_"))
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("UV_"))
     content = [declared, is_confined, sys.version, sys.prefix, identity.packages(), settings]
     paths = package_sources.local_paths(declared)
-    # A run keeps the environment of its first message, also if files of a package change meanwhile.
-    of_runs = package_sources.OfRuns(_place(folder, content).with_suffix(_OF_RUNS))
-    known = of_runs.read().get(str(run)) if paths and run is not None else None
+    # A run keeps the environment of its first message, even if files of a package change during the run.
+    run_environments = package_sources.OfRuns(_place(folder, content).with_suffix(_RUNS_SUFFIX))
+    known = run_environments.read().get(str(run)) if paths and run is not None else None
     lock = _locked_for_use(place := folder / str(known)) if known else None
     if lock is None:
         place = _place(folder, [*content, {str(path): package_content.digest(path) for path in paths}])
@@ -143,23 +164,23 @@ def _prepare(app: Path, run: int | None, *, is_confined: bool) -> None:
             if lock is None:
                 lock = _made(place, declared, run, is_confined=is_confined)
     if paths and run is not None and known != place.name:
-        of_runs.add(run, place.name)
+        run_environments.add(run, place.name)
     if lock is not None and any(Path(interpreter.packages_of(str(place))).glob("*.dist-info")):
         _used[str(place)] = lock
 
 
 def _place(folder: Path, content: Sequence[Any]) -> Path:
-    """Return the path for an environment, or for what is known of several, by what decides its content."""
+    """Return a path in the folder whose name is a hash of the content."""
     text = json.dumps(content, sort_keys=True, default=str)
     return folder / hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def _commits(references: Sequence[package_sources.Reference]) -> dict[package_sources.Reference, str]:
-    """Ask git repositories, in a worker: git ends with this process."""
+    """Return the commits of git references. A worker asks the repositories, so git ends with this process."""
     call = Call(package_sources.commits, (references,), label="asking git")
     try:
-        found: dict[package_sources.Reference, str] = worker.run(call, _method(), otherwise=methods.SPAWN)
-        return found
+        commits: dict[package_sources.Reference, str] = worker.run(call, _method(), otherwise=methods.SPAWN)
+        return commits
     except FlowerGPUError:
         return {}
 
@@ -169,30 +190,31 @@ def _method() -> methods.StartMethod:
 
 
 def _declared(app: Path, *, is_confined: bool) -> Mapping[str, Any]:
-    """Return a pyproject.toml with what an app declares, and no more."""
-    given = tomllib.loads((app / "pyproject.toml").read_text())
-    project = given.get("project", {})
-    needed = [package_sources.requirement(text) for text in project.get("dependencies", ())]
-    wanted = [each for each in needed if canonicalize_name(each.name) != "flower-gpu"]
-    if not any(each.extras or canonicalize_name(each.name) not in _OURS for each in wanted):
+    """Return the content of a pyproject.toml with the app's dependencies and uv's settings only."""
+    document = tomllib.loads((app / "pyproject.toml").read_text())
+    project = document.get("project", {})
+    dependencies = [package_sources.requirement(text) for text in project.get("dependencies", ())]
+    wanted = [package for package in dependencies if canonicalize_name(package.name) != "flower-gpu"]
+    if not any(package.extras or canonicalize_name(package.name) not in _OURS for package in wanted):
         wanted = []
     python = project.get("requires-python", "")
-    if SpecifierSet(python).contains(platform.python_version(), prereleases=True):  # else uv says it
+    # If this Python does not match, uv reports that.
+    if SpecifierSet(python).contains(platform.python_version(), prereleases=True):
         python = f"=={sys.version_info.major}.{sys.version_info.minor}.*"
     settings: dict[str, Any] = {"environments": [f"sys_platform == '{sys.platform}'"]}
     if not is_confined:
-        settings |= given.get("tool", {}).get("uv", {})
-    elif direct := next((each for each in wanted if each.url), None):
+        settings |= document.get("tool", {}).get("uv", {})
+    elif direct := next((package for package in wanted if package.url), None):
         raise ConfigError(
             f"--confine: {direct.name} is no package of an index. Apps that are confined get wheels from the "
             "indexes of the SuperNode's own settings only"
         )
-    for name in _OF_OTHER_PARTS:
+    for name in _IGNORED_SETTINGS:
         settings.pop(name, None)
-    for source in settings.get("sources", {}).values():
-        for each in source if isinstance(source, list) else [source]:
-            if "path" in each:
-                each["path"] = str(app.absolute() / each["path"])
+    for value in settings.get("sources", {}).values():
+        for source in value if isinstance(value, list) else [value]:
+            if "path" in source:
+                source["path"] = str(app.absolute() / source["path"])
     return {
         "project": {
             "name": "app",
@@ -205,7 +227,10 @@ def _declared(app: Path, *, is_confined: bool) -> Mapping[str, Any]:
 
 
 def _locked_for_use(place: Path) -> files.Descriptor | None:
-    """Lock an environment against removal, as several processes may; None if it is not there."""
+    """Lock an environment against removal and return the lock; None if it does not exist.
+
+    The lock is shared, so several processes can use the environment.
+    """
     with suppress(FileNotFoundError):
         lock = files.opened(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         if files.try_lock(lock, fcntl.LOCK_SH) and files.still_has_name(lock, place):
@@ -217,15 +242,16 @@ def _locked_for_use(place: Path) -> files.Descriptor | None:
 def _made(
     place: Path, declared: Mapping[str, Any], run: int | None, *, is_confined: bool
 ) -> files.Descriptor | None:
-    """Make an environment, as a whole or not at all, and lock it for use.
+    """Create a complete environment, and return a lock for its use.
 
-    Raises ConfigError with uv's last lines if that cannot be; without them if this run was told them before.
+    Raises ConfigError with uv's last lines if the installation fails. The lines are left out if an earlier
+    error in this run had them.
     """
-    failed, said = place.with_suffix(".failed"), None
+    failed, previous = place.with_suffix(".failed"), None
     again = ConfigError("what the app declares cannot be installed, as an earlier message of this run said")
     with suppress(FileNotFoundError):
-        said = failed.read_text()
-        if said.startswith(f"{run}\n") and time.time() - failed.stat().st_mtime < _RETRY_S:
+        previous = failed.read_text()
+        if previous.startswith(f"{run}\n") and time.time() - failed.stat().st_mtime < _RETRY_S:
             raise again
     _remove_unused(place.parent)
     began = time.monotonic()
@@ -238,10 +264,10 @@ def _made(
         except (FlowerGPUError, subprocess.CalledProcessError) as error:
             output = error.output if isinstance(error, subprocess.CalledProcessError) else str(error)
             # URLs of packages and indexes can have credentials, and uv masks only those before the host.
-            end = without_secrets("\n".join(output.strip().splitlines()[-_LINES:]))
+            end = without_secrets("\n".join(output.strip().splitlines()[-_ERROR_LINES:]))
             with files.replaced(failed) as new:
                 new.write_text(f"{run}\n{end}")
-            if said == f"{run}\n{end}":
+            if previous == f"{run}\n{end}":
                 raise again from None
             raise ConfigError(f"what the app declares cannot be installed. uv's last lines:\n{end}") from None
         lock = _locked_for_use((temporary / "env").rename(place))
@@ -251,15 +277,15 @@ def _made(
 
 
 def install(declared: Mapping[str, Any], folder: str, only_wheels: bool) -> None:
-    """Make an environment below a folder; runs in a worker, which ends with its caller, and uv with it.
+    """Create an environment below a folder. Runs in a worker, so that uv ends with the caller.
 
-    ``only_wheels``: no code of a package is run.
+    ``only_wheels``: install wheels only, so that no code of a package runs.
     Raises CalledProcessError with uv's output.
     """
     project, made = Path(folder, "project"), Path(folder, "env")
     project.mkdir()
     options = ["--python", sys.executable, *(["--no-build"] if only_wheels else [])]
-    # uv keeps what it has built of a folder until its pyproject.toml changes.
+    # Packages from folders must be refreshed, because uv reuses its build until their pyproject.toml changes.
     local = set(package_sources.local_paths(declared).values())
     here = _installed()
     settings = declared["tool"]["uv"]
@@ -271,7 +297,8 @@ def install(declared: Mapping[str, Any], folder: str, only_wheels: bool) -> None
         _lock(project, declared, [*options, *_refreshed(local)])
     versions: dict[str, set[str]] = {}
     for package in tomllib.loads((project / "uv.lock").read_text())["package"]:
-        is_same = "registry" in package["source"]  # as one of that version here; others may be anything
+        # Only a package from an index is the same as the installed package of that version.
+        is_same = "registry" in package["source"]
         if not {"path", "directory", "editable"}.isdisjoint(package["source"]):
             local.add(package["name"])
         versions.setdefault(package["name"], set()).add(_public(package["version"]) if is_same else "")
@@ -280,7 +307,7 @@ def install(declared: Mapping[str, Any], folder: str, only_wheels: bool) -> None
     without = [part for name in sorted(left_out) for part in ("--no-install-package", name)]
     more = [*options, *without, *_refreshed(local)]
     _uv(project, ["sync", "--frozen", "--inexact", "--no-install-project", *more], made)
-    if only_wheels:  # a confined worker could not keep what it compiles
+    if only_wheels:  # a confined worker cannot write the bytecode later
         import compileall
 
         compileall.compile_dir(interpreter.packages_of(str(made)), quiet=2)
@@ -305,14 +332,14 @@ def _uv(project: Path, arguments: Sequence[str], made: Path | None = None) -> No
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of the packages of this Python, by their names."""
-    found = [(each.metadata["Name"], _public(each.version)) for each in metadata.distributions()]
-    # The first of a name on the path counts.
-    return {canonicalize_name(name): version for name, version in reversed(found) if name and version}
+    """Return the versions of the packages of this Python, by name."""
+    packages = [(package.metadata["Name"], _public(package.version)) for package in metadata.distributions()]
+    # If a name occurs several times, the first package on the path counts.
+    return {canonicalize_name(name): version for name, version in reversed(packages) if name and version}
 
 
 def _public(version: str) -> str:
-    """Return a version without its local part, which an index does not know, such as torch's of CUDA."""
+    """Return a version without its local part, such as torch's of CUDA, which an index does not know."""
     try:
         return Version(version).public
     except InvalidVersion:
@@ -320,7 +347,7 @@ def _public(version: str) -> str:
 
 
 def _remove_unused(parent: Path) -> None:
-    """Remove what nobody has used for a week, and what killed processes have left."""
+    """Remove environments that were not used for a week, and temporary folders of killed processes."""
     files.remove_stale_folders(parent)
     for path in parent.iterdir():
         with suppress(OSError, RecursionError):
@@ -328,4 +355,5 @@ def _remove_unused(parent: Path) -> None:
                 descriptor = files.opened(path, os.O_RDONLY | os.O_NOFOLLOW)
                 if files.try_lock(descriptor) and files.still_has_name(descriptor, path):
                     with files.temporary_folder("environment", parent) as temporary:
-                        path.rename(temporary / path.name)  # gone as a whole, whatever happens now
+                        # After the rename no process can find a half-removed environment.
+                        path.rename(temporary / path.name)

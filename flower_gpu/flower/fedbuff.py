@@ -1,12 +1,12 @@
-"""FedBuff: every few updates make the next version of the model, and no client waits for another.
+"""FedBuff: every few updates make the next version of the model, so no client waits for another.
 
 ::
 
     configure_train ──> UnderWay ──> aggregate_train ──> configure_evaluate
     a message for       messages     the sum of the      the new version goes
-    each free place     and replies  updates             to free places
+    each free slot      and replies  updates             to free slots
 
-A round is what makes one version; :mod:`flower_gpu.flower.rounds` has the loop.
+Each round makes a version. The loop is in :mod:`flower_gpu.flower.rounds`.
 """
 
 from __future__ import annotations
@@ -31,52 +31,49 @@ from flower_gpu.kinds import COUNT, POSITIVE
 
 
 def inverse_root(rounds_behind: int) -> float:
-    """Return what an update counts that is so many rounds behind, as in the paper."""
+    """Return the weight of an update that is ``rounds_behind`` rounds behind, as in the paper."""
     return 1 / math.sqrt(1 + rounds_behind)
 
 
 class FedBuff(FedAvg):
-    """Rounds that wait for nobody: buffered asynchronous aggregation for the Message API.
+    """Buffered asynchronous aggregation for the Message API: no round waits for slow clients.
 
-    FedBuff (Nguyen et al., 2022, https://arxiv.org/abs/2106.06639). When a client is done, another one, drawn
-    from those without a message, gets the newest model at once. An update is what a client has changed of the
-    model that it was sent. ``buffer_size`` of them make the next version, which ends a round::
+    FedBuff (Nguyen et al., 2022, https://arxiv.org/abs/2106.06639). When a client is done, another client
+    without a message is drawn and gets the newest model at once. An update is the difference between the
+    model that a client returns and the model that it was sent. A round ends when ``buffer_size`` updates have
+    made the next version::
 
         model += server_learning_rate * sum(examples * staleness * update) / sum(examples)
 
-    Arrays keep the dtype that they have in the initial model. An update with 0 examples leaves the model as
-    it is.
+    Arrays keep their dtype of the initial model. An update with 0 examples does not change the model.
 
-    The server evaluates as for :class:`FedAvg`, and ``start`` has the same parameters. ``timeout`` limits
-    each message on its own: seconds until its client counts as failed. In a simulation the time in which no
-    worker can have a lease does not count. A client that fails is not asked again for this version. At the
-    end the run does not wait for clients that still train.
+    The server evaluates as for :class:`FedAvg`, and ``start`` has the same parameters. ``timeout`` applies to
+    each message separately: the number of seconds until its client counts as failed. In a simulation, time
+    during which no worker can have a lease does not count. A failed client is not drawn again for this
+    version. At the end the run does not wait for clients that still train.
 
     Parameters
     ----------
     buffer_size : int
-        How many updates make the next version.
+        Number of updates that make the next version.
     concurrency : int
-        How many clients train at a time; more than workers, so that each of these always has work.
+        Number of clients that train at a time. It should exceed the number of workers, so that each worker
+        always has work.
     staleness : callable, optional
-        What an update counts that is a number of rounds behind: ``int -> float``, 0 or more. Default:
+        Weight of an update by the number of rounds that it is behind: ``int -> float``, 0 or more. Default:
         ``1 / sqrt(1 + rounds_behind)``.
     server_learning_rate : float
-        By what the mean of the updates is multiplied.
+        Factor applied to the mean update.
     min_available_nodes : int, optional
-        So many nodes have to be there at the start; by default ``concurrency``.
+        Number of nodes that must be connected at the start; ``concurrency`` by default.
     weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn
         As for :class:`FedAvg`.
     exact_order : bool
-        Take replies in the order of a virtual clock, however long that takes, so that a run can be repeated.
-        ``flower-gpu simulate --deterministic`` does so in any case.
+        Consume replies in the order of a virtual clock, even if that means waiting, so that a run can be
+        repeated. ``flower-gpu simulate --deterministic`` always does so.
 
-    Raises
-    ------
-    ConfigError, TypeError
-        If a value cannot be used.
-    ClientsFailedError
-        By ``start``, if no message of a round could be sent, or if no client has sent an update in any round.
+    Raises ------ ConfigError, TypeError If a value cannot be used. ClientsFailedError Raised by ``start`` if
+    no message of a round could be sent, or if no client sent an update in any round.
     """
 
     def __init__(
@@ -110,7 +107,7 @@ class FedBuff(FedAvg):
         )
 
     def counts(self, rounds_behind: int) -> float:
-        """Return what an update counts that is so many rounds behind."""
+        """Return the weight of an update that is ``rounds_behind`` rounds behind, checked."""
         value = self.staleness(rounds_behind) if callable(self.staleness) else None
         if not (isinstance(value, int | float) and 0 <= value < math.inf):
             raise ConfigError(
@@ -120,11 +117,11 @@ class FedBuff(FedAvg):
         return value
 
     def summary(self) -> None:
-        """Log the sizes."""
+        """Log the number of updates in a round and of clients that train at a time."""
         log(INFO, "\t└──> %d updates make a round, %d clients train", self.buffer_size, self.concurrency)
 
-    def _run(self, grid: Grid, initial_arrays: ArrayRecord, *given: Any) -> Result:
-        *rest, evaluate_fn = given
+    def _run(self, grid: Grid, initial_arrays: ArrayRecord, *arguments: Any) -> Result:
+        *rest, evaluate_fn = arguments
         under_way = self._under_way = UnderWay(self, grid, initial_arrays, *rest[:3])
 
         def evaluate(server_round: int, arrays: ArrayRecord) -> Any:
@@ -142,16 +139,16 @@ class FedBuff(FedAvg):
 
     @property
     def checkpoint_kind(self) -> str:
-        """Name of the strategies that can go on from a checkpoint of this one."""
+        """Name of the strategies that can resume from a checkpoint of this strategy."""
         return "flower_gpu.FedBuff"
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return a message for each free place; also called within a round."""
+        """Return a message for each free slot. Also called during a round."""
         if not isinstance(grid, UnderWay):
             raise ConfigError("FedBuff has a loop of its own: call its start(), not that of another strategy")
-        # A copy: messages of this round may be read when the next one has begun.
+        # A copy, because messages of this round may be read after the next round has begun.
         config = ConfigRecord({**config, ROUND_KEY: server_round})
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
         return self._construct_messages(record, grid.next_nodes(), MessageType.TRAIN)
@@ -159,19 +156,19 @@ class FedBuff(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Sum updates as they come, and return the next version of the model; see :class:`FedAvg`."""
+        """Return the next version of the model. Updates are summed as they arrive; see :class:`FedAvg`."""
         return streaming.aggregate(self, replies, _UpdateSum(self, self._under_way, server_round))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return no messages. Before the server evaluates a new version, free places train it."""
+        """Return no messages. Free slots start to train the new version before the server evaluates it."""
         self._under_way.go_on_with(arrays, server_round + 1)
         return []
 
 
 class _UpdateSum(ReplySum):
-    """The weighted sum of updates, and the model that they make of the version before.
+    """The weighted sum of updates, and the new model that results from the previous version.
 
     Each update is the difference between the reply and the model that its client was sent.
     """
@@ -184,13 +181,13 @@ class _UpdateSum(ReplySum):
         self._examples = 0.0
 
     def add(self, reply: Message, source: str | None = None) -> None:
-        """Add an update."""
+        """Add the update in a reply."""
         super().add(reply, source or self._under_way.name_of(reply.metadata.src_node_id))
 
     def _add(self, reply: Message, record: ArrayRecord, weight: float, source: str) -> None:
         sent = self._under_way.to_sum.pop(reply.metadata.reply_to_message_id)
-        before = cast(ArrayRecord, sent.content[self._strategy.arrayrecord_key])
-        if record.keys() != before.keys():
+        base_model = cast(ArrayRecord, sent.content[self._strategy.arrayrecord_key])
+        if record.keys() != base_model.keys():
             self._has_misfit(f"The reply of {source} has other arrays than it was sent.")
             return
         if not 0 <= weight < math.inf:
@@ -199,11 +196,12 @@ class _UpdateSum(ReplySum):
             return
         factor = weight * self._strategy.counts(self._round - sent.server_round)
         self._examples += weight
-        if factor:  # otherwise the update counts nothing, even if it is infinite
-            self.mean.add_change(record, before, factor, source)
+        # An update of weight 0 is skipped, because 0 times an infinite value would be NaN.
+        if factor:
+            self.mean.add_change(record, base_model, factor, source)
 
     def finish(self) -> ArrayRecord:
-        """Return the next version of the model; the one before if no update has any examples."""
+        """Return the next version of the model, or the previous version if no update has examples."""
         if not self._examples:
             return self._under_way.arrays
         divisor = self._examples / self._strategy.server_learning_rate
@@ -211,8 +209,8 @@ class _UpdateSum(ReplySum):
 
 
 def _mean_of_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:
-    """Average metrics over examples as Flower does, without replies that have 0 examples."""
-    # Here, because Flower does not export it.
+    """Return the metrics averaged over examples as in Flower, without replies that have 0 examples."""
+    # Imported here because Flower does not export it: no other code should depend on it.
     from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
     counted = [content for content in contents if weight_of(content, weighted_by_key)]

@@ -1,11 +1,12 @@
-"""Flower's records as bytes, and the result of a message: a reply and a state.
+"""Flower's records as bytes, and the result of a message, which is a reply and a state, as bytes.
 
-The bytes are a description in JSON, then those of the arrays as they are. Nothing is pickled. Flower's own
-way to protobuf is not used, since it ends at 2 GiB and at integers of 64 bits, and copies each array twice.
+The bytes begin with a description in JSON. The unchanged bytes of the arrays follow. Nothing is pickled.
+Flower's own conversion to protobuf is not used: it is limited to 2 GiB and to integers of 64 bits, and copies
+each array twice.
 
-So bytes can be read without trust. The app of a confined worker may have written them: the caller makes the
-reply anew, as one to the message that it had sent, and nothing of a reply but its content, its error and its
-time to live is the app's.
+Because nothing is pickled, untrusted bytes can be read safely. The app of a confined worker may have written
+them. So the caller makes a new reply to the message that it sent, and takes only the content, the error and
+the time to live from the app.
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ from flower_gpu.workers.transport.regions import SMALL_BYTES, Region
 _MAGIC = b"fgrecs01"
 _START = struct.Struct("<8sQ")  # magic, bytes of the description
 
-_REPLY_START: Final = struct.Struct("<QQQ")  # bytes of what describes a reply, of its content, of the state
+# Sizes in bytes of a reply's description, its content, and the state.
+_REPLY_START: Final = struct.Struct("<QQQ")
 
 _ARRAYS, _METRICS, _CONFIGS = "arrays", "metrics", "configs"
-_BYTES = "bytes"  # what a config value of bytes is described by: their number, or a list of numbers
+# Key that describes a config value of bytes. Its value is the size, or a list of sizes.
+_BYTES = "bytes"
 
 #: Bytes, or memory of an array.
 Buffer = bytes | memoryview
-_Take = Callable[[int], memoryview]  # returns the next bytes behind the description
+# Returns the next bytes after the description, of the given size.
+_Take = Callable[[int], memoryview]
 
 
 def encode(records: RecordDict) -> bytes:
-    """Return the records as bytes of their own: no memory of theirs is held; see :func:`encode_parts`."""
+    """Return the records as one copy that shares no memory with them; see :func:`encode_parts`."""
     return b"".join(encode_parts(records))
 
 
 def encode_parts(records: RecordDict) -> list[Buffer]:
-    """Return the bytes in parts, of which the large ones are the records' own memory.
+    """Return the bytes in parts. Large parts are views of the records' own memory.
 
     Raises TypeError if a list in a record was changed into something that Flower does not take.
     """
@@ -53,7 +57,7 @@ def encode_parts(records: RecordDict) -> list[Buffer]:
         if isinstance(record, ArrayRecord):
             described.append((name, _ARRAYS, [_array(key, array, buffers) for key, array in record.items()]))
         elif isinstance(record, MetricRecord):
-            # Made anew, so that what Flower does not take is refused here and not when it is read.
+            # A new record checks the values, so a value that Flower refuses fails here and not in the reader.
             described.append((name, _METRICS, list(MetricRecord(dict(record)).items())))
         else:
             values = ConfigRecord(dict(record)).items()
@@ -63,9 +67,9 @@ def encode_parts(records: RecordDict) -> list[Buffer]:
 
 
 def decode(data: Buffer) -> RecordDict:
-    """Return new records; arrays of some size read ``data`` where it lies.
+    """Return new records. All but small arrays are views of ``data``.
 
-    Raises ValueError if these are not bytes of :func:`encode`.
+    Raises ValueError if ``data`` does not come from :func:`encode`.
     """
     magic, size = _START.unpack_from(data)
     if magic != _MAGIC:
@@ -75,11 +79,11 @@ def decode(data: Buffer) -> RecordDict:
 
     def take(size: int) -> memoryview:
         nonlocal offset
-        found = view[offset : offset + size]
-        if len(found) != size:
+        part = view[offset : offset + size]
+        if len(part) != size:
             raise ValueError("records of Flower that end too early")
         offset += size
-        return found
+        return part
 
     records = RecordDict()
     for name, kind, items in description:
@@ -96,7 +100,7 @@ def decode(data: Buffer) -> RecordDict:
 
 
 def _array(key: str, array: Array, buffers: list[Buffer]) -> tuple[Any, ...]:
-    # One that came from a worker would first make bytes of its memory for `data`.
+    # An array from a worker is read by its region, because its `data` would first copy the memory to bytes.
     region = array.__dict__.get("_region")
     data = memoryview(array.data if region is None else region.memory)
     buffers.append(data)
@@ -107,7 +111,7 @@ def _array_of(take: _Take, dtype: str, shape: Sequence[int], stype: str, size: i
     view = take(size)
     if size < SMALL_BYTES:
         return Array(dtype=dtype, shape=tuple(shape), stype=stype, data=bytes(view))
-    # Not Flower's own: its bytes, sent for a second time, would pass for a model that all calls share.
+    # Not Flower's own Array: if its bytes were sent again, they would count as a model that all calls share.
     return arrays._rebuild(dtype, tuple(shape), stype, Region(view))
 
 
@@ -131,7 +135,7 @@ def _config_of(value: Any, take: _Take) -> Any:
 
 
 def encode_reply(reply: Message, state: RecordDict) -> PlainBytes:
-    """Return a reply and a state as bytes; the large parts are the records' own memory."""
+    """Return a reply and a state as bytes in parts. Large parts are views of the records' own memory."""
     error = [reply.error.code, reply.error.reason] if reply.has_error() else None
     head = json.dumps({"error": error, "ttl": reply.metadata.ttl}).encode()
     content = [] if error else encode_parts(reply.content)
@@ -143,9 +147,9 @@ def encode_reply(reply: Message, state: RecordDict) -> PlainBytes:
 def decode_reply(data: Any, message: Message) -> tuple[Message, RecordDict]:
     """Return the reply to a message, and the state.
 
-    ``data``: what :func:`encode_reply` returned, in one piece.
-    ``message``: as it was given to the worker.
-    Raises InvalidResultError if it is something else.
+    ``data``: result of :func:`encode_reply`, in one piece.
+    ``message``: the message that was given to the worker.
+    Raises InvalidResultError if ``data`` is anything else.
     """
     try:
         if not isinstance(data, memoryview):
@@ -160,11 +164,11 @@ def decode_reply(data: Any, message: Message) -> tuple[Message, RecordDict]:
         if type(ttl) not in (int, float) or not math.isfinite(ttl) or ttl <= 0:
             raise ValueError("no time to live")
         reply = Message(_records(content) if error is None else _error(*error), reply_to=message)
-        # Not as an argument: what is left of the message's own time is less by now, which Flower would log.
+        # Not as an argument: the message's remaining time is shorter by now, and Flower would log a warning.
         reply.metadata.ttl = min(ttl, reply.metadata.ttl)
         return reply, _records(state)
     except Exception as error:
-        # Whatever an app may have written there: Flower's records raise what they like.
+        # An app may have written any bytes, and Flower's records raise exceptions of many types for them.
         raise InvalidResultError(
             f"the confined worker left no reply that can be read ({type(error).__name__}: "
             f"{shortened(str(error), 500)})"

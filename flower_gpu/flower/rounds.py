@@ -1,4 +1,4 @@
-"""The rounds of a strategy on a grid of ours: replies as they come, and going on where a run was ended."""
+"""The rounds of a strategy on our grids: replies are summed as they arrive, and a run can be resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flower_gpu.flower.private_names import GENERATORS, find
 from flower_gpu.flower.strategy_state import OURS, StrategyState, without_checkpoint
 from flower_gpu.flower.streaming import ComingReplies
 
-#: State of random number generators, made of what JSON has.
+#: State of random number generators, made of JSON types.
 RandomState = dict[str, Any]
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -35,40 +35,41 @@ Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 @dataclass
 class RoundState:
-    """What a run is after a finished round."""
+    """The state of a run after a finished round."""
 
-    server_round: int  # the round; 0 is before the first one, after the evaluation of the initial model
+    server_round: int  # number of the round; 0 after the evaluation of the initial model
     arrays: ArrayRecord  # the global model
-    # By round, of the clients' training and of server-side evaluation. While a run goes on, these are its own
-    # dictionaries, which later rounds add to: a copy for each round would make rounds slower and slower.
+    # Metrics by round, of the clients' training and of server-side evaluation. These are the dictionaries of
+    # the run itself, and later rounds add to them. A copy in each round would make rounds slower and slower.
     train_metrics: dict[int, MetricRecord]
     evaluate_metrics: dict[int, MetricRecord]
-    random_state: RandomState  # as :func:`capture_random_state` returns it
-    # Of the clients' evaluation; only a strategy derived from ours has any
+    random_state: RandomState  # result of :func:`capture_random_state`
+    # Metrics of the clients' evaluation, by round; filled only by a strategy derived from ours
     client_metrics: dict[int, MetricRecord] = field(default_factory=dict)
-    strategy: str = OURS  # the only kind that goes on from here
-    # What one of Flower's own keeps; None: that cannot be written, and nobody can go on from here
+    strategy: str = OURS  # the only kind of strategy that can continue the run
+    # State of a strategy of Flower; None if it cannot be written, so that the run cannot be resumed
     strategy_state: RecordDict | None = field(default_factory=RecordDict)
-    first_model: str = ""  # the initial one, as :func:`shape_of` tells it; a round may change the shape
+    first_model: str = ""  # :func:`shape_of` of the initial model, because a round may change the shape
 
 
 @runtime_checkable
 class ResumableGrid(Protocol):
-    """What a grid has besides Flower's ``Grid``, on which a run can go on."""
+    """A grid on which a run can be resumed: the methods that it has besides those of Flower's ``Grid``."""
 
     def resumed(self) -> RoundState | None:
-        """Return where the run goes on; None: at the start."""
+        """Return the round after which the run continues, or None to begin it."""
         ...
 
     def finished_round(self, state: RoundState) -> None:
-        """Take note of a finished round; called once for each, and for round 0."""
+        """Record a finished round. Called once for each round, including round 0."""
         ...
 
 
 def keep_generator() -> None:
-    """Leave Python's generator to the app: Flower's heartbeats, retries and waits get one of their own.
+    """Reserve Python's generator for the app, and give Flower's heartbeats, retries and waits another.
 
-    They come at times that are chance. Else a seed of the app would not decide which clients are asked.
+    Their times are random, so with a shared generator the app's seed would not decide which clients are
+    drawn.
     """
     for name in GENERATORS:
         if find(name) is random:
@@ -77,31 +78,31 @@ def keep_generator() -> None:
 
 
 def capture_random_state() -> RandomState:
-    """Return the states of the global generators of Python, numpy and loaded frameworks, for JSON."""
+    """Return the states of the global generators of Python, numpy and loaded frameworks, as JSON types."""
     version, numbers, gauss = random.getstate()
-    of_frameworks = ((each.name, each.random_state()) for each in frameworks.loaded())
+    framework_states = ((framework.name, framework.random_state()) for framework in frameworks.loaded())
     return {
         "python": [version, list(numbers), gauss],
         "numpy": _without_arrays(np.random.get_state(legacy=False)),
         "frameworks": {
-            name: base64.b64encode(state).decode() for name, state in of_frameworks if state is not None
+            name: base64.b64encode(state).decode() for name, state in framework_states if state is not None
         },
     }
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Restore the generators from :func:`capture_random_state`, as far as they are loaded."""
+    """Restore the generators from :func:`capture_random_state`, except those of frameworks not loaded."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(state["numpy"])
-    of_frameworks = state["frameworks"]
-    for each in frameworks.loaded():
-        if each.name in of_frameworks:
-            each.set_random_state(base64.b64decode(of_frameworks[each.name]))
+    framework_states = state["frameworks"]
+    for framework in frameworks.loaded():
+        if framework.name in framework_states:
+            framework.set_random_state(base64.b64decode(framework_states[framework.name]))
 
 
 def shape_of(model: ArrayRecord) -> str:
-    """Tell a model's arrays: their number, and how many numbers are in them; others have another checksum."""
+    """Return a description of a model: number of arrays, number of elements, checksum of names and shapes."""
     shapes = [(name, array.dtype, tuple(array.shape)) for name, array in model.items()]
     numbers = sum(math.prod(shape) for _, _, shape in shapes)
     checksum = zlib.crc32(repr(shapes).encode())
@@ -124,14 +125,14 @@ def run(
     """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`ResumableGrid`.
 
     ``strategy``, ``grid``, ``initial_arrays``, ``num_rounds``, ``timeout``, ``train_config``,
-    ``evaluate_config``, ``evaluate_fn``: as there; ``grid`` is a :class:`ResumableGrid` as well. A run that
-    goes on has its arrays already.
-    ``strategy_state``: what the strategy keeps; none of ours keeps anything.
-    ``sums_replies``: whether the strategy does nothing with the replies to training but to sum them.
-    Returns what it returns there; of a run that goes on, with what was found before it ended.
-    Raises ConfigError if it cannot go on with this strategy, or this model.
+    ``evaluate_config``, ``evaluate_fn``: as for ``Strategy.start``; ``grid`` is a :class:`ResumableGrid` as
+    well. A resumed run ignores ``initial_arrays``, except that their shapes must match.
+    ``strategy_state``: state of the strategy between rounds; None for our strategies, which have none.
+    ``sums_replies``: whether the strategy only sums the replies to training.
+    Returns the result of ``Strategy.start``; for a resumed run it includes the earlier rounds.
+    Raises ConfigError if the run cannot be resumed with this strategy or this model.
     """
-    # Here, since Flower does not export it: nobody else is to depend on it.
+    # Imported here because Flower does not export it: no other code should depend on it.
     from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 
     log(INFO, "Starting %s strategy:", type(strategy).__name__)
@@ -140,7 +141,7 @@ def run(
     log(INFO, "")
 
     started = time.time()
-    sums_replies = sums_replies and hasattr(grid, "sums")  # as that of a simulation
+    sums_replies = sums_replies and hasattr(grid, "sums")  # a simulation's grid has it
     rounds = _RoundParts(strategy, grid, timeout, evaluate_fn, strategy_state, sums_replies)
     first = rounds.begin(initial_arrays, num_rounds)
     train_config = ConfigRecord() if train_config is None else train_config
@@ -169,24 +170,24 @@ def run(
 
 @dataclass
 class _RoundParts:
-    """The parts of a round, and the results so far."""
+    """The parts of a round as methods, and the results so far."""
 
     strategy: Strategy
-    grid: Any  # a Grid, and a ResumableGrid; if it sums, it has sums()
+    grid: Any  # a Grid and ResumableGrid; with sums() if sums_replies
     timeout: float
     evaluate_fn: Evaluate | None
     state: StrategyState | None
     sums_replies: bool
     result: Result = field(default_factory=Result)
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
-    first_model: str = ""  # as shape_of returns it
+    first_model: str = ""  # shape_of() the initial model
 
     @property
     def kind(self) -> str:
         return OURS if self.state is None else self.state.kind
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> int:
-        """Evaluate the initial model, or restore the earlier run; returns the next round."""
+        """Evaluate the initial model, or restore the earlier run. Return the next round."""
         state: RoundState | None = self.grid.resumed()
         self.first_model = shape_of(initial_arrays)
         if state is None:
@@ -198,14 +199,14 @@ class _RoundParts:
                     self.result.evaluate_metrics_serverapp[0] = metrics
             self.finish(0)
             return 1
-        for what, before, now in (
+        for name, previous, current in (
             ("strategy", state.strategy, self.kind),
             ("first model", state.first_model or self.first_model, self.first_model),
         ):
-            if before != now:
+            if previous != current:
                 raise ConfigError(
-                    f"the run cannot go on: its {what} was {before}, and is {now} now. Give the app that of "
-                    f"then, or start a new run {without_checkpoint()}"
+                    f"the run cannot go on: its {name} was {previous}, and is {current} now. Give the app "
+                    f"that of then, or start a new run {without_checkpoint()}"
                 )
         log(INFO, "Going on after round %s of %s", state.server_round, num_rounds)
         self.arrays = state.arrays

@@ -1,14 +1,15 @@
-"""Flower's own strategies on a grid of ours: replies to a round's training are summed as they come.
+"""Flower's own strategies on our grids: the replies to a round's training are summed as they arrive.
 
-``Strategy.start`` hands what ``send_and_receive`` returns to ``aggregate_train``, and does nothing in
-between. So for the time of a run
+``Strategy.start`` passes the result of ``send_and_receive`` to ``aggregate_train``, and does nothing in
+between. So during a run
 
     configure_train     marks its messages           (``Configured``)
     send_and_receive    returns replies to come      (``ComingReplies``), if its messages have that mark
     aggregate_train     of FedAvg, which FedProx, FedAvgM, FedAdam, FedYogi and FedAdagrad call, sums them
 
-Whoever looks at the replies in another way, gets all of them: strategies that need them together, such as
-FedMedian or Krum, wrappers for differential privacy, classes of a user. They come in the order of sending.
+Code that reads the replies in any other way waits for all of them and gets a list in the order of sending.
+That covers strategies that need the replies together, such as FedMedian or Krum, wrappers for differential
+privacy, and a user's own classes.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _FLOWERS, _OURS = "flwr.", "flower_gpu.flower."
 
 
 class Configured(list[Message]):
-    """Messages of a strategy whose replies go to ``aggregate_train``, and to nobody before."""
+    """Messages of a strategy. No other code sees their replies before ``aggregate_train``."""
 
 
 class Buffered(list[Message]):
-    """Messages whose replies are of the round in which they are taken, and count from then on."""
+    """Messages with replies that belong to the round in which they are consumed, not to that of sending."""
 
 
 class ComingReplies(Sequence[Message]):
-    """Replies that are fetched when somebody looks at them: then all of them, to keep.
+    """A sequence of replies that waits for all of them on the first access, and then keeps them.
 
-    ``replies``: as they come.
-    ``sums``: the same for whoever sums them: then they are summed where they are made.
+    ``replies``: iterator that yields each reply when it arrives.
+    ``sums``: returns the same replies as partial sums, which are formed in the processes of the replies.
     """
 
     def __init__(self, replies: Iterable[Message], sums: Sums) -> None:
@@ -72,11 +73,11 @@ class ComingReplies(Sequence[Message]):
 
     @property
     def is_new(self) -> bool:
-        """Whether nobody has looked at them."""
+        """Whether the replies have not been accessed yet."""
         return self._coming is not None
 
     def take(self) -> Sums | None:
-        """Return the sums of the replies, which are then not here; None if somebody has them already."""
+        """Return the sums of the replies and keep none; None if the replies were accessed before."""
         coming, self._coming = self._coming, None
         return None if coming is None else self._sums
 
@@ -84,21 +85,20 @@ class ComingReplies(Sequence[Message]):
 def aggregate(
     strategy: FedAvg, replies: Iterable[Message], total: ReplySum, *, in_order: bool = False
 ) -> Aggregated:
-    """Average replies one by one, by a strategy's functions.
+    """Return the average of the replies, added one by one, and their metrics, as ``aggregate_train`` does.
 
     ``strategy``: checks and logs the replies, and aggregates their metrics.
-    ``replies``: where they are no sequence, each is freed before the next comes. :class:`ComingReplies` come
-    as sums.
-    ``total``: what they are added to.
+    ``replies``: unless they are a sequence, each is freed before the next is fetched. :class:`ComingReplies`
+    arrive as partial sums.
+    ``total``: sum to which the replies are added.
     ``in_order``: whether sums are formed in the order of the nodes.
-    Returns what ``aggregate_train`` returns.
-    Raises InconsistentMessageReplies if the replies do not go together.
-    Raises InvalidResultError if arrays of the same name do not go together; it is a ValueError.
+    Raises InconsistentMessageReplies if the replies have different records or keys.
+    Raises InvalidResultError, a ValueError, if arrays of the same name do not fit together.
     """
     rest: list[Message] = []
     sums = replies.take() if isinstance(replies, ComingReplies) else None
     if sums is not None:
-        # Closed at the end: after an error nobody waits for the others.
+        # Closing the generator after an error ends the wait for the other replies.
         with closing(sums(strategy.weighted_by_key, total.keeps_integers, in_order)) as coming:
             for item in coming:
                 if isinstance(item, Message):
@@ -116,7 +116,7 @@ def aggregate(
         for reply in replies:
             total.add(reply)
             rest.append(reply if is_kept else without_arrays(reply))
-            del reply  # it must not stay in memory while the next one is waited for
+            del reply  # frees its memory before the wait for the next reply
     valid, _ = strategy._check_and_log_replies(rest, is_train=True)
     if not valid:
         return None, None
@@ -127,14 +127,14 @@ def aggregate(
 
 
 def configured(strategy: Any, messages: Any) -> Any:
-    """Mark the messages of a strategy that Flower's own ``start`` runs. Other strategies do not change."""
+    """Return the messages, marked as :class:`Configured` if Flower's own ``start`` runs the strategy."""
     is_flowers = isinstance(strategy, Strategy) and type(strategy).start is Strategy.start
     return Configured(messages) if is_flowers and type(messages) is list else messages
 
 
 @contextmanager
 def streamed_strategies() -> Iterator[None]:
-    """Have Flower's FedAvg, and strategies built on it, sum replies as they come, while in the context."""
+    """Within the context, Flower's FedAvg and strategies built on it sum replies as they arrive."""
     original = FedAvg.aggregate_train
 
     @wraps(original)
@@ -153,13 +153,13 @@ def streamed_strategies() -> Iterator[None]:
 
 
 def sums_only(strategy: FedAvg) -> bool:
-    """Tell whether nothing but Flower's code or ours sees the replies, and no function of the user's.
+    """Return True if only Flower's code or ours sees the replies, and no function of the user.
 
-    One that aggregates metrics may see those of our own strategy, without their arrays.
+    The exception: with our own strategy, a user's function for metrics may see them, without their arrays.
     """
     kind = type(strategy)
     functions: list[Any] = [kind.aggregate_train, kind._check_and_log_replies]
-    modules = [str(getattr(each, "__module__", "")) for each in functions]
+    modules = [str(getattr(function, "__module__", "")) for function in functions]
     if not modules[0].startswith(_OURS):
         modules.append(str(getattr(strategy.train_metrics_aggr_fn, "__module__", "")))
     known = all(module.startswith((_FLOWERS, _OURS)) for module in modules)

@@ -1,20 +1,28 @@
-"""How Flower's programs hear that there is something to do, in place of their questions every few seconds.
+"""Wake-ups between Flower's programs on one host, so that they need not poll every few seconds.
 
-::
+Flower's programs poll: each asks its SuperLink or SuperNode every few seconds if there is work. Polling often
+loads the SuperLink, and polling seldom delays each round. So here a program that creates work wakes the
+program that waits for it::
 
-    who waits    for what              who wakes it                                    where
+    waiting      for                   woken by                                        where
     SuperExec    a task                its SuperLink or SuperNode (Waker)              superexec
-    SuperNode    a message             the ServerApp; a SuperNode that has found one   supernode
+    SuperNode    a message             the ServerApp; a SuperNode that got a message   supernode
     SuperNode    its ClientApp's reply itself, when the last part is stored            supernode
-    ServerApp    replies               the SuperNode that has sent one                 serverapp
+    ServerApp    replies               the SuperNode that has sent a reply             serverapp
 
-A wake-up says "ask now", nothing else. Who is not woken asks at intervals, as in Flower, and ever more seldom
-(:func:`wait_s`): a wake-up that is lost costs a wait.
+A wake-up only says "ask now". A process that is not woken still polls, as in Flower, at intervals that grow
+with the time without work (:func:`wait_s`). So a lost wake-up only costs time: the process notices its work
+at the next poll. Wake-ups may come early, late, or twice without harm.
 
-Who wakes has the name of a socket. A name is new each time, and is passed on in the environment. The sockets
-are in Linux's abstract namespace. Nothing is left of one when its process is killed, and nobody need know how
-that process was started. Every account of the host can write to them, so the kernel says who has written:
-only the same account and root wake.
+The objects: a waiting process binds a datagram socket (:class:`WakeUps`). The process that wakes it sends one
+byte to that socket, by a :class:`Waker` for the process that it starts next, or by a :class:`NodeGroup` for
+the SuperNodes and the ServerApp of one command.
+
+A sender needs only the name of the socket. Each name is random, and child processes get it in their
+environment. The sockets are in Linux's abstract namespace. The kernel removes such a socket when its process
+is killed, and the sender need not know how that process was started. Every account of the host can write to
+an abstract socket. So the receiver asks the kernel for the sender's account (``SO_PASSCRED``), and only the
+same account and root wake it.
 """
 
 from __future__ import annotations
@@ -35,16 +43,17 @@ from flower_gpu.flower import private_names
 
 #: The longest wait while there may be work: Flower's own.
 LONGEST_S: Final = 3.0
-#: When nothing came for so long, there is no work.
+#: A process without work for this long counts as idle.
 IDLE_AFTER_S: Final = 60.0
-#: What a process has waited at least that was told of work.
+#: After a wake-up, a process counts as having waited no longer than this, so it polls often again.
 TOLD_S: Final = 10.0
 
-_PART: Final = 0.05  # of the time it has waited already: so much later something may be noticed
+# The next wait, as a part of the time waited already. It bounds the relative delay of a lost wake-up.
+_WAIT_FRACTION: Final = 0.05
 
-#: The name of the socket, for the process that is started next.
+#: Environment variable with the name of the socket that the next process binds.
 VARIABLE: Final = "FLOWER_GPU_WAKEUP"
-#: The name of a group, and how many SuperNodes it has.
+#: Environment variable with the name of a group and its number of SuperNodes.
 GROUP_VARIABLE: Final = "FLOWER_GPU_GROUP"
 
 _IS_LINUX: Final = sys.platform == "linux"
@@ -52,34 +61,36 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: see unix(7)
 
 
 def wait_s(waited_s: float, least_s: float, idle_s: float = LONGEST_S) -> float:
-    """Return how long a process waits before it asks a SuperLink again: longer, the longer nothing has come.
+    """Return the seconds until a process polls its SuperLink again; they grow with the time without work.
 
-    What a question costs the SuperLink is in docs/how-to/supernodes.md. ``waited_s`` is how
-    long nothing came, ``least_s`` the shortest wait, ``idle_s`` the wait without work.
+    docs/how-to/supernodes.md says what a poll costs the SuperLink.
+    ``waited_s``: seconds since the last work came.
+    ``least_s``: shortest wait.
+    ``idle_s``: wait of an idle process.
     """
     if waited_s >= IDLE_AFTER_S:
         return max(least_s, idle_s)
-    return max(least_s, min(LONGEST_S, _PART * waited_s))
+    return max(least_s, min(LONGEST_S, _WAIT_FRACTION * waited_s))
 
 
 class Waker:
-    """Wakes the process that is started next."""
+    """A sender of wake-ups to the process that this process starts next."""
 
     def __init__(self) -> None:
         self._name = _new_name()
         self._sender = _Sender()
 
     def announce(self) -> None:
-        """Have processes that this one starts from now on find the name in their environment."""
+        """Put the name into the environment of the processes that this process starts from here on."""
         os.environ[VARIABLE] = self._name
 
     def wake(self) -> None:
-        """Wake it; if it is not there yet, it looks by itself when it comes."""
+        """Wake the process. If it has not started yet, it asks for work when it starts."""
         self._sender.wake([self._name])
 
 
 class NodeGroup:
-    """The SuperNodes that one command has started on this host, and the ServerApp where that is ours."""
+    """The SuperNodes that one command has started on this host, and the ServerApp if we started it too."""
 
     def __init__(self, name: str, nodes: int) -> None:
         self._name = name
@@ -88,7 +99,7 @@ class NodeGroup:
         self._sender = _Sender()
 
     def join(self) -> WakeUps | None:
-        """Become one of its SuperNodes; None if there are as many as there may be."""
+        """Join as a SuperNode and return its wake-ups; None if the group is full."""
         for name in self._names():
             with suppress(OSError):
                 wake_ups = WakeUps(name)
@@ -97,17 +108,17 @@ class NodeGroup:
         return None
 
     def lead(self) -> WakeUps | None:
-        """Become its ServerApp; None if there is one."""
+        """Join as the ServerApp and return its wake-ups; None if the group has a ServerApp."""
         with suppress(OSError):
             return WakeUps(self._server)
         return None
 
     def wake_nodes(self) -> None:
-        """Wake all its SuperNodes but this one."""
+        """Wake all SuperNodes of the group except this process."""
         self._sender.wake(name for name in self._names() if name != self._own)
 
     def wake_server(self) -> None:
-        """Wake its ServerApp."""
+        """Wake the ServerApp of the group."""
         self._sender.wake([self._server])
 
     def _names(self) -> Iterable[str]:
@@ -119,12 +130,12 @@ class NodeGroup:
 
 
 def with_group(env: Mapping[str, str], nodes: int) -> dict[str, str]:
-    """Return an environment with a new group of so many SuperNodes, if it has none."""
+    """Return the environment, with a new group of ``nodes`` SuperNodes unless it already names a group."""
     return {GROUP_VARIABLE: f"{_new_name()}:{nodes}", **env}
 
 
 def group_of(environ: Mapping[str, str]) -> NodeGroup | None:
-    """Return the group of this process; None where it is in none."""
+    """Return the group of this process, or None."""
     name, sign, nodes = environ.get(GROUP_VARIABLE, "").partition(":")
     return NodeGroup(name, int(nodes)) if sign and nodes.isdecimal() and _IS_LINUX else None
 
@@ -137,12 +148,13 @@ class _Sender:
         if self._socket is None:
             return
         for name in names:
-            with suppress(OSError):  # nobody is there, or many wake-ups are, and one more says nothing
+            # Either no process has bound the name, or the socket is full of wake-ups that say the same.
+            with suppress(OSError):
                 self._socket.sendto(b"\n", socket.MSG_DONTWAIT, _address(name))
 
 
 class WakeUps:
-    """What a process is woken by; raises OSError if the name is taken, by another process."""
+    """The socket by which a process is woken; raises OSError if another process has bound the name."""
 
     def __init__(self, name: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -155,28 +167,30 @@ class WakeUps:
             raise
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a wake-up, and take it; tells whether there was one.
+        """Wait for a wake-up and consume it. Return True if one came.
 
-        One that came before is there still. Each is taken by one call, since each stands for a task.
+        Wake-ups that came before the call count. Each call consumes only one, because each stands for a task.
         """
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        while (left_s := deadline - time.monotonic()) > 0:
-            if not poll.poll(left_s * 1000):
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            if not poll.poll(remaining_s * 1000):
                 return False
             if self._sender() in (os.getuid(), 0):
                 return True
-            time.sleep(min(left_s, 0.1))  # whoever writes this: it takes no processor time
+            # Another account has written. The pause keeps it from taking processor time by writing more.
+            time.sleep(min(remaining_s, 0.1))
         return False
 
     def clear(self) -> None:
-        """Take all that have come."""
+        """Consume all wake-ups that have come."""
         with suppress(BlockingIOError):
             while True:
                 self._socket.recv(1)
 
     def _sender(self) -> int | None:
+        """Consume a wake-up and return the user id of its sender."""
         with suppress(BlockingIOError):
             _, extras, _, _ = self._socket.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
             for level, kind, data in extras:
@@ -186,9 +200,9 @@ class WakeUps:
 
 
 def found() -> WakeUps | None:
-    """Return the wake-ups of this process's parent; None where it wakes nobody.
+    """Return the wake-ups by this process's parent, or None if the parent sends none.
 
-    They are taken out of the environment: processes below this one have other parents.
+    Their name is removed from the environment, because the children of this process have another parent.
     """
     name = os.environ.pop(VARIABLE, None)
     with suppress(OSError):
@@ -205,18 +219,18 @@ def _address(name: str) -> str:
 
 
 def call_after(where: str, method: str, then: Callable[[], object]) -> bool:
-    """Have something called after each call of a method; tells whether there is such a method.
+    """Call ``then`` after each call of a method. Return False if this version of Flower lacks the method.
 
-    ``where`` is its class, as ``module:name``. Another version of Flower may lack it.
+    ``where``: class of the method, as ``module:name``.
     """
-    called = private_names.find(f"{where}.{method}")
-    if called is None:
+    original = private_names.find(f"{where}.{method}")
+    if original is None:
         return False
     kind = private_names.find(where)
 
-    @functools.wraps(called)
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = called(*args, **kwargs)
+        result = original(*args, **kwargs)
         then()
         return result
 

@@ -1,17 +1,17 @@
-"""Flower's long-running programs as forks of one process that has imported Flower.
+"""Flower's long-running programs, as forks of a process that has imported Flower.
 
 ::
 
     flower-gpu launch, flower-gpu supernode --count N
-      │  starts a process for this run alone, by starter.ProgramServer
+      │  starts a server process for this run alone, by starter.start_server
       ▼
-    server.py: imports what Flower's programs import, once; then it forks for each request
-      │  a request has what Popen takes: arguments, environment, folder, output, process group
+    server.py: imports the modules of Flower's programs once, then forks for each request
+      │  a request has the arguments of Popen: arguments, environment, folder, output, process group
       ▼
-    a fork is the program, as a fresh interpreter would run it: flower-superlink, flower-supernode, ...
-      │  where Flower starts another program by Popen (flower-superexec, flwr-clientapp, flwr-serverapp)
-      └── that is a request as well, over a socket of its own
+    a fork runs the program as a fresh interpreter would: flower-superlink, flower-supernode, ...
+      │  when Flower starts another program by Popen (flower-superexec, flwr-clientapp, flwr-serverapp)
+      └── it sends a request as well, over a socket of its own
 
-What a request cannot have (other variables that Python or Flower read when they start, another interpreter)
-starts as it does without all this: by Popen.
+A program that needs another interpreter starts by Popen, as it does without a server. The same holds for a
+program with other values of the variables that Python or Flower read when they start.
 """

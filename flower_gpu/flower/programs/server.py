@@ -1,4 +1,24 @@
-"""The process that has Flower imported, and forks a program for each request."""
+"""The server process that imports Flower once and forks a program of Flower's for each request.
+
+A fresh interpreter has to import Flower before it can run one of Flower's programs. A fork of this server has
+the modules already.
+
+The server has one thread, because a fork copies only the thread that calls it, and locks that other threads
+hold would stay locked. The thread waits in a selector for two kinds of events:
+
+- a request on a connection. The starter's connection is the first. Each forked program gets another
+  connection, by which it requests the programs that it starts itself;
+- the end of a child. The exit status then goes to the process that requested the program.
+
+:class:`_ProgramForker` has that loop. In a new fork it raises ``Become``, which unwinds the stack of the
+server, so that the program starts with an empty one (``_become``). The server ends when the first connection
+is closed. Its programs run on.
+
+A requester may have given up before its request is read, for example after a timeout. It then starts the
+program in another way, so the server forks only if the requester still has its end of the answer's socket
+open. A program inherits the server's end of that socket. So the requester sees the end of the program even
+after the server has been killed.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +58,8 @@ from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.life import explained
 from flower_gpu.workers.own_process import facts
 
-# What Flower's programs import, also when they are used for the first time. One that another version of
-# Flower does not have is left out: who needs something else imports it.
+# Modules that Flower's programs import, some of them only at their first use. A module that this version of
+# Flower lacks is skipped. A program that needs any other module imports it itself.
 _MODULES: Final = (
     "flwr.cli.app",
     "flwr.clientapp",
@@ -65,42 +85,43 @@ _MODULES: Final = (
     "flower_gpu.flower.superexec",
     "flower_gpu.flower.supernode",
 )
-# Modules of Flower's that start programs of Flower's, by ``subprocess.Popen``.
+# Modules of Flower that start Flower's programs by ``subprocess.Popen``.
 _STARTERS: Final = (
     "flwr.superlink.cli.flower_superlink",
     "flwr.supercore.superexec.executor.subprocess_executor",
     "flwr.supernode.start_client_internal",
 )
-# Runs the ServerApp. Other programs multiply no matrices, and threads that wait for that cost time.
+# The program that runs the ServerApp. Only it gets a thread per core for arithmetic. In other programs such
+# threads would only wait, which costs time.
 _COMPUTES: Final = "flwr-serverapp"
 _MOMENT_S: Final = 0.001
-# Variables that Python, its libraries or Flower read when they start or are imported.
+# Prefixes of variables that Python, its libraries or Flower read when they start or are imported.
 _READ_AT_START: Final = ("FLWR_", "GRPC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON", "TZ")
 
-
-# How programs end that were not asked to.
+# Exit statuses of programs that a signal killed, without the signals that ask a program to end.
 _KILLED: Final = tuple(
     -number for number in signal.valid_signals() - {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 )
 
 
 def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a program reads when it starts: a fork has them from its server."""
+    """Return the variables that a program reads when it starts. A fork has read them in its server."""
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
 
 
 def main() -> NoReturn:
-    """Be the server that the environment says; forks of it become programs."""
+    """Run the server for the connection named in the environment. In a fork, run a program instead."""
     connection = socket.socket(fileno=int(os.environ.pop(CONNECTION_VARIABLE)))
     connection.set_inheritable(False)
     _serve(connection, _MODULES, read_at_start(os.environ))
 
 
 def fork_own(modules: Iterable[str]) -> None:
-    """Have the programs that Flower starts in this one forked by a fork of it, from now on.
+    """Fork a server from this process, and let it fork the programs that Flower starts here afterwards.
 
-    To be called before there are threads; does nothing in a fork of a server, which has one. ``modules`` are
-    what those programs import.
+    Call it before the process has threads. In a fork of a server it does nothing, because that server serves
+    its forks too.
+    ``modules``: names of the modules that those programs import.
     """
     if sys.platform != "linux" or facts.is_program or threading.active_count() > 1:
         return
@@ -114,21 +135,25 @@ def fork_own(modules: Iterable[str]) -> None:
 
 
 def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapping[str, str]) -> NoReturn:
-    """Fork programs for the process at the other end of the connection, until it closes that.
+    """Fork programs for the process at the other end of the connection, until it closes the connection.
 
     ``started_with``: the variables of :func:`read_at_start` that this process was started with.
     """
-    # The title of a fork stays where the arguments were: beyond is what guard.py finds processes by.
+    # Limits a fork's title to the memory of the arguments. After it comes the environment, by which guard.py
+    # finds processes.
     os.environ["SPT_NOENV"] = "1"
     _be_shown_as("flower-gpu: Flower's programs")
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
     with suppress(OSError):
-        identity.server_name(os.environ, (), ())  # each message asks for it, of files that are looked at once
-    httpx.Client(verify=False).close()  # the first one has OpenSSL take 10 MB, which forks share from here
+        # Each message asks for this name. The files on which it depends are read only once, here.
+        identity.server_name(os.environ, (), ())
+    # With the first client OpenSSL allocates 10 MB. Forks share them if it is created here.
+    httpx.Client(verify=False).close()
     gc.collect()
-    gc.freeze()  # the collector of a fork would touch, and so copy, every object
+    # Without this, a fork's collector would write to every object, and so copy its memory.
+    gc.freeze()
     try:
         _ProgramForker(connection, started_with).run()
         os._exit(0)
@@ -138,8 +163,8 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
 
 
 def _be_shown_as(command: str, name: str | None = None) -> None:
-    """Have ``ps`` show this process with a command line and a name, where setproctitle is installed."""
-    with suppress(ImportError):  # some hosts are given packages one by one
+    """Set the command line and the name that ``ps`` shows for this process, if setproctitle is installed."""
+    with suppress(ImportError):  # on some hosts packages are installed one by one
         import setproctitle
 
         setproctitle.setproctitle(encodable(command))
@@ -149,16 +174,17 @@ def _be_shown_as(command: str, name: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class _ProgramRequest:
-    """One program to start; the fields of the message, and the descriptors that came with it."""
+    """A request to start a program: the fields of the message, and the descriptors that came with it."""
 
     argv: list[str]
     env: dict[str, str]
-    #: Its process group; 0: one of its own, None: a session of its own.
+    #: Process group of the program; 0: a new group, None: a new session.
     group: int | None
     streams: list[int]  # standard input, output, error
-    folder: int
-    answer: socket.socket  # where the process id goes, and the status when it has ended
-    kept: list[int] = field(default_factory=list)  # open in the program, for as long as it is there
+    folder: int  # working directory
+    #: Socket of the requester, which gets the process id, and the exit status later.
+    answer: socket.socket
+    kept: list[int] = field(default_factory=list)  # descriptors that stay open in the program
 
     @classmethod
     def of(cls, message: Mapping[str, Any], descriptors: list[int]) -> _ProgramRequest:
@@ -174,17 +200,17 @@ class _ProgramRequest:
         )
 
     def hand_over(self) -> None:
-        """Let go of what the program has now, but for the log, its standard error."""
+        """Close the descriptors that the program has now, except its standard error, which is the log."""
         for descriptor in (*self.streams[:2], self.folder, *self.kept):
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let go of the rest."""
+        """Close the log and the socket of the requester."""
         os.close(self.streams[2])
         self.answer.close()
 
     def note_end(self, status: int) -> None:
-        """Tell who waits how the program has ended, and where it wrote to if it could not say it itself."""
+        """Send the exit status to the requester. If a signal killed the program, add a line to its log."""
         self.say({"status": status})
         if status in _KILLED:
             how = f"was killed by {signal.Signals(-status).name} ({-status})"
@@ -193,11 +219,13 @@ class _ProgramRequest:
         self.close()
 
     def say(self, answer: Mapping[str, Any]) -> None:
-        with suppress(messages.Gone):  # nobody asks any more
+        with suppress(messages.Gone):  # the requester has ended
             messages.send(self.answer, answer)
 
 
 class _ProgramForker:
+    """The loop of the server: it reads requests, forks programs and reports their exit statuses."""
+
     def __init__(self, connection: socket.socket, started_with: Mapping[str, str]) -> None:
         self._started_with = MappingProxyType(dict(started_with))
         self._first = connection
@@ -207,7 +235,7 @@ class _ProgramForker:
         self._selector = self._children.selector
 
     def run(self) -> None:
-        """Serve until the first connection is closed; Become in a fork."""
+        """Serve until the first connection is closed. In a fork, raise Become."""
         self._watch(self._first)
         while not self._has_ended:
             for key, _ in self._selector.select():
@@ -226,12 +254,12 @@ class _ProgramForker:
             return
         request = _ProgramRequest.of(message, descriptors)
         try:
-            if messages.is_closed(request.answer):  # it was started in another way meanwhile
+            if messages.is_closed(request.answer):  # the requester has started it in another way
                 raise NoEntryError("nobody waits for it any more")
-            found = find(request.argv[0], request.env)
+            entry = find(request.argv[0], request.env)
             if read_at_start(request.env) != self._started_with:
                 raise NoEntryError("its environment has other variables that are read at the start")
-            self._fork(request, found)
+            self._fork(request, entry)
             return
         except NoEntryError as error:
             request.say({"refused": str(error)})
@@ -240,17 +268,20 @@ class _ProgramForker:
         request.hand_over()
         request.close()
 
-    def _fork(self, request: _ProgramRequest, found: ProgramEntry) -> None:
+    def _fork(self, request: _ProgramRequest, entry: ProgramEntry) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             ours.close()
             self._leave()
-            request.answer.detach()  # it stays open: who waits sees its end, also where this server has ended
-            raise Become(partial(_become, found, request, theirs))
+            # The socket stays open in the program, so the requester sees its end even without this server.
+            request.answer.detach()
+            raise Become(partial(_become, entry, request, theirs))
         theirs.close()
         if request.group == 0:
-            with suppress(OSError):  # who asked may wait for the end of the group from now on
+            # The program does the same. But the group must exist before the requester knows the process id,
+            # because it may wait for the end of the group.
+            with suppress(OSError):
                 os.setpgid(pid, pid)
         self._watch(ours)
         self._running[pid] = request
@@ -258,7 +289,7 @@ class _ProgramForker:
         request.say({"pid": pid})
 
     def _leave(self) -> None:
-        """Let go of all this, in a fork."""
+        """Close all sockets and descriptors of the server, in a fork."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -274,13 +305,13 @@ class _ProgramForker:
                 self._running.pop(pid).note_end(os.waitstatus_to_exitcode(status))
 
 
-# In the fork: it becomes a program, as of a fresh interpreter, but for what is imported already
+# In the fork: it becomes a program, as in a fresh interpreter, except that modules are imported already
 
 
-def _become(found: ProgramEntry, request: _ProgramRequest, connection: socket.socket) -> Callable[[], Any]:
-    """Take on what a program is started with, in a new fork; return its function.
+def _become(entry: ProgramEntry, request: _ProgramRequest, connection: socket.socket) -> Callable[[], Any]:
+    """Return the function of a program, after setting up its group, folder, environment and streams.
 
-    ``connection``: over which it has programs started itself.
+    ``connection``: connection to the server for the programs that this program starts.
     """
     if request.group is None:
         os.setsid()
@@ -291,16 +322,16 @@ def _become(found: ProgramEntry, request: _ProgramRequest, connection: socket.so
     os.close(request.folder)
     os.environ.clear()
     os.environ.update(request.env)
-    computes = Path(found.path).name == _COMPUTES
-    of_threads = interpreter.with_all_cores(os.environ) if computes else os.environ
-    interpreter.begin([found.path, *request.argv[1:]], request.streams, of_threads)
-    _be_shown_as(" ".join([sys.executable, *sys.argv]), Path(found.path).name)
+    computes = Path(entry.path).name == _COMPUTES
+    thread_variables = interpreter.with_all_cores(os.environ) if computes else os.environ
+    interpreter.begin([entry.path, *request.argv[1:]], request.streams, thread_variables)
+    _be_shown_as(" ".join([sys.executable, *sys.argv]), Path(entry.path).name)
     _use(Programs(connection))
-    return found.load()
+    return entry.load()
 
 
 def _use(programs: Programs) -> None:
-    """Have the programs that Flower starts in this process forked by a server."""
+    """Let a server fork the programs that Flower starts in this process."""
     replacement = Subprocess(programs)
     for name in _STARTERS:
         module = sys.modules.get(name)
@@ -309,29 +340,29 @@ def _use(programs: Programs) -> None:
 
 
 class NoEntryError(Exception):
-    """A command is none of this Python environment's, or not one of Flower's."""
+    """Raised if a command does not belong to this Python environment, or not to Flower."""
 
 
 @dataclass(frozen=True)
 class ProgramEntry:
-    """What a command runs."""
+    """The function that a command runs."""
 
-    path: str  # its script
+    path: str  # script of the command
     module: str
     function: str
 
     def load(self) -> Callable[[], Any]:
-        """Import it."""
-        found: Any = importlib.import_module(self.module)
+        """Import the module and return the function."""
+        value: Any = importlib.import_module(self.module)
         for name in self.function.split("."):
-            found = getattr(found, name)
-        return found  # type: ignore[no-any-return]
+            value = getattr(value, name)
+        return value  # type: ignore[no-any-return]
 
 
 def find(name: str, environ: Mapping[str, str]) -> ProgramEntry:
-    """Return what the command of this name runs that is first on the ``PATH`` of an environment.
+    """Return the entry of the first command with this name on the ``PATH`` of an environment.
 
-    Raises NoEntryError if it is not known what that does.
+    Raises NoEntryError if the function of that command is not known.
     """
     path = shutil.which(name, path=environ.get("PATH", os.defpath))
     if path is None:
