@@ -1,6 +1,26 @@
-"""Counts messages and replies, and tells which round and which kind of message they belong to.
+"""The recorder: it turns the steps of a strategy and the messages of a grid into the events of a run.
 
-At the end: metrics of Flower's records as a trace and a file of JSON can hold them.
+A run's trace and display show rounds: how many messages were sent, how many clients replied or failed, and
+the metrics. Flower has no object for that, so the recorder puts rounds together from two sources:
+
+- the strategy, by the wrappers in ``strategies.py``. They report when a strategy configures a round and when
+  it aggregates the replies (``phase_opened``, ``phase_announced``, ``phase_closed``);
+- the grid, by ``recorded_grid.py``. It reports each message and how it ended (``sent``, ``replied``,
+  ``missed``).
+
+A :class:`Phase` has the messages of a kind in a round. The phase of a strategy is announced: it opens before
+its messages are sent, and closes with the aggregate. An app with its own loop announces no phases. Then the
+messages of a kind with the same round number belong together, or without such a number the messages of the
+same call.
+
+Several threads call the recorder: that of the ServerApp, those of Flower's legacy server, and those in which
+a grid reads messages. One reentrant lock guards everything. ``on_event`` is called under that lock, so it
+gets the events one at a time, and must not wait for another thread that records.
+
+The recorder also decides when a run is over because all clients fail. It never stops a thread. Instead,
+:meth:`Recorder.check` raises the error in the next thread that sends a message or receives a reply.
+
+The end of this module converts metrics of Flower's records to types that the trace and JSON files can hold.
 """
 
 from __future__ import annotations
@@ -23,13 +43,13 @@ from flower_gpu.flower.records import reason_of, records_in, round_of
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.trace import NO_REPLY, SERVER_EVALUATE, TRAIN, Event
 
-#: What a metric is: as in Flower's MetricRecord, and the texts that the NumPyClient API allows.
+#: A metric: a value of Flower's MetricRecord, or a string, which the NumPyClient API allows.
 Metric = bool | int | float | str | None | list[int] | list[float]
 Metrics = Mapping[str, Metric]
 
 OnEvent = Callable[[Event], None]
 _LATE: Final = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-#: The reason for the failure of messages whose replies the app has not asked for until its end.
+#: The reason for the failure of messages if the app never pulled their replies.
 NOT_PULLED: Final = f"{NO_REPLY} was pulled"
 
 
@@ -41,12 +61,12 @@ def write_event(event: Event) -> None:
 
 
 class Phase:
-    """Messages of one kind, which is what comes before the dot in their type, sent for one round."""
+    """The messages of a kind in a round. The kind is the part of the message type before the dot."""
 
     def __init__(self, server_round: int | None, kind: str, announced: bool) -> None:
         self.server_round = server_round
         self.kind = kind
-        #: Whether a strategy has said that these messages come, and will say what it made of the replies.
+        #: Whether a strategy has announced these messages, and will report the aggregate of their replies.
         self.announced = announced
         self.total: int | None = None
         self.is_shown = False
@@ -54,16 +74,16 @@ class Phase:
         self.ended = 0
         self.succeeded: set[int] = set()
         self.failed: set[int] = set()
-        #: Clients whose reply was an error, and not only late.
+        #: Clients that replied with an error, without those that were only late.
         self.refused: set[int] = set()
-        #: How many messages a strategy has said that there will be.
+        #: Number of messages that a strategy has announced.
         self.announced_total: int | None = None
         self.is_judged = False
         self.began_s = time.monotonic()
 
     @property
     def is_idle(self) -> bool:
-        """Whether all messages are answered."""
+        """Whether all messages have ended."""
         return self.sent == self.ended
 
     def event(self, name: str, **fields: Any) -> Event:
@@ -71,7 +91,7 @@ class Phase:
         return trace.make(name, round=self.server_round, task=self.kind, **fields)
 
     def finished(self, metrics: Metrics) -> Event:
-        """Return the event of its end."""
+        """Return the event for the end of the phase."""
         return self.event(
             "round_finished",
             clients=len(self.succeeded - self.failed),
@@ -83,11 +103,12 @@ class Phase:
 
 
 class Recorder:
-    """Makes the events of a run's rounds. Safe to use from several threads.
+    """The source of a run's events about rounds. Safe to use from several threads.
 
-    ``on_event`` gets every event, one at a time. ``partition_of`` returns a node's partition; without it a
-    node is known by its id. ``pointer`` returns where the first failure can be read, for the error that ends
-    a run in which all clients fail; without it such a run goes on.
+    ``on_event``: called with each event, one at a time.
+    ``partition_of``: returns a node's partition; without it, events name nodes by their ids.
+    ``pointer``: returns where to read about the first failure, for the error that ends a run in which all
+    clients fail; without it such a run goes on.
     """
 
     def __init__(
@@ -96,33 +117,34 @@ class Recorder:
         partition_of: Callable[[int], int] | None = None,
         pointer: Callable[[], str] | None = None,
     ) -> None:
-        #: The latest global model: ArrayRecord, Parameters or None. Only this one is kept.
+        #: The latest global model: ArrayRecord, Parameters or None. Earlier models are not kept.
         self.model: Any = None
         self._on_event = on_event
-        #: How many messages are handled at a time, where that is known.
+        #: Number of messages that are handled at a time, if known.
         self.concurrency: int | None = None
-        #: What calls of a kind are expected to take, of clients with these node ids; None: the order of a
-        #: strategy stays.
+        #: Returns the expected seconds of calls, by kind and node ids. With None, messages keep the order of
+        #: the strategy.
         self.expected_s: Callable[[str, list[int | None]], list[float]] | None = None
         self._partition_of = partition_of
         self._lock = threading.RLock()
         self._announced: dict[str, Phase] = {}
         self._others: dict[tuple[str, Any], Phase] = {}
-        self._closed_at_s: dict[str, float] = {}  # when the last phase of a kind has ended, in this strategy
-        self._told: set[tuple[str, int | None]] = set()
+        self._closed_at_s: dict[str, float] = {}  # end of this strategy's last phase, by kind
+        self._reported: set[tuple[str, int | None]] = set()  # kinds and rounds with a recorded end
         self._resumed_round = -1
         self._pointer = pointer
         self._rule = AllFailed()
-        self._failed = 0  # messages; those of an app's own loop only if they were answered with an error
+        # Failed messages. Messages of an app's own loop count only if their reply was an error.
+        self._failed = 0
         self._why_over: str | None = None
         self._ended_by: BaseException | None = None
         #: The last round in which every client failed.
         self.failed_round: int | None = None
 
     def check(self) -> None:
-        """Raise an exception if the run is over since all clients fail, or one in a way that ends it.
+        """Raise an exception if all clients fail, or if a client failed in a way that ends the run.
 
-        Raises RunEndedError: each time: an app that catches it gets no further.
+        Raises RunEndedError on each call, so that an app that catches it cannot continue.
         """
         if self._ended_by is not None:
             raise self._ended_by
@@ -130,16 +152,19 @@ class Recorder:
             raise ClientsFailedError(f"{self._why_over}; {self._pointer()}")
 
     def tell(self, name: str, **fields: Any) -> None:
-        """Pass on an event that is of the run as a whole."""
+        """Pass on an event about the run as a whole."""
         with self._lock:
             self._on_event(trace.make(name, **fields))
 
-    # What a strategy does
+    # Steps of a strategy
 
     def run_started(self, strategy: str, num_rounds: int | None, resumes: str | None = None) -> None:
-        """Note that a strategy starts, which may go on with runs of a kind of strategy; None: with none."""
+        """Record that a strategy starts.
+
+        ``resumes``: kind of strategy whose runs it can resume; None if it can resume no run.
+        """
         with self._lock:
-            self._told.clear()
+            self._reported.clear()
             self._closed_at_s.clear()
             self._resumed_round = -1
             self._on_event(
@@ -147,29 +172,31 @@ class Recorder:
             )
 
     def run_ended(self) -> None:
-        """Note that the strategy has done all its rounds."""
+        """Record that the strategy has finished all its rounds."""
         with self._lock:
             self._on_event(trace.make("strategy_finished"))
 
     def run_resumed(self, server_round: int) -> None:
-        """Note that it goes on after a round."""
+        """Record that the strategy resumes a run after this round."""
         with self._lock:
             self._resumed_round = server_round
             self._on_event(trace.make("strategy_resumed", round=server_round))
 
     def phase_opened(self, kind: str, server_round: int | None) -> None:
-        """Note that messages of a kind will be sent for a round."""
+        """Record that messages of a kind will be sent for a round."""
         with self._lock:
             self._close_others()
-            if (left := self._announced.pop(kind, None)) is not None:
-                self._close(left, {})
+            if (previous := self._announced.pop(kind, None)) is not None:
+                self._close(previous, {})
             self._announced[kind] = Phase(server_round, kind, announced=True)
 
     def phase_announced(self, kind: str, total: int | None, updates: int | None = None) -> None:
-        """Note how many messages that will be; None where this shows when they are sent.
+        """Record the number of messages in the current phase of a kind.
 
-        ``updates``: so many replies without an error end it, whatever was sent. Its clients have trained
-        since the end of the round before: most replies may be here when the strategy begins the next round.
+        ``total``: number of messages; None if it is not known before they are sent.
+        ``updates``: number of successful replies that end the phase, however many messages were sent. Such a
+        phase begins at the end of the previous round, because its clients have trained since then. Most
+        replies may have arrived when the strategy begins the round.
         """
         with self._lock:
             phase = self._announced.get(kind)
@@ -200,18 +227,21 @@ class Recorder:
         seconds: float | None = None,
         kind: str = SERVER_EVALUATE,
     ) -> None:
-        """Note metrics that no message has to do with, unless they are known."""
+        """Record metrics that do not come from messages, unless they were recorded before."""
         with self._lock:
             is_old = server_round is not None and server_round <= self._resumed_round
-            if not is_old and (kind, server_round) not in self._told:
-                self._told.add((kind, server_round))
+            if not is_old and (kind, server_round) not in self._reported:
+                self._reported.add((kind, server_round))
                 phase = Phase(server_round, kind, announced=True)
                 self._on_event({**phase.finished(metrics), "seconds": seconds})
 
-    # What a grid does
+    # Steps of a grid
 
     def sent(self, message: Message, batch: object) -> Phase:
-        """Note that a message is sent, together with others."""
+        """Record that a message is sent, and return its phase.
+
+        ``batch``: object that stands for the messages that are sent together.
+        """
         kind = message.metadata.message_type.partition(".")[0]
         with self._lock:
             phase = self._announced.get(kind)
@@ -221,7 +251,7 @@ class Recorder:
         return phase
 
     def taken(self, reply: Message, node_id: int) -> None:
-        """Note a reply to a message to train that may have been sent in an earlier round, and the message."""
+        """Record a training message and its reply in the current round; it may be from an earlier round."""
         with self._lock:
             phase = self._announced.get(TRAIN)
             if phase is not None:
@@ -238,7 +268,11 @@ class Recorder:
             self._show(phase)
 
     def replied(self, phase: Phase, reply: Message, node_id: int | None = None) -> None:
-        """Note a reply to a message to a node. Errors of the SuperLink's own name the SuperLink."""
+        """Record a reply.
+
+        ``node_id``: node that got the message. It is needed because errors that the SuperLink itself creates
+        name the SuperLink as their source.
+        """
         node_id = reply.metadata.src_node_id if node_id is None else node_id
         if reply.has_error():
             reason = reason_of(reply)
@@ -253,19 +287,19 @@ class Recorder:
             self._ended(phase, node_id, None, _metrics_in(reply))
 
     def missed(self, phase: Phase, node_id: int, why: str) -> None:
-        """Note that there will be no reply."""
+        """Record that a message gets no reply."""
         with self._lock:
             self._failed += phase.announced
             self._ended(phase, node_id, why)
 
     def may_be_settled(self, phase: Phase) -> None:
-        """Note that all messages are sent that were to be sent together, and a reply is there."""
+        """Record that all messages of a batch were sent and a reply has arrived."""
         with self._lock:
             if phase.is_idle and not phase.announced:
                 self._judge(phase)
 
     def batch_ended(self, batch: object) -> None:
-        """Note that nothing more is sent with these messages, and all replies are there."""
+        """Record that a batch is complete: no more messages are sent, and all replies have arrived."""
         with self._lock:
             for key in [key for key in self._others if key[1] is batch]:
                 self._close(self._others.pop(key), {})
@@ -284,7 +318,7 @@ class Recorder:
 
     def _other(self, message: Message, kind: str, batch: object) -> Phase:
         server_round = round_of(message)
-        # Without a round, messages belong together that are sent together.
+        # Messages without a round number belong together if they are sent together.
         key = (kind, batch if server_round is None else server_round)
         if key not in self._others:
             self._close_others()
@@ -302,15 +336,15 @@ class Recorder:
         with self._lock:
             phase.ended += 1
             (phase.succeeded if reason is None else phase.failed).add(node_id)
-            told = {"traceback": traceback} if traceback else {}
+            traceback_field = {"traceback": traceback} if traceback else {}
             node = self._partition(node_id)
             fields = {"node": node, "error": reason, "metrics": metrics, "aggregated": phase.announced}
-            self._on_event(phase.event("reply", **fields, **told))
+            self._on_event(phase.event("reply", **fields, **traceback_field))
             if phase.announced_total is not None and phase.ended >= phase.announced_total:
                 self._judge(phase)
 
     def _judge(self, phase: Phase) -> None:
-        """Find out whether the run is over, now that all replies of a phase are there."""
+        """Decide if the run is over, after all replies of a phase have arrived."""
         if not phase.is_judged:
             phase.is_judged = True
             if phase.refused and not phase.succeeded:
@@ -325,12 +359,12 @@ class Recorder:
             self._on_event(trace.make("all_failed", reason=why))
 
     def place_of(self, node_id: int) -> int:
-        """Return the sort key of nodes: the partition where it is known."""
+        """Return the sort key of a node: its partition if known, otherwise its id."""
         partition = self._partition(node_id)
         return node_id if partition is None else partition
 
     def name_of(self, node_id: int) -> str:
-        """Return how errors name a node: as a client where its partition is known."""
+        """Return the name of a node in errors: it is called a client if its partition is known."""
         partition = None if self._partition_of is None else self._partition(node_id)
         return f"node {node_id}" if partition is None else f"client {partition}"
 
@@ -352,14 +386,14 @@ class Recorder:
             self._close(self._others.pop(key), {})
 
     def _close(self, phase: Phase, metrics: Metrics) -> None:
-        # A strategy that asks nobody to evaluate still aggregates: that is nothing to tell.
+        # A strategy aggregates even if it sent no messages to evaluate. Such a phase is not recorded.
         self._judge(phase)
         if phase.sent or metrics:
-            self._told.add((phase.kind, phase.server_round))
+            self._reported.add((phase.kind, phase.server_round))
             self._on_event(phase.finished(metrics))
 
 
-#: Flower's names of records with the results of a NumPyClient: metrics are in a ConfigRecord there.
+#: Prefixes of records with the results of a NumPyClient, which have their metrics in a ConfigRecord.
 _OF_NUMPY_CLIENTS: Final = ("fitres.", "evaluateres.")
 
 
@@ -381,12 +415,12 @@ def _metrics_in(reply: Message) -> dict[str, Metric]:
 
 
 def clean(metrics: Mapping[str, Any]) -> dict[str, Metric]:
-    """Make metrics of Python's own types; a value that is no metric becomes its text."""
+    """Return the metrics as Python's own types. A value that is not a metric is converted to a string."""
     return {str(key): plain(value) for key, value in metrics.items()}
 
 
 def plain(value: Any) -> Any:
-    """Make a metric of Python's own types."""
+    """Return a metric as a value of Python's own types."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -408,9 +442,9 @@ def plain(value: Any) -> Any:
 
 
 def finite(value: Any, replacement: Callable[[float], Any] = lambda number: None) -> Any:
-    """Return a value as JSON can hold it; objects become their text.
+    """Return a value that JSON can hold. Objects are converted to strings.
 
-    ``replacement``: returns what stands for a number that is not finite; by default null.
+    ``replacement``: returns the substitute for a number that is not finite; null by default.
     """
     if isinstance(value, Mapping):
         return {str(key): finite(item, replacement) for key, item in value.items()}
@@ -418,5 +452,7 @@ def finite(value: Any, replacement: Callable[[float], Any] = lambda number: None
         return [finite(item, replacement) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    found = plain(value)
-    return replacement(found) if isinstance(found, float) and not math.isfinite(found) else found
+    converted = plain(value)
+    if isinstance(converted, float) and not math.isfinite(converted):
+        return replacement(converted)
+    return converted

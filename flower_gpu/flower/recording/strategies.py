@@ -1,10 +1,10 @@
-"""Records the rounds of any Flower strategy of this process.
+"""Hooks that record the rounds of any Flower strategy in this process.
 
-An app makes its strategy itself and calls ``start`` on it, or hands it to Flower's ``Server``: nobody is
-asked. So for the time of a run the base classes of Flower's strategies and its ``Server`` have a
-``__getattribute__`` that hands out the methods below in a wrapper. That holds for every subclass, also one
-that overrides them all and never calls ``super()``, and for objects made before. What a method calls by
-``super()`` is not wrapped, so it is told once.
+An app creates its strategy itself and calls ``start`` on it, or passes it to Flower's ``Server``. It need not
+know of the recorder. So during a run, the base classes of Flower's strategies and its ``Server`` get a
+``__getattribute__`` that returns the methods below in a wrapper. This covers every subclass, even a class
+that overrides all methods and never calls ``super()``, and objects that were created before. Calls by
+``super()`` bypass ``__getattribute__``, so they are not wrapped and a step is recorded only once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flower_gpu.flower.streaming import ComingReplies, configured, streamed_stra
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE, TRAIN
 
-#: Makes the wrapper of an object's method.
+#: Returns the wrapper of an object's method.
 _Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 
 
@@ -50,11 +50,13 @@ def recorded_rounds(
     *,
     streams: bool = False,
 ) -> Iterator[Recorder]:
-    """Record the rounds of Flower's strategies in this process, while in the context.
+    """Record the rounds of Flower's strategies in this process within the context.
 
-    ``on_event`` gets every event of the rounds, one at a time, in the thread where it happens; an exception
-    of its ends the run. ``partition_of`` and ``pointer`` are for the :class:`Recorder`. With ``streams``
-    Flower's strategies sum replies as they come. A :class:`.RecordedGrid` notes messages and replies.
+    ``on_event``: called with each event of the rounds, one at a time, in the thread where it happens. An
+    exception that it raises ends the run.
+    ``partition_of``, ``pointer``: as for the :class:`Recorder`.
+    ``streams``: let Flower's strategies sum replies as they arrive.
+    Messages and replies are recorded by a :class:`.RecordedGrid`.
     """
     recorder = Recorder(on_event, partition_of, pointer)
     hooks = _Hooks(recorder, streams)
@@ -90,19 +92,19 @@ def _wrapped(cls: type, wraps: Mapping[str, _Wrap]) -> Iterator[None]:
 
 @contextmanager
 def _replaced(cls: type, name: str, value: Any) -> Iterator[None]:
-    had, before = name in vars(cls), vars(cls).get(name)
+    was_set, previous = name in vars(cls), vars(cls).get(name)
     setattr(cls, name, value)
     try:
         yield
     finally:
-        if had:
-            setattr(cls, name, before)
+        if was_set:
+            setattr(cls, name, previous)
         else:
             delattr(cls, name)
 
 
 class _Hooks:
-    """The wrappers. Of calls within each other, as in a strategy around another one, the outer one counts."""
+    """The wrappers. If a call contains another, as in a strategy around a strategy, only the outer counts."""
 
     def __init__(self, recorder: Recorder, streams: bool) -> None:
         self._recorder = recorder
@@ -132,7 +134,8 @@ class _Hooks:
                     num_rounds = _named(method, args, kwargs).get("num_rounds")
                     _say_no_checkpoint(server.strategy)
                     self._recorder.run_started(type(server.strategy).__name__, num_rounds)
-                    if server.max_workers is None:  # it has one thread for each message that is on its way
+                    # Flower's server uses a thread for each message in flight.
+                    if server.max_workers is None:
                         server.set_max_workers(self._recorder.concurrency)
                 result = method(*args, **kwargs)
                 if server.parameters.tensors:
@@ -180,7 +183,8 @@ class _Hooks:
                 self._recorder.run_started(type(strategy).__name__, named.get("num_rounds"), kind)
                 self._recorder.model = named.get("initial_arrays")
                 evaluate = named.get("evaluate_fn")
-                # Ours have it run in a worker: a wrapper would have to be pickled, and GPUEvaluate has one.
+                # Our strategies run the function in a worker, so a wrapper would have to be pickled. They use
+                # GPUEvaluate, which is wrapped already.
                 if callable(evaluate) and not isinstance(strategy, FedAvg):
                     wrapped = self._evaluate(strategy, evaluate)
                     if any(value is evaluate for value in args):
@@ -198,19 +202,19 @@ class _Hooks:
         return start
 
     def _state_of(self, strategy: Any, named: Mapping[str, Any]) -> StrategyState | None:
-        """Return the state of the first strategy of an app, if it can go on with an earlier run."""
+        """Return the state of an app's first strategy if it can resume an earlier run, otherwise None."""
         self._starts += 1
         is_resumable = isinstance(named.get("grid"), rounds.ResumableGrid)
-        if self._starts > 1 or not is_resumable or isinstance(strategy, FedAvg):  # FedAvg does it by itself
+        if self._starts > 1 or not is_resumable or isinstance(strategy, FedAvg):  # ours resumes by itself
             return None
-        # A later version of Flower may have more of them.
+        # A later version of Flower may have more parameters.
         has_known_parameters = named.keys() <= inspect.signature(rounds.run).parameters.keys()
         return state_of(strategy) if has_known_parameters else None
 
     def _ended(self, result: Any) -> None:
         if getattr(result, "arrays", None):
             self._recorder.model = result.arrays
-        # What an own start() has got in other ways than by the methods that are known here.
+        # A strategy with its own start() may get metrics without the methods that are wrapped here.
         for kind, name in (
             (TRAIN, "train_metrics_clientapp"),
             (EVALUATE, "evaluate_metrics_clientapp"),
@@ -242,7 +246,7 @@ class _Hooks:
         return wrap
 
     def _longest_first(self, kind: str, asked: Any) -> Any:
-        """Sort whom a legacy strategy asks: Flower's ``Server`` sends in this order, a few at a time."""
+        """Sort the clients of a legacy strategy: Flower's ``Server`` sends in this order, a few at a time."""
         expected_s = self._recorder.expected_s
         if expected_s is None or not isinstance(asked, list):
             return asked
@@ -254,7 +258,8 @@ class _Hooks:
             @_like(method)
             def aggregate(*args: Any, **kwargs: Any) -> Any:
                 with self._outermost(f"aggregate {kind}") as is_first:
-                    # Flower's legacy server takes what is raised in its threads for the failure of a client.
+                    # Flower's legacy server counts an exception in its threads as the failure of a client, so
+                    # the error that ends the run is raised here.
                     self._recorder.check()
                     if is_first and self._streams:
                         self._sort_results([*args, *kwargs.values()])
@@ -262,7 +267,7 @@ class _Hooks:
                     if is_first:
                         for replies in (*args, *kwargs.values()):
                             if isinstance(replies, ComingReplies):
-                                replies.all()  # of a strategy that has not looked at any
+                                replies.all()  # if the strategy has not accessed them
                         metrics = {} if result is None else clean(metrics_in(result))
                         self._recorder.phase_closed(kind, _round(args, kwargs), metrics)
                     return result
@@ -272,9 +277,11 @@ class _Hooks:
         return wrap
 
     def _sort_results(self, arguments: list[Any]) -> None:
-        """Give results the order of the nodes: Flower's legacy server has them from a set."""
+        """Sort results by node, because Flower's legacy server collects them from a set."""
         for results in arguments:
-            if isinstance(results, list) and all(isinstance(one, tuple) and len(one) == 2 for one in results):
+            if isinstance(results, list) and all(
+                isinstance(pair, tuple) and len(pair) == 2 for pair in results
+            ):
                 nodes = [getattr(client, "node_id", None) for client, _ in results]
                 if None not in nodes:
                     results.sort(key=lambda result: self._recorder.place_of(result[0].node_id))
@@ -300,20 +307,21 @@ class _Hooks:
         return evaluate
 
     @contextmanager
-    def _outermost(self, what: str) -> Iterator[bool]:
+    def _outermost(self, name: str) -> Iterator[bool]:
+        """Yield True unless this thread is inside another call of the same name."""
         inside: set[str] = self._inside.__dict__.setdefault("names", set())
-        if what in inside:
+        if name in inside:
             yield False
             return
-        inside.add(what)
+        inside.add(name)
         try:
             yield True
         finally:
-            inside.discard(what)
+            inside.discard(name)
 
 
 def _say_no_checkpoint(strategy: Any) -> None:
-    """Say at the start of a run that leaves results that it cannot be resumed."""
+    """Log at the start of a run with a results folder that the run cannot be resumed."""
     if RUN_DIR_VARIABLE in os.environ:
         log(
             WARNING,
@@ -326,7 +334,7 @@ def _say_no_checkpoint(strategy: Any) -> None:
 def _named(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the arguments of a call by name; none where the call will fail, which says why."""
+    """Return the arguments of a call by name, or an empty mapping if the call is going to fail."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
@@ -338,7 +346,7 @@ def _named(
 def _like(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         functools.update_wrapper(wrapper, method, updated=())
-        # Strategies look there whether a class derived from them has a method of its own.
+        # By these attributes, strategies find out if a derived class overrides a method.
         for name in ("__func__", "__self__"):
             if hasattr(method, name):
                 setattr(wrapper, name, getattr(method, name))

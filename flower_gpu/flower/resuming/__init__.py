@@ -1,8 +1,9 @@
-"""How a run goes on after its last finished round: of ``simulate``, of ``launch``, or with ``resumable()``.
+"""Resuming a run after its last finished round, with ``simulate``, ``launch`` or ``resumable()``.
 
     Strategy.start ─> rounds.run ── finished_round ──> KeptRounds ──> Checkpoints ──> a folder
                           └──────── resumed ─────────────┘              └── states of virtual nodes
 
-A grid that has ``resumed`` and ``finished_round`` is a ``rounds.ResumableGrid``. ``KeptRounds`` gives them to
-a grid: that of a simulation, that of the ServerApp of ``launch``, and any that ``resumable()`` meets.
+A grid with the methods ``resumed`` and ``finished_round`` is a ``rounds.ResumableGrid``. ``KeptRounds`` adds
+these methods to a grid: of a simulation, of the ServerApp of ``launch``, or of a strategy with
+``resumable()``.
 """

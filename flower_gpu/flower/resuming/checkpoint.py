@@ -1,19 +1,20 @@
 """The last finished round of a run: model, metrics, random state, and the states of all nodes.
 
-    checkpoint.json     which round it is, and where in which file everything is
+    checkpoint.json     the index: number of the round, and the place of everything in the files
     7.model             the model and the strategy's state after round 7
     5.model             an earlier model, which FedBuff's messages in flight need
     1.metrics           the metrics of all rounds; see metrics_log
     4.states, 7.states  states that changed before the rounds were written
 
-What an index refers to never changes. The files of a round are new, or grow, and are synced. Then a new index
-replaces the one before, and files without a reference are deleted. So the folder holds a whole round whatever
-ends the process. The process that writes holds the run's lock (``in_use`` of :mod:`flower_gpu.apps.folder`).
+Bytes to which an index refers never change. The files of a round are new or are appended to, and are synced.
+Then a new index replaces the previous index, and files without a reference are deleted. So the folder has a
+complete round even if the process is killed at any moment. The process that writes holds the run's lock
+(``in_use`` of :mod:`flower_gpu.apps.folder`).
 
-A round costs what has changed in it. States go into one file for each round that changed any, because a
-thousand small files would have to be synced one by one. When less than half of such a file is still in use,
-its states move to the next one. A model that a strategy keeps from an earlier round is the object that was
-the model then, so the index refers to the file that has it already.
+A round only writes what has changed. All changed states of a round go into a single file, because a thousand
+small files would have to be synced one by one. When less than half of such a file is still in use, its states
+move to the next file. If a strategy keeps the model of an earlier round, it keeps the same object. So the
+index can refer to the file that already has that model.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ FORMAT_VERSION: Final = 5
 
 _HEAD: Final = re.compile(rb"flower-gpu checkpoint, format (\d+), checksum (\d+)")  # the index's first line
 _OURS: Final = re.compile(r"\d+\.(model|metrics|states)")
-_ENTRY_BYTES: Final = 64  # of a state in the index, at most
-_INDEX_BYTES: Final = 1 << 16  # of the rest of the index, metrics, and what files take beyond their sizes
+_ENTRY_BYTES: Final = 64  # upper bound for a state's entry in the index
+_INDEX_BYTES: Final = 1 << 16  # estimate for the rest of the index, metrics, and overhead of the file system
 _ARRAYS: Final = "arrays"  # name of the only record in each part of a file with models
 
-#: How errors name the values that a user gives with an option of ``simulate``.
+#: Names in errors of the values that a user sets by an option of ``simulate``.
 _WITH_OPTION: Final = MappingProxyType(
     {"num_supernodes": "num_supernodes (--clients)", "seed": "seed (--seed)"}
 )
 
-_Entry = tuple[int, int, int, int]  # of a state or model: number of its file, offset, size, checksum
+_Entry = tuple[int, int, int, int]  # number of the file, offset, size and checksum of a state or model
 
 
 class _WrittenModel:
@@ -77,10 +78,11 @@ class _WrittenModel:
 
 
 class Checkpoints:
-    """Writes the state of a run after each round, and reads it.
+    """The checkpoint of a run in a folder: it is written after each round, and read to resume the run.
 
-    The store reads states from the checkpoint when they have left the memory, so the folder must stay as long
-    as the run. ``identity`` is what a run must have in common with the one that it continues, for example
+    The store reads states from the checkpoint when they have left the memory. So the folder must exist for as
+    long as the run.
+    ``identity``: values that must be the same in a run that resumes this one, for example
     ``{"number of nodes": 100}``.
     """
 
@@ -89,19 +91,19 @@ class Checkpoints:
         self._index = folder / INDEX_NAME
         self._states = states
         self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity or {})))
-        self._serial = 0  # of the newest files; no number is used twice
-        self._entries: dict[int, _Entry] = {}  # of the states in the index, by partition
-        self._models: dict[int, _WrittenModel] = {}  # in the index, by the id of the record
+        self._serial = 0  # number of the newest files; never reused
+        self._entries: dict[int, _Entry] = {}  # states in the index, by partition
+        self._models: dict[int, _WrittenModel] = {}  # models in the index, by the id() of the record
         self._metrics = MetricsLog()
         self._used: set[Path] = set()  # files to which the index refers
 
     def write(self, state: RoundState) -> None:
-        """Write a finished round in the place of the one before.
+        """Write a finished round, which replaces the previous round.
 
-        Raises a FlowerGPUError if the disk is full or cannot be written to. The round before is still there.
+        Raises a FlowerGPUError if the disk is full or cannot be written to. The previous round then stays.
         """
         kept, rest = _parted(state.strategy_state or {})
-        # The model of the round first; then what no file has yet of the arrays that the strategy keeps.
+        # First the model of the round, then those arrays of the strategy that are in no file yet.
         models = [state.arrays, *(record for record in kept.values() if not self._has(record))]
         parts = [record_bytes.encode_parts(RecordDict({_ARRAYS: model})) for model in models]
         parts.append(record_bytes.encode_parts(RecordDict(rest)))
@@ -133,10 +135,10 @@ class Checkpoints:
     ) -> None:
         """Write the files of a round, and let the index refer to them.
 
-        ``kept``: arrays that the strategy keeps beside the model, by name.
-        ``models``, ``parts``: arrays that no file has yet, and what is written: each of them, then the rest
-        of the strategy's state.
-        ``changed``: the partitions whose states changed.
+        ``kept``: arrays that the strategy keeps besides the model, by name.
+        ``models``: arrays that are in no file yet.
+        ``parts``: data to write: each of the models, then the rest of the strategy's state.
+        ``changed``: partitions with changed states.
         """
         self._serial += 1
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +171,8 @@ class Checkpoints:
             index.write_bytes(head.encode() + text)
             _sync(index)
             _sync(self._folder)  # the names of the new files
-            self._used |= used  # of either index, whatever happens now
+            # If the replacement fails, either index may be in place, so the files of both are kept.
+            self._used |= used
         self._used, self._entries = used, entries
         self._models = in_use
         self._metrics.saved()
@@ -177,21 +180,23 @@ class Checkpoints:
         _sync(self._folder)
 
     def _write_states(self, changed: Set[int]) -> tuple[dict[int, _Entry], dict[int, FilePlace]]:
-        """Write states that changed; return the entries of all states, and the places of those written."""
+        """Write changed states; return the entries of all states, and the places of the written states."""
         entries = {number: entry for number, entry in self._entries.items() if number not in changed}
         sizes_in_use = Counter[int]()
         for serial, _, size, _ in entries.values():
             sizes_in_use[serial] += size
         sparse = {
-            each for each, size in sizes_in_use.items() if 2 * size < self._states_file(each).stat().st_size
+            serial
+            for serial, size in sizes_in_use.items()
+            if 2 * size < self._states_file(serial).stat().st_size
         }
         moving = [number for number in changed if self._states.size_bytes(number)]
         moving += [number for number, entry in entries.items() if entry[0] in sparse]
         written = {}
         if moving:
             contents = ([self._states.read(number)] for number in moving)
-            found = _write_file(self._states_file(self._serial), contents)
-            written = dict(zip(moving, found, strict=True))
+            places = _write_file(self._states_file(self._serial), contents)
+            written = dict(zip(moving, places, strict=True))
         entries |= {number: (self._serial, *_numbers(place)) for number, place in written.items()}
         return entries, written
 
@@ -210,7 +215,7 @@ class Checkpoints:
         return self._folder / f"{int(serial)}.metrics"
 
     def _files_of(self, models: Set[int], metrics: int, entries: Mapping[int, _Entry]) -> set[Path]:
-        """Return the files of an index by their numbers: those with models, with metrics, with states."""
+        """Return the files of an index, by the numbers of the files with models, metrics and states."""
         states = {entry[0] for entry in entries.values()}
         return {
             *map(self._model_file, models),
@@ -219,16 +224,17 @@ class Checkpoints:
         }
 
     def _delete_unused(self) -> None:
-        """Delete the files to which no index refers."""
+        """Delete the files that are not part of the checkpoint."""
         with suppress(OSError):
             for path in list(self._folder.iterdir()):
                 if path not in self._used and _OURS.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
     def read(self) -> RoundState | None:
-        """Read the last finished round, and give the nodes their states of that time; None: there is none.
+        """Return the last finished round, or None, and restore the states of the nodes.
 
-        Raises a ConfigError if it is of another run, was written by another version, or is damaged.
+        Raises a ConfigError if the checkpoint is of another run, was written by another version, or is
+        damaged.
         """
         if not self._index.exists():
             return None
@@ -244,7 +250,8 @@ class Checkpoints:
         serial = int(content["serial"])
         entries: dict[int, _Entry] = {int(number): _entry(entry) for number, entry in content["states"]}
         places = {number: _place(self._states_file, entry) for number, entry in entries.items()}
-        for place in places.values():  # an error is raised now, and not by a client in the middle of a round
+        # Read all states now, so that damage is found here and not by a client in the middle of a round.
+        for place in places.values():
             _data(place)
         metrics_entry = _entry(content["metrics"])
         metrics_place = _place(self._metrics_file, metrics_entry)
@@ -258,23 +265,24 @@ class Checkpoints:
             random_state=content["random_state"],
             strategy=content["strategy"],
             first_model=content.get("first_model", ""),
-            strategy_state=RecordDict({**rest, **{name: each.record for name, each in kept.items()}}),
+            strategy_state=RecordDict({**rest, **{name: written.record for name, written in kept.items()}}),
             **metrics,
         )
         self._serial, self._entries = serial, entries
-        self._models = {id(each.record): each for each in (model, *kept.values())}
-        in_files = {each.entry[0] for each in self._models.values()}
+        self._models = {id(written.record): written for written in (model, *kept.values())}
+        in_files = {written.entry[0] for written in self._models.values()}
         self._used = self._files_of(in_files, metrics_entry[0], entries)
         self._states.saved(places)
         return state
 
     def _read_model(self, entry: _Entry) -> _WrittenModel:
         record = records_of(record_bytes.decode(_data(_place(self._model_file, entry))), ArrayRecord)[_ARRAYS]
-        # As Flower's own arrays: their bytes are known again, and written once for all workers of a round.
+        # Converted to Flower's own arrays. Only those are recognized as shared, and so written only once for
+        # all workers of a round.
         return _WrittenModel(ArrayRecord(dict(record)), entry)
 
     def _content(self) -> dict[str, Any]:
-        """Return what the index tells; raises ConfigError if it is of another run or version."""
+        """Return the content of the index; raises ConfigError if it is of another run or version."""
         head, _, text = self._index.read_bytes().partition(b"\n")
         match = _HEAD.fullmatch(head)
         if match is None:
@@ -307,7 +315,10 @@ class Checkpoints:
 
 
 def _write_file(path: Path, contents: Iterable[Sequence[Buffer]]) -> list[FilePlace]:
-    """Write a new file, sync it, and return where each of its contents, given in parts, is."""
+    """Write and sync a new file, and return the place of each of its contents.
+
+    ``contents``: each content is a sequence of parts.
+    """
     places = []
     with path.open("wb") as file:
         for parts in contents:
@@ -342,9 +353,9 @@ def _parted(state: Mapping[str, Any]) -> tuple[dict[str, ArrayRecord], dict[str,
     return kept, {name: record for name, record in state.items() if name not in kept}
 
 
-def _entry(found: Sequence[Any]) -> _Entry:
-    """Return an entry of an index; raises ValueError or TypeError if it is none."""
-    serial, offset, size, checksum = map(int, found)
+def _entry(numbers: Sequence[Any]) -> _Entry:
+    """Return an entry of an index; raises ValueError or TypeError if the numbers do not form an entry."""
+    serial, offset, size, checksum = map(int, numbers)
     return serial, offset, size, checksum
 
 
@@ -354,7 +365,7 @@ def _place(file_of: Callable[[int], Path], entry: _Entry) -> FilePlace:
 
 
 def _data(place: FilePlace) -> bytes:
-    """Return the data at a place; raises ConfigError if they are not what was written."""
+    """Return the data at a place; raises ConfigError if they differ from the data that was written."""
     try:
         return place.read()
     except (OSError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""The finished rounds of a run, for grids that know nothing of checkpoints."""
+"""The finished rounds of a run, for grids without checkpoints of their own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flower_gpu.flower.rounds import ResumableGrid, RoundState
 
 
 class KeptRounds:
-    """The finished rounds of the first start of a strategy in an app; a later one begins anew, and has none.
+    """The finished rounds of an app's first strategy start. A later start begins anew, without checkpoints.
 
-    ``checkpoints``: None keeps none.
-    ``found``: where the first start goes on.
-    ``recorder``: of the run, a :class:`.Recorder`, if it has one.
+    ``checkpoints``: the checkpoints to write; None to write none.
+    ``found``: round after which the first start continues.
+    ``recorder``: the :class:`.Recorder` of the run, if any.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class KeptRounds:
         self._beside: list[ResumableGrid] = []
 
     def on(self, grid: Any) -> None:
-        """Make a grid a :class:`.ResumableGrid`; one that keeps rounds already does that as well."""
+        """Make a grid a :class:`.ResumableGrid`. If it is one already, its own methods are called as well."""
         if isinstance(grid, ResumableGrid):
             self._beside = [SimpleNamespace(resumed=grid.resumed, finished_round=grid.finished_round)]
         grid.resumed, grid.finished_round = self.resumed, self.finished_round
 
     def resumed(self) -> RoundState | None:
-        """Note a start; return the last round that is known here, or to the grid."""
+        """Count a start; return the last round that is known here or to the grid, or None."""
         self._starts += 1
-        known = [self._found if self._starts == 1 else None, *(each.resumed() for each in self._beside)]
+        known = [self._found if self._starts == 1 else None, *(grid.resumed() for grid in self._beside)]
         state = max(filter(None, known), key=lambda state: state.server_round, default=None)
         if state is not None and self._recorder is not None:
             self._recorder.run_resumed(state.server_round)
@@ -46,10 +46,11 @@ class KeptRounds:
         return state
 
     def finished_round(self, state: RoundState) -> None:
-        """Write the checkpoint of a round, if the strategy's state can be written, and any client trained."""
-        for each in self._beside:
-            each.finished_round(state)
-        # Else a run that goes on does the round again: it may be about to be ended for that.
+        """Write the checkpoint of a round, if the strategy's state can be written and any client trained."""
+        for grid in self._beside:
+            grid.finished_round(state)
+        # A round in which every client failed is not written, because the run may be about to end for that
+        # reason. A resumed run then repeats the round.
         has_failed = self._recorder is not None and self._recorder.failed_round == state.server_round
         is_kept = self._starts <= 1 and state.strategy_state is not None and not has_failed
         if self._checkpoints is not None and is_kept:

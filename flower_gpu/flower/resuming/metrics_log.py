@@ -1,8 +1,9 @@
-"""The metrics of all rounds, in one file to which each round appends a line.
+"""The metrics of all rounds, in a file to which each round appends a line.
 
-The index of a checkpoint says how many bytes of the file belong to it, and their checksum. What follows was
-written by a process that was killed, or ran out of disk space, before it replaced the index. It is never
-read, and the next round is written over it. So a round costs the same, however many rounds there were before.
+The index of a checkpoint has the number of bytes of the file that belong to it, and their checksum. Bytes
+after that come from a process that was killed, or ran out of disk space, before it replaced the index. They
+are never read, and the next round overwrites them. So the cost of a round does not grow with the number of
+rounds.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ RoundMetrics = dict[str, dict[int, MetricRecord]]
 
 
 class MetricsLog:
-    """Writer and reader of the file; it knows which metrics the checkpoint has."""
+    """The writer and reader of the file. It remembers which metrics the checkpoint has."""
 
     def __init__(self) -> None:
         self._place: FilePlace | None = None  # part of the file to which the index refers
         self._written = _no_metrics()
-        # What saved() takes over: the part of the file, its new metrics, and whether the file is a new one.
+        # The last append, for saved(): part of the file, its new metrics, and whether the file is new.
         self._pending: tuple[FilePlace, RoundMetrics, bool] | None = None
 
     def append(self, state: RoundState, new_path: Path) -> FilePlace:
-        """Write the metrics that are new in a round, and return the part of the file that has all metrics.
+        """Write the new metrics of a round, and return the part of the file that has all metrics.
 
-        ``new_path``: path of the file if a new one is begun.
+        ``new_path``: path of a new file, in case one is started.
         The new metrics count as written after :meth:`saved`.
         """
         place = self._place
@@ -64,7 +65,7 @@ class MetricsLog:
         return place
 
     def saved(self) -> None:
-        """Note that the index refers to the part that :meth:`append` returned last."""
+        """Record that the index refers to the part that :meth:`append` returned last."""
         assert self._pending is not None
         self._place, new, is_anew = self._pending
         if is_anew:
@@ -73,20 +74,20 @@ class MetricsLog:
             self._written[field].update(metrics)
 
     def restore(self, place: FilePlace, data: bytes) -> RoundMetrics:
-        """Return the metrics in the data of a file, and go on after them.
+        """Return the metrics in the data of a file. Later rounds are appended after them.
 
-        Raises an error of a wrong type or value if :meth:`append` did not write the data.
+        Raises a TypeError, a ValueError or a similar error if :meth:`append` did not write the data.
         """
-        found = _no_metrics()
+        restored = _no_metrics()
         for line in data.splitlines():
             for field, server_round, items in json.loads(line):
-                found[field][server_round] = MetricRecord(dict(items), keep_input=False)
+                restored[field][server_round] = MetricRecord(dict(items), keep_input=False)
         self._place = place
-        self._written = {field: dict(metrics) for field, metrics in found.items()}
-        return found
+        self._written = {field: dict(metrics) for field, metrics in restored.items()}
+        return restored
 
     def _goes_on(self, field: str, new: dict[int, MetricRecord], state: RoundState) -> bool:
-        """Return True if no round has lost its metrics since the last one was written."""
+        """Return True if no round has lost its metrics since the last write."""
         written = self._written[field]
         added = sum(server_round not in written for server_round in new)
         return len(written) + added == len(getattr(state, field))
@@ -99,7 +100,7 @@ def _no_metrics() -> RoundMetrics:
 def _new_metrics(
     metrics: dict[int, MetricRecord], written: dict[int, MetricRecord]
 ) -> dict[int, MetricRecord]:
-    """Return the metrics behind the last ones that are written; those of later rounds are behind."""
+    """Return the metrics after the last written ones. A later round comes later in ``metrics``."""
     new: list[tuple[int, MetricRecord]] = []
     for server_round, record in reversed(metrics.items()):
         known = written.get(server_round)

@@ -1,4 +1,4 @@
-"""A strategy of any ServerApp that goes on where an earlier run was ended: ``flower_gpu.resumable``."""
+"""``flower_gpu.resumable``: a strategy of any ServerApp that can resume an earlier run."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ _LOCK: Final = "in-use.lock"
 
 
 def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
-    """Have a strategy write a checkpoint after each round, and go on with the one that is there.
+    """Make a strategy write a checkpoint after each round, and resume from an existing checkpoint.
 
-    ``start`` of a strategy whose folder is empty begins with its initial arrays. Else it goes on after the
-    last finished round, with the model, the metrics, the strategy's state and the random numbers of then. So
-    a ServerApp that was ended at any moment is just started again. A run that is over gives its result again.
+    If the folder is empty, ``start`` begins with the initial arrays. Otherwise it continues after the last
+    finished round. The model, the metrics, the strategy's state and the random generators are restored. So if
+    a ServerApp was stopped at any moment, you just start it again. A finished run returns its result again.
 
     Parameters
     ----------
     strategy : Strategy
-        A strategy of ``flwr.serverapp.strategy`` as it is, :class:`flower_gpu.FedAvg`,
-        :class:`flower_gpu.FedBuff` or a class derived from these two, or any strategy with
-        ``state_dict()`` and ``load_state_dict(state)`` and without a ``start`` of its own. The method
+        An unchanged strategy of ``flwr.serverapp.strategy``, :class:`flower_gpu.FedAvg`,
+        :class:`flower_gpu.FedBuff`, or a class derived from the last two. Also any strategy with
+        ``state_dict()`` and ``load_state_dict(state)`` that does not override ``start``. The method
         ``start`` of this object is replaced.
     folder : str or path
-        Of this run only, on the host of the ServerApp; made if it is missing. A new run needs another one.
+        Folder on the host of the ServerApp, for this run only. It is created if necessary. Each new run needs
+        a new folder.
 
     Returns
     -------
@@ -51,9 +52,9 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
     ------
     ConfigError
         If the state of this strategy is not known, or the folder cannot be used. ``start`` raises it if
-        another process uses the folder, or what is in it is of another strategy or another model.
+        another process uses the folder, or if the checkpoint is of another strategy or another model.
     TypeError
-        If this is no strategy of the Message API, such as one of ``flwr.server.strategy``.
+        If this is not a strategy of the Message API, for example a strategy of ``flwr.server.strategy``.
 
     Examples
     --------
@@ -88,16 +89,16 @@ def resumable(strategy: _S, folder: str | os.PathLike[str]) -> _S:
         nonlocal kept
         if kept is not None:  # only the first start has checkpoints
             return cast(Result, own_start(*args, **kwargs))
-        given = inspect.signature(own_start).bind(*args, **kwargs)
-        given.apply_defaults()
+        call = inspect.signature(own_start).bind(*args, **kwargs)
+        call.apply_defaults()
         with in_use(path / _LOCK):
             checkpoints = Checkpoints(path, StateStore())
             kept = KeptRounds(checkpoints, checkpoints.read())
-            kept.on(given.arguments["grid"])
+            kept.on(call.arguments["grid"])
             if isinstance(strategy, FedAvg):
                 return cast(Result, own_start(*args, **kwargs))
-            return rounds.run(strategy, **given.arguments, strategy_state=StrategyState(strategy, kind))
+            return rounds.run(strategy, **call.arguments, strategy_state=StrategyState(strategy, kind))
 
-    vars(start)["kind"] = kind  # for who records the run
+    vars(start)["kind"] = kind  # read by the hooks that record the run
     vars(strategy)["start"] = start
     return strategy

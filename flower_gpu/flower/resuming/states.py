@@ -1,6 +1,24 @@
-"""What virtual nodes keep between messages, as bytes: in memory up to a limit, the rest in files.
+"""The states that virtual nodes keep between messages: bytes in memory up to a limit, the rest in files.
 
-At first: where in a file bytes are, and errors of the disk, for all files of a run.
+A simulation may have thousands of virtual nodes, and their states need not fit into memory. Each state is in
+one of four places:
+
+- nowhere, if it is empty;
+- in memory, as bytes (``_memory``, in the order of the last use);
+- in a file of its own in the store's folder, if it had to leave the memory or is larger than the limit;
+- in a file of the checkpoint. After each round :class:`.Checkpoints` reports where it has written the states
+  (:meth:`StateStore.saved`), and files of the store are deleted.
+
+A state may be in memory and in a file at the same time. Then it can leave the memory without another write.
+
+The threads that handle messages read and put states, while the thread of the ServerApp may be writing a
+checkpoint. One reentrant lock guards the store. :meth:`StateStore.held` holds it during a checkpoint, so the
+checkpoint has the states of a single moment. Messages that need a state wait for that time.
+
+A file never changes. A new version of a state gets a new file, and the old file is deleted only after that.
+So if a write fails, the earlier state is still there.
+
+The module begins with :class:`FilePlace` and :func:`disk_error`, which all files of a run use.
 """
 
 from __future__ import annotations
@@ -24,7 +42,7 @@ from flower_gpu.printable import format_bytes, path_text
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Where in a file, which never changes, the bytes of a state or a model are."""
+    """The place of a state's or model's bytes in a file that never changes."""
 
     path: Path
     offset_bytes: int
@@ -32,7 +50,7 @@ class FilePlace:
     checksum: int  # CRC-32
 
     def read(self) -> bytes:
-        """Return the bytes; raises an OSError, or a ValueError if they are not what was written."""
+        """Return the bytes; raises an OSError, or a ValueError if the file was changed."""
         with self.path.open("rb") as file:
             file.seek(self.offset_bytes)
             data = file.read(self.size_bytes)
@@ -45,7 +63,7 @@ def disk_error(error: OSError, folder: Path, size_bytes: int, next_step: str) ->
     """Return the error for a failed write into a folder."""
     where = path_text(folder)
     needed = format_bytes(size_bytes)
-    if error.errno == errno.EDQUOT:  # what is free on the disk says nothing
+    if error.errno == errno.EDQUOT:  # with a quota, the free space of the disk does not matter
         return DiskError(f"no quota is left: {where} needs {needed} more ({error.strerror}). {next_step}")
     if error.errno != errno.ENOSPC:
         return DiskError(f"cannot write {needed} into {where}: {error.strerror}. {next_step}")
@@ -64,29 +82,29 @@ _FILE: Final = re.compile(r"\d+-\d+\.state")
 class StateStore:
     """The states of virtual nodes, by partition; several threads may use it.
 
-    A state is kept as bytes of its own. A worker's reply is one map with the model in it, which would stay
-    mapped for a state of a few bytes, and a process can have some 65,000 maps only.
+    A state is kept as a copy of its bytes. A worker's reply is a single memory map that also has the model.
+    A view of a few bytes would keep all of it mapped, and a process can have only some 65,000 maps.
 
-    Without a folder all states stay in memory. With one, the states that were used least recently leave the
-    memory when its limit is reached. A state that the checkpoint has is then read from there; any other
-    gets a file of its own, which is deleted with the state.
+    Without a folder all states stay in memory. With a folder, the least recently used states leave the memory
+    when its limit is reached. A state in the checkpoint is then read from there. Any other state gets a file
+    of its own, which is deleted with the state.
     """
 
     def __init__(self, folder: Path | None = None, memory_limit_bytes: int = 0) -> None:
-        self._folder = folder  # made when the first state goes there
+        self._folder = folder  # created when the first state is written to it
         self._has_folder = False
         self._limit_bytes = memory_limit_bytes
         self._lock = threading.RLock()
         self._memory: OrderedDict[int, bytes] = OrderedDict()  # the least recently used state first
-        self._places: dict[int, FilePlace] = {}  # of the same bytes, where a state is in both
+        self._places: dict[int, FilePlace] = {}  # has the same bytes as the memory if a state is in both
         self._changed: set[int] = set()
         self._versions = itertools.count(1)
         self.memory_bytes = 0
 
     def put(self, partition: int, data: bytes) -> None:
-        """Store a state. If that fails, the earlier one stays."""
+        """Store a state. If that fails, the earlier state stays."""
         with self._lock:
-            if self._is_stored(partition, data):  # most messages leave a state as it was
+            if self._is_stored(partition, data):  # most messages do not change the state
                 return
             place = None
             if self._folder is not None and len(data) > self._limit_bytes:
@@ -103,12 +121,12 @@ class StateStore:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[Set[int]]:
-        """Let no state change inside the block; yields the partitions that changed after the last save."""
+        """Prevent changes of states inside the block; yields the partitions changed since the last save."""
         with self._lock:
             yield self._changed
 
     def read(self, partition: int) -> bytes:
-        """Return a state; no bytes where it is empty."""
+        """Return a state; empty bytes if the node has none."""
         with self._lock:
             data, place = self._memory.get(partition), self._places.get(partition)
             if data is not None:
@@ -128,12 +146,12 @@ class StateStore:
                 raise FlowerGPUError(f"{where} is damaged: {error}. {next_step}") from error
 
     def size_bytes(self, partition: int) -> int:
-        """Return the size of a state; 0 where it is empty."""
+        """Return the size of a state in bytes; 0 if it is empty."""
         place = self._places.get(partition)
         return place.size_bytes if place is not None else len(self._memory.get(partition, b""))
 
     def saved(self, places: Mapping[int, FilePlace]) -> None:
-        """Take note of copies in the checkpoint, which now has all states."""
+        """Record the places of states in the checkpoint, which now has all states."""
         with self._lock:
             for partition, place in places.items():
                 self._delete_file(partition)
@@ -141,12 +159,12 @@ class StateStore:
             self._changed.clear()
 
     def close(self) -> None:
-        """Forget all states, and delete the files that were made for them."""
+        """Forget all states, and delete the store's files."""
         with self._lock:
             for partition in [*self._places, *self._memory]:
                 self._forget(partition)
         if self._has_folder and self._folder is not None:
-            with contextlib.suppress(OSError):  # somebody else may have put something there
+            with contextlib.suppress(OSError):  # the folder may have files of others
                 self._folder.rmdir()
 
     def _is_stored(self, partition: int, data: bytes) -> bool:
@@ -155,11 +173,11 @@ class StateStore:
             return False
         try:
             return self.read(partition) == data
-        except FlowerGPUError:  # its file is damaged: then the new state is all there is
+        except FlowerGPUError:  # the stored state is damaged, so the new one must be stored
             return False
 
     def _make_room(self, folder: Path, newcomer: int, size: int) -> None:
-        """Let states leave the memory until there is room for a new one of this partition."""
+        """Move states out of memory until there is room for a new state of this partition."""
         limit = self._limit_bytes - size + len(self._memory.get(newcomer, b""))
         while self.memory_bytes > limit:
             oldest = next(partition for partition in self._memory if partition != newcomer)
@@ -179,14 +197,14 @@ class StateStore:
                 place.path.unlink()
 
     def _write(self, folder: Path, partition: int, data: bytes) -> FilePlace:
-        # A file for each version: if a new one cannot be written, the earlier one is still there.
+        # Each version gets a new file. If it cannot be written, the earlier version is still there.
         path = folder / f"{partition}-{next(self._versions)}.state"
         try:
             if not self._has_folder:
                 folder.mkdir(parents=True, exist_ok=True)
-                for left in folder.iterdir():
-                    if _FILE.fullmatch(left.name):  # by a run that was killed
-                        left.unlink(missing_ok=True)
+                for stale in folder.iterdir():
+                    if _FILE.fullmatch(stale.name):  # left by a run that was killed
+                        stale.unlink(missing_ok=True)
                 self._has_folder = True
             with path.open("xb") as file:
                 file.write(data)
