@@ -1,8 +1,8 @@
-"""The weighted mean of replies that come one by one.
+"""The weighted mean of replies that arrive one by one.
 
-Floats add up to other bits in another order. Where that matters, each block of consecutive nodes has a sum of
-its own, formed in the order of the nodes, and the sums of blocks are added up in the order of the blocks. So
-any host can form the sum of a block.
+The sum of floats depends on the order of addition. If the result must be reproducible, each block of
+consecutive nodes has a sum of its own, formed in the order of the nodes. The sums of the blocks are then
+added in the order of the blocks. So any host can form the sum of a block.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.running_mean import RunningMean
 
-#: Consecutive nodes whose replies are summed one after the other, before their sum is added to the others.
+#: Number of consecutive nodes in a block.
 BLOCK_NODES: Final = 16
 
 
 class ReplySum:
-    """Replies that are summed as they come.
+    """The sum of replies, to which each is added when it arrives.
 
-    ``weighted_by_key``: name of the metric that replies are weighted by.
+    ``weighted_by_key``: name of the metric that is the weight of a reply.
     ``keeps_integers``: as for :class:`RunningMean`.
-    ``mean``: of their arrays.
-    ``misfit``: why there is no mean of the replies; empty if there is one. What came afterwards is not
-    summed.
+    ``mean``: mean of the arrays of the replies.
+    ``misfit``: why the replies have no mean; empty if they have a mean. Later replies are not added.
     """
 
     def __init__(self, weighted_by_key: str, *, keeps_integers: bool = True) -> None:
@@ -38,9 +37,9 @@ class ReplySum:
         self._weighted_by_key = weighted_by_key
 
     def add(self, reply: Message, source: str | None = None) -> None:
-        """Add a reply, if it is no error; keeps no reference to it, to its arrays, or to their memory.
+        """Add a reply unless it is an error. No reference to the reply, its arrays or their memory is kept.
 
-        ``source``: whose reply it is, for errors; by default the node.
+        ``source``: name of the sender, for errors; the node by default.
         """
         if reply.has_error() or self.misfit:
             return
@@ -60,11 +59,11 @@ class ReplySum:
         self.mean.add(record, weight, source)
 
     def finish(self) -> ArrayRecord:
-        """Return what comes of the replies, and give up the sums."""
+        """Return the mean of the replies, and free the sums."""
         return self.mean.finish()
 
     def merge(self, other: ReplySum, source: str) -> None:
-        """Add the sum of other replies, which is used up."""
+        """Add the sum of other replies. That sum cannot be used afterwards."""
         if self.misfit:
             return
         keys = other.mean.keys()
@@ -77,11 +76,11 @@ class ReplySum:
 
     def _has_misfit(self, text: str) -> None:
         self.misfit = text
-        self.mean = RunningMean()  # nobody needs the sums any more
+        self.mean = RunningMean()  # frees the sums
 
 
 def without_arrays(reply: Message) -> Message:
-    """Return a reply whose arrays are there by name only; an error as it is."""
+    """Return a copy of a reply that has only the names of its arrays. Errors are returned unchanged."""
     if reply.has_error():
         return reply
     rest = copy.copy(reply)
@@ -104,10 +103,10 @@ def _names_of(keys: tuple[str, ...]) -> ArrayRecord:
 
 
 class _SummedArray(Array):
-    """Stands where the array of a reply was."""
+    """A placeholder for an array of a reply."""
 
     def __init__(self, name: str) -> None:
-        self.__dict__["name"] = name  # Flower's own __init__ wants data
+        self.__dict__["name"] = name  # Flower's own __init__ requires data
 
     def __getattr__(self, attribute: str) -> Any:
         raise AttributeError(
@@ -120,22 +119,22 @@ class _SummedArray(Array):
 
 
 def weight_of(content: RecordDict, key: str) -> float | None:
-    """Return a number of a reply's only MetricRecord, or None."""
+    """Return the number with this key from a reply's MetricRecord. None if it has none or several records."""
     records = list(records_of(content, MetricRecord).values())
     value = records[0].get(key) if len(records) == 1 else None
     return None if isinstance(value, list) else value
 
 
-#: A reply as :func:`without_arrays` returns it; or a sum of some replies, and where it was formed.
+#: A reply without arrays, from :func:`without_arrays`; or the place where a sum was formed, and the sum.
 SumItem = Message | tuple[str, ReplySum]
 
-#: Sends messages, and yields what comes. Called with the key of weights, whether integers stay integers, and
-#: whether sums are formed in the order of the nodes.
+#: Function that sends messages and yields the results. Its arguments: the key of weights, whether integers
+#: stay integers, and whether sums are formed in the order of the nodes.
 Sums = Callable[[str, bool, bool], Generator[SumItem, None, None]]
 
 
 def place(reply: Message) -> tuple[int, int, str]:
-    """Return the sort key of replies: the node; then, for grids that count messages, the message's number."""
+    """Return the sort key of a reply: its node, then the message's number on grids that count messages."""
     return reply.metadata.src_node_id, *number_of(reply)
 
 
@@ -146,5 +145,5 @@ def number_of(reply: Message) -> tuple[int, str]:
 
 
 def in_order_of_sending(replies: Iterable[Message]) -> list[Message]:
-    """Return replies in the order of their messages, so that nothing depends on who was done first."""
+    """Return replies in the order of their messages, so that the speed of clients has no effect on results."""
     return sorted(replies, key=number_of)

@@ -1,9 +1,19 @@
 """Our ``flwr-clientapp``, which a SuperNode starts for each message (see the drawing in commands.py).
 
-It imports next to nothing. The host's fork server makes a child of it that has Flower and torch imported
-already; this process waits for it, with the same arguments, environment, working directory, output, signals
-and exit status. Where this process is a fork of one with Flower, and the app runs in a worker, it does
-without that child.
+A fresh process would have to import Flower and torch for each message, which is slow. So this program imports
+hardly any modules. It requests a child from the host's fork server, which has both imported already. The
+child gets the same arguments, environment, working directory and output. This process waits for it, forwards
+signals to it, and exits with its exit status or by its signal.
+
+There are two exceptions:
+
+- If this process is itself a fork of a process that has imported Flower (``programs/``), and the message gets
+  a lease, the app runs in a worker anyway. Then this process handles the message without a child.
+- If the fork server cannot be used, this process does all the work itself, which is slower. It says so.
+
+The child may be killed, for example by the kernel when memory runs out. Then this process ends by the same
+signal, so that Flower sees the same end as without the child. It writes no core file of its own, because only
+the child's memory is of interest.
 """
 
 from __future__ import annotations
@@ -25,40 +35,42 @@ from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.threads import planned_threads
 
-#: Tells the processes of a SuperNode whether each message gets a lease.
+#: Environment variable that says whether each message of a SuperNode gets a lease.
 RULE_VARIABLE: Final = "FLOWER_GPU_SUPERNODE"
 WITHOUT_LEASE: Final = "start"
 
 _CLIENTAPP: Final = "flower_gpu.flower.clientapp"
-#: What handles a message.
+#: The function that handles a message.
 TASK: Final = f"{_CLIENTAPP}:main"
 _NAME = "flwr-clientapp"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> None:
-    """Handle one message; exits with the status of Flower's own command."""
+    """Handle a message, and exit with the status of Flower's own command."""
     standard_streams.open_missing()
     arguments = sys.argv[1:]
     with_lease = takes_lease(os.environ)
     if not client.is_supported():
         _run_here(arguments, with_lease, "this platform has no fork server")
     if with_lease and _CLIENTAPP in sys.modules:
-        # A fork of a process with Flower (programs/): it needs a worker only, and saves a fork of a process
-        # with torch, and its end.
+        # This process is a fork of a process that has imported Flower (programs/). It needs only a worker, so
+        # it saves the time to fork and end a process with torch.
         try:
             sys.exit(sys.modules[_CLIENTAPP].main([_NAME, *arguments], with_lease, True))
         except FlowerGPUError as error:
             print(f"flower-gpu: {error}", file=sys.stderr)
             sys.exit(1)
-    env = threads.environment(planned_threads(os.environ), {})  # an app without a worker trains there
+    # Without a worker the app trains in the child, so the child gets the planned number of threads.
+    env = threads.environment(planned_threads(os.environ), {})
     call = Call(TASK, ([_NAME, *arguments], with_lease, True), env=env, setup=threads.SETUP, label=_NAME)
     try:
         code = worker.run(call, methods.FORKSERVER, on_start=_forward)
     except WorkerStartError as error:
         _run_here(arguments, with_lease, str(error))
     except WorkerDiedError as error:
-        if error.exitcode:  # else it had nothing to tell: so Flower leaves where nobody answers it
+        # Flower ends an app with status 0 if its SuperNode no longer answers. That is not an error.
+        if error.exitcode:
             print(f"flower-gpu: {error}", file=sys.stderr)
         code = error.exitcode
         if code < 0:
@@ -70,12 +82,12 @@ def main() -> None:
 
 
 def takes_lease(environ: Mapping[str, str]) -> bool:
-    """Tell whether a message of this SuperNode gets a lease; an unknown word is the strict one."""
+    """Return True if a message of this SuperNode gets a lease. An unknown value counts as the strict rule."""
     return environ.get(RULE_VARIABLE) != WITHOUT_LEASE
 
 
 def _forward(pid: int, _: str) -> None:
-    """From now on, pass this process's signals on to the child."""
+    """Forward this process's signals to the child."""
 
     def forward(number: int, __: FrameType | None) -> None:
         with suppress(ProcessLookupError):
@@ -87,15 +99,16 @@ def _forward(pid: int, _: str) -> None:
 
 
 def _end_by(number: int) -> None:
-    """End with the child's exit status or signal."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what there was to see died with the child
+    """End this process by the signal that ended the child."""
+    # No core file of this process: only the memory of the child would be of interest.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # SIGKILL has no handler
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def _run_here(arguments: list[str], with_lease: bool, reason: str) -> None:
-    """Do all of it in this process: slow to start, with the same lease."""
+    """Handle the message in this process. It starts slowly, but gets the same lease."""
     print(f"flower-gpu: {_NAME} starts without the fork server, which is slower: {reason}", file=sys.stderr)
     from flower_gpu.flower import clientapp
 

@@ -1,7 +1,7 @@
-"""The weighted mean of records that come one by one, in the memory of one model; or the sum of their changes.
+"""The weighted mean of records, or the sum of their changes, in the memory of a single model.
 
-Each array is summed in 64-bit floats (complex and extended ones as they are), a chunk at a time, so that the
-sums are the only large arrays. A record can be freed as soon as it was added.
+Each array is summed in 64-bit floats; complex and extended floats keep their type. Arrays are added in
+chunks, so the sums are the only large arrays. Records are added one by one, and each can be freed afterwards.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from flower_gpu.flower.arrays import view_of
 
 # A smaller chunk is slower, because each chunk costs three calls of numpy. A larger one is no faster.
 _SCRATCH_BYTES = 1 << 20
-# Sums of small arrays lie together: numpy asks for huge pages from 4 MiB on, which saves faults and time.
+# Sums of small arrays share a block. From 4 MiB on numpy asks for huge pages, which saves page faults and
+# time.
 _BLOCK_BYTES = 1 << 24
-_SMALL = 8192  # numbers that numpy converts at a time
+_SMALL = 8192  # number of elements that numpy converts at a time
 _ALIGNMENT = 64
-_HALF = 2.0**32  # of a 64-bit integer
-_MAX_EXACT = 2.0**53  # 64-bit floats hold all integers up to here
+_HALF = 2.0**32  # factor of the upper half of a 64-bit integer
+_MAX_EXACT = 2.0**53  # 64-bit floats represent all integers up to this exactly
 
 
 class RunningMean:
-    """Weighted mean of records with the same keys.
+    """The weighted mean of records with the same keys.
 
-    ``keeps_integers``: whether integer and bool arrays stay what they are: their mean is rounded. Else it is
-    a float64.
+    ``keeps_integers``: whether integer and bool arrays keep their dtype, so that their mean is rounded.
+    Otherwise their mean is a float64.
     """
 
     def __init__(self, *, keeps_integers: bool = True) -> None:
@@ -42,14 +43,14 @@ class RunningMean:
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
 
     def fits(self, record: Mapping[str, object]) -> bool:
-        """Return whether a record has the same keys as those before."""
+        """Return True if a record has the same keys as the earlier records."""
         return self._count == 0 or record.keys() == self._sums.keys()
 
     def add(self, record: Mapping[str, Array], weight: float, source: str) -> None:
-        """Add a record that :meth:`fits` with its weight; keeps no reference to it.
+        """Add a record that :meth:`fits`, with its weight. No reference to the record is kept.
 
-        ``source``: whose it is, for messages.
-        Raises InvalidResultError if an array cannot be averaged with those before.
+        ``source``: name of the sender, for error messages.
+        Raises InvalidResultError if an array cannot be averaged with the earlier arrays.
         """
         for key, value in record.items():
             array = view_of(value)
@@ -65,13 +66,13 @@ class RunningMean:
     def add_change(
         self, record: Mapping[str, Array], before: Mapping[str, Array], weight: float, source: str
     ) -> None:
-        """Add what a record has changed of an earlier one with the same keys, with its weight.
+        """Add the weighted difference between a record and an earlier record with the same keys.
 
-        The difference is formed entry by entry, before it is weighted. An entry that did not change adds
-        exactly 0, also where it is infinite or NaN, such as the -inf of an attention mask.
+        The difference is formed element by element, before it is weighted. An unchanged element adds exactly
+        0, even if it is infinite or NaN, such as the -inf of an attention mask.
 
         ``source``: name of the sender, for error messages.
-        Raises InvalidResultError if an array does not fit the one before.
+        Raises InvalidResultError if an array does not fit the earlier array.
         """
         for key, value in record.items():
             array, earlier = view_of(value), view_of(before[key])
@@ -91,18 +92,19 @@ class RunningMean:
     def added_to(self, model: ArrayRecord, divisor: float) -> ArrayRecord:
         """Return a model plus the sum of all changes divided by ``divisor``, and free the sums.
 
-        Each array keeps the dtype that it has in the model.
+        Each array keeps its dtype of the model.
         """
         changed = ArrayRecord(dict(model))
-        for key in list(self._sums):  # one by one, so that there are never two whole models
+        # Each sum is freed before the next array is made, so that two whole models never exist.
+        for key in list(self._sums):
             changed[key] = Array(self._sums.pop(key).added_to(view_of(model[key]), divisor))
         return changed
 
     def merge(self, other: RunningMean, source: str) -> None:
-        """Add the sums of another mean, whose records have the same keys, if any; it is used up.
+        """Add the sums of another mean with the same keys or without records. It cannot be used afterwards.
 
-        ``source``: whose they are, for messages.
-        Raises InvalidResultError if an array cannot be averaged with those before.
+        ``source``: name of the senders, for error messages.
+        Raises InvalidResultError if an array cannot be averaged with the earlier arrays.
         """
         for key, theirs in other._sums.items():
             try:
@@ -116,14 +118,14 @@ class RunningMean:
         self._count += other._count
 
     def keys(self) -> Mapping[str, object]:
-        """Return the arrays' names; none as long as nothing was added."""
+        """Return the names of the arrays; empty before the first record."""
         return self._sums
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scratch": np.empty(0, np.uint8), "_zeros": _Zeros()}
 
     def finish(self) -> ArrayRecord:
-        """Return the mean, and give up the sums.
+        """Return the mean, and free the sums.
 
         Raises ZeroDivisionError if the weights add up to zero.
         """
@@ -133,33 +135,34 @@ class RunningMean:
                 "Clients have to report how many examples they trained on."
             )
         mean = ArrayRecord()
-        for key in list(self._sums):  # one by one, so that there are never two whole models
+        # Each sum is freed before the next array is made, so that two whole models never exist.
+        for key in list(self._sums):
             mean[key] = Array(self._sums.pop(key).mean(float(self.total_weight)))
         return mean
 
 
 class _CannotBeAddedError(Exception):
-    """Its text follows the name of the array."""
+    """Raised if an array cannot be added. Its text continues a sentence that begins with the array's name."""
 
 
 class _Zeros:
-    """Cuts arrays of zeros out of larger ones."""
+    """An allocator that cuts arrays of zeros out of larger blocks."""
 
     def __init__(self) -> None:
-        self._left = np.zeros(0, np.uint8)
+        self._free = np.zeros(0, np.uint8)
 
     def take(self, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         size_bytes = size * dtype.itemsize
-        if size_bytes > self._left.size:
-            self._left = np.zeros(max(size_bytes, _BLOCK_BYTES), np.uint8)
-        taken = self._left[:size_bytes].view(dtype)
-        # What follows starts at a cache line.
-        self._left = self._left[-(-size_bytes // _ALIGNMENT) * _ALIGNMENT :]
-        return taken
+        if size_bytes > self._free.size:
+            self._free = np.zeros(max(size_bytes, _BLOCK_BYTES), np.uint8)
+        array = self._free[:size_bytes].view(dtype)
+        # The next array starts at a cache line.
+        self._free = self._free[-(-size_bytes // _ALIGNMENT) * _ALIGNMENT :]
+        return array
 
 
 class _Sum:
-    """Weighted sum of arrays of one shape."""
+    """The weighted sum of arrays with the same shape."""
 
     def __init__(self, first: NDArray[Any], zeros: _Zeros, keeps_integers: bool) -> None:
         if first.dtype.kind not in "biufc":
@@ -178,16 +181,16 @@ class _Sum:
         scratch: NDArray[np.uint8],
         before: NDArray[Any] | None = None,
     ) -> None:
-        """Add an array, or its difference to an earlier one, multiplied by a weight."""
+        """Add an array, or its difference from an earlier array, multiplied by a weight."""
         if array.dtype is not self._seen:
             self._look_at(array.dtype)
             self._seen = array.dtype
-        flat = self._broadcast(array).ravel(self._order)  # a view, unless it is laid out in another way
+        flat = self._broadcast(array).ravel(self._order)  # a view, unless the memory order differs
         flat_before = None if before is None else self._broadcast(before).ravel(self._order)
         summed = self._sum
         factor = float(weight)
         if flat.size <= _SMALL and flat_before is None:
-            # Calls of numpy are most of the cost here, and this way needs one call less.
+            # For small arrays, calls of numpy are most of the cost. This branch saves a call.
             np.add(summed, np.multiply(flat, factor, dtype=summed.dtype), out=summed)
             return
         chunk = scratch.view(summed.dtype)
@@ -195,7 +198,8 @@ class _Sum:
             part = flat[start : start + chunk.size]
             scaled = chunk[: part.size]
             if flat_before is None:
-                np.copyto(scaled, part)  # before it is scaled, because a float32 times a number is a float32
+                # Converted before it is scaled, because a float32 times a Python number is a float32.
+                np.copyto(scaled, part)
             else:
                 _subtract(part, flat_before[start : start + chunk.size], scaled)
             np.multiply(scaled, factor, out=scaled)
@@ -217,7 +221,7 @@ class _Sum:
             self._is_integer = False
         theirs = other._sum.reshape(other._shape, order=other._order)
         summed = self._broadcast(theirs).ravel(self._order)
-        if not self._sum.flags.writeable:  # it came from another machine
+        if not self._sum.flags.writeable:  # a sum from another machine is read-only
             self._sum = self._sum.copy()
         np.add(self._sum, summed, out=self._sum)
 
@@ -226,15 +230,15 @@ class _Sum:
         mean: NDArray[Any] = np.divide(summed, total_weight, out=summed)
         if self._is_integer:
             mean = _rounded(mean, self._dtype)
-        elif self._dtype.kind in "biu":  # all replies are integers, whose mean is to be a float
+        elif self._dtype.kind in "biu":  # all replies are integers, and their mean must be a float
             self._dtype = mean.dtype
         return mean.astype(self._dtype, copy=False).reshape(self._shape, order=self._order)
 
     def _look_at(self, dtype: np.dtype[Any]) -> None:
-        """Check that arrays of this dtype can be added, and let the mean's dtype hold them.
+        """Check that arrays of this dtype can be added, and widen the mean's dtype to hold them.
 
-        The mean has the dtype that numpy gives an expression with all of them, so it does not depend on
-        which reply came first.
+        The mean's dtype is that of a numpy expression with all arrays, so it does not depend on the order of
+        the replies.
         """
         is_complex = dtype.kind == "c"
         if is_complex != (self._dtype.kind == "c") or not np.can_cast(dtype, self._sum.dtype, "same_kind"):
@@ -259,10 +263,10 @@ class _Sum:
 
 
 def _subtract(array: NDArray[Any], before: NDArray[Any], out: NDArray[Any]) -> None:
-    """Write an array minus an earlier one to ``out``, an array of floats. Equal entries become exactly 0."""
+    """Write an array minus an earlier array to ``out``, which has floats. Equal elements become exactly 0."""
     if {array.dtype.kind, before.dtype.kind} <= {"i", "u"} and max(array.itemsize, before.itemsize) == 8:
-        # A 64-bit float cannot hold all of these integers, but it can hold their halves. The differences of
-        # the halves are exact. Their sum is rounded if it is beyond 2**53.
+        # A 64-bit float cannot represent all of these integers, but it can represent their halves. The
+        # differences of the halves are exact. Their sum is rounded if it is beyond 2**53.
         (high, low), (high_before, low_before) = _halves(array), _halves(before)
         np.subtract(high, high_before, out=out)
         np.multiply(out, _HALF, out=out)
@@ -283,11 +287,12 @@ def _halves(array: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float6
 
 
 def _added_to_integers(array: NDArray[Any], change: NDArray[Any]) -> NDArray[Any]:
-    """Return integers plus changes, rounded. The sum is exact for integers that no 64-bit float can hold.
+    """Return integers plus changes, rounded. The sum is exact even beyond the range of exact 64-bit floats.
 
-    Such integers are seeds and hashes, hardly ever whole arrays. So they are added up as Python integers.
+    Such large integers are usually seeds and hashes, hardly ever whole arrays. So the slow way, to add them
+    as Python integers, is good enough.
     """
-    sums = np.asarray(change + array)  # numpy makes a scalar of arrays without dimensions
+    sums = np.asarray(change + array)  # for arrays without dimensions, numpy's sum is a scalar
     rounded = _rounded(sums.copy(), array.dtype)
     if array.itemsize == 8:
         largest = np.maximum(np.abs(sums), np.abs(array.astype(np.float64)))
@@ -301,7 +306,7 @@ def _added_to_integers(array: NDArray[Any], change: NDArray[Any]) -> NDArray[Any
 
 
 def _rounded(mean: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a mean of integers as integers. A rounding of the float must not leave their range."""
+    """Return a mean of integers as integers, clipped to their range, which float rounding may leave."""
     mean = np.rint(mean, out=mean)
     if dtype.kind not in "iu":
         return mean.astype(dtype)

@@ -2,8 +2,8 @@
 
 A SuperLink serves all of its interfaces (Fleet, Control and Runtime) on one HTTP port: 8000 by default in
 flwr 1.40 to 1.43. Up to flwr 1.39 SuperNodes connected to port 9092 by gRPC. Flower's SuperNode retries for
-ever when it cannot connect, and its log has neither the address nor the reason, only "Connection attempt
-failed".
+ever when it cannot connect. Its log then has only "Connection attempt failed", without the address and the
+reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Final
 from flower_gpu.flower import distribution
 from flower_gpu.flower.private_names import DEFAULT_SUPERLINK, DEFAULT_SUPERNODE, find
 
-_PATIENCE_S: Final = 5.0  # A SuperLink that is started at the same time needs some seconds on a busy machine.
+# A SuperLink that is started at the same time needs some seconds on a busy machine.
+_PATIENCE_S: Final = 5.0
 _PAUSE_S: Final = 0.5
 _CONNECT_S: Final = 2.0
 _LAST_PORT: Final = 65535
@@ -29,26 +30,26 @@ def address_of(options: Sequence[str]) -> str:
     """Return the SuperLink's address, ``host:port``, for a ``flower-supernode`` with these options."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--superlink")
-    given: str | None = parser.parse_known_args(options)[0].superlink
-    return given or find(DEFAULT_SUPERLINK) or "127.0.0.1:8000"
+    address: str | None = parser.parse_known_args(options)[0].superlink
+    return address or find(DEFAULT_SUPERLINK) or "127.0.0.1:8000"
 
 
 def runtime_address_of(options: Sequence[str]) -> tuple[str, int | None]:
     """Return host and port on which a ``flower-supernode`` with these options listens for its ClientApps.
 
-    The port is None if it is not known, or is no number.
+    The port is None if it is unknown or not a number.
     """
     host, _, port = (find(DEFAULT_SUPERNODE) or "127.0.0.1:").rpartition(":")
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--host", default=host)
     parser.add_argument("--port", default=port)
-    given, _ = parser.parse_known_args(options)
-    is_port = given.port.isdecimal() and 0 < int(given.port) <= _LAST_PORT
-    return given.host, int(given.port) if is_port else None
+    parsed, _ = parser.parse_known_args(options)
+    is_port = parsed.port.isdecimal() and 0 < int(parsed.port) <= _LAST_PORT
+    return parsed.host, int(parsed.port) if is_port else None
 
 
 def is_on_this_host(address: str) -> bool:
-    """Return True if an address is one of the loopback interface."""
+    """Return True if an address belongs to the loopback interface."""
     host, _ = _parts(address)
     try:
         return ip_address(host).is_loopback
@@ -59,9 +60,9 @@ def is_on_this_host(address: str) -> bool:
 def wait_until_it_listens(
     address: str, say: Callable[[str], object], sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Wait until a program listens at an address, for a few seconds at most; then say the reason.
+    """Wait a few seconds until a program listens at an address. If it does not, report the reason.
 
-    A SuperNode that starts too early waits longer and longer between its tries, so the wait costs nothing.
+    This wait costs no time: a SuperNode that starts too early waits longer and longer between its attempts.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while (reason := unreachable_because(address)) is not None:
@@ -72,10 +73,10 @@ def wait_until_it_listens(
 
 
 def unreachable_because(address: str) -> str | None:
-    """Return why no connection to an address can be opened; None if one can, or if a proxy opens it."""
+    """Return why a connection to an address fails; None if it succeeds or would go through a proxy."""
     host, port = _parts(address)
     if not port.isdecimal() or int(port) > _LAST_PORT or _has_proxy(host):
-        return None  # Flower refuses an address that has no such port.
+        return None  # Flower itself refuses an address without a valid port.
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except ConnectionRefusedError:
