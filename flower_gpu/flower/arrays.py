@@ -1,10 +1,11 @@
-"""Flower's ``Array`` between caller and worker, without the copies of packing it into ``.npy`` and out again.
+"""Transfer of Flower's ``Array`` between caller and worker without copies to and from ``.npy`` format.
 
-Flower keeps the bytes of a ``.npy`` file in each ``Array``. They travel as they are: beside the pickle, and
-once for all workers of a round. What arrives is an ``Array`` that reads them where they lie in memory.
+Flower keeps the bytes of a ``.npy`` file in each ``Array``. These bytes are sent unchanged, outside the
+pickle, and only once for all workers of a round. The receiver gets an ``Array`` that reads the bytes in
+place.
 
-Importing this module is enough for ``Array`` and all that holds one (``ArrayRecord``, ``RecordDict``,
-``Context``); the worker imports it with the first one that it gets.
+Importing this module is enough for ``Array`` and for objects that contain arrays (``ArrayRecord``,
+``RecordDict``, ``Context``). The worker imports it with the first array that it receives.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ from numpy.typing import NDArray
 from flower_gpu.workers.transport import regions
 from flower_gpu.workers.transport.regions import SMALL_BYTES, Parts, Region, aligned
 
-_HEADER_BYTES = 4096  # of a .npy file; it is longer for record types with very many fields only
-_USUAL_BYTES = 128  # which end with the header's end, for most arrays
+# Largest header of a .npy file that is read. Only record types with very many fields have a longer header.
+_HEADER_BYTES = 4096
+# Size of the header of most arrays.
+_USUAL_BYTES = 128
 
 
 class Array(FlowerArray):
     """An ``Array`` that came from another process.
 
-    It is Flower's in every way; only its bytes are made when somebody asks for :attr:`data`, and
-    :meth:`numpy` need not copy them. Pickled or copied it becomes a plain one.
+    It behaves like Flower's, except that :attr:`data` is created on the first access, and :meth:`numpy` need
+    not copy the bytes. A pickle or a copy of it is a plain Flower ``Array``.
     """
 
-    # Its name is part of its object id in Flower: the class must not be called otherwise.
+    # The class must be called Array, because Flower makes the class name part of the object id.
 
     def __eq__(self, other: object) -> bool:
-        # That of a dataclass wants the very same class.
+        # The __eq__ of a dataclass requires the same class.
         if not isinstance(other, FlowerArray):
             return NotImplemented
         return _fields(self) == _fields(other)
@@ -47,7 +50,7 @@ class Array(FlowerArray):
         if name != "data" or region is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         data = bytes(region.memory)
-        self.__dict__["data"] = data  # not as an attribute is set: nothing has changed
+        self.__dict__["data"] = data  # bypasses __setattr__, because the content has not changed
         return data
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -59,10 +62,10 @@ class Array(FlowerArray):
         return _plain(self)
 
     def numpy(self) -> NDArray[Any]:
-        """Return the array as a NumPy array of its own; the first time without a copy."""
+        """Return a NumPy array that shares no memory with this one. The first call need not copy."""
         region = self.__dict__.get("_region")
-        found = _read_npy(region) if region is not None and self.stype == SType.NUMPY else None
-        return super().numpy() if found is None else found
+        array = _read_npy(region) if region is not None and self.stype == SType.NUMPY else None
+        return super().numpy() if array is None else array
 
 
 def _fields(array: FlowerArray) -> tuple[str, tuple[int, ...], str, bytes]:
@@ -70,62 +73,63 @@ def _fields(array: FlowerArray) -> tuple[str, tuple[int, ...], str, bytes]:
 
 
 def _plain(array: FlowerArray) -> tuple[Any, ...]:
-    # Without Flower's own cache of object id and chunks: those are views, which cannot be pickled.
+    # Flower's cache of object id and chunks is left out, because its chunks are views and cannot be pickled.
     state = dict(zip(("dtype", "shape", "stype", "data"), _fields(array), strict=True))
     return object.__new__, (FlowerArray,), state
 
 
 def view_of(array: FlowerArray) -> NDArray[Any]:
-    """Return an array's values for numpy to read, without a copy; torch's kernels may crash on them."""
+    """Return an array's values for numpy to read, without a copy. The kernels of torch may crash on them."""
     if array.stype == SType.NUMPY:
         region: Region | None = array.__dict__.get("_region")
         memory = memoryview(array.data) if region is None else region.memory.toreadonly()
-        found = _described(memory)
-        if found is not None:
-            return _at(memory, *found)
+        layout = _layout(memory)
+        if layout is not None:
+            return _array_in(memory, *layout)
     return array.numpy()
 
 
 def size_bytes(array: FlowerArray) -> int:
-    """Return how many bytes an array has in memory, without making a copy of them."""
+    """Return the size of an array in memory in bytes, without copying it."""
     region: Region | None = array.__dict__.get("_region")
     return len(array.data) if region is None else region.memory.nbytes
 
 
 def _read_npy(region: Region) -> NDArray[Any] | None:
-    """Return the array of a ``.npy`` file, or None for the kinds that are left to numpy."""
-    found = _described(region.memory)
-    if found is None:
+    """Return the array of a ``.npy`` file, or None if numpy itself has to read the file."""
+    layout = _layout(region.memory)
+    if layout is None:
         return None
     mapped = region.take()
     if mapped is None:
-        return _at(region.memory, *found).copy(order="K")
-    return aligned(_at(mapped, *found))
+        return _array_in(region.memory, *layout).copy(order="K")
+    return aligned(_array_in(mapped, *layout))
 
 
-def _at(
+def _array_in(
     memory: memoryview, shape: tuple[int, ...], dtype: np.dtype[Any], order: Any, start: int
 ) -> NDArray[Any]:
     array: NDArray[Any] = np.ndarray(shape, dtype, memory, start, order=order)
     return array
 
 
-def _described(file: memoryview) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | None:
-    """Return shape, type, order and first byte of the array in a ``.npy`` file."""
+def _layout(file: memoryview) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | None:
+    """Return shape, dtype, order and offset of the array in a ``.npy`` file, or None."""
     header = bytes(file[:_USUAL_BYTES])
     if header.find(b"\n") != _USUAL_BYTES - 1:
         header = bytes(file[:_HEADER_BYTES]).partition(b"\n")[0] + b"\n"
-    found = _header(header)
-    if found is None:
+    layout = _header(header)
+    if layout is None:
         return None
-    shape, dtype, _, start = found
+    shape, dtype, _, start = layout
     size = dtype.itemsize
     for length in shape:
         size *= length
-    return None if dtype.hasobject or start + size != file.nbytes else found
+    return None if dtype.hasobject or start + size != file.nbytes else layout
 
 
-@lru_cache(maxsize=1024)  # the arrays of a model come again with each reply
+# Cached because each reply has the arrays of the same model.
+@lru_cache(maxsize=1024)
 def _header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | None:
     file = io.BytesIO(header)
     try:
@@ -136,7 +140,7 @@ def _header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | 
             shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
         else:
             return None
-    except ValueError:  # numpy's own reader says it better
+    except ValueError:  # numpy's own reader raises a better error
         return None
     return shape, dtype, "F" if is_fortran else "C", file.tell()
 

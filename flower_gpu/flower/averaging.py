@@ -145,5 +145,5 @@ def number_of(reply: Message) -> tuple[int, str]:
 
 
 def in_order_of_sending(replies: Iterable[Message]) -> list[Message]:
-    """Return replies in the order of their messages, so that the speed of clients has no effect on results."""
+    """Return replies in the order of their messages, so that the speed of clients does not matter."""
     return sorted(replies, key=number_of)

@@ -1,4 +1,4 @@
-"""One line that gives an existing ``ClientApp`` leases, caps, isolation and device policy."""
+"""A Flower mod that adds leases, memory caps, isolation and a device policy to an existing ``ClientApp``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from flower_gpu.flower.private_names import EMPTY_LIFESPAN, find
 from flower_gpu.options import CallOptions, joined
 from flower_gpu.workers.call import task_key
 
-#: Options of the calls of one client, by its Context; or a table of them by its ``partition-id``.
+#: A function that returns the options of a client's calls, given its Context; or a table by ``partition-id``.
 Resources = Callable[[Context], Mapping[str, Any] | None] | Mapping[Any, Mapping[str, Any]]
 
 
 class GPUMod:
-    """What :func:`gpu_mod` returns: a Flower mod."""
+    """The Flower mod that :func:`gpu_mod` returns."""
 
     def __init__(self, resources: Resources | None, options: Mapping[str, Any]) -> None:
         if "context" in options:
@@ -40,11 +40,11 @@ class GPUMod:
         self._options = dict(options)
         self._resources = resources
         if isinstance(resources, Mapping):
-            self._resources = {str(partition): _checked(own) for partition, own in resources.items()}
-        # What cannot be used is said where it is written.
+            self._resources = {str(partition): _checked(entry) for partition, entry in resources.items()}
+        # Checked here, so that the traceback of an error points to the line with the wrong option.
         call_settings(self._options)
-        for own in self._resources.values() if isinstance(self._resources, Mapping) else ():
-            call_settings(joined(self._options, own))
+        for entry in self._resources.values() if isinstance(self._resources, Mapping) else ():
+            call_settings(joined(self._options, entry))
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Run the next mod or the function in a worker; called by Flower.
@@ -52,10 +52,10 @@ class GPUMod:
         Raises
         ------
         FlowerGPUError
-            If there was no GPU or worker for it, or it failed. Flower makes an error message of it.
+            If no GPU or worker was available, or the call failed. Flower turns it into an error message.
         """
         if leasing.is_worker() or any(_is_ours(mod) for mod, _ in _inner(call_next)):
-            # In a worker already, or the function has a mod of its own, which knows better what it needs.
+            # Either this is a worker already, or the function has its own gpu_mod, which takes precedence.
             return call_next(message, context)
         return message_call.call(
             message_call.run,
@@ -73,25 +73,25 @@ class GPUMod:
     def options_of(self, context: Context, call_next: ClientAppCallable) -> dict[str, Any]:
         """Return the options of a client's calls of a function.
 
-        Raises ConfigError or TypeError if what the app says of this client is no mapping of options.
+        Raises ConfigError or TypeError if the app's resources for this client are not a mapping of options.
         """
-        options = joined(self._options, self._own(context))
+        options = joined(self._options, self._client_options(context))
         num_gpus = getattr(_innermost(call_next), "num_gpus", None)
-        if num_gpus is not None:  # of a function that was made with `distributed`
+        if num_gpus is not None:  # the function was made with `distributed`
             options |= {"num_gpus": num_gpus, "gpu_memory": None}
         return options
 
-    def _own(self, context: Context) -> Mapping[str, Any]:
-        """Return this client's own options."""
+    def _client_options(self, context: Context) -> Mapping[str, Any]:
+        """Return the options that apply to this client only."""
         if callable(self._resources):
             try:
-                own = self._resources(context)
+                options = self._resources(context)
             except Exception as error:
                 raise ConfigError(
                     f"the function given to gpu_mod as resources raised {text_of(error)}. It gets the "
                     f"client's Context, here with the node config {dict(context.node_config)}"
                 ) from error
-            return _checked(own)
+            return _checked(options)
         if self._resources is None:
             return {}
         partition = context.node_config.get(PARTITION_KEY)
@@ -110,17 +110,18 @@ def gpu_mod(message: Message, context: Context, call_next: ClientAppCallable, /)
 def gpu_mod(*call: Any, resources: Resources | None = None, **options: Any) -> Any:
     """Run the functions of a ``ClientApp`` in workers that hold a lease on a GPU and then exit.
 
-    Give it as the last of the app's mods, so that it is the innermost one: what the others do needs no GPU.
+    Pass it as the last of the app's mods. Then it is the innermost mod, and the others run without a GPU.
 
     Parameters
     ----------
     resources : callable or mapping, optional
-        What a client has of its own: a function of its ``Context`` that returns options as below, or a table
-        of these by ``partition-id``. None, or no entry: the options given here. The node's operator has the
-        last word: ``num-gpus`` and ``gpu-memory``, ``gpu`` and ``gpu-ids`` in the node config.
+        Options of each client: a function of its ``Context`` that returns options as below, or a table of
+        options by ``partition-id``. Without a value or an entry, a client gets the options given here. The
+        node's operator can override them by ``num-gpus``, ``gpu-memory``, ``gpu`` and ``gpu-ids`` in the node
+        config.
     **options
-        How the calls run, and how much of a GPU they get: see :class:`flower_gpu.CallOptions`; all but
-        ``context``. None is needed: ``mods=[gpu_mod]`` is the same as ``mods=[gpu_mod()]``.
+        How the calls run, and how much of a GPU they get: all of :class:`flower_gpu.CallOptions` except
+        ``context``. All are optional: ``mods=[gpu_mod]`` is the same as ``mods=[gpu_mod()]``.
 
     Returns
     -------
@@ -130,14 +131,14 @@ def gpu_mod(*call: Any, resources: Resources | None = None, **options: Any) -> A
     Raises
     ------
     TypeError
-        If there is no such option, or a value has the wrong type.
+        If an option does not exist, or a value has the wrong type.
     ConfigError
         If a value cannot be used.
 
     Notes
     -----
-    The worker gets message and ``Context`` and gives back the reply and ``context.state``; everything else
-    that the function changes is gone with the worker. After a failed call the state is what it was before.
+    The worker gets the message and the ``Context``, and returns the reply and ``context.state``. All other
+    changes by the function are lost when the worker ends. After a failed call the state is unchanged.
 
     Examples
     --------
@@ -145,7 +146,7 @@ def gpu_mod(*call: Any, resources: Resources | None = None, **options: Any) -> A
     >>> @app.train()
     ... def train(message: Message, context: Context) -> Message: ...
     """
-    if len(call) == 3:  # given to the app without brackets, and called by Flower
+    if len(call) == 3:  # the app has mods=[gpu_mod] without parentheses, and Flower calls it
         return GPUMod(resources, options)(*call)
     if call:
         raise TypeError(f"gpu_mod takes keyword arguments only, such as num_gpus=0.5, not {call[0]!r}")
@@ -153,29 +154,30 @@ def gpu_mod(*call: Any, resources: Resources | None = None, **options: Any) -> A
 
 
 def mod_options(app: ClientApp) -> dict[str, Callable[[Context], dict[str, Any]]]:
-    """Return what an app's mods say of a client, given its Context, by message type; "" is any type.
+    """Return functions from a client's Context to its options, by message type; "" stands for any type.
 
-    Flower has no public way to an app's functions. Where it keeps them elsewhere, nothing is found.
+    Flower has no public API for an app's functions. In a version that stores them elsewhere, the result is
+    empty.
     """
     functions: dict[str, Any] = {
         kind.removesuffix(".default"): function
         for kind, function in getattr(app, "_registered_funcs", {}).items()
     }
-    if (function := getattr(app, "_call", None)) is not None:  # of a client_fn
+    if (function := getattr(app, "_call", None)) is not None:  # the app has a client_fn
         functions = {"": function}
-    found: dict[str, Callable[[Context], dict[str, Any]]] = {}
+    options: dict[str, Callable[[Context], dict[str, Any]]] = {}
     for kind, function in functions.items():
-        for mod, rest in _inner(function):  # the innermost one is the last
+        for mod, rest in _inner(function):  # the innermost mod comes last and counts
             if isinstance(mod, GPUMod):
-                found[kind] = partial(mod.options_of, call_next=rest)
-    return found
+                options[kind] = partial(mod.options_of, call_next=rest)
+    return options
 
 
 def function_without_mods(app: ClientApp, message_type: str) -> Any:
-    """Return the app's own function for messages of a type, or None if more than the function must run.
+    """Return the app's own function for messages of a type, or None if it must not run alone.
 
-    That is the case for an app with a lifespan function or with other mods than ``gpu_mod``, which does
-    nothing in a worker. None also where Flower keeps its functions elsewhere.
+    An app with a lifespan function or with mods other than ``gpu_mod`` must run as a whole; ``gpu_mod`` has
+    no effect in a worker. The result is also None if this version of Flower stores its functions elsewhere.
     """
     name = message_type if "." in message_type else f"{message_type}.default"
     function = getattr(app, "_registered_funcs", {}).get(name)
@@ -186,18 +188,18 @@ def function_without_mods(app: ClientApp, message_type: str) -> Any:
     return function if _lifespan_of(app) is None else None
 
 
-def _checked(own: Any) -> Mapping[str, Any]:
-    if own is None:
+def _checked(options: Any) -> Mapping[str, Any]:
+    if options is None:
         return {}
-    if not isinstance(own, Mapping):
+    if not isinstance(options, Mapping):
         raise TypeError(
-            f'resources of gpu_mod must give options such as {{"num_gpus": 0.5}}, or None, not {own!r}'
+            f'resources of gpu_mod must give options such as {{"num_gpus": 0.5}}, or None, not {options!r}'
         )
-    return own
+    return options
 
 
 def _inner(function: Any) -> Iterator[tuple[Any, Any]]:
-    """Go through what Flower has wrapped around a function: each time the mod, if it is one, and the rest."""
+    """Yield each of Flower's wrappers around a function as a pair: its mod or None, and the wrapped rest."""
     while isinstance(function, FunctionType) and function.__module__.startswith("flwr."):
         names = function.__code__.co_freevars
         cells = dict(zip(names, function.__closure__ or (), strict=True))
@@ -220,7 +222,7 @@ def _innermost(function: Any) -> Any:
 
 
 def _name(function: Any) -> str:
-    """Return the name of the user's own function, by which its footprint is known."""
+    """Return the name of the user's own function, which is the key of its footprint."""
     return task_key(_innermost(function))
 
 
@@ -228,10 +230,10 @@ _Lifespan = Callable[[Context], AbstractContextManager[None]]
 
 
 class _Rest:
-    """What follows in the chain of mods, with the app's lifespan function where a worker needs that.
+    """The rest of the chain of mods, with the app's lifespan function if a worker needs it.
 
-    A fork has what the lifespan function did in the caller. A process that it had to be pickled for has not,
-    and runs it again.
+    A forked worker inherits the effects of the lifespan function from the caller. For any other worker this
+    object is pickled, and the lifespan function runs again in the worker.
     """
 
     def __init__(self, function: ClientAppCallable, lifespan: _Lifespan | None, is_fork: bool = True) -> None:
@@ -250,7 +252,7 @@ class _Rest:
 
 
 def _lifespan() -> _Lifespan | None:
-    """Return the lifespan function of the app that is being called; None where it has none."""
+    """Return the lifespan function of the app that is being called, or None."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -260,5 +262,5 @@ def _lifespan() -> _Lifespan | None:
 
 
 def _lifespan_of(app: ClientApp) -> _Lifespan | None:
-    found: _Lifespan | None = getattr(app, "_lifespan", None)
-    return None if found is find(EMPTY_LIFESPAN) else found
+    lifespan: _Lifespan | None = getattr(app, "_lifespan", None)
+    return None if lifespan is find(EMPTY_LIFESPAN) else lifespan

@@ -1,7 +1,7 @@
-"""The private names of Flower that are used here, and the effect of a missing one.
+"""The private names of Flower that this package uses, and the effect if a name is missing.
 
-Who looks one up here gets None where the installed Flower has no such name. Then Flower does its own, and the
-log says it once, at the level DEBUG. `flower-gpu doctor` lists what the installed Flower lacks.
+A lookup returns None if the installed Flower has no such name. Then Flower's own code runs unchanged, and the
+log says so once, at level DEBUG. `flower-gpu doctor` lists the names that the installed Flower lacks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEARTBEAT_INTERVALS: Final = (
     "flwr.supercore.heartbeat:HEARTBEAT_DEFAULT_INTERVAL",
     "flwr.supernode.fleet_http_connection:HEARTBEAT_DEFAULT_INTERVAL",
 )
-#: Who draws from Python's generator at times that are chance.
+#: Modules of Flower that draw from Python's generator at random times.
 GENERATORS: Final = (
     f"{UTILS}:random",
     "flwr.supercore.heartbeat:random",
@@ -47,7 +47,7 @@ _ALONE: Final = "each object of a message travels in a request of its own"
 _ASKS: Final = "a SuperNode looks for messages and replies at Flower's intervals"
 _SILENT: Final = "the server is not told of an app that gives no reply, and no message can have a lease"
 
-#: What is so without a name, by that: ``module:attribute``. Seen in flwr 1.40 to 1.43.
+#: The effect of a missing name, by ``module:attribute``. The names exist in flwr 1.40 to 1.43.
 NAMES: Final = {
     **{f"{UTILS}:{name}": _ALONE for name in ("pull_objects", "push_object_contents_from_iterable")},
     f"{UTILS}:pull_and_inflate_object_from_tree": "who asks too early for an object waits for a second",
@@ -86,11 +86,11 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 
 def find(name: str) -> Any:
-    """Return Flower's object of one of the names, or None."""
-    found = _find(name)
-    if found is None:
+    """Return Flower's object with this name, or None. The name must be in :data:`NAMES`."""
+    value = _find(name)
+    if value is None:
         _say(name)
-    return found
+    return value
 
 
 def lacking() -> dict[str, str]:
@@ -101,12 +101,12 @@ def lacking() -> dict[str, str]:
 def _find(name: str) -> Any:
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ImportError:
         return None
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Checks a user's result in the worker, and converts it for Flower.
+"""Checks of a user's result in the worker, and its conversion for Flower.
 
-Runs where the function ran, so that a client process need not import torch to read a torch scalar. Nothing
-here imports torch or flwr.
+The checks run in the process that ran the function, so a client process need not import torch to read a torch
+scalar. This module imports neither torch nor flwr.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class SentArray:
     """Shape and values of an array that was sent. The array that comes back must match."""
 
     shape: tuple[int, ...]
-    # A copy of the array if some of its values are not finite (masks of ``-inf``), else None.
+    # A copy of the array if some of its values are not finite (masks of ``-inf``), otherwise None
     values: NDArray[Any] | None = None
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Self:
-        """Describe an array before the function can change it."""
+        """Return the description of an array. Call it before the function can change the array."""
         return cls(array.shape, None if _is_finite(array) else array.copy())
 
 
 def fit(
     task: Task, weights: Weights, config: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[Weights, int, dict[str, Scalar]]:
-    """Call a user's training function, and check its result against the weights that were sent."""
+    """Call a user's training function and return its result, checked against the weights that were sent."""
     sent = [SentArray.of(array) for array in weights]
     result = load_task(task)(weights, dict(config), **kwargs)
     return check_fit(result, sent, task_name(task))
@@ -47,18 +47,18 @@ def fit(
 def evaluate(
     task: Task, weights: Weights, config: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[float, int, dict[str, Scalar]]:
-    """Call a user's evaluation function, and check its result."""
+    """Call a user's evaluation function and return its checked result."""
     return check_evaluate(load_task(task)(weights, dict(config), **kwargs), task_name(task))
 
 
 def server_evaluate(task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Call a strategy's ``evaluate_fn`` and bring the result of either of Flower's interfaces into one form.
+    """Call a strategy's ``evaluate_fn`` and return its metrics, under either of Flower's interfaces.
 
     ``task``: the user's function.
     ``args``: ``(server_round, arrays)`` under the Message API, ``(server_round, ndarrays, config)`` under the
     NumPyClient API, where a loss is required.
     ``kwargs``: further keyword arguments.
-    Returns all metrics, the loss among them; None if the function evaluated nothing.
+    Returns all metrics, including the loss; None if the function returned None.
     """
     name = task_name(task)
     result = load_task(task)(*args, **kwargs)
@@ -81,12 +81,12 @@ def server_evaluate(task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def check_fit(result: Any, sent: Sequence[SentArray], name: str) -> tuple[Weights, int, dict[str, Scalar]]:
-    """Check ``(weights, num_examples, metrics)``.
+    """Return ``(weights, num_examples, metrics)``, checked and converted.
 
-    ``result``: what the function returned.
-    ``sent``: the arrays that were sent; empty if none were, then any shapes are taken.
-    ``name``: the function's name, for messages.
-    Raises InvalidResultError: the message names the entry and what was expected.
+    ``result``: return value of the function.
+    ``sent``: the arrays that were sent. If it is empty, arrays of any shape are accepted.
+    ``name``: name of the function, for messages.
+    Raises InvalidResultError, which names the entry and the expected value.
     """
     weights, num_examples, metrics = _three(result, name, "(weights, num_examples, metrics)")
     return (
@@ -97,18 +97,18 @@ def check_fit(result: Any, sent: Sequence[SentArray], name: str) -> tuple[Weight
 
 
 def check_evaluate(result: Any, name: str) -> tuple[float, int, dict[str, Scalar]]:
-    """Check ``(loss, num_examples, metrics)``; see :func:`check_fit`."""
+    """Return ``(loss, num_examples, metrics)``, checked and converted; see :func:`check_fit`."""
     loss, num_examples, metrics = _three(result, name, "(loss, num_examples, metrics)")
     return number(loss, name, "loss"), _num_examples(num_examples, name), scalars(metrics, name)
 
 
 def check_weights(weights: Any, sent: Sequence[SentArray] | None, name: str) -> Weights:
-    """Return ``weights`` as numpy arrays, shaped like those that were sent, and finite where these were.
+    """Return ``weights`` as numpy arrays, checked for the sent shapes and for new values that are not finite.
 
-    ``weights``: what the function returned.
-    ``sent``: the arrays that were sent; empty: any shapes are taken. None: nothing was trained, so that
-    values may be anything, too.
-    ``name``: the function's name, for messages.
+    ``weights``: the weights that the function returned.
+    ``sent``: the arrays that were sent. If it is empty, arrays of any shape are accepted. With None the
+    weights were not trained, so any values are accepted, too.
+    ``name``: name of the function, for messages.
     """
     if isinstance(weights, np.ndarray | Mapping) or not isinstance(weights, Sequence):
         raise InvalidResultError(
@@ -136,7 +136,7 @@ def check_weights(weights: Any, sent: Sequence[SentArray] | None, name: str) -> 
 
 
 def scalars(metrics: Any, name: str) -> dict[str, Scalar]:
-    """Return ``metrics`` with numpy and torch scalars as plain Python values."""
+    """Return ``metrics`` with numpy and torch scalars converted to plain Python values."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -181,7 +181,7 @@ def _num_examples(value: Any, name: str) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Unwrap a numpy or torch scalar, or an array of one element."""
+    """Return the Python value of a numpy or torch scalar, or of an array with a single element."""
     if isinstance(value, bool | bytes | float | int | str) and not isinstance(value, np.generic):
         return value
     item = getattr(value, "item", None)
@@ -194,7 +194,7 @@ def _plain(value: Any) -> Any:
 
 
 def _array(value: Any, name: str, index: int) -> NDArray[Any]:
-    if hasattr(value, "detach"):  # a torch tensor, by its interface
+    if hasattr(value, "detach"):  # a torch tensor, recognized by its interface
         value = value.detach().cpu().numpy()
     array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.kind not in "biufc":
@@ -206,7 +206,10 @@ def _array(value: Any, name: str, index: int) -> NDArray[Any]:
 
 
 def _became_not_finite(array: NDArray[Any], before: NDArray[Any] | None) -> int:
-    """Count the values that are not finite and were another one before; None: all were finite."""
+    """Return the number of values that are not finite and have changed.
+
+    ``before``: the earlier values; None if all were finite.
+    """
     if _is_finite(array):
         return 0
     became = ~np.isfinite(array)
@@ -219,7 +222,7 @@ def _is_finite(array: NDArray[Any]) -> bool:
     if array.dtype.kind not in "fc":
         return True
     with np.errstate(over="ignore", invalid="ignore"):
-        # One pass without a temporary; only a sum that overflowed needs the slow look.
+        # A sum takes one pass and no temporary array. If it overflows, the slow check below decides.
         if math.isfinite(abs(complex(array.sum()))):
             return True
     return bool(np.isfinite(array).all())
