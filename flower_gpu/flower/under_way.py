@@ -1,13 +1,18 @@
 """FedBuff's messages: they stay in flight from one round to the next, and are in checkpoints.
 
-One clock keeps the limit of each message: that of the grid if it has one, otherwise the monotonic clock. The
-clock of a simulation stands still while no worker can have a lease. The ``ttl`` of Flower's messages cannot
-be that limit. It is a time of day, so it runs on while a simulation waits, and it also takes away replies
-that came in time but wait for the ServerApp, which may be evaluating or writing a checkpoint.
+Each message has a time limit, measured by the grid's clock, or by the monotonic clock if the grid has none.
+The clock of a simulation stops while no worker can have a lease. The ``ttl`` of Flower's messages cannot be
+that limit, for two reasons. It is a time of day, so it runs on while a simulation waits. It would also
+discard replies that arrived in time but wait for the ServerApp, which may be evaluating or writing a
+checkpoint.
 
-So :meth:`UnderWay._look` first notes the replies that have come. Only a message without a reply can be late,
-and its place is taken by an error. A message that the grid refuses gets an error in the same way. From there
-on both are failures like any other: logged, recorded and counted.
+So :meth:`UnderWay._look` first collects the replies that have arrived. Only a message without a reply can be
+late. Then an error takes the place of its reply. A message that the grid refuses gets an error in the same
+way. From there on both are handled like any other failure: logged, recorded and counted.
+
+Two threads use :class:`UnderWay`, but never at the same time. The ServerApp's thread runs the rounds. While
+it evaluates a new version of the model, a second thread sends messages for slots that become free
+(:meth:`UnderWay.filled`). The ServerApp's thread waits for the end of that thread before it goes on.
 """
 
 from __future__ import annotations
@@ -39,10 +44,10 @@ from flower_gpu.trace import NO_REPLY
 if TYPE_CHECKING:
     from flower_gpu.flower.fedbuff import FedBuff
 
-_WAIT_S: Final = 0.25  # then the grid is asked for replies in any case
-_FILL_S: Final = 0.1  # between two looks for free places while the server evaluates
-_TEXT: Final = "under way"  # the record of a checkpoint that says what the others are
-_NEWEST: Final = "newest"  # stands there for the model that a checkpoint has already
+_WAIT_S: Final = 0.25  # longest wait until the grid is polled for replies again
+_FILL_S: Final = 0.1  # interval between checks for free slots while the server evaluates
+_TEXT: Final = "under way"  # name of the record in a checkpoint that describes the other records
+_NEWEST: Final = "newest"  # name in that record for the newest model, which the checkpoint has already
 # A SuperLink keeps messages and replies this long beyond their limit, because the ServerApp may be busy.
 _KEPT_S: Final = 3600.0
 _REFUSED: Final = "the message could not be sent"
@@ -50,11 +55,11 @@ _REFUSED: Final = "the message could not be sent"
 
 @dataclass(frozen=True, eq=False)
 class SentModel:
-    """A message in flight, whose model is kept as long.
+    """A message in flight, with the model that was sent.
 
     ``server_round``: round in which it was sent.
-    ``number``: number of messages that were sent before it.
-    ``back_at``: time on the virtual clock at which its reply is taken.
+    ``number``: number of messages sent before it.
+    ``back_at``: time on the virtual clock at which its reply is consumed.
     ``ends_at``: time on the grid's clock from which it counts as failed.
     """
 
@@ -104,8 +109,8 @@ class UnderWay:
         self._sent: dict[str, SentModel] = {}  # by message id
         #: Of replies that are here.
         self.to_sum: dict[str, SentModel] = {}
-        # Replies that have come, by message id. None stands for a reply that a grid of ours keeps until it is
-        # taken, so that a checkpoint before that has its client as it was.
+        # Replies that have arrived, by message id. None stands for a reply that our own grid keeps until it
+        # is consumed, so that an earlier checkpoint has the client's state from before the reply.
         self._here: dict[str, Message | None] = {}
         self._refused: set[str] = set()  # messages that the grid did not take
         self._has_update = False  # whether any client has ever sent one
@@ -122,14 +127,14 @@ class UnderWay:
     # The grid of the rounds
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Any:
-        """Have clients train, the first time in a round; return what there is to sum."""
+        """On the first call in a round, let clients train and return an iterator over their replies."""
         if self._is_trained:
             return self._grid.send_and_receive(messages, timeout=timeout)
         self._is_trained = True
         return self._replies(messages)
 
     def _replies(self, messages: Iterable[Message]) -> Iterator[Message]:
-        """Yield replies until there are enough updates, or only failures; each makes a place free.
+        """Yield replies until there are enough updates, or only failures. Each reply frees a slot.
 
         Raises ClientsFailedError if no client could be sent a message.
         """
@@ -154,7 +159,7 @@ class UnderWay:
             if updates < enough:
                 self._fill()  # before the reply is summed, so that workers have work in that time
             yield reply
-            del reply, sent  # they must not stay in memory until the next reply comes
+            del reply, sent  # frees their memory before the wait for the next reply
         if not updates and failed == refused:
             why = (
                 f"the grid took none of its {refused} messages; the log says why"
@@ -164,7 +169,7 @@ class UnderWay:
             raise ClientsFailedError(f"FedBuff: no client was sent the model of round {self._round}: {why}")
 
     def resumed(self) -> RoundState | None:
-        """Return where the run goes on; None: at the start."""
+        """Return the round after which the run continues, or None to begin it."""
         state = self._grid.resumed() if isinstance(self._grid, ResumableGrid) else None
         if state is not None:
             self.arrays, self._round = state.arrays, state.server_round + 1
@@ -180,7 +185,7 @@ class UnderWay:
     # For the strategy
 
     def next_nodes(self) -> list[int]:
-        """Return nodes for the free places, drawn from those without a message."""
+        """Return nodes for the free slots, drawn from the nodes without a message."""
         from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
         if self._sent:
@@ -189,22 +194,22 @@ class UnderWay:
             _, nodes = sample_nodes(self._grid, self._strategy.min_available_nodes, 0)  # waits for them
         busy = {sent.node_id for sent in self._sent.values()} | self._failed
         idle = sorted(set(nodes) - busy)
-        # A place is free when its reply is here, on the virtual clock when that is taken. While the server
-        # evaluates, enough for a version may come: more would fill the memory.
+        # A slot becomes free when its reply arrives, or, on the virtual clock, when the reply is consumed.
+        # While the server evaluates, only the replies for one version may wait: more would fill the memory.
         training = len(self._sent)
         if not self._in_order:
             training -= min(len(self._here), self._strategy.buffer_size)
         return random.sample(idle, max(0, min(self._strategy.concurrency - training, len(idle))))
 
     def go_on_with(self, arrays: ArrayRecord, server_round: int) -> None:
-        """Have a new version of the model trained, by all places that are free."""
+        """Send a new version of the model to clients for all free slots."""
         self.arrays, self._round = arrays, server_round
         self._failed.clear()
         self._fill()
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """Fill places that become free while the caller does something else."""
+        """Within the context, a thread sends messages for slots that become free."""
         is_over = threading.Event()
 
         def fill() -> None:
@@ -241,7 +246,7 @@ class UnderWay:
     def changed(self) -> RecordDict:
         """Return the messages in flight, with each of their records once.
 
-        Models are the objects that were sent, so a checkpoint knows those that it has from earlier rounds.
+        The models are the same objects that were sent, so a checkpoint recognizes models of earlier rounds.
         """
         records: list[Any] = []
         names = {id(self.arrays): _NEWEST}
@@ -262,18 +267,18 @@ class UnderWay:
             }
             for message in self._sent.values()
         ]
-        told = json.dumps([self._number, self._now, list(self._examples.items()), sent])
+        text = json.dumps([self._number, self._now, list(self._examples.items()), sent])
         numbered = {str(number): record for number, record in enumerate(records)}
-        return RecordDict({_TEXT: ConfigRecord({_TEXT: told}), **numbered})
+        return RecordDict({_TEXT: ConfigRecord({_TEXT: text}), **numbered})
 
     def restore(self, state: RecordDict) -> None:
-        """Send the messages again that were in flight."""
+        """Send the messages of a checkpoint again that were in flight."""
         records: dict[str, Any] = {**state, _NEWEST: self.arrays}
         self._number, self._now, examples, sent = json.loads(records.pop(_TEXT)[_TEXT])
         self._examples = dict(examples)
         for message in sent:
             message["content"] = RecordDict({key: records[name] for key, name in message["content"].items()})
-        # SuperNodes that were started again are other nodes.
+        # A SuperNode that was restarted is a new node, so messages to the old node are dropped.
         nodes = {message["node_id"] for message in sent} if self._is_ours else set(self._grid.get_node_ids())
         self._push([SentModel(**message) for message in sent if message["node_id"] in nodes])
 
@@ -281,7 +286,7 @@ class UnderWay:
 
     def _fill(self) -> None:
         if self._round <= self._num_rounds:
-            # Not as a method of the object: that is recorded as the begin of a round.
+            # Called by the class, because a call by the object would be recorded as the start of a round.
             configure: Any = type(self._strategy).configure_train
             self._send(configure(self._strategy, self._round, self.arrays, self._config, self))
 
@@ -295,7 +300,7 @@ class UnderWay:
         self._push(sent)
 
     def _push(self, sent: Sequence[SentModel]) -> None:
-        """Have clients train; a message that the grid does not take gets an error as its reply."""
+        """Send messages to clients. A message that the grid refuses gets an error as its reply."""
         messages = Buffered(self._message(message) for message in sent)
         ids = list(self._grid.push_messages(messages))
         if len(ids) != len(sent):  # Flower's grids leave out refused messages, or all of them together
@@ -315,30 +320,30 @@ class UnderWay:
         return Message(sent.content, sent.node_id, MessageType.TRAIN, ttl=self._ttl, group_id=group)
 
     def _error(self, message_id: str, code: int, reason: str) -> Message:
-        """Return an error in the place of the reply to a message."""
+        """Return an error that takes the place of the reply to a message."""
         message = self._message(self._sent[message_id])
         message.metadata.__dict__["_message_id"] = message_id
         return Message(Error(code, reason), reply_to=message)
 
     def _next_reply(self) -> tuple[str, Message]:
-        """Return the id of a message and its reply, once there is one."""
+        """Wait for a reply; return the id of its message, and the reply."""
         timeout_s = 0.0
         while (message_id := self._next_here()) is None:
             self._look(timeout_s)
-            timeout_s = _WAIT_S  # not before, because replies may have come since the last look
+            timeout_s = _WAIT_S  # the first look does not wait, because replies may have arrived already
         reply = self._here.pop(message_id) or next(iter(self._grid.pull_messages([message_id])))
         self._taken(reply, self._sent[message_id].node_id)
         return message_id, reply
 
     def _next_here(self) -> str | None:
-        """Return the message whose reply is to be taken next, if that is here."""
+        """Return the id of the message with the reply to consume next, or None until that has arrived."""
         if not self._in_order:
             return next(iter(self._here), None)
-        first = min(self._sent, key=lambda one: (self._sent[one].back_at, self._sent[one].node_id))
+        first = min(self._sent, key=lambda id_: (self._sent[id_].back_at, self._sent[id_].node_id))
         return first if first in self._here else None
 
     def _look(self, timeout_s: float) -> None:
-        """Note the replies that have come, wait for one if there is none, and give up late messages."""
+        """Collect replies, waiting up to ``timeout_s`` for the first. Cancel late messages."""
         ids = self._wait([message_id for message_id in self._sent if message_id not in self._here], timeout_s)
         if self._is_ours:
             self._here |= dict.fromkeys(ids)
@@ -361,7 +366,7 @@ class UnderWay:
             self._examples[node_id] = examples
 
     def _duration(self, node_id: int) -> float:
-        """Return how long a client takes; 1 is the mean of all clients without their slow-downs."""
+        """Return the duration of a client's training, in units of the clients' mean without slow-downs."""
         mean = fmean(self._examples.values()) if self._examples else 1.0
         slow_down: float = self._grid.slow_down_of(node_id) if self._is_ours else 1.0
         return slow_down * self._examples.get(node_id, mean) / mean

@@ -1,4 +1,7 @@
-"""A pytree of JAX arrays as numpy arrays and back: parameters, batch statistics, states of optimizers."""
+"""Conversion of a pytree of JAX arrays to numpy arrays and back.
+
+Such a tree may have parameters, batch statistics or states of optimizers.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from flower_gpu.frameworks import array_checks
 
 
 def get_weights(tree: Any) -> list[NDArray[Any]]:
-    """Copy the leaves of a pytree to numpy arrays.
+    """Return a copy of the leaves of a pytree as numpy arrays.
 
     Parameters
     ----------
     tree : pytree
-        Its leaves are JAX arrays on any device, numpy arrays, or Python's numbers.
+        A tree with JAX arrays on any device, numpy arrays or Python numbers as leaves.
 
     Returns
     -------
     list of numpy.ndarray
-        One C-contiguous array for each leaf, in JAX's order; ``None`` is no leaf. They share no memory with
-        the tree. bfloat16 is float32; every other dtype and all shapes are kept.
+        A C-contiguous array for each leaf, in JAX's order; ``None`` is not a leaf. The arrays share no memory
+        with the tree. bfloat16 becomes float32; all other dtypes and all shapes are kept.
 
     Raises
     ------
@@ -33,37 +36,38 @@ def get_weights(tree: Any) -> list[NDArray[Any]]:
         or is a tracer; the message has its path.
     """
     paths, leaves, _ = _flattened(tree)
-    array_checks.each(paths, _check_values, leaves)  # all are looked at before the first copy
+    array_checks.each(paths, _check_values, leaves)  # all are checked before the first copy
     return array_checks.each(paths, _to_numpy, leaves)
 
 
 def set_weights(tree: Any, weights: Sequence[NDArray[Any]]) -> Any:
-    """Return a pytree like ``tree`` with these arrays as its leaves; ``tree`` stays as it is.
+    """Return a pytree like ``tree`` with these arrays as its leaves; ``tree`` itself is unchanged.
 
     Parameters
     ----------
     tree : pytree
-        Has structure, shapes, dtypes and devices; its values are not looked at, so what ``jax.eval_shape``
-        returns will do.
+        The structure, shapes, dtypes and devices. Its values are not used, so the result of
+        ``jax.eval_shape`` is sufficient.
     weights : sequence of numpy.ndarray
-        One array for each leaf, in JAX's order, as from :func:`get_weights`.
+        An array for each leaf, in JAX's order, as from :func:`get_weights`.
 
     Returns
     -------
     pytree
-        The same structure. JAX arrays are where those of ``tree`` are, numpy arrays and Python's numbers stay
-        what they are.
+        The same structure. JAX arrays are on the devices of the leaves of ``tree``. For numpy arrays and
+        Python numbers in ``tree``, the new leaves are numpy arrays and Python numbers.
 
     Raises
     ------
     WeightsError
-        If the number of arrays, a shape or a dtype is not the tree's, or if floats meant for integers or
-        booleans hold a value that does not fit; the message has the leaf's path, what was expected and what
-        came.
+        If the number of arrays, a shape or a dtype differs from the tree's. Also if floats for integer or
+        boolean leaves have a value that does not fit. The message has the leaf's path, the expected value and
+        the actual value.
 
     Notes
     -----
-    Of averages two differences of dtype are taken, see :func:`flower_gpu.frameworks.array_checks.fitted`.
+    Two differences of dtype are accepted, because averages have them: see
+    :func:`flower_gpu.frameworks.array_checks.fitted`.
     """
     import jax
 
@@ -80,13 +84,13 @@ def _flattened(tree: Any) -> tuple[list[str], list[Any], Any]:
     import jax
 
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-    # A tree that is one leaf has no path.
+    # If the tree is a single leaf, its path is empty.
     paths = [jax.tree_util.keystr(path) or "the tree" for path, _ in pairs]
     return paths, [leaf for _, leaf in pairs], structure
 
 
 def _dtype(leaf: Any) -> np.dtype[Any]:
-    """Return the dtype in which a leaf travels."""
+    """Return the dtype of a leaf's numpy array."""
     import jax
 
     if isinstance(leaf, bool | int | float | complex):
@@ -102,7 +106,7 @@ def _dtype(leaf: Any) -> np.dtype[Any]:
 
 
 def _check_values(leaf: Any) -> None:
-    """Raise if there are no values of a leaf here."""
+    """Raise WeightsError if this process does not have the values of a leaf."""
     import jax
 
     if isinstance(leaf, jax.core.Tracer):
@@ -126,12 +130,12 @@ def _fitted(array: object, leaf: Any) -> NDArray[Any]:
 
 
 def _like(array: NDArray[Any], leaf: Any) -> Any:
-    """Return an array in the leaf's kind: an array of JAX on the same devices, of numpy, or a number."""
+    """Return an array as the leaf's type: a JAX array on the same devices, a numpy array or a number."""
     import jax
 
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(array.item())
-    values = array.astype(leaf.dtype)  # a copy: the caller's must not change with it
+    values = array.astype(leaf.dtype)  # a copy, so that the tree does not share the caller's memory
     if isinstance(leaf, np.generic):
         return values[()]
     if isinstance(leaf, np.ndarray):

@@ -1,9 +1,10 @@
-"""A Keras model's weights as numpy arrays and back.
+"""Conversion of a Keras model's weights to numpy arrays and back.
 
-Works with every backend of Keras 3, and with Keras 2: only what all models have is used. The arrays are those
-of ``model.weights``: what is trained, and what is not but belongs to the model, such as BatchNormalization's
-moving averages. The states of seed generators (of Dropout, for example) are not among them: they are random
-numbers of one process, and an average of several means nothing. Nor is the optimizer's state.
+It works with every backend of Keras 3 and with Keras 2, because it uses only attributes that all models have.
+The arrays are ``model.weights``: trainable weights and other weights of the model, such as
+BatchNormalization's moving averages. The states of seed generators (for example of Dropout) are not included:
+they are random numbers of a process, and their average is meaningless. The optimizer's state is not included
+either.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flower_gpu.frameworks import array_checks
 
 
 def get_weights(model: Any) -> list[NDArray[Any]]:
-    """Copy a model's weights to numpy arrays.
+    """Return a copy of a model's weights as numpy arrays.
 
     Parameters
     ----------
@@ -29,18 +30,18 @@ def get_weights(model: Any) -> list[NDArray[Any]]:
     Returns
     -------
     list of numpy.ndarray
-        One C-contiguous array for each of ``model.weights``, in its order; a layer that is used twice counts
-        once. bfloat16 is float32; every other dtype and all shapes are kept.
+        A C-contiguous array for each of ``model.weights``, in that order. A layer that is used twice counts
+        once. bfloat16 becomes float32; all other dtypes and all shapes are kept.
 
     Raises
     ------
     WeightsError
-        If the model is not built, or weights have no numpy counterpart (float8, strings); the message names
-        them.
+        If the model is not built, or if weights have no numpy counterpart (float8, strings). The message
+        names these weights.
     """
     variables = _variables(model)
     names = [_name(variable) for variable in variables]
-    dtypes = array_checks.each(names, _dtype, variables)  # all are looked at before the first copy
+    dtypes = array_checks.each(names, _dtype, variables)  # all are checked before the first copy
     pairs = zip(variables, dtypes, strict=True)
     return [array_checks.to_numpy(variable.numpy(), dtype) for variable, dtype in pairs]
 
@@ -48,25 +49,26 @@ def get_weights(model: Any) -> list[NDArray[Any]]:
 def set_weights(model: Any, weights: Sequence[NDArray[Any]]) -> None:
     """Load numpy arrays into a model.
 
-    Everything is checked before the first write: a list that does not fit leaves the model as it was.
+    All arrays are checked before the first write, so a list that does not fit leaves the model unchanged.
 
     Parameters
     ----------
     model : keras.Model
         The model, built, on any device.
     weights : sequence of numpy.ndarray
-        One array for each of ``model.weights``, in its order, as from :func:`get_weights`.
+        An array for each of ``model.weights``, in that order, as from :func:`get_weights`.
 
     Raises
     ------
     WeightsError
-        If the model is not built, if the number of arrays, a shape or a dtype is not the model's, or if
-        floats meant for integers or booleans hold a value that does not fit; the message names the weights,
-        what was expected and what came.
+        If the model is not built, or if the number of arrays, a shape or a dtype differs from the model's.
+        Also if floats for integer or boolean weights have a value that does not fit. The message names the
+        weights, the expected value and the actual value.
 
     Notes
     -----
-    Of averages two differences of dtype are taken, see :func:`flower_gpu.frameworks.array_checks.fitted`.
+    Two differences of dtype are accepted, because averages have them: see
+    :func:`flower_gpu.frameworks.array_checks.fitted`.
     """
     variables = _variables(model)
     names = [_name(variable) for variable in variables]
@@ -81,7 +83,8 @@ def set_weights(model: Any, weights: Sequence[NDArray[Any]]) -> None:
 
 
 def _variables(model: Any) -> list[Any]:
-    if not hasattr(type(model), "trainable_weights"):  # of its class: Keras 2 raises where it is not built
+    # The class is checked, because in Keras 2 the attribute of a model that is not built raises.
+    if not hasattr(type(model), "trainable_weights"):
         raise WeightsError(f"expected a Keras model, got {type(model).__name__}")
     if not getattr(model, "built", True):
         raise WeightsError(

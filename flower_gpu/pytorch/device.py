@@ -1,4 +1,4 @@
-"""The torch device of this process, and the way of things there and back."""
+"""The torch device of this process, and functions that move objects to it and convert them back."""
 
 from __future__ import annotations
 
@@ -18,65 +18,66 @@ from flower_gpu.errors import ConfigError
 
 T = TypeVar("T")
 
-_NUMBERS: Final = "biufc"  # kinds of numpy arrays that torch has, too
+_NUMBERS: Final = "biufc"  # kinds of numpy dtypes that torch has, too
 
 
 def device() -> torch.device:
-    """Torch device to train and evaluate on in this process.
+    """Return the torch device on which to train and evaluate in this process.
 
     Returns
     -------
     torch.device
-        ``cuda:0`` if CUDA works here, else ``cpu``. A worker sees the GPU meant for it as its
-        first, so code that says ``cuda:0`` itself means the same device.
+        ``cuda:0`` if CUDA works in this process, otherwise ``cpu``. In a worker the leased GPU is the first
+        GPU, so code with a literal ``cuda:0`` means the same device.
     """
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 def to_device(thing: T, device: torch.device | str | int | None = None) -> T:
-    """Bring a model, a batch or any nest of tensors to a device.
+    """Return a model, a batch or any nested structure of tensors on a device.
 
     Parameters
     ----------
     thing : object
         - Module: moved in place, as by ``module.to``.
-        - Tensor: a leaf that requires a gradient becomes such a leaf; one with a history keeps it.
-        - numpy array of numbers or booleans: becomes a tensor. It shares the array's memory on the CPU,
-          if the array can be written to.
-        - Mapping, list, tuple (named too): a new one of the same kind with its contents moved.
+        - Tensor: a leaf that requires a gradient stays such a leaf. Any other tensor keeps its history.
+        - numpy array of numbers or booleans: becomes a tensor. On the CPU it shares the array's memory if the
+          array is writable.
+        - Mapping, list, tuple or named tuple: a new container of the same type with its contents moved.
         - Object with a ``to`` method that takes a device (a tokenizer's ``BatchEncoding``, a
-          ``PackedSequence``, a graph): what that returns.
-        - Anything else, as None, numbers and strings: itself.
+          ``PackedSequence``, a graph): the result of that method.
+        - Anything else, such as None, numbers and strings: returned unchanged.
     device : torch.device, str or int, optional
-        Where to. Default: :func:`device`.
+        Target device. Default: :func:`device`.
 
     Returns
     -------
     object
-        The same kind of thing on the device. Copies from pinned memory do not wait for the GPU, which uses
-        them in order; do not overwrite the source at once.
+        The same kind of object on the device. Copies from pinned memory are asynchronous, and the GPU uses
+        them in order. So do not overwrite the source at once.
 
     Raises
     ------
     ConfigError
-        If there is no such device in this process, or if a tensor is on the meta device and so has no values.
+        If this process does not have the device, or if a tensor is on the meta device and so has no values.
     """
     return cast(T, _mapped(partial(_there, _checked(device)), thing))
 
 
 def to_numpy(thing: Any) -> Any:
-    """Bring results back: every tensor in a nest becomes a numpy array.
+    """Return results with each tensor converted to a numpy array.
 
     Parameters
     ----------
     thing : object
-        A tensor, or a nest of tensors as for :func:`to_device`.
+        A tensor, or a nested structure of tensors as for :func:`to_device`.
 
     Returns
     -------
     object
-        The same nest with arrays. That of a tensor on the CPU shares its memory, so it changes with it;
-        others are copies. bfloat16 becomes float32, as numpy has none. Read-only mappings become dicts.
+        The same structure with arrays. The array of a tensor on the CPU shares its memory, so it changes with
+        the tensor. Other arrays are copies. bfloat16 becomes float32, because numpy has no bfloat16.
+        Read-only mappings become dicts.
 
     Raises
     ------
@@ -88,14 +89,15 @@ def to_numpy(thing: Any) -> Any:
 
 
 def _mapped(convert: Callable[[Any], Any], thing: Any) -> Any:
-    """Return what a function makes of a thing; where that is NotImplemented, of what is in the thing."""
-    if (made := convert(thing)) is not NotImplemented:
-        return made
+    """Return the converted object. If ``convert`` returns NotImplemented, convert the object's contents."""
+    if (converted := convert(thing)) is not NotImplemented:
+        return converted
     if isinstance(thing, MutableMapping):
-        made = copy.copy(thing)  # keeps what a subclass has besides, as a defaultdict its factory
+        # A copy keeps the attributes of a subclass, such as the factory of a defaultdict.
+        converted = copy.copy(thing)
         for key in thing:
-            made[key] = _mapped(convert, thing[key])
-        return made
+            converted[key] = _mapped(convert, thing[key])
+        return converted
     if isinstance(thing, Mapping):
         return {key: _mapped(convert, thing[key]) for key in thing}
     if isinstance(thing, list | tuple):
@@ -129,7 +131,7 @@ def _back(thing: Any) -> Any:
 
 
 def _checked(device: torch.device | str | int | None) -> torch.device:
-    """Return the device, or raise if it cannot be used here."""
+    """Return the device; raises ConfigError if this process cannot use it."""
     if device is None:
         return globals()["device"]()  # type: ignore[no-any-return]
     try:
@@ -143,7 +145,7 @@ def _checked(device: torch.device | str | int | None) -> torch.device:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # Its full text has pages on other devices.
+        # Only the first sentence, because the full text has pages about other devices.
         reason = re.split(r"\. |\n", str(error))[0]
         raise ConfigError(
             f"device {str(target)!r} cannot be used here ({reason}). This process sees "
@@ -166,16 +168,16 @@ def _moved(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         return tensor
     if tensor.is_meta:
         raise _no_values("a tensor")
-    # To the GPU only: the CPU would read what has not arrived yet.
-    at_once = (
+    # Only copies to the GPU are asynchronous. The CPU would read memory before the values have arrived.
+    is_asynchronous = (
         target.type == "cuda"
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and tensor.is_pinned()
     )
     if not (tensor.is_leaf and tensor.requires_grad):
-        return tensor.to(target, non_blocking=at_once)
-    moved = tensor.detach().to(target, non_blocking=at_once)
+        return tensor.to(target, non_blocking=is_asynchronous)
+    moved = tensor.detach().to(target, non_blocking=is_asynchronous)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(moved)
     return moved.requires_grad_()
@@ -208,7 +210,7 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
     if problem is None:
         plain = tensor.detach()
         if plain.dtype == torch.bfloat16:
-            plain = plain.to(torch.float32)  # holds every bfloat16
+            plain = plain.to(torch.float32)  # represents every bfloat16 exactly
         try:
             array: NDArray[Any] = plain.to("cpu").resolve_conj().resolve_neg().numpy()
             return array
@@ -218,16 +220,16 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def from_numpy(array: NDArray[Any]) -> torch.Tensor:
-    """Return a tensor in an array's memory, or in a copy where PyTorch cannot use it."""
-    # torch warns about read-only memory, and refuses steps that are negative or not whole items. It does not
-    # look at the address, and crashes on a complex number that is not where it expects.
+    """Return a tensor that shares an array's memory, or has a copy if PyTorch cannot use that memory."""
+    # torch warns about read-only memory. It refuses strides that are negative or not a multiple of the item
+    # size. It does not check the address, and crashes on unaligned complex numbers.
     address = array.__array_interface__["data"][0]
-    odd = any(step < 0 or step % array.itemsize for step in (address, *array.strides))
-    return torch.from_numpy(array.copy() if odd or not array.flags.writeable else array)
+    needs_copy = any(step < 0 or step % array.itemsize for step in (address, *array.strides))
+    return torch.from_numpy(array.copy() if needs_copy or not array.flags.writeable else array)
 
 
 def _takes_device(thing: Any) -> bool:
-    """Tell whether an object has a ``to`` method for devices: units and dates may have another kind."""
+    """Return True if an object has a ``to`` method for devices. Units and dates may have another ``to``."""
     method = getattr(type(thing), "to", None)
     if not callable(method):
         return False

@@ -1,7 +1,7 @@
-"""A function that runs in several ranks: which rank this is, means and sums over all of them, their group.
+"""Functions for code that runs in several ranks: the rank's number, means and sums, the process group.
 
-:func:`flower_gpu.distributed` makes such a function. These can be called anywhere: with one rank nothing
-changes. Model, data and checkpoints are brought to ranks by PyTorch's own calls.
+:func:`flower_gpu.distributed` makes a function that runs in several ranks. The functions here can be called
+anywhere; with a single rank they change nothing. For models, data and checkpoints, use PyTorch's own calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import distributed
 from flower_gpu.errors import ConfigError, RankError
 from flower_gpu.pytorch.device import device
 
-# What gloo and NCCL say when another rank is gone or does not answer. Not each error has a class of its own.
+# Texts of gloo and NCCL errors when another rank has ended or does not answer. Some have no class of their
+# own.
 _OF_OTHERS: Final = re.compile(
     r"gloo/|Gloo .*failed|Connection (?:closed|reset) by|Connection refused|Broken pipe|Timed out waiting"
     r"|Application timeout caused|NCCL (?:error|communicator)|remote process exited|ncclRemoteError"
@@ -29,12 +30,12 @@ _CLASSES: Final = ("DistBackendError", "DistNetworkError", "DistStoreError", "Di
 
 
 def rank() -> int:
-    """Return the number of this rank, from 0 on; 0 where there is one."""
+    """Return the number of this rank, starting at 0; 0 outside of a distributed function."""
     return distributed.get_rank() if _is_there() else 0
 
 
 def world_size() -> int:
-    """Return how many ranks there are; 1 outside of a distributed function."""
+    """Return the number of ranks; 1 outside of a distributed function."""
     return distributed.get_world_size() if _is_there() else 1
 
 
@@ -43,7 +44,7 @@ def mean(value: float) -> float: ...
 @overload
 def mean(value: Mapping[str, float]) -> dict[str, float]: ...
 def mean(value: Any) -> Any:
-    """Return the mean over the ranks of a number, or of each number of a mapping; all ranks call it."""
+    """Return the mean over the ranks of a number, or of each number of a mapping. All ranks must call it."""
     if isinstance(value, Mapping):
         means = [number / world_size() for number in _summed([float(v) for v in value.values()])]
         return dict(zip(value, means, strict=True))
@@ -51,20 +52,20 @@ def mean(value: Any) -> Any:
 
 
 def total(value: float) -> float:
-    """Return the sum over the ranks of a number; a whole one stays whole; all ranks call it."""
-    found = _summed([float(value)])[0]
-    return round(found) if isinstance(value, int) else found
+    """Return the sum of a number over the ranks, an int if ``value`` is an int. All ranks must call it."""
+    result = _summed([float(value)])[0]
+    return round(result) if isinstance(value, int) else result
 
 
 def _summed(numbers: list[float]) -> list[float]:
-    """Return the sums of numbers over the ranks, in double precision; all ranks call it."""
+    """Return the sums of numbers over the ranks, in double precision. All ranks must call it."""
     values = torch.tensor(numbers, dtype=torch.float64, device=device())
-    found: list[float] = summed_tensor(values).cpu().tolist()
-    return found
+    sums: list[float] = summed_tensor(values).cpu().tolist()
+    return sums
 
 
 def summed_tensor(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor over the ranks; all ranks call it."""
+    """Return the sum of a tensor over the ranks. All ranks must call it."""
     if world_size() > 1:
         distributed.all_reduce(values)
     return values
@@ -72,28 +73,28 @@ def summed_tensor(values: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def joined(file: str, number: int, count: int, timeout_s: float) -> Iterator[None]:
-    """Be one of several ranks in the block; ConfigError if CUDA works for some of them only."""
+    """Join the process group within the block; raises ConfigError if CUDA works only in some ranks."""
     store = distributed.FileStore(file, count)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
-    own = device()
-    _agree(store, number, count, own.type)
-    where: dict[str, Any] = {}
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
-        where["device_id"] = own
-    backend = "nccl" if own.type == "cuda" else "gloo"
+    rank_device = device()
+    _agree(store, number, count, rank_device.type)
+    options: dict[str, Any] = {}
+    if rank_device.type == "cuda":
+        torch.cuda.set_device(rank_device)
+        options["device_id"] = rank_device
+    backend = "nccl" if rank_device.type == "cuda" else "gloo"
     distributed.init_process_group(
-        backend, store=store, rank=number, world_size=count, timeout=timeout, **where
+        backend, store=store, rank=number, world_size=count, timeout=timeout, **options
     )
     yield
-    # After an error nobody says goodbye: it would be waited for in vain, and this process ends anyway.
+    # After an error this is skipped: the barrier would wait in vain, and this process ends anyway.
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 def _agree(store: Any, number: int, count: int, kind: str) -> None:
-    """Let ranks on the CPU and ranks on GPUs not wait for each other for ever."""
+    """Raise ConfigError if only some ranks have CUDA: CPU and GPU ranks would wait for each other."""
     store.set(f"device/{number}", kind)
     kinds = [store.get(f"device/{other}").decode() for other in range(count)]
     if len(set(kinds)) > 1:
@@ -104,7 +105,7 @@ def _agree(store: Any, number: int, count: int, kind: str) -> None:
 
 
 def is_of_others(error: BaseException) -> bool:
-    """Tell whether an exception says that another rank is gone, or does not answer."""
+    """Return True if an exception means that another rank has ended or does not answer."""
     link: BaseException | None = error
     while link is not None:
         if type(link).__name__ in _CLASSES or isinstance(link, RankError):
