@@ -57,7 +57,7 @@ COMMANDS: Final = MappingProxyType(
     }
 )
 
-#: The SuperLink of ``flower-gpu launch``, and what it finds in the place of Flower's own.
+#: The SuperLink of ``flower-gpu launch``, and the commands that it finds in place of Flower's own.
 SERVER_COMMANDS: Final = MappingProxyType(
     {
         "flower-superlink": "flower_gpu.flower.superexec:superlink",
@@ -66,11 +66,12 @@ SERVER_COMMANDS: Final = MappingProxyType(
     }
 )
 
-# To a SuperLink that may be on this host as well. Who finds a message wakes the others (waits.py).
+# Limit for polls of a SuperLink by all SuperNodes of this host, because the SuperLink may run here, too. A
+# SuperNode that gets a message wakes the others (waits.py).
 _MOST_QUESTIONS_PER_S: Final = 10.0
 
-# What the fork server imports before the first message: what our flwr-clientapp runs, and what Flower and
-# PyTorch import there when they are used.
+# Modules that the fork server imports before the first message: those of our flwr-clientapp, and those that
+# Flower and PyTorch import at their first use.
 _MODULES: Final = (
     "flower_gpu.flower.clientapp",  # left out where it is not an installed package: it may be edited
     "flwr.supernode.cli",
@@ -124,7 +125,7 @@ class CommandFolder:
         }
         name = hashlib.sha256(repr((interpreter, texts)).encode()).hexdigest()[:20]
         self.path = sockets.folder() / "commands" / name
-        # The program beside its starter, under the same name: that is what is seen of a process.
+        # The program has the same file name as its starter, because process lists show it.
         programs = self.path / "python"
         self._files = {programs / name: text for name, text in texts.items()}
         for name in texts:
@@ -154,7 +155,8 @@ class CommandFolder:
         folder = self.make()
         path = os.pathsep.join([str(folder), path or os.defpath])
         for command in self._commands:
-            # Else Flower's own would be found, later on the path, and messages would have no lease.
+            # Otherwise Flower's own command, later on the path, would be found, and messages would get no
+            # lease.
             if shutil.which(command, path=path) != str(folder / command):
                 raise ConfigError(
                     f"no command can be started in {path_text(folder)}: it is on a file system without "
@@ -167,7 +169,8 @@ class CommandFolder:
 def with_flowers(path: str | None) -> str:
     """Return a ``PATH`` that begins with Flower's own commands, then has those of this Python environment."""
     path = os.pathsep.join([*script_folders(), path or os.defpath])
-    with suppress(ConfigError):  # no folder for them: those beside the interpreter, where there are some
+    # Without a folder for the commands, those beside the interpreter are used, if they exist.
+    with suppress(ConfigError):
         return CommandFolder(flowers()).first_on(path)
     return path
 
@@ -194,11 +197,11 @@ def fast_start(
 
 
 def warm_up(libraries: Sequence[str] = ()) -> None:
-    """Start the fork server if there is none, and have it import the libraries of every message.
+    """Start the fork server if it does not run, and let it import the libraries that every message needs.
 
-    A failure is not told here: the first message meets it as well.
-
-    Messages wait for that, and need not import it each. ``libraries``: what the app of this run imports.
+    Messages wait for these imports, and need not import the libraries themselves. A failure is not reported
+    here, because the first message has the same failure.
+    ``libraries``: names of the libraries that the app of this run imports.
     """
     if client.is_supported():
         with suppress(FlowerGPUError):
@@ -207,7 +210,7 @@ def warm_up(libraries: Sequence[str] = ()) -> None:
 
 
 def warm_up_command(libraries: Sequence[str] = ()) -> list[str]:
-    """Build the command line of a program that does that."""
+    """Return the command line of a program that calls :func:`warm_up`."""
     path = [entry for entry in sys.path if entry]
     program = (
         f"import sys; sys.path[:] = {path!r}; from flower_gpu.flower.commands import warm_up; "

@@ -29,14 +29,14 @@ from flower_gpu.printable import and_others
 from flower_gpu.workers.confined_replies import PlainBytes
 from flower_gpu.workers.own_process import facts
 
-#: Key of a node config: which part of the data a client has.
+#: Key of a node config for the part of the data that a client has.
 PARTITION_KEY = "partition-id"
 
 #: The reply to a message, and the state of the client after it.
 Replied = tuple[Message, RecordDict]
 #: The same, or the bytes of both from a confined worker.
 Handled = Replied | PlainBytes
-#: What of Flower's ``TaskIdentity`` a worker needs.
+#: Attributes of Flower's ``TaskIdentity`` that a worker needs.
 IDENTITY: Final = ("_task_id", "_run_id", "_node_id")
 _SHOWN_CHARACTERS: Final = 200  # of a text in an error
 
@@ -50,16 +50,16 @@ def call(
     *,
     name: str,
 ) -> Message:
-    """Have a worker handle a message, and take over its changes of the context's state.
+    """Handle a message in a worker, apply its changes of the context's state, and return the reply.
 
-    ``task``: ``task(*args, message, context, identity)`` runs in the worker and returns what :func:`run`
-    does. ``args``: its first arguments.
-    ``message``, ``context``: as Flower hands them to an app.
-    ``settings``: returns how the call is to run; its errors are those of the call.
-    ``name``: of the user's function, by which the footprint is known.
-    Returns the reply.
-    Raises FlowerGPUError if there was no GPU or worker for it, or the function failed; the text names the
-    client. Raises LoadClientAppError as it is.
+    ``task``: ``task(*args, message, context, identity)`` runs in the worker. It returns the same as
+    :func:`run`.
+    ``args``: first arguments of the task.
+    ``message``, ``context``: as Flower passes them to an app.
+    ``settings``: returns the settings of the call. Its errors count as errors of the call.
+    ``name``: name of the user's function, which is the key of the footprint.
+    Raises FlowerGPUError if no GPU or worker was available, or if the function failed. The text names the
+    client. A LoadClientAppError is raised unchanged.
     """
     kind = message.metadata.message_type
     with _named(f"{kind} of client {client_of(context)}"):
@@ -91,14 +91,16 @@ def call_many(
     name: str,
     workers: Workers,
 ) -> list[Message]:
-    """Have a worker handle messages of one type and round, and take over its changes of the contexts' states.
+    """Handle messages of the same type and round in a worker, and return the replies.
+
+    The worker's changes of the contexts' states are applied.
 
     ``task``: ``task(*args, messages, contexts, identity)`` runs in the worker and returns the reply and the
     state of each message.
     ``settings``: as for :func:`call`, of one message. Several messages have the time limit of all of them
     together, and a footprint for each power of two of their number.
     ``workers``: as for :func:`flower_gpu.calls.runner.run_call`.
-    Returns the replies. Raises as :func:`call` does; the text names the first client and counts the others.
+    Raises the errors of :func:`call`; the text names the first client and counts the others.
     """
     kind, count = messages[0].metadata.message_type, len(messages)
     clients = [client_of(context) for context in contexts]
@@ -211,15 +213,17 @@ def identity() -> dict[str, Any]:
 
 
 def assume(identity: Mapping[str, Any]) -> None:
-    """Be for Flower who the caller is."""
+    """Set Flower's identity of this process to that of the caller."""
     for key, value in identity.items():
         setattr(TaskIdentity, key, value)
 
 
 def checker(message: Message) -> Callable[[Any], Message]:
-    """Return what checks and returns the reply to a message, which its function may change meanwhile.
+    """Return a function that checks the reply to a message and returns it.
 
-    It raises InvalidResultError if it gets no reply to it: nobody takes that, and the server waits for ever.
+    Create it before the app's function runs, because that may change the message. The check raises
+    InvalidResultError if its argument is not a reply to the message. Without the check, such a result would
+    be dropped and the server would wait for ever.
     """
     asked = message.metadata
     expected = asked.message_id, asked.dst_node_id, asked.src_node_id
@@ -254,8 +258,8 @@ def checker(message: Message) -> Callable[[Any], Message]:
 def check_texts(records: RecordDict, what: str) -> None:
     """Check that Flower can send the texts of records; raises InvalidResultError.
 
-    Protobuf takes no lone surrogates. Flower notices that after the app has ended, and tells the server
-    nothing.
+    Protobuf refuses lone surrogates. Flower notices them only after the app has ended, and does not inform
+    the server.
     """
     for name, record in records.items():
         for key, value in record.items():
@@ -269,7 +273,7 @@ def check_texts(records: RecordDict, what: str) -> None:
 
 
 def take_over(state: RecordDict, new: RecordDict) -> None:
-    """Change a state into another one, in place: other mods may hold it, or records of it."""
+    """Replace the content of a state, in place, because other mods may hold the state or its records."""
     if state is new:
         return
     held = [id(record) for record in state.values()]
@@ -277,19 +281,20 @@ def take_over(state: RecordDict, new: RecordDict) -> None:
     records: dict[str, Any] = {}
     for name, record in new.items():
         old: Any = state.get(name)
-        # One that is there under two names may be two different ones from now on.
+        # A record under two names is not reused, because the new state may have two different records there.
         if type(old) is type(record) and held.count(id(old)) == 1:
-            for key in list(old):  # clear() of Flower's records takes the square of their number
+            # Not by clear(): the time of Flower's clear() grows with the square of the number of entries.
+            for key in list(old):
                 del old[key]
             old.update(record)
             records[name] = old
         else:
             records[name] = record
-    state.clear()  # and not only what is no more: their order may be another one
+    state.clear()  # removes all records, because their order may have changed
     state.update(records)
 
 
 def client_of(context: Context) -> str:
-    """Return the name of the client whose context this is: its partition, else its node."""
+    """Return the name of a context's client: its partition, otherwise its node."""
     partition = context.node_config.get(PARTITION_KEY)
     return str(context.node_id if partition is None else partition)

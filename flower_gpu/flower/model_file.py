@@ -26,7 +26,7 @@ _TYPES: Final = {
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
-_NOT_A_NAME: Final = "__metadata__"  # what the header of such a file has beside the arrays
+_NOT_A_NAME: Final = "__metadata__"  # entry in the header of such a file that is not an array
 _ALIGNMENT: Final = 8
 _NOT_WRITTEN: Final = (
     "The final model is not written. Free space; the checkpoint, if there is one, has the model of the last "
@@ -37,7 +37,7 @@ _Arrays = dict[str, Callable[[], NDArray[Any]]]
 
 
 def write_model(model: ArrayRecord | Parameters | None, folder: RunFolder) -> str | None:
-    """Write a model in the place of the one that is there; return the file's name, None if there is none.
+    """Write a model, replacing an earlier file; return the file's name, or None if no model is written.
 
     The arrays of ``Parameters`` are called ``"0"``, ``"1"`` and so on. A model with arrays that the format
     does not know is not written, which a warning says.
@@ -72,7 +72,7 @@ def write_model(model: ArrayRecord | Parameters | None, folder: RunFolder) -> st
 
 
 def model_sha256(model: ArrayRecord | Parameters | None) -> str | None:
-    """Return the SHA-256 of a model, as 64 hexadecimal digits; None if there are no arrays.
+    """Return the SHA-256 of a model as 64 hexadecimal digits, or None if it has no arrays.
 
     Of each array, in the order of the names, a line with name, type and shape, and then its elements in C
     order, little-endian. docs/reference/result.md has the same for a file with a model.
@@ -95,12 +95,12 @@ def _bytes(array: NDArray[Any]) -> bytes:
 
 
 def _arrays(model: ArrayRecord | Parameters | None) -> _Arrays:
-    """Return what reads each array: not all of them need be in memory once more."""
+    """Return a function for each array that reads it, so that not all arrays are in memory twice."""
     if model is None:
         return {}
     if isinstance(model, Parameters):
         if model.tensor_type != "numpy.ndarray":
-            # Bytes of some framework's own: kept as they are.
+            # Bytes in a framework's own format are kept unchanged.
             found = [np.frombuffer(tensor, np.uint8) for tensor in model.tensors]
         else:
             found = parameters_to_ndarrays(model)

@@ -31,7 +31,7 @@ def clients_of_nodes(folder: RunFolder) -> dict[int, int]:
 
 
 def has_connected(log: Path) -> bool:
-    """Return True if the SuperLink has let in the SuperNode that was started last with this log."""
+    """Return True if the SuperLink has accepted the SuperNode that was started last with this log."""
     return _NODE_ID.search(last_output(log)) is not None
 
 
@@ -44,23 +44,23 @@ def last_output(log: Path) -> str:
 
 
 class InOrder(list[Any]):
-    """Replies in the order of the clients, which is a better one than that of their nodes' ids."""
+    """Replies in the order of the clients, which is more stable than the order of node ids."""
 
 
 class ClientOrder:
-    """Gives nodes the order of their clients. Their ids are others each time that the run is started."""
+    """The order of nodes by their clients. Node ids do not give an order, because each start has new ids."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._clients: dict[int, int] = {}
 
     def nodes(self, nodes: Iterable[Any]) -> list[Any]:
-        """Return Flower's nodes in order, once it is known whose they are."""
+        """Return Flower's nodes in order. Waits a limited time until the client of each node is known."""
         found = list(nodes)
         deadline = time.monotonic() + _PATIENCE_S
         while new := {node.node_id for node in found} - self._clients.keys():
             self._clients |= clients_of_nodes(self._folder)
-            if time.monotonic() > deadline:  # somebody else's: they come last
+            if time.monotonic() > deadline:  # nodes that this run has not started come last
                 self._clients = {**{id_: id_ + _MOST_CLIENTS for id_ in new}, **self._clients}
             time.sleep(_PAUSE_S)
         return sorted(found, key=lambda node: self._clients[node.node_id])

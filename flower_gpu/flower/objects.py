@@ -1,12 +1,13 @@
-"""Objects of messages: many in one request.
+"""Batches of the objects of a message: many objects in a single request.
 
-A message of Flower's is a tree of objects, two for each array of a model, and each of them travels in a
-request of its own, four times on its way to a client and back. The requests take more than the work where a
-model has many small arrays.
+A message of Flower is a tree of objects, two for each array of a model. Flower sends each object in a request
+of its own, four times on the way to a client and back. If a model has many small arrays, the requests take
+longer than the work.
 
-Here the names of several objects, with commas between them, stand for one object that holds them all. Such a
-request goes the way of every other, past the same checks, and Flower's own function answers for each object.
-A server that is not ours knows no object of that name; then each travels alone, as in Flower.
+Here the names of several objects, joined by commas, name an object that contains them all. Such a request
+takes the same path and passes the same checks as any other, and Flower's own function answers for each
+object. A server that is not ours does not know an object of that name. Then each object is sent alone, as in
+Flower.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from flower_gpu.flower import private_names
 
 #: An answer ends with the object that makes it larger than this; a larger object is pushed alone.
 MOST_BYTES: Final = 4 << 20
-_MOST_NAMES: Final = 500  # in one request
+_MOST_NAMES: Final = 500  # limit for a request
 _COMMA: Final = ","
 
-# A message can be pulled as soon as its head was pushed. Who then asks for an object that was not pushed yet
-# waits a second in Flower, and twice as long the next time.
+# A message can be pulled as soon as its head was pushed, before its other objects. In Flower, a process that
+# asks for an object too early waits a second, and twice as long the next time.
 _FIRST_WAIT_S: Final = 0.02
 
 #: Where Flower's functions for the objects of a message are used by name.
 _USERS: Final = (private_names.UTILS, private_names.NODE_LOOP, private_names.HTTP_GRID)
-#: What answers requests for objects: those of ServerApps and SuperNodes, and those of ClientApps.
+#: Modules that answer requests for objects: from ServerApps and SuperNodes, and from ClientApps.
 SUPERLINK: Final = (private_names.RUNTIME_HANDLERS, private_names.FLEET_HANDLERS)
 SUPERNODE: Final = (private_names.NODE_HANDLERS,)
 
@@ -37,7 +38,7 @@ _Function = Callable[..., Any]
 
 
 def ask_for_many() -> None:
-    """Have Flower's functions of this process pull and push several objects in one request."""
+    """Make Flower's functions in this process pull and push several objects in a request."""
     for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
         function = private_names.find(f"{private_names.UTILS}:{name}")
         defaults = getattr(function, "__kwdefaults__", None) or {}
@@ -61,7 +62,10 @@ def ask_for_many() -> None:
 
 
 def answer_for_many(handlers: Iterable[str]) -> None:
-    """Have a server of Flower's in this process answer such requests, given its modules' names."""
+    """Make a server of Flower in this process answer requests for several objects.
+
+    ``handlers``: names of the server's modules.
+    """
     for name in handlers:
         pull = private_names.find(f"{name}:pull_object")
         push = private_names.find(f"{name}:push_object")
@@ -71,9 +75,9 @@ def answer_for_many(handlers: Iterable[str]) -> None:
 
 
 class ObjectBatches:
-    """Pulls and pushes several objects in one request, once the server has shown that it knows of that.
+    """Pulls and pushes of several objects in a request, used once the server has shown that it supports them.
 
-    ``refused``: what Flower's function for pulling raises where the server does not know an object.
+    ``refused``: exception of Flower's function for pulling if the server does not know an object.
     """
 
     def __init__(self, refused: type[Exception]) -> None:

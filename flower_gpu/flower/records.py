@@ -24,19 +24,19 @@ Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
 def records_of(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
     """Return the records of a kind, by name.
 
-    ``content.array_records`` would keep the content alive until Python's garbage collector runs: what it
-    returns refers to the content and to itself.
+    ``content.array_records`` is not used, because its result refers to the content and to itself. It would
+    keep the content alive until Python's garbage collector runs.
     """
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
 def records_in(message: Message, kind: type[Record]) -> dict[str, Record]:
-    """Return a message's records of a kind, by name; none if it has an error in the place of a content."""
+    """Return a message's records of a kind, by name; empty if it has an error instead of content."""
     return records_of(message.content, kind) if message.has_content() else {}
 
 
 def round_of(message: Message) -> int | None:
-    """Return the round that a message says it is of, by its config or its group; None if it does not."""
+    """Return the round of a message according to its config or its group, or None."""
     for record in records_in(message, ConfigRecord).values():
         value = record.get(ROUND_KEY)
         if isinstance(value, int) and not isinstance(value, bool):
