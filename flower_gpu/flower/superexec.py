@@ -1,10 +1,14 @@
-"""Our ``flower-superexec``: Flower's, woken by its parent, which it asks seldom.
+"""Our ``flower-superexec``: Flower's SuperExec, which is woken by its parent and so polls it seldom.
 
-Beside each SuperNode, and beside a SuperLink, Flower starts a ``flower-superexec``. It asks its parent for a
-task, at our interval ten times a second, and starts a process for each. With a hundred SuperNodes those
-questions alone are more than two cores can answer.
+Flower starts a ``flower-superexec`` beside each SuperNode and beside a SuperLink. It polls its parent for
+tasks, ten times a second at our interval, and starts a process for each task. With a hundred SuperNodes these
+polls alone are more than two cores can answer.
 
-The SuperLink of ``flower-gpu launch`` is here, too: it wakes its SuperExec for each run.
+This module also has the SuperLink of ``flower-gpu launch``, which wakes its SuperExec for each run.
+
+Three threads or processes matter here. The main thread of the SuperExec runs Flower's loop, and waits in
+:meth:`SuperExecTime.sleep`. Its parent wakes it over a socket (waits.py). A daemon thread waits for the end
+of the parent, and then interrupts the main thread by SIGINT (:func:`end_with`).
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ from flower_gpu import standard_streams
 from flower_gpu.flower import objects, waits
 from flower_gpu.flower.private_names import LINK_STATES, SUPEREXEC, find
 
-#: How long this waits without a wake-up: one may get lost.
+#: Longest wait without a wake-up, because a wake-up may get lost.
 LONGEST_S: Final = 60.0
 
-_LOOK_S: Final = 0.2  # between two looks at the parent, where the kernel does not tell of its end
+_LOOK_S: Final = 0.2  # interval between checks of the parent if the kernel has no pidfds
 
 
-# What makes a task in Flower's states.
+# Methods of Flower's states that create a task.
 _TASK_MAKERS: Final = ("create_run", "create_task")
 
 
@@ -51,7 +55,7 @@ def main() -> None:
     loop: Any = importlib.import_module(SUPEREXEC)
     from flwr.supercore.cli import flower_superexec
 
-    # With --executor somebody else has started it, for tasks that may have to wait for capacity.
+    # With --executor it was not started by its parent. Its tasks may have to wait for capacity.
     wake_ups = waits.found()
     is_parents = not any(argument.startswith("--executor") for argument in sys.argv)
     if wake_ups is not None and is_parents and find(f"{SUPEREXEC}:time") is not None:
@@ -70,7 +74,7 @@ class SuperExecTime:
         self._longest_s = longest_s
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a wake-up, at least as long as Flower wants where none comes."""
+        """Wait for a wake-up. Without a wake-up, wait at least as long as Flower asks for."""
         self._wake_ups.wait(max(seconds, self._longest_s))
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +87,7 @@ _MONITOR: Final = "start_parent_process_monitor"  # as Flower calls it
 def end_with(pid: int) -> None:
     """End this process by SIGINT when its parent ends, as Flower does.
 
-    Flower's looks five times a second whether the parent is there. And its signal would not interrupt a wait.
+    Flower's own monitor checks the parent five times a second, and its signal would not interrupt a wait.
     """
     main_thread = threading.main_thread().ident
     threading.Thread(target=_end_with, args=(pid, main_thread), daemon=True).start()

@@ -1,11 +1,11 @@
-"""Our ``flower-supernode``: Flower's, with shorter waits while there is work (drawing: commands.py).
+"""Our ``flower-supernode``: Flower's SuperNode with shorter waits while there is work (see commands.py).
 
-Flower's SuperNode asks its SuperLink for a message every 3 s. Where a message is handled in less time, most
-of a round would be waiting. And a SuperLink notices only after a minute that a SuperNode was killed; until
+Flower's SuperNode polls its SuperLink for a message every 3 s. If a message is handled in less time, most of
+a round would be waiting. A SuperLink also notices only after a minute that a SuperNode was killed, and until
 then the run waits for its reply.
 
-Within a SuperNode nothing is asked again and again: its SuperExec is woken when a message is there
-(superexec.py), and its own loop when the reply is.
+Within a SuperNode no process polls another: the SuperExec is woken when a message has arrived (superexec.py),
+and the SuperNode's loop is woken when the reply has arrived.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from flower_gpu.flower.waits import NodeGroup, Waker, call_after, group_of
 from flower_gpu.options import IDLE_POLL, POLL
 from flower_gpu.workers.forkserver.control import Stays
 
-# What a part of a reply comes by.
+# Methods that store a part of a reply.
 _REPLY: Final = ((NODE_STATE, "store_message"), (OBJECT_STORE, "put"))
-# What the programs import that Flower starts below a SuperNode.
+# Modules that are imported by the programs that Flower starts below a SuperNode.
 _IMPORTED_BELOW: Final = (
     "flower_gpu.flower.superexec",
     "flower_gpu.flower.clientapp",
@@ -38,7 +38,7 @@ _IMPORTED_BELOW: Final = (
     "httpcore",
     "pynvml",
 )
-_STAY_S: Final = 5.0  # between two looks whether the fork server is there
+_STAY_S: Final = 5.0  # interval between checks of the fork server
 # A SuperLink notices a killed SuperNode after two intervals. Flower sends every 30 s, and takes 10 s or more.
 _HEARTBEAT_S: Final = 10
 _ASKING_S: Final = 1.0  # Flower waits longer only before it asks its SuperLink again
@@ -83,7 +83,7 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
         nonlocal next_s
         folder.make()  # a host's tidying up may remove it, and Flower's own flwr-clientapp would be found
         if sys.platform == "linux" and time.monotonic() > next_s:
-            stays.ask_own()  # also with the successor of one that has ended
+            stays.ask_own()  # repeated, because a fork server that has ended gets a successor
             next_s = time.monotonic() + _STAY_S
 
     return look
@@ -92,13 +92,13 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
 class SuperNodeTime:
     """The module ``time`` for a SuperNode's loop: its waits, and its wake-ups of others.
 
-    The loop asks its SuperLink for a message, makes a task of it, pulls what is in it, waits for the reply,
-    and sends that. The SuperExec is woken when the wait begins: a ClientApp that asks too early for a part
-    of the message would wait.
+    The loop asks its SuperLink for a message, makes a task of the message, pulls its content, waits for the
+    reply, and sends the reply. The SuperExec is woken when the wait begins. If it were woken earlier, its
+    ClientApp might ask too early for a part of the message, and would wait.
 
-    ``least_s``, ``idle_s``: the wait between two questions to the SuperLink: the shortest, and the one
-    without work.
-    ``group``: the SuperNodes that were started with this one.
+    ``least_s``: shortest wait between two polls of the SuperLink.
+    ``idle_s``: wait between two polls without work.
+    ``group``: the SuperNodes of the same command.
     ``before_waiting``: called before each wait.
     ``monotonic``: as in ``time``.
     """

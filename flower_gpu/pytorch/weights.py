@@ -1,8 +1,8 @@
-"""A model's ``state_dict`` as numpy arrays and back, and as a safetensors file.
+"""Conversion of a model's ``state_dict`` to numpy arrays and back, and to a safetensors file.
 
-Arrays and files hold every entry of the ``state_dict`` in its order: parameters and buffers. numpy
-has no bfloat16, so such an entry travels as float32, which loses nothing, and is cast back on the
-way in. Strategies average integer and boolean buffers into floats; those are rounded on the way in.
+Arrays and files have every entry of the ``state_dict`` in its order: parameters and buffers. numpy has no
+bfloat16, so such an entry is sent as float32, which is lossless, and is cast back when it is loaded.
+Strategies average integer and boolean buffers into floats. These are rounded when they are loaded.
 """
 
 from __future__ import annotations
@@ -78,30 +78,30 @@ def get_state(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, NDArra
 def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     """Load numpy arrays into a model.
 
-    Everything is checked before the first write: a list that does not fit leaves the model as it
-    was. The values are copied into the existing tensors, wherever they are; no array is kept. A
-    model that is divided over ranks gets those of rank 0.
+    All arrays are checked before the first write, so a list that does not fit leaves the model unchanged.
+    The values are copied into the existing tensors on their devices, and no array is kept. A model that is
+    sharded over ranks gets the arrays of rank 0.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model, on any device.
     weights : sequence of numpy.ndarray
-        One array per entry of ``model.state_dict()``, in its order, as from :func:`get_weights`.
-        Entries that share a tensor each have an array; the last one stays.
+        An array for each entry of ``model.state_dict()``, in that order, as from :func:`get_weights`.
+        Entries that share a tensor each have an array, and the last of these arrays counts.
 
     Raises
     ------
     WeightsError
-        If the number of arrays, a shape or a dtype is not the model's, or if a float array meant
-        for an integer or boolean buffer holds a value that does not fit; the message names the
-        entry, what was expected and what came.
+        If the number of arrays, a shape or a dtype differs from the model's. Also if a float array for an
+        integer or boolean buffer has a value that does not fit. The message names the entry, the expected
+        value and the actual value.
 
     Notes
     -----
-    Two differences of dtype are taken, because averaging makes them: floats for an integer or
-    boolean buffer, which are rounded to the nearest integer (halves to the even one), and 0-d
-    float64 for a smaller float (numpy before 2.0 promotes 0-d arrays).
+    Two differences of dtype are accepted, because averaging causes them. Floats for an integer or boolean
+    buffer are rounded to the nearest integer (halves to even). A 0-d float64 is accepted for a smaller float,
+    because numpy before 2.0 promotes 0-d arrays.
     """
     model = _own(model)
     state = model.state_dict()
@@ -120,9 +120,9 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     if is_sharded(model):
         _load_full_state(model, tensors)
         return
-    # Not a copy_ of our own: some modules give out tensors in their state_dict that are not the
-    # ones they compute with, and load_state_dict knows how to load those too. It needs the versions
-    # of modules that came with this very dict, or it may take the arrays for an old release's.
+    # load_state_dict is used instead of copy_, because the state_dict of some modules has other tensors than
+    # those that the modules compute with, and load_state_dict can load them. It needs the modules' versions
+    # in this same dict. Without them it may treat the arrays as those of an old release.
     state.update(tensors)
     model.load_state_dict(state, strict=True)
 
@@ -236,8 +236,8 @@ def _to_tensor(value: object, tensor: torch.Tensor, dtype: np.dtype[Any]) -> tor
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether a model's parameters are divided over ranks."""
-    # Not by its parameters: after an evaluation those of the outermost module are still whole.
+    """Return True if a model's parameters are sharded over ranks."""
+    # The parameters do not show this: after an evaluation those of the outermost module are still whole.
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
