@@ -72,8 +72,12 @@ class FedBuff(FedAvg):
         Consume replies in the order of a virtual clock, even if that means waiting, so that a run can be
         repeated. ``flower-gpu simulate --deterministic`` always does so.
 
-    Raises ------ ConfigError, TypeError If a value cannot be used. ClientsFailedError Raised by ``start`` if
-    no message of a round could be sent, or if no client sent an update in any round.
+    Raises
+    ------
+    ConfigError, TypeError
+        If a value is invalid.
+    ClientsFailedError
+        By ``start``, if no message of a round could be sent, or if no client sent an update in any round.
     """
 
     def __init__(

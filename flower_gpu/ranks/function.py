@@ -91,15 +91,22 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, timeou
     same arguments, in a process group of ``torch.distributed``, on its own device. If the call has one GPU or
     requested one, the function is called without ranks.
 
-    Parameters ---------- task : callable or str The function, or ``"package.module:function"``. With a text,
-    only workers import the module. num_gpus : int, optional Number of GPUs that a
-    :class:`flower_gpu.GPUClient` requests when it calls this function, instead of the client's own
-    ``num_gpus``. A client that gets the function as a text does not see this number: pass it to the client as
-    well. On a node without GPUs, this number of ranks runs on the CPU. timeout_s : float Seconds that ranks
-    wait for each other at one point. Then the call fails and names the missing rank.
+    Parameters
+    ----------
+    task : callable or str
+        The function, or ``"package.module:function"``. With a text, only workers import the module.
+    num_gpus : int, optional
+        Number of GPUs that a :class:`flower_gpu.GPUClient` requests when it calls this function, instead of
+        the client's own ``num_gpus``. A client that gets the function as a text does not see this number:
+        pass it to the client as well. On a node without GPUs, this number of ranks runs on the CPU.
+    timeout_s : float
+        Seconds that ranks wait for each other at one point. Then the call fails and names the missing rank.
 
-    Returns ------- Distributed A callable with the same arguments. It returns the value of rank 0. In a
-    result of Flower, numeric metrics are averaged over the ranks.
+    Returns
+    -------
+    Distributed
+        A callable with the same arguments. It returns the value of rank 0. In a result of Flower, numeric
+        metrics are averaged over the ranks.
 
     Raises
     ------
