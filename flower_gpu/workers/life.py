@@ -1,17 +1,37 @@
-"""How workers die with their caller, how they end, and why none can be started.
+"""How processes of a worker end: with their caller, after their call, or by the kernel.
+
+A worker holds GPU memory, so no process of it may outlive its use. Each process may end at any time, even by
+SIGKILL, and a killed process runs no cleanup code. So each case has another process, or the kernel, that
+does the killing:
 
 ===========================================  ================================================================
-what has happened                            who ends what
+event                                        who ends which processes
 ===========================================  ================================================================
-the caller is gone, whatever ended it        the kernel kills the worker's group: ``die_with_the_caller``
-the call is over, or its time is             its caller ends the worker's group: ``end_group``
-the worker is gone, not what it started      its parent ends what is in sessions of its own: the caller
-in a session of its own                      (``ending_left``), or the fork server (``end_adopted``)
-the worker is gone, its resource tracker     it ends itself; after 30 s the caller does: ``end_later``
-is not
-a fork server ends while its successor       the kernel kills the successor: ``end_with_parent``
-still imports
+The caller is gone, for any reason.          The kernel kills the worker's group: ``die_with_the_caller``.
+The call is over or has timed out.           The caller kills the worker's group: ``end_group``.
+The worker is gone, but it left processes    Their new parent kills them: the caller (``ending_left``) or
+in sessions of their own.                    the fork server (``end_adopted``).
+The worker is gone, but its resource         The tracker ends by itself. After 30 s the caller kills it:
+tracker is not.                              ``end_later``.
+A fork server ends while its successor       The kernel kills the successor: ``end_with_parent``.
+still imports.
+Main memory runs out.                        The kernel kills the worker before its caller:
+                                             ``be_killed_first``.
 ===========================================  ================================================================
+
+**Death of the caller.** Each worker has a life pipe. Only the caller holds the write end, and it never
+writes. When the caller ends, the kernel closes that end, and Linux sends SIGKILL to the worker's process
+group because of ``F_SETOWN`` and ``F_SETSIG`` on the read end. The worker runs no code for this, so it works
+while C code holds the GIL. A fork of the caller would inherit the write end and keep the workers of its
+parent alive. So a fork handler closes the inherited write ends in the child (``_life_ends``).
+
+**Process ids.** A pid is only safe to kill while it is reserved. The kernel reserves the pid of an exited
+child until its parent reaps it. So :class:`OwnChild` looks for the exit with ``WNOWAIT``, the process group
+is killed, and only then is the worker reaped.
+
+**Races.** The caller may end before the signal is armed, so ``die_with_the_caller`` checks the pipe once
+afterwards. ``end_with_parent`` checks its parent afterwards for the same reason. A leftover process may start
+others while it is being killed, so ``ending_left`` repeats until it finds none, for at most 5 s.
 """
 
 from __future__ import annotations
@@ -38,57 +58,59 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _SIGEV_SIGNAL = 0  # asm-generic/siginfo.h
-_WORKER_OOM_SCORE = 500  # of 1000, see proc(5)
+_WORKER_OOM_SCORE = 500  # half of the maximum of 1000, see proc(5)
 _ENDS = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
-_END_OF_LEFT_S = 5.0  # each is killed at once; one that starts others as fast as it can is not waited for
+# Limit for ending leftover processes. They die at once, unless they start others as fast as they can.
+_END_OF_LEFT_S = 5.0
 _PAUSE_S = 0.01
 
-# Write ends of life pipes. A fork that kept one would keep other callers' workers alive.
+# Write ends of this process's life pipes. A fork that kept them open would keep the workers alive.
 _life_ends: set[int] = set()
 
 
 class OwnChild:
-    """A worker that this process started itself.
+    """A worker that is a child of this process.
 
-    ``reaped``: is called once its status was taken, for an object that would wait for it otherwise.
+    ``reaped``: called after the worker is reaped, for an object that would otherwise wait for it as well.
     """
 
-    #: Why :meth:`reap` may not know how it ended.
+    #: Reason for an unknown exit code.
     why_unknown = "SIGCHLD is ignored here, or something else waits for all children"
 
     def __init__(self, pid: int, reaped: Callable[[], object] = lambda: None) -> None:
         self.pid = pid
-        #: The most memory that it had, once it is reaped; 0 where that is not known.
+        #: Peak memory in bytes, known once the worker is reaped; 0 if unknown.
         self.peak_bytes = 0
         self._reaped = reaped
         self._exited = False
         self._exitcode: int | None = None
 
     def has_exited(self) -> bool:
-        """Whether it is gone; its pid is still its own."""
+        """Return True if the worker has exited. Its pid stays reserved until it is reaped."""
         if self._exited:
             return True
         try:
             if hasattr(os, "waitid"):
-                # WNOWAIT: its pid, and so its group's id, stays taken until it is reaped.
-                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is not None and found.si_code in _ENDS:  # else it has only stopped, to be traced
+                # WNOWAIT keeps the pid, and so the id of the group, reserved until the worker is reaped.
+                status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                # Other codes mean that the process has only stopped, because it is traced.
+                if status is not None and status.si_code in _ENDS:
                     self._exited = True
-                    by_itself = found.si_code == os.CLD_EXITED
-                    self._exitcode = found.si_status if by_itself else -found.si_status
+                    by_itself = status.si_code == os.CLD_EXITED
+                    self._exitcode = status.si_status if by_itself else -status.si_status
             else:  # macOS before Python 3.13
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                pid, wait_status = os.waitpid(self.pid, os.WNOHANG)
                 if pid != 0:
                     self._exited = True
-                    self._exitcode = os.waitstatus_to_exitcode(status)
-        except ChildProcessError:  # SIGCHLD is ignored here, or somebody else waits for all children
+                    self._exitcode = os.waitstatus_to_exitcode(wait_status)
+        except ChildProcessError:  # SIGCHLD is ignored here, or other code waits for all children
             self._exited = True
         return self._exited
 
     def reap(self, _: Sequence[str] = ()) -> int | None:
-        """Give its pid back and return the exit status (``-n`` for signal ``n``).
+        """Reap the worker, which frees its pid, and return its exit status (``-n`` for signal ``n``).
 
-        None where somebody else took the status: the program ignores SIGCHLD, or waits for every child.
+        Returns None if the status is lost, because the program ignores SIGCHLD or waits for every child.
         """
         with suppress(ChildProcessError):
             self.peak_bytes = os.wait4(self.pid, 0)[2].ru_maxrss << 10
@@ -98,9 +120,9 @@ class OwnChild:
 
 
 class StopOrder:
-    """Tells the threads that watch workers to end them.
+    """An order that makes all threads that watch workers end them.
 
-    ``asks_where``: whether each worker is to say first where its threads are.
+    ``asks_where``: True if each worker must write the stacks of its threads first.
     """
 
     def __init__(self) -> None:
@@ -109,28 +131,29 @@ class StopOrder:
         self._is_given = False
 
     def give(self, *, asks_where: bool = False) -> None:
-        """Give it; a second time changes nothing."""
+        """Give the order. Calling it again has no effect."""
         if not self._is_given:
             self._is_given = True
             self.asks_where = asks_where
-            os.close(self._write)  # then the other end is readable, in every thread
+            # This makes the read end readable in every thread that waits for it.
+            os.close(self._write)
 
     def close(self) -> None:
-        """Give it, and let go of it, when nobody looks any more."""
+        """Give the order and close the descriptor, once no thread waits for it any more."""
         self.give()
         with suppress(OSError):
             os.close(self.descriptor)
 
 
 def life_pipe() -> tuple[int, int]:
-    """Return a pipe (read end, write end) whose write end stays in this very process."""
+    """Return a pipe (read end, write end). Forks of this process close the write end."""
     read, write = os.pipe()
     _life_ends.add(write)
     return read, write
 
 
 def close_life_end(write: int) -> None:
-    """Close the write end: the kernel then kills the rest of the worker's process group."""
+    """Close the write end. The kernel then kills the rest of the worker's process group."""
     _life_ends.discard(write)
     os.close(write)
 
@@ -146,12 +169,12 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def die_with_the_caller(life: int) -> None:
-    """Have the kernel kill this process group when the caller is gone, even while the GIL is held."""
+    """Make the kernel kill this process group when the caller ends, even while the GIL is held."""
     if hasattr(fcntl, "F_SETSIG"):
         kill_group_at_end_of(life, os.getpgrp())
         poll = select.poll()
         poll.register(life, 0)  # POLLHUP is always reported
-        if poll.poll(0):  # it went before the signal was armed
+        if poll.poll(0):  # the caller ended before the signal was armed
             os.killpg(0, signal.SIGKILL)
         return
 
@@ -163,27 +186,27 @@ def die_with_the_caller(life: int) -> None:
 
 
 def be_killed_first() -> None:
-    """Have the kernel end this worker before its caller where memory runs out: one call fails, and not a run.
+    """Make the kernel kill this worker before its caller if memory runs out.
 
-    It takes the largest process of the host, or of the control group that is full. A worker counts as larger
-    by half of what there is.
+    Then one call fails instead of the whole run. The kernel kills the largest process of the host, or of the
+    full control group. The score makes a worker count as larger by half of the available memory.
     """
     path = Path("/proc/self/oom_score_adj")
-    with suppress(OSError, ValueError):  # another system
+    with suppress(OSError, ValueError):  # not Linux
         if int(path.read_text()) < _WORKER_OOM_SCORE:
             path.write_text(f"{_WORKER_OOM_SCORE}")
 
 
 def end_with_parent(parent: int | None) -> None:
-    """Have the kernel kill this process when its parent, a program of one thread, ends; None: no more."""
+    """Make the kernel kill this process when its single-threaded parent ends; None switches that off."""
     number = 0 if parent is None else signal.SIGKILL
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if parent is not None and os.getppid() != parent:  # it ended before
+    if parent is not None and os.getppid() != parent:  # the parent ended before the call of prctl
         os._exit(1)
 
 
 class _SignalEvent(ctypes.Structure):
-    """``struct sigevent``, with more room at its end than any system needs."""
+    """``struct sigevent``, with padding at its end for every system's variant."""
 
     _fields_ = (
         ("value", ctypes.c_void_p),
@@ -194,14 +217,14 @@ class _SignalEvent(ctypes.Structure):
 
 
 class _TimerSpan(ctypes.Structure):
-    """``struct itimerspec``: interval, then time to the end, each in seconds and nanoseconds."""
+    """``struct itimerspec``: the interval, then the time to the first signal, in seconds and nanoseconds."""
 
     _fields_ = tuple((name, ctypes.c_long) for name in ("again_s", "again_ns", "first_s", "first_ns"))
 
 
 @contextmanager
 def killed_after(seconds: float) -> Iterator[None]:
-    """Have the kernel kill this process if the block takes longer.
+    """Make the kernel kill this process if the block takes longer than ``seconds``.
 
     A POSIX timer that sends SIGKILL needs no thread and no GIL. It also ends a stopped process, which SIGALRM
     does not. On a system without such timers there is no limit.
@@ -223,7 +246,7 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 
 def _timer_library() -> Any:
-    """Return the library with timers: the C library, or librt with a glibc before 2.34; None elsewhere."""
+    """Return the library with timers: the C library, or librt before glibc 2.34; None on other systems."""
     for name in (None, "librt.so.1") if sys.platform == "linux" else ():
         with suppress(OSError):
             library = ctypes.CDLL(name)
@@ -233,9 +256,9 @@ def _timer_library() -> Any:
 
 
 def adopt_orphans(enable: bool = True) -> bool:
-    """Become, or no longer be, the parent of each descendant whose own parent ends.
+    """Become the parent of every descendant whose own parent ends, or stop being that.
 
-    Returns False where the system has no such thing (it is Linux's "child subreaper").
+    Returns False if the system lacks Linux's "child subreaper".
     """
     if sys.platform != "linux":
         return False
@@ -246,11 +269,11 @@ def adopt_orphans(enable: bool = True) -> bool:
 
 
 def kill_group_at_end_of(read: int, group: int) -> None:
-    """Have the kernel kill a process group when the other end of a pipe is closed. Linux only.
+    """Make the kernel kill a process group when the other end of a pipe is closed. Linux only.
 
-    That end is open in one process only, so it is closed when that process ends, whatever ended it. Nobody
-    has to run any code for it, and a lock of the interpreter does not matter. The settings belong to the open
-    file description, which children inherit.
+    The other end is open in one process only, so it closes when that process ends for any reason. No process
+    has to run code for this, so a held GIL does not matter. The settings belong to the open file description,
+    which children inherit.
     """
     fcntl.fcntl(read, fcntl.F_SETOWN, -group)
     fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
@@ -258,19 +281,19 @@ def kill_group_at_end_of(read: int, group: int) -> None:
 
 
 def children() -> set[int]:
-    """Return the pids of this process's children, also of those that have ended and are not reaped."""
-    found: set[int] = set()
+    """Return the pids of this process's children, including children that have ended but are not reaped."""
+    pids: set[int] = set()
     try:
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/children") as file:
-                found.update(map(int, file.read().split()))
+                pids.update(map(int, file.read().split()))
     except FileNotFoundError:  # a kernel that does not list them
         return {pid for pid in _all_processes() if _state_parent_group(pid)[1] == os.getpid()}
-    return found
+    return pids
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether there is such a process, and it has not ended: one that is not reaped yet has."""
+    """Return True if the process exists and has not ended. An unreaped process counts as ended."""
     return _state_parent_group(pid)[0] not in "ZX"
 
 
@@ -284,7 +307,7 @@ def _living_group(pid: int) -> int:
 
 
 def _state_parent_group(pid: int) -> tuple[str, int, int]:
-    """Return these fields of proc(5)'s ``stat``; dead, -1 and -1 where there is no such process."""
+    """Return state, parent and group of a process from proc(5)'s ``stat``; X, -1 and -1 if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             state, parent, group, *_ = file.read().rpartition(")")[2].split()
@@ -296,34 +319,39 @@ def _state_parent_group(pid: int) -> tuple[str, int, int]:
 def end_adopted(
     own: Collection[int], groups: Collection[int] = (), *, is_spared: Callable[[int], bool]
 ) -> bool:
-    """End adopted children: processes of workers that have ended.
+    """Kill adopted children, which are processes of workers that have ended; return True if there were any.
 
-    To be called again when a child has ended: its own children are this process's then. Only for a process
-    that has called :func:`adopt_orphans`, and whose living workers have, too: theirs do not come here.
+    Call it again whenever a child has ended, because this process then adopts that child's children. This
+    process and its living workers must have called :func:`adopt_orphans`. Then it adopts no process of a
+    living worker.
 
-    ``groups``: process groups whose members are left alone: somebody else ends them.
+    ``own``: pids of children that are not adopted.
+    ``groups``: process groups that are left alone, because another process ends them.
     """
-    found = False
+    killed_any = False
     for pid in children().difference(own):
-        # A child that is not reaped keeps its pid, so this is no other process.
+        # An unreaped child keeps its pid, so the pid cannot belong to another process.
         with suppress(ProcessLookupError, ChildProcessError, PermissionError):
             if os.getpgid(pid) not in groups and not is_spared(pid):
-                found = True
+                killed_any = True
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
-    return found
+    return killed_any
 
 
-_TRACKER_S = 30.0  # on a busy host it waits for a core
-_TRACKER_HERE_S = 0.5  # where there is no thread for that
-_TRACKER = b".resource_tracker import main"  # Python's, and joblib's
+# Seconds that a tracker has to end by itself. On a busy host it has to wait for a core.
+_TRACKER_S = 30.0
+# The same if no thread could be started to wait for it.
+_TRACKER_HERE_S = 0.5
+# Part of the command line of Python's tracker, and of joblib's.
+_TRACKER = b".resource_tracker import main"
 
 
 def end_group(group: int) -> list[int]:
-    """Kill a process group, but for the resource trackers in it; return these. Linux only.
+    """Kill a process group except its resource trackers, and return the trackers' pids. Linux only.
 
-    Python's resource tracker unlinks the shared memory that its worker has left, and ends, once all other
-    processes of the worker are gone.
+    Once all other processes of the worker are gone, Python's resource tracker unlinks the shared memory that
+    the worker left, and ends.
     """
     members = [pid for pid in _all_processes() if _living_group(pid) == group]
     trackers = [pid for pid in members if is_tracker(pid)]
@@ -331,7 +359,7 @@ def end_group(group: int) -> list[int]:
         for pid in set(members).difference(trackers):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    else:  # all at once: none of them can start another one meanwhile
+    else:  # One call kills all members at once, so that none can start another process meanwhile.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     return trackers
@@ -351,7 +379,10 @@ def is_tracker(pid: int) -> bool:
 
 
 def end_later(pids: Collection[int]) -> None:
-    """Give trackers of a worker that is gone the time to end; then kill them. Returns at once, or soon."""
+    """Give the trackers of an ended worker 30 s to end by themselves, then kill them.
+
+    A thread does the waiting, so this returns at once. If no thread can be started, it blocks for 0.5 s.
+    """
     descriptors = []
     for pid in pids:
         with suppress(OSError):
@@ -368,18 +399,19 @@ def end_later(pids: Collection[int]) -> None:
     thread = threading.Thread(target=end, args=(_TRACKER_S,), name="flower-gpu-trackers", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no more threads: what most trackers need is waited for here
+    except RuntimeError:  # The thread limit is reached. Wait here for as long as most trackers need.
         end(_TRACKER_HERE_S)
 
 
 @contextmanager
 def ending_left(is_spared: Callable[[int], bool]) -> Iterator[None]:
-    """End, after the block, what a worker that is started in it leaves in sessions of its own. Linux only.
+    """Kill, after the block, all processes that a worker started in the block leaves behind. Linux only.
 
-    In the block this process is the parent of what is left; at its end the worker is gone.
+    This includes processes in sessions of their own. Within the block this process adopts them. The worker
+    itself must have ended by the end of the block.
     """
-    was = ctypes.c_int(0)
-    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was), 0, 0, 0)
+    was_adopting = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was_adopting), 0, 0, 0)
     own = children()
     adopt_orphans()
     try:
@@ -388,12 +420,12 @@ def ending_left(is_spared: Callable[[int], bool]) -> Iterator[None]:
         deadline = time.monotonic() + _END_OF_LEFT_S
         while end_adopted(own, is_spared=is_spared) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
-        if not was.value:
+        if not was_adopting.value:
             adopt_orphans(False)
 
 
 def explained(error: OSError) -> str:
-    """Return the text of an error of starting a process, with the numbers where a limit was reached."""
+    """Return the text of an error from starting a process, with the numbers if a limit was reached."""
     if error.errno != errno.EAGAIN:
         return str(error)
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -407,10 +439,10 @@ def explained(error: OSError) -> str:
 
 
 def _count() -> int:
-    """Count the processes and threads of this account that can be seen."""
+    """Return the number of visible processes and threads of this account."""
     count = 0
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             if path.stat().st_uid == os.getuid():
                 count += sum(1 for _ in (path / "task").iterdir())
     return count

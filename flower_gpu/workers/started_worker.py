@@ -1,4 +1,34 @@
-"""One worker on its caller's side, from its start to its end, and the facts about its call."""
+"""One worker on its caller's side, from its start to its end, and the facts about its call.
+
+A caller must notice several things at once: output, reports and the exit of the worker, a time limit, and
+an order to stop. Whatever happens first, the worker and its process group must be gone before the worker's
+process id can be reused.
+
+:class:`StartedWorker` owns one worker process. It holds the caller's ends of the worker's descriptors:
+
+- ``_line``: the socket that carries calls to the worker and reports back.
+- ``_stdout`` and ``_stderr``: pipes with the worker's output, which is echoed and kept for error texts.
+- ``_pidfd``: becomes readable when the worker exits. Without pidfds the caller polls every ``_POLL_S``.
+
+:class:`CallWatch` holds the facts about one call, so a worker that does several calls gets several of these.
+
+The thread that runs the call does all the waiting:
+
+1. :meth:`StartedWorker.watch` waits for the result, the exit, the time limit or a stop order. When the result
+   is there, the limit becomes the time that the worker has for its exit functions (``CallWatch.exit_s``).
+2. After a timeout, :meth:`StartedWorker.ask_where_it_is` sends SIGQUIT, and the worker writes the stacks
+   of its threads. The caller reads them for ``_STACK_DUMP_S``.
+3. :meth:`StartedWorker.end` sends SIGKILL, waits for the exit, and gives child processes
+   ``_CHILDREN_GRACE_S`` to tidy up. Then it kills the process group and reaps the worker. The order matters,
+   because the kernel keeps the worker's pid, and so the id of its group, until the worker is reaped.
+
+Other threads may call :meth:`StartedWorker.kill` only. It records the time, so ``watch`` waits at most
+``KILLED_S`` longer. SIGKILL does not end a process that waits in the kernel for a GPU or disk that does not
+answer. Then ``end`` returns False, and :mod:`flower_gpu.workers.caller` has a background thread try again.
+
+The exit can be seen before the last report is read. So ``_wait_once`` reads up to ``_MAX_LATE_MESSAGES``
+reports of an exited worker. The number is limited because a child of the worker may go on to write.
+"""
 
 from __future__ import annotations
 
@@ -25,76 +55,86 @@ from flower_gpu.workers.forkserver.client import ServerPlace
 from flower_gpu.workers.life import StopOrder, end_group, end_later, ending_left
 from flower_gpu.workers.output import Stream, Tail, all_lines, echo
 
-EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
-WAIT_FOR_EXIT_S = 1.0  # of that, before the next call may begin; all of it for a worker with a lease
-_CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource trackers tidy up
-_STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
-_POLL_S = 0.05  # only where the kernel has no pidfd
-_SIGNAL_S = 0.5  # in the main thread, which a signal that another thread raises does not wake
-# Between two looks at its memory, in the first second and later.
+# Seconds from the result to the exit, in which atexit functions and CUDA's own cleanup run.
+EXIT_GRACE_S = 10.0
+# How much of EXIT_GRACE_S the next call waits. A worker with a lease gets all of it.
+WAIT_FOR_EXIT_S = 1.0
+# Seconds from the exit to the end of the process group, in which resource trackers tidy up.
+_CHILDREN_GRACE_S = 0.5
+# Seconds from the request for a stack dump to the kill of a hung worker.
+_STACK_DUMP_S = 0.5
+# Interval between checks for the exit if the kernel has no pidfds.
+_POLL_S = 0.05
+# Longest wait in the main thread, because a signal that another thread receives does not wake it.
+_SIGNAL_S = 0.5
+# Seconds between looks at the worker's memory: in the first _FIRST_S seconds, and later.
 _FIRST_LOOKS_S, _LATER_LOOKS_S, _FIRST_S = 0.05, 0.25, 1.0
-_LOOK_S = 2.0  # in other threads, which nothing wakes when :meth:`StartedWorker.kill` was called
-_MOST_LATE = 1000  # messages of a worker that is gone: a child of it may go on to write
+# Longest wait in other threads, because :meth:`StartedWorker.kill` does not wake them.
+_LOOK_S = 2.0
+# Messages read from an exited worker. The number is limited because a child of it may go on to write.
+_MAX_LATE_MESSAGES = 1000
 
 
 @dataclass
 class CallWatch:
-    """What is known of one call that a worker does."""
+    """The facts about one call, filled in while the worker runs it."""
 
     call: Call
     pid: int
     on_event: Sink | None
-    #: Whether the worker has read it; of a new one that need not be told.
+    #: True once the worker has read the call. A new worker counts as having read it.
     is_begun: bool
     tail: Tail = field(default_factory=Tail)
     has_result: bool = False
-    #: Whether the worker waits for another call.
+    #: True if the worker waits for another call.
     stays: bool = False
-    #: Whether it is gone, and how it ended as far as that is known (``-n``: by signal ``n``).
+    #: True once the worker has exited.
     has_ended: bool = False
+    #: Exit code, ``-n`` after signal ``n``, None if unknown.
     exitcode: int | None = None
-    #: The reason for no exit code.
+    #: Reason for an unknown exit code.
     why_unknown: str = ""
-    #: Whether it was to be ended because its caller was told to.
+    #: True if a stop order arrived before the result.
     is_stopped: bool = False
-    #: Whether another thread has killed it, and it was still there after KILLED_S.
+    #: True if another thread killed the worker, and it was still there after KILLED_S.
     is_cancelled: bool = False
-    #: What it does in the kernel, if SIGKILL has not ended it within KILLED_S; else empty.
+    #: Kernel function that the worker sleeps in if SIGKILL has not ended it within KILLED_S; otherwise empty.
     stuck_in: str = ""
     #: Variables that the task's module set after the fork server's libraries had read them.
     set_too_late: dict[str, str | None] | None = None
-    #: Whether the kernel killed it because main memory ran out, as far as that is certain.
+    #: True if the kernel certainly killed the worker because main memory ran out.
     is_out_of_memory: bool = False
-    #: Is called now and then with the process id, to look at the worker's memory.
+    #: Callback for looks at the worker's memory, called at intervals with its process id.
     on_look: Callable[[int], None] | None = None
-    look_at_s: float = _FIRST_LOOKS_S  # since the begin of the watch
-    #: Where its task has called sys.exit.
+    #: Time of the next look, in seconds since the watch began.
+    look_at_s: float = _FIRST_LOOKS_S
+    #: Place in the task that called sys.exit.
     sys_exit: str = ""
-    #: Seconds that it has been importing, at least.
+    #: Seconds of import time, a lower bound.
     import_s: float = 0.0
-    #: The modules that its worker had to import by now, if it told more of them during the call.
+    #: Modules that the worker has imported, if it reported new ones during the call.
     imported: list[str] = field(default_factory=list)
     peak_bytes: int = 0
 
     @property
     def hangs(self) -> bool:
-        """Whether the worker has to be ended while it does the call."""
+        """Return True if the worker is still running the call, so that it has to be killed."""
         return not self.has_ended and not self.has_result
 
     @property
     def exit_s(self) -> float:
-        """How long to wait for the worker's exit after the result."""
+        """Return the seconds to wait for the worker's exit after the result."""
         may_be_late = self.call.held < 0 and self.call.confinement is None
         return min(EXIT_GRACE_S, WAIT_FOR_EXIT_S) if may_be_late else EXIT_GRACE_S
 
     @property
     def is_late_to_exit(self) -> bool:
-        """Whether the result is there, and the worker has not exited within ``exit_s``."""
+        """Return True if the result is there, but the worker has not exited within ``exit_s``."""
         return self.has_result and not self.has_ended and self.exit_s < EXIT_GRACE_S
 
-    def take(self, told: dict[str, Any]) -> None:
-        """Take a report of the worker."""
-        event = told if self.call.confinement is None else confined_replies.checked_event(told)
+    def take(self, report: dict[str, Any]) -> None:
+        """Record a report of the worker, and pass it on to ``on_event`` if the caller wants it."""
+        event = report if self.call.confinement is None else confined_replies.checked_event(report)
         if event is None:
             return
         kind = event.get("event")
@@ -119,7 +159,7 @@ class CallWatch:
 
 
 class StartedWorker:
-    """One worker with the caller's ends of its lines: started, watched through its calls, ended."""
+    """One worker process, with the caller's ends of its descriptors."""
 
     def __init__(
         self,
@@ -134,22 +174,23 @@ class StartedWorker:
         limit = confined_replies.MOST_EVENT_BYTES if self._is_confined else messages.MOST_FILE_BYTES
         self._most_event_bytes = limit
         with ExitStack() as lines:
-            if self._is_confined and not method.from_server:  # a fork server does that itself
+            # A fork server ends leftover processes of its own workers.
+            if self._is_confined and not method.from_server:
                 lines.enter_context(ending_left(sockets.is_server))
             self._process, self._line, *streams = start.launch(call, method, place, files, lines, stays=stays)
             self._lines = lines.pop_all()
         self._seen: CallWatch | None = None
-        self._imported: list[str] = []  # modules that it had to import, by its reports
+        self._imported: list[str] = []  # modules that the worker reported as imported
         self._streams: dict[int, Stream] = {}
         self._calls = self._line.fileno()
         self._stdout, self._stderr = streams
         self._pidfd = _open_pidfd(self.pid)
         self._killed_at: float | None = None
-        #: The ticket of its present call's lease, as of the call.
+        #: Descriptor of the ticket of the current call's lease, -1 if the call has no lease.
         self.held = call.held
-        #: What it does in the kernel, if SIGKILL has not ended it in time; else empty.
+        #: Kernel function that the worker sleeps in if SIGKILL has not ended it in time; otherwise empty.
         self.stuck_in = ""
-        #: What is still open at the other end.
+        #: Descriptors whose other end is still open.
         self._open = {self._calls, *streams}
         self._poll = select.poll()
         for descriptor in self._open | {self._pidfd} - {-1}:
@@ -157,25 +198,25 @@ class StartedWorker:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return self._process.pid
 
     @property
     def descriptor(self) -> int:
-        """What can be read once it is gone."""
+        """Return a descriptor that becomes readable when the worker exits."""
         return self._pidfd if self._pidfd >= 0 else self._calls
 
     def has_exited(self) -> bool:
-        """Whether it is gone; its pid is still its own."""
+        """Return True if the worker has exited. Its pid stays reserved until it is reaped."""
         return self._process.has_exited()
 
     def take(self, call: Call, files: Mapping[str, int], *, stays: bool) -> None:
-        """Send it another call; Gone if that is too late."""
+        """Send the worker another call; raise Gone if it has exited."""
         self.held = call.held
         start.send_call(call, self._line, files, stays=stays)
 
     def kill(self) -> None:
-        """Kill it, also from another thread; then :meth:`watch` waits no longer than KILLED_S."""
+        """Kill the worker. May be called from any thread; :meth:`watch` then returns within KILLED_S."""
         self._killed_at = self._killed_at or time.monotonic()
         with suppress(ProcessLookupError):
             if self._pidfd >= 0:
@@ -184,7 +225,11 @@ class StartedWorker:
                 os.kill(self.pid, signal.SIGKILL)
 
     def watch(self, seen: CallWatch, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
-        """Wait for the end of the worker, or for the result where it stays; or for a limit or an order."""
+        """Wait until the worker exits, or until the result if it stays for another call.
+
+        Returns early at ``deadline`` or after a stop order. Output is echoed and reports are handled
+        meanwhile.
+        """
         self._seen = seen
         admit_lines = seen.call.admit_lines
         name = None if admit_lines is None else seen.call.log_prefix
@@ -211,14 +256,14 @@ class StartedWorker:
                     seen.has_ended = True
                     return
         finally:
-            with suppress(KeyError, ValueError):  # it was given, or there is none
+            with suppress(KeyError, ValueError):  # already unregistered, or there was no order
                 self._poll.unregister(order)
         for stream in self._streams.values():
             stream.drain()
 
     def leave(self, deadline: float) -> None:
-        """Let it end, as there are no more calls; wait for that."""
-        with suppress(OSError):  # it has ended
+        """Tell the worker that there are no more calls, and wait for its exit until ``deadline``."""
+        with suppress(OSError):  # the worker has exited
             self._line.shutdown(socket.SHUT_WR)
         self._wait(deadline)
 
@@ -229,10 +274,10 @@ class StartedWorker:
         self._wait(time.monotonic() + _STACK_DUMP_S)
 
     def end(self, patience_s: float | None = None) -> bool:
-        """End it and its process group, however far it is.
+        """Kill the worker and its process group in any state, and return True once they are gone.
 
-        ``patience_s``: how long to wait after SIGKILL; None: as long as it takes.
-        Returns False if it is still there then. It has to be ended once more.
+        ``patience_s``: seconds to wait after SIGKILL; None: no limit.
+        Returns False if the worker is still there then. In this case, call the method again later.
         """
         if not self._process.has_exited():
             self.kill()
@@ -244,7 +289,8 @@ class StartedWorker:
         try:
             self._let_its_children_tidy_up()
         finally:
-            self._end_group()  # before its pid is free for others
+            # Before reap(): afterwards the pid may belong to another process.
+            self._end_group()
             state_folder.remove_socket_folder(self.pid)
             exitcode = self._process.reap(self._imported)
         if self._seen is not None:
@@ -255,13 +301,13 @@ class StartedWorker:
         return True
 
     def close(self) -> None:
-        """Close every descriptor, and end its processes in sessions of their own."""
+        """Close every descriptor, and kill processes that the worker left in sessions of their own."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._lines.close()
 
     def _end_group(self) -> None:
-        # A confined app's processes may call themselves as they like.
+        # A confined app could name any of its processes like a resource tracker, so none is spared.
         if self._open and not self._is_confined and sys.platform == "linux":
             if trackers := end_group(self.pid):
                 end_later(trackers)
@@ -270,9 +316,9 @@ class StartedWorker:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _look(self, seen: CallWatch, since_s: float) -> float:
-        """Have somebody look at the worker's memory if it is time; return the seconds until the next look.
+        """Call ``on_look`` if the next look is due, and return the seconds until the one after that.
 
-        Looks are frequent at first: a call takes most of its memory soon.
+        Looks are frequent at first, because a call takes most of its memory early.
         """
         if seen.on_look is None:
             return math.inf
@@ -286,14 +332,14 @@ class StartedWorker:
             pass
 
     def _wait_once(self, timeout_s: float | None, order: int = -1) -> bool:
-        """Read the available output, or wait for it; tell whether the worker is gone and all is read."""
-        longest = _POLL_S
+        """Wait for output and read it once; return True if the worker has exited and all reports are read."""
+        max_wait_s = _POLL_S
         if self._pidfd >= 0:
-            longest = _LOOK_S if threading.current_thread() is not threading.main_thread() else _SIGNAL_S
-        self._read_once(longest if timeout_s is None else min(timeout_s, longest), order)
+            max_wait_s = _LOOK_S if threading.current_thread() is not threading.main_thread() else _SIGNAL_S
+        self._read_once(max_wait_s if timeout_s is None else min(timeout_s, max_wait_s), order)
         if not self._process.has_exited():
             return False
-        for _ in range(_MOST_LATE):
+        for _ in range(_MAX_LATE_MESSAGES):
             if self._calls not in self._open or not messages.can_be_read(self._calls, 0):
                 break
             self._receive()
@@ -312,7 +358,7 @@ class StartedWorker:
 
     def _receive(self) -> None:
         try:
-            told, files = messages.receive(self._line, self._most_event_bytes)
+            report, files = messages.receive(self._line, self._most_event_bytes)
         except messages.NotAMessage:
             return
         except messages.Gone:
@@ -321,7 +367,7 @@ class StartedWorker:
         for descriptor in files:
             os.close(descriptor)
         if self._seen is not None:
-            self._seen.take(told)
+            self._seen.take(report)
             self._imported = self._seen.imported or self._imported
 
     def _forget(self, descriptor: int) -> None:
@@ -329,7 +375,7 @@ class StartedWorker:
         self._open.discard(descriptor)
 
     def _wait_for_exit(self, patience_s: float | None) -> bool:
-        # Without reading: that may raise, and a worker that is being killed waits for no reader.
+        # Output is not read here: reading may raise, and a worker that is being killed waits for no reader.
         poll = select.poll()
         pause_s = _POLL_S
         if self._pidfd >= 0:
@@ -344,8 +390,9 @@ class StartedWorker:
         return True
 
     def _let_its_children_tidy_up(self) -> None:
-        """Wait a moment for processes that still have the output of the worker, which is gone."""
-        if self._pidfd >= 0:  # it would end every wait at once
+        """Wait briefly for child processes that still have the exited worker's output open."""
+        # The pidfd is readable by now, so it would end every wait at once.
+        if self._pidfd >= 0:
             self._poll.unregister(self._pidfd)
         deadline = time.monotonic() + _CHILDREN_GRACE_S
         while self._open and (left_s := deadline - time.monotonic()) > 0:
