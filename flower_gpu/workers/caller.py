@@ -1,4 +1,31 @@
-"""The caller's side: start a worker, watch it, take its results, make sure that nothing of it is left."""
+"""The caller's side: start a worker, watch it, read its result, and leave no process of it behind.
+
+:func:`run` does one call in a worker of its own. A :class:`Line` does several calls, one at a time, and keeps
+its worker between them if the next call may use it.
+
+The thread that calls :meth:`Line.run` does almost all of the work:
+
+1. ``_sent`` sends the call to the waiting worker, or starts a new worker (``_started``). The fork server may
+   end between being found and being used, so starting is tried up to ``_TRIES`` times.
+2. :meth:`StartedWorker.watch` waits for the result, the exit of the worker, the time limit or a stop order.
+3. A worker that stays waits for the next call. Any other worker is ended with its process group.
+4. The result is read from the memory file that this process has made, once the worker cannot change it.
+
+Other threads may do two things. :meth:`Line.cancel` kills the running worker; ``_lock`` protects
+``_running``, so that it never kills a worker that is already reaped. A :class:`StopOrder` makes all watching
+threads end their workers.
+
+Who waits for whom:
+
+- The caller waits for a worker's exit functions only for ``WAIT_FOR_EXIT_S``, unless the worker has a lease.
+  After that a background thread ends the worker (``_leave_behind``), while the next call begins.
+- SIGKILL does not end a worker that hangs in the kernel. The caller gives up after ``KILLED_S`` and reports
+  it. A background thread keeps waiting, and keeps the lease locked until the worker is gone (``_end_later``).
+
+Ctrl-C may arrive at any time in the main thread. Where it could lose a descriptor or a worker, it is deferred
+to the end of the block (:func:`deferred_interrupts`). After any exception the worker is ended, because it
+must not answer the next call with the result of this one.
+"""
 
 from __future__ import annotations
 
@@ -47,35 +74,41 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 
 class SupportsClose(Protocol):
-    """An object that has to be closed."""
+    """An object with a close method."""
 
     def close(self) -> None:
         """Close it."""
 
 
 def run(call: Call, method: start.StartMethod | str, **options: Any) -> Any:
-    """Run a call in a worker of its own, which is gone afterwards; the rest as of :meth:`Line.run`."""
+    """Return the value of a call that runs in a worker of its own. The options are those of :meth:`Line.run`.
+
+    The worker is gone afterwards.
+    """
     with closing(Line()) as line:
         return line.run(call, method, **options)
 
 
 class Line:
-    """Runs calls, one at a time, each in the worker of the one before where that may have another.
+    """A sequence of calls that run one at a time, in the same worker where possible.
 
-    Attributes: of the last call ``call_s``, how long it took from when it was sent, with the start of its
-    worker if that was new, and ``had_imports``, whether it had to import libraries that later workers may be
-    forked with; ``peak_bytes``, the most memory that a worker of this line was seen to take;
-    ``is_cancelled``, whether the call that was begun is to be ended.
+    Its public attributes:
+
+    - ``call_s``: seconds that the last call took, including the start of a new worker.
+    - ``had_imports``: True if the last call imported libraries that later workers may be forked with.
+    - ``peak_bytes``: highest memory use seen in any worker of this line.
+    - ``is_cancelled``: True if the current call must end.
     """
 
     def __init__(self) -> None:
         self._worker: StartedWorker | None = None
-        self._place: client.ServerPlace | None = None  # at the fork server that has forked the last one
+        # The place at the fork server that forked the last worker.
+        self._place: client.ServerPlace | None = None
         self._method = start.SPAWN
-        self._like: Any = None  # calls that the worker may have
-        self._calls = 0  # that it has done
+        self._like: Any = None  # properties that a call must share to use the worker
+        self._calls = 0  # number of calls that the worker has done
         self._lock = threading.Lock()
-        self._running: StartedWorker | None = None  # what :meth:`cancel` ends
+        self._running: StartedWorker | None = None  # the worker that :meth:`cancel` kills
         self.is_cancelled = False
         self.peak_bytes = 0
         self.call_s = 0.0
@@ -83,29 +116,29 @@ class Line:
 
     @property
     def has_worker(self) -> bool:
-        """Whether a worker waits for another call."""
+        """Return True if a worker waits for another call."""
         return self._worker is not None
 
     @property
     def idle_pid(self) -> int:
-        """The pid of that worker; -1: there is none."""
+        """Return the pid of the waiting worker, or -1."""
         return -1 if self._worker is None else self._worker.pid
 
     @property
     def descriptor(self) -> int:
-        """What can be read when a worker that waits for a call is gone; -1: there is none."""
+        """Return a descriptor that becomes readable when the waiting worker exits, or -1."""
         return -1 if self._worker is None else self._worker.descriptor
 
     def has_lost_worker(self) -> bool:
-        """Tell whether the worker that waited for a call is gone."""
+        """Return True if the waiting worker has exited."""
         return self._worker is not None and self._worker.has_exited()
 
     def begin(self) -> None:
-        """Take the next call, which was not cancelled yet."""
+        """Begin the next call, and forget that an earlier call was cancelled."""
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """End the call that was begun, from another thread."""
+        """End the current call. May be called from any thread."""
         with self._lock:
             self.is_cancelled = True
             if self._running is not None:
@@ -130,14 +163,16 @@ class Line:
             return _run_here(call, how.on_event)
         while True:
             seen, outcome = self._done(call, how)
-            if seen.has_ended and not seen.is_begun:  # before it has read the call: another one can do it
+            # The worker exited before it read the call, so another worker can do it.
+            if seen.has_ended and not seen.is_begun:
                 continue
             if seen.set_too_late is None:
                 break
-            self.close()  # also its place: that server has read other variables
+            # The place is closed as well, because its server has read other variables.
+            self.close()
             if call.confinement is not None:
-                # Its variables must not be those of a process that is not confined yet. A fresh interpreter
-                # imports libraries after the app has set them.
+                # An unconfined fork server must not get the variables of a confined app. A fresh interpreter
+                # imports libraries after the app has set the variables.
                 how.method = start.SPAWN
             else:
                 start.remember_variables(call, seen.set_too_late, may_spawn=how.otherwise is not None)
@@ -146,13 +181,13 @@ class Line:
         raise call_end.without_result(seen, how.timeout_s, self.call_s)
 
     def retire(self) -> None:
-        """Let the worker that waits for another call end, and wait for that."""
+        """Tell the waiting worker to exit, and wait for it."""
         if self._worker is not None:
             self._worker.leave(time.monotonic() + started_worker.EXIT_GRACE_S)
             self._end_worker()
 
     def close(self) -> None:
-        """End a worker that is there, and let go of its fork server."""
+        """End the worker if there is one, and release the place at its fork server."""
         with deferred_interrupts():
             self._end_worker()
             place, self._place = self._place, None
@@ -160,7 +195,7 @@ class Line:
                 place.close()
 
     def _done(self, call: Call, how: _How) -> tuple[CallWatch, Outcome | None]:
-        """Run a call; return the facts about it, and its outcome if there is one."""
+        """Run a call, and return the facts about it and its outcome, or None without a result."""
         began, kills = time.monotonic(), oom_kills.count()
         files: dict[str, int] = {}
         try:
@@ -192,7 +227,7 @@ class Line:
             if seen.has_result:
                 outcome = _read_outcome(call, files["reply"], files.get("request", -1))
             return seen, outcome
-        except BaseException:  # its worker must not answer the next call
+        except BaseException:  # The worker must not answer the next call.
             self.close()
             raise
         finally:
@@ -204,9 +239,9 @@ class Line:
             memory_files.sharing.let_go()
 
     def _sent(self, call: Call, how: _How, files: dict[str, int]) -> tuple[StartedWorker, bool]:
-        """Send a call to the worker that is there, or to a new one; tell which, and whether it is new.
+        """Send a call to the waiting worker or a new one; return the worker, and True if it is new.
 
-        ``files`` takes the memory files of the call, once they are open.
+        ``files``: receives the call's memory files as soon as they are open.
         """
         standard_streams.fill()
         try:
@@ -214,14 +249,14 @@ class Line:
                 files["reply"] = memory_files.create("flower-gpu-reply")
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
-        # What a worker has of threads it changes for each call.
+        # The number of threads may differ, because a worker sets it for each call.
         like = (how.method, *client.likeness(replace(call, env={**call.env, threads.VARIABLE: ""})))
         if self._worker is not None and self._like != like:
             self.retire()
         if self._worker is not None and not self._worker.has_exited():
             with deferred_interrupts():
                 start.write_request(call, files, preloaded=bool(call.preload), is_new=False)
-            with suppress(start.Gone):  # it ends just now
+            with suppress(start.Gone):  # the worker has just exited
                 self._worker.take(call, files, stays=self._calls + 1 < how.calls)
                 return self._worker, False
         self._end_worker()
@@ -240,15 +275,15 @@ class Line:
                         f"{call.label}: no worker within timeout_s={how.timeout_s:g}, {error}. Raise "
                         "timeout_s if this was only slow"
                     ) from error
-                with suppress(start.Gone):  # between finding the fork server and using it
+                with suppress(start.Gone):  # the fork server ended after it was found
                     stays = how.calls > 1
                     self._worker = StartedWorker(call, self._method, self._place, files, stays=stays)
                     return self._worker
         raise WorkerStartError(f"{call.label}: the fork server ended again and again")
 
     def _leave_behind(self, seen: CallWatch) -> None:
-        """Let a worker that has done its call take its time to exit, while the next one begins."""
-        seen.on_event = None  # the call is over
+        """Let a worker that has done its call exit in the background, so that the next call can begin."""
+        seen.on_event = None  # No events are sent after the end of the call.
         with deferred_interrupts():
             with self._lock:
                 self._running = None
@@ -276,52 +311,54 @@ class Line:
                 self._end_later(worker)
 
     def _end_later(self, worker: StartedWorker, leave_s: float = 0.0) -> None:
-        """Have a thread end a worker: one that takes its time to exit, or that SIGKILL does not end.
+        """Start a thread that ends a worker which exits slowly, or which SIGKILL does not end.
 
         ``leave_s``: seconds until the worker is killed.
-        Its fork server goes with it, as that forks one worker at a time for a place. Its lease's ticket stays
-        locked here as well, since a confined worker does not have the lock.
+
+        The thread also gets the place at the fork server, because the server forks one worker at a time for
+        a place. It keeps the ticket of the lease locked, because a confined worker does not hold that lock.
         """
-        last: list[SupportsClose] = [worker]
+        to_close: list[SupportsClose] = [worker]
         if self._place is not None:
-            last.append(self._place)
+            to_close.append(self._place)
             self._place = None
         if worker.held >= 0:
-            last.append(duplicated(worker.held))
+            to_close.append(duplicated(worker.held))
 
         def end(patience_s: float | None = None) -> None:
             with ExitStack() as stack:
-                for each in reversed(last):
-                    stack.callback(each.close)
+                for resource in reversed(to_close):
+                    stack.callback(resource.close)
                 stack.callback(worker.end, patience_s)
                 worker.leave(time.monotonic() + leave_s)
 
         try:
             threading.Thread(target=end, name="flower-gpu-leaving", daemon=True).start()
-        except RuntimeError:  # no more threads: the call has its result, and waits for the worker here
+        except RuntimeError:  # The thread limit is reached. The call has its result, so it can wait here.
             end(KILLED_S)
 
 
 @dataclass
 class _How:
-    """How a call is done."""
+    """The options of a call."""
 
     method: start.StartMethod
-    #: Seconds after which the worker and its children are ended. Not where the call runs in this process.
+    #: Seconds until the worker and its children are killed. Ignored if the call runs in this process.
     timeout_s: float | None = None
     on_event: Sink | None = None
-    #: Is called now and then with the pid of the worker, to look at its memory.
+    #: Callback for looks at the worker's memory, called at intervals with the pid of the worker.
     on_look: Callable[[int], None] | None = None
-    #: Receives the pid of the worker, and how it was started.
+    #: Callback for the start, called with the pid of the worker and the name of the start method.
     on_start: Callable[[int, str], None] | None = None
-    #: How it starts where there can be no fork server; None: that is an error. FORK: raise ForkInsteadError
-    #: there, and where the call cannot be passed to another process.
+    #: Start method if no fork server can be used; None raises an error. With FORK, ForkInsteadError is raised
+    #: then, and also if the call cannot be passed to another process.
     otherwise: start.StartMethod | None = None
-    #: By which another thread can have the worker ended.
+    #: Order with which another thread can end the worker.
     stopped_by: StopOrder | None = None
-    #: How many calls a worker runs before it ends. One that has failed ends at once.
+    #: Number of calls that a worker runs before it exits. It exits at once after a call that failed.
     calls: int = 1
-    deadline: float | None = None  # on the clock of ``time.monotonic``
+    #: Time limit on the clock of ``time.monotonic``.
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None:
@@ -341,9 +378,9 @@ def _run_here(call: Call, on_event: Sink | None) -> Any:
 
 
 def _read_outcome(call: Call, reply: int, request: int) -> Outcome:
-    """Read the worker's outcome of a call; raises WorkerError or InvalidResultError.
+    """Return the outcome that the worker wrote; raise WorkerError or InvalidResultError if it cannot be read.
 
-    ``request`` is -1 if the worker had it by itself.
+    ``request``: descriptor of the request, -1 if the worker inherited its request by fork.
     """
     if call.confinement is not None:
         return confined_replies.read_reply(reply)

@@ -1,6 +1,30 @@
-"""The worker's side: environment first, then the task, then out.
+"""The worker's side: set up the process, do the calls, exit.
 
-One entry for every start method: `serve`.
+Every start method leads to :func:`serve`. A fresh interpreter comes from :func:`spawned`. A fork comes from
+:func:`fork_process` and :func:`forked`, whether the caller or a fork server was forked.
+
+The order within a worker matters:
+
+1. :func:`die_with_the_caller` comes first. From then on the kernel kills the worker's process group when the
+   caller ends, for any reason. The worker runs no code for that.
+2. SIGINT gets its default action, because the caller ends the worker. SIGQUIT writes the stacks of all
+   threads, so that a caller can show where a hung worker was.
+3. Environment variables are set before the task's module is imported, because libraries read them only once.
+   They are checked again after the import (``_check_environment``).
+4. :class:`_Calls` reads one call after the other from the socket and runs it. Each result goes into a memory
+   file that the caller has made. A ``result`` report tells the caller that the file is complete, and whether
+   the worker can do another call.
+
+A fork copies the threads' locks and the signal handlers of its parent, but none of its threads:
+
+- Signals are blocked during the fork, until the child has left the caller's process group and dropped the
+  caller's handlers. Otherwise a signal could run the caller's handler in the child.
+- Both sides call ``setpgid``, so the group exists whichever runs first. The caller could not end it
+  otherwise.
+- tqdm's lock is replaced, because a killed worker could hold it forever.
+
+The worker takes no lock to send a report. A child that the task forks could find such a lock taken by a
+thread that does not exist in the child. The kernel sends each message as a whole.
 """
 
 from __future__ import annotations
@@ -45,51 +69,54 @@ from flower_gpu.workers.main_memory import MainMemory
 from flower_gpu.workers.own_process import facts
 
 _SIGNALS = signal.valid_signals()
-_STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
-_IDLE_S = 0.2  # without a call: the next one comes with the next round, or never
+_STACK_DUMP_SIGNAL = signal.SIGQUIT  # a terminal sends it for Ctrl-\
+# Seconds without a call until the worker counts as idle. The next call then comes with the next round, if
+# any.
+_IDLE_S = 0.2
 
 
 @dataclass(frozen=True)
 class Ends:
-    """A worker's ends of the lines to its caller, as descriptors."""
+    """The worker's ends of its connections to the caller, as descriptors."""
 
-    life: int  # read end of a pipe that only the caller writes to: closed when the caller is gone
-    calls: int  # a socket: calls come from it, and what they tell goes to it
-    stdout: int = -1  # what it writes its output to; -1: it was started with that
-    stderr: int = -1
+    life: int  # read end of the life pipe, whose write end closes when the caller ends
+    calls: int  # socket that brings calls and takes reports
+    stdout: int = -1  # pipe for standard output, -1 if the worker was started with it
+    stderr: int = -1  # pipe for standard error, likewise
 
     def all(self) -> set[int]:
-        """Return those that there are."""
+        """Return the descriptors that are open."""
         return {number for number in vars(self).values() if number >= 0}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a worker has from the process that started it."""
+    """Facts that a worker gets from the process that started it."""
 
-    env: Mapping[str, str]  # environment variables of all its calls
-    # The first call's request, as :func:`flower_gpu.workers.methods.fork` makes it; None: it comes with the
+    env: Mapping[str, str]  # environment variables of all calls of the worker
+    # Request of the first call, made by :func:`flower_gpu.workers.methods.fork`; None if it comes with the
     # call.
     request: tuple[Any, ...] | None = None
-    # Returns the environment variables that the task's module has set after libraries had read them; then the
-    # caller is told, and the task is not run.
+    # Returns the environment variables that the task's module set after libraries had read them. If there are
+    # any, the caller is told, and the task does not run.
     set_too_late: Callable[[], Mapping[str, str | None]] = dict
-    # Returns what this worker had to import by now, for the caller.
+    # Returns the modules that this worker has imported so far, for the caller.
     imported: Callable[[], list[str]] | None = None
 
 
 def spawned() -> NoReturn:
-    """Run as the program of a fresh interpreter; the start record is the first argument."""
+    """Run as the program of a fresh interpreter. The first argument is the start record in JSON."""
     record = json.loads(sys.argv.pop(1))
     ends = Ends(**record["ends"])
+    # Programs that the task starts must not inherit these descriptors.
     for descriptor in (ends.life, ends.calls):
-        os.set_inheritable(descriptor, False)  # not for programs that the task starts
+        os.set_inheritable(descriptor, False)
     serve(ends, Origin({name: os.environ[name] for name in record["env"]}))
     leave()
 
 
 def leave() -> NoReturn:
-    """Exit as a program does."""
+    """Exit after running the exit functions of a program."""
     interpreter.end()
     os._exit(0)
 
@@ -101,17 +128,18 @@ def fork_process(
     own_session: bool = False,
     go_on: Callable[[Callable[[], NoReturn]], NoReturn] = lambda child: child(),
 ) -> int:
-    """Fork this process; the child leads a group of its own, runs ``target`` and exits.
+    """Fork this process and return the child's pid. The child leads its own group, runs ``target`` and exits.
 
-    ``own_session``: so that nothing of it can join the group of another worker.
-    ``go_on``: receives, in the child, what that has to do.
+    ``own_session``: True puts the child into a session of its own, so that its processes cannot join the
+    process group of another worker.
+    ``go_on``: called in the child with the function that runs ``target`` and exits.
     """
-    # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
-    # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
-    # children, which frees a pid before the group is ended, and a failed one leaves descriptors open.
+    # DataLoader needs multiprocessing to know that the worker is a child, not daemonic and without children
+    # of its own. But Process.start() is not used. It reaps children that other threads have started, which
+    # frees a pid before its group is ended. And if it fails, it leaves descriptors open.
     process = multiprocessing.Process(target=target, name=name, daemon=False)
-    # The handlers of this process would act in its name in the child (Flower's report the task as stopped).
-    # Looked up here: in a fork each object that is touched is a page to be copied.
+    # In the child, the handlers of this process would act in its name: Flower's report the task as stopped.
+    # They are looked up before the fork, because each object that the child touches costs a copied page.
     handled = [number for number in _SIGNALS if callable(signal.getsignal(number))]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -122,8 +150,10 @@ def fork_process(
             go_on(partial(_run, process))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if not own_session:  # which the leader of a group cannot have any more
-        with suppress(OSError):  # so that the group exists before anybody tries to end it
+    # The child does the same. Here, the call makes sure that the group exists before the caller can end it.
+    # Not with a session, because the leader of a group cannot start a session any more.
+    if not own_session:
+        with suppress(OSError):
             os.setpgid(pid, pid)
     return pid
 
@@ -137,10 +167,10 @@ def _run(process: multiprocessing.Process) -> NoReturn:
 
 
 def _leave_group_of_caller(handled: Iterable[int], own_session: bool) -> None:
-    """Stop, right after a fork, to receive and to handle signals as the caller does."""
+    """Leave the caller's process group and drop its signal handlers, right after a fork."""
     if own_session:
         os.setsid()
-    with suppress(OSError):  # the caller does the same, maybe earlier
+    with suppress(OSError):  # the caller may have done this already
         os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     for number in handled:
@@ -148,9 +178,9 @@ def _leave_group_of_caller(handled: Iterable[int], own_session: bool) -> None:
 
 
 def forget_exit_functions() -> None:
-    """Unregister the libraries' exit functions in a process whose forks are workers.
+    """Unregister the exit functions of libraries in a fork server, so that its workers exit faster.
 
-    That is for a program; torch's finalizers alone take 30 ms.
+    These functions are meant for programs. Torch's finalizers alone take 30 ms.
     """
     atexit._clear()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
@@ -160,8 +190,9 @@ def forget_exit_functions() -> None:
 
 
 def forked(ends: Ends, origin: Origin) -> None:
-    """Serve in a fork, where locks and streams are those of the process that was forked."""
-    os.dup2(ends.stderr, 2)  # first: what fails from here on is told there
+    """Serve in a fork, after replacing the streams and locks that it inherited."""
+    # Standard error comes first, because it takes the messages of later failures.
+    os.dup2(ends.stderr, 2)
     os.dup2(ends.stdout, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -171,48 +202,49 @@ def forked(ends: Ends, origin: Origin) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     if "tqdm.std" in sys.modules:
-        # Its lock is one for the whole family of processes: a worker that is killed with it, or that
-        # waits for the caller to read its output, would stop the caller's bars for ever.
+        # All processes of the family share this lock. If a worker is killed while it holds the lock, or waits
+        # for the caller to read its output, the caller's bars would stop forever.
         sys.modules["tqdm.std"].tqdm.set_lock(threading.RLock())
     serve(ends, origin)
 
 
 def serve(ends: Ends, origin: Origin) -> None:
-    """Do the calls that come on the line, until one of them was the last, or the caller closes it."""
+    """Do the calls that arrive on the socket, until the last call is done or the caller closes the socket."""
     die_with_the_caller(ends.life)
     be_killed_first()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
+    # The caller ends its workers after a Ctrl-C, so a traceback from each worker would only be noise.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable(file=2)
     faulthandler.register(_STACK_DUMP_SIGNAL, file=2, all_threads=True)
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the task must see how its own children end
-    for stream in (sys.stdout, sys.stderr):  # the caller reads UTF-8, whatever the locale is
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the task must get the exit status of its children
+    for stream in (sys.stdout, sys.stderr):  # the caller reads UTF-8 in every locale
         stream.reconfigure(  # type: ignore[union-attr]
             encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
     os.environ.update(origin.env)
-    # A task may fork: a DataLoader does, and multiprocessing does so by default on Linux up to Python 3.13. A
-    # fork of a process whose OpenMP threads have started would wait for them for ever.
+    # A task may fork: a DataLoader does, and multiprocessing does so by default on Linux up to Python 3.13.
+    # If OpenMP threads were running before such a fork, the child would wait for them forever.
     os.register_at_fork(before=threads.release_openmp_threads)
     state_folder.take_socket_folder()
     line = socket.socket(fileno=ends.calls)
     _Calls(line, origin).do()
-    # Not after an error such as sys.exit(): then the end of this process is what the caller has to see first.
+    # The socket stays open after an error such as sys.exit(), so that the caller sees the exit first.
     with suppress(OSError):  # the task has closed all descriptors
         line.close()
 
 
 class _Calls:
-    """The calls of one worker, done one after the other."""
+    """The calls of one worker, which run one after the other."""
 
     def __init__(self, line: socket.socket, origin: Origin) -> None:
         self._line = line
         self._origin = origin
         self._is_first = True
-        self._base = MainMemory.of_process("self")  # of the process that this one is a fork of
+        self._base = MainMemory.of_process("self")  # memory that was in use before the first call
 
     def do(self) -> None:
-        """Do them."""
+        """Run calls until the worker has to exit."""
         waiting = select.poll()
         waiting.register(self._line, select.POLLIN)
         stays = True
@@ -221,29 +253,30 @@ class _Calls:
                 facts.be_idle()
             try:
                 message, files = messages.receive(self._line)
-            except messages.Gone:  # there are no more
+            except messages.Gone:  # the caller has no more calls
                 return
-            if not self._is_first:  # else the caller knows that this process is new
+            # The caller assumes that a new worker reads its first call.
+            if not self._is_first:
                 self._send({"event": "begun"})
             stays = self._do(message, dict(zip(message["files"], files, strict=True)))
             self._is_first = False
 
     def _send(self, event: Mapping[str, Any]) -> None:
-        # Without a lock: each message is sent as a whole, and a child of the task's could find it taken.
+        # No lock is needed, because each message is sent as a whole. A child of the task could find it taken.
         with suppress(messages.Gone):  # the task has closed all descriptors
             messages.send(self._line, event)
 
     def _do(self, message: Mapping[str, Any], files: dict[str, int]) -> bool:
-        """Do one call; tell whether another one may come."""
+        """Run one call, and return True if the worker can do another one."""
         facts.may_stay = message["stays"]
         facts.keep(files.get("held", -1))
-        if not self._is_first:  # what an earlier task has changed
+        if not self._is_first:  # an earlier task may have changed the variables
             os.environ.update({**self._origin.env, **message["env"]})
         outcome = self._run(message, files)
         if outcome is None:
             return False
         leave_reply(outcome, files["reply"])
-        # After an error much may be different from what the next task expects to find.
+        # A failed task may leave the process in a state that the next task does not expect.
         stays = facts.may_stay and not facts.has_to_leave and outcome.error_type is None
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -254,16 +287,17 @@ class _Calls:
             os.close(files[name])
         event: dict[str, Any] = {"event": "result", "stays": stays, "cpu_s": outcome.cpu_s}
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        if self._is_first and not stays:  # else nobody knows what of it is this task's
+        # With several calls, the share of a single task is unknown.
+        if self._is_first and not stays:
             event["memory_bytes"] = max(0, peak_bytes - self._base.resident_bytes)
             event["mapped_bytes"] = max(0, MainMemory.of_process("self").file_bytes - self._base.file_bytes)
         messages.send(self._line, {**event, "peak_bytes": peak_bytes})
         return stays
 
     def _run(self, message: Mapping[str, Any], files: Mapping[str, int]) -> Outcome | None:
-        """Load the task and its arguments, and run it.
+        """Load the task and its arguments, run it, and return its outcome.
 
-        Returns None where it was not run: the caller was told why, and tries again.
+        Returns None if the task did not run. The caller was told the reason, and tries again.
         """
         origin, send = self._origin, self._send
         with events.SeenImports(send, origin.imported), events.sending_to(send, all_threads=True):
@@ -273,7 +307,7 @@ class _Calls:
                     main.install()
                     with nullcontext() if settings is None else settings.applied():
                         return self._run_request(*request)
-            except SystemExit as error:  # the task asked for it
+            except SystemExit as error:  # the task called sys.exit
                 send({"event": "sys_exit", "where": place_of(error)})
                 raise
             except BaseException as error:
@@ -292,7 +326,7 @@ class _Calls:
         function = load_task(task)
         threads.follow(self._origin.env)
         _check_environment(self._origin.env)
-        # Later calls find what the first one has set, with which the libraries have done well.
+        # Only the first call is checked. Later calls find the variables that it has set, which were fine.
         if self._is_first and (variables := self._origin.set_too_late()):
             self._send({"event": "set_too_late", "variables": variables})
             return None
@@ -303,7 +337,7 @@ class _Calls:
         return Outcome(value=value, cpu_s=cpu_s)
 
     def _request(self, files: Mapping[str, int]) -> tuple[Any, ...]:
-        """Return the parts of a request, as :func:`flower_gpu.workers.methods.write_request` writes them."""
+        """Return the parts of the request that :func:`flower_gpu.workers.methods.write_request` wrote."""
         if "request" not in files:
             assert self._origin.request is not None
             return self._origin.request
@@ -313,7 +347,8 @@ class _Calls:
 
 def leave_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into the memory file for the caller."""
-    # A confinement that was wanted and could not be had counts as well: the caller expects it.
+    # A failed confinement counts as well, because the caller expects the reply in the format for confined
+    # workers.
     is_confined = confinement.is_wanted(os.environ)
     write = confined_replies.write_reply if is_confined else transport.write_reply
     try:
@@ -324,14 +359,14 @@ def leave_reply(outcome: Outcome, descriptor: int) -> None:
 
 
 def _check_environment(env: Mapping[str, str]) -> None:
-    # A module's own number of threads wins, as it does where it is the only one.
+    # A number of threads that a module sets itself wins, as it does without other settings.
     free = {"OMP_NUM_THREADS", *set_by_modules()}
     for name, value in env.items():
-        found = os.environ.get(name)
-        if found == value or name in free:
+        current = os.environ.get(name)
+        if current == value or name in free:
             continue
-        # Without the values, which may be secret: the text goes into logs, the trace and the reply.
-        change = "removed" if found is None else "set to another value"
+        # The text leaves out the values, which may be secret. It goes into logs, the trace and the reply.
+        change = "removed" if current is None else "set to another value"
         raise WorkerStartError(
             f"the worker's environment was changed while the task was loaded: {name} was {change}. Set it "
             "through env= and not in the task's module"
