@@ -1,8 +1,8 @@
-"""What comes from a confined worker: data that is checked, and nothing that is unpickled.
+"""Replies and events of a confined worker, which are checked and never unpickled.
 
-The app in such a worker may write what it likes. Of its reply, in a memory file, a description in JSON is
-read, of known fields, and bytes. Of its events those are taken that are known, and of these only fields of
-the right kind. What it could do by a lie in a number is told in docs/explanation/security.md.
+The app in a confined worker may write anything. Its reply lies in a memory file, and consists of a JSON
+description with known fields, and of bytes. Only known events are accepted, and only fields with values of
+the right type. docs/explanation/security.md says what the app could do with a wrong number.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from flower_gpu.workers.call_end import Outcome
 _MAGIC: Final = b"fgplain1"
 _START: Final = struct.Struct("<8sQ")  # magic, bytes of the description
 
-#: Of a description, which is read as a whole. Arrays are not in it. In Python's memory nested lists take 22
-#: times as much as in JSON, which was measured: 64 MiB of them took 1.4 GiB of their reader.
+#: Limit of a description, which is read as a whole and contains no arrays. Nested lists take 22 times as much
+#: memory in Python as in JSON. In a measurement, 64 MiB of JSON took 1.4 GiB in the reader.
 MOST_DESCRIBED_BYTES: Final = 4 << 20
-#: Of an event, which is a few numbers and short texts.
+#: Limit of an event, which consists of a few numbers and short texts.
 MOST_EVENT_BYTES: Final = 1 << 20
 
-_BYTES, _JSON = "bytes", "json"  # what a value is
+_BYTES, _JSON = "bytes", "json"  # kinds of values
 
 
 @dataclass(frozen=True)
 class PlainBytes:
-    """A value that travels as bytes, in parts. The caller gets one memoryview."""
+    """A value that is sent as bytes, in parts. The caller gets one memoryview."""
 
     parts: Sequence[bytes | memoryview]
 
@@ -42,7 +42,7 @@ class PlainBytes:
 def write_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into an empty memory file for the caller of this confined worker.
 
-    Raises InvalidResultError if its value is neither :class:`PlainBytes` nor something that JSON has.
+    Raises InvalidResultError if its value is neither :class:`PlainBytes` nor a JSON value.
     """
     described: dict[str, Any] = {
         "cpu_s": outcome.cpu_s,
@@ -70,27 +70,27 @@ def write_reply(outcome: Outcome, descriptor: int) -> None:
 
 
 def read_reply(descriptor: int) -> Outcome:
-    """Read a confined worker's reply in the caller, once the worker is gone.
+    """Return the outcome in a confined worker's reply. The caller calls this once the worker is gone.
 
-    Its value is a memoryview, or of JSON. Raises InvalidResultError if the file holds something else.
+    The value is a memoryview or a JSON value. Raises InvalidResultError if the file holds no valid reply.
     """
     status = os.fstat(descriptor)
     try:
         magic, size = _START.unpack(os.pread(descriptor, _START.size, 0))
-        # A file with holes may be larger than any memory.
+        # Files with holes are refused, because such a file may be larger than any memory.
         if magic != _MAGIC or size > MOST_DESCRIBED_BYTES or status.st_size > status.st_blocks * 512:
             raise ValueError("not in the form of a result")
         described = json.loads(bytes(memory_files.read(descriptor, size, _START.size)))
-        kind, told, cpu_s = described["kind"], described["error"], described["cpu_s"]
+        kind, error_texts, cpu_s = described["kind"], described["error"], described["cpu_s"]
         if not (cpu_s is None or (type(cpu_s) in (int, float) and 0 <= cpu_s < 1e9)):
             raise ValueError("no CPU time")
-        if told is not None:
-            name, text, lines = map(_text, told)
+        if error_texts is not None:
+            name, text, lines = map(_text, error_texts)
             return Outcome(None, cpu_s, name, text, lines)
         value = (
             described["value"] if kind == _JSON else _bytes(descriptor, _START.size + size, status.st_size)
         )
-    except Exception as error:  # whatever an app may have written there
+    except Exception as error:  # The app may have written anything, so any error is possible.
         raise InvalidResultError(f"a confined worker left no result that can be read ({error})") from None
     return Outcome(value, cpu_s)
 
@@ -102,7 +102,7 @@ def _text(value: Any) -> str:
 
 
 def _bytes(descriptor: int, start: int, end: int) -> memoryview:
-    # Unsealed, a process that the worker left behind could change it after it was checked.
+    # Without a seal, a process that the worker left behind could change the bytes after the check.
     if memory_files.seal(descriptor):
         try:
             return memory_files.Map(descriptor, end).view[start:].toreadonly()
@@ -112,16 +112,16 @@ def _bytes(descriptor: int, start: int, end: int) -> memoryview:
 
 
 _MOST_TEXT: Final = 200
-_MOST: Final = 1 << 53  # of a number: bytes, seconds, counts
+_MOST: Final = 1 << 53  # limit of every number: bytes, seconds, counts
 _MOST_GPUS: Final = 64
 
-#: What takes a value as it was told, and returns what of it can be used.
+#: A function that gets a reported value, and returns a valid value or a substitute.
 _Take = Callable[[Any], Any]
 
 
 def _seconds(value: Any) -> float:
-    is_fine = type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MOST
-    return float(value) if is_fine else 0.0
+    is_valid = type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MOST
+    return float(value) if is_valid else 0.0
 
 
 def _count(value: Any) -> int | None:
@@ -139,19 +139,19 @@ def _short_text(value: Any) -> str | None:
 
 
 def _gpus(value: Any) -> list[dict[str, Any]]:
-    given = value[:_MOST_GPUS] if isinstance(value, list) else []
-    return [_taken(each, _GPU) for each in given if isinstance(each, dict)]
+    gpus = value[:_MOST_GPUS] if isinstance(value, list) else []
+    return [_valid_fields(gpu, _GPU) for gpu in gpus if isinstance(gpu, dict)]
 
 
 def _used(value: Any) -> dict[str, int]:
-    given = list(value.items())[:_MOST_GPUS] if isinstance(value, dict) else []
-    return {name[:_MOST_TEXT]: size for name, told in given if (size := _count(told)) is not None}
+    items = list(value.items())[:_MOST_GPUS] if isinstance(value, dict) else []
+    return {name[:_MOST_TEXT]: size for name, number in items if (size := _count(number)) is not None}
 
 
 _GPU: Final[Mapping[str, _Take]] = MappingProxyType(
     {
         "uuid": _short_text,
-        # Not context_bytes: that is kept for all apps on a GPU of this model.
+        # context_bytes is not accepted, because its value would be kept for all apps on GPUs of this model.
         **dict.fromkeys(("peak_bytes", "reserved_peak_bytes", "allocated_peak_bytes"), _count),
         **dict.fromkeys(("reserved_before_bytes", "alloc_retries", "outside_bytes"), _count),
         **dict.fromkeys(("lease_bytes", "cap_bytes", "cap_in_force_bytes"), _count),
@@ -162,7 +162,8 @@ _EVENTS: Final[Mapping[str, Mapping[str, _Take]]] = MappingProxyType(
     {
         "result": {"cpu_s": _seconds, "memory_bytes": _count, "mapped_bytes": _count},
         "importing": {"seconds": _seconds},
-        "set_too_late": {"variables": lambda _: {}},  # that there are some is enough: none is taken over
+        # The caller needs to know only that there are such variables. It takes over none of them.
+        "set_too_late": {"variables": lambda _: {}},
         "sys_exit": {"where": lambda value: _short_text(value) or ""},
         "task_started": {},
         "cuda_started": {},
@@ -185,11 +186,11 @@ _EVENTS: Final[Mapping[str, Mapping[str, _Take]]] = MappingProxyType(
 
 
 def checked_event(event: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the valid fields of an event, or None."""
+    """Return an event with its valid fields only, or None if the event is unknown."""
     name = event.get("event")
     fields = _EVENTS.get(name) if isinstance(name, str) else None
-    return None if fields is None else {"event": name, **_taken(event, fields)}
+    return None if fields is None else {"event": name, **_valid_fields(event, fields)}
 
 
-def _taken(given: Mapping[str, Any], fields: Mapping[str, _Take]) -> dict[str, Any]:
-    return {name: take(given.get(name)) for name, take in fields.items()}
+def _valid_fields(report: Mapping[str, Any], fields: Mapping[str, _Take]) -> dict[str, Any]:
+    return {name: take(report.get(name)) for name, take in fields.items()}

@@ -1,4 +1,16 @@
-"""Ctrl-C in a caller waits where something could be lost; and other signals that end a program as it does."""
+"""Defer Ctrl-C in a caller where it could lose something, and let other signals act as Ctrl-C.
+
+Ctrl-C raises KeyboardInterrupt between any two steps of Python code. In the middle of starting or ending a
+worker, that could lose a descriptor or leave a worker running. :func:`deferred_interrupts` marks such blocks:
+a Ctrl-C within the block is recorded, and its handler runs at the end of the block. Within it,
+:func:`allowed_interrupts` marks the parts that take long and in which nothing can be lost.
+
+Python runs signal handlers in the main thread only, so these blocks have no effect in other threads, and
+``_waiting`` needs no lock.
+
+:func:`ended_by_signals` makes SIGTERM and SIGHUP act as Ctrl-C does at that moment. So a deferred block
+defers them as well.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +23,13 @@ from typing import Any
 
 Handler = Callable[..., Any]
 
-# The handlers that wait for their turn, innermost block last. Of the main thread: no other gets a Ctrl-C.
+# The deferred handlers with the arguments of signals that have arrived, innermost block last.
 _waiting: list[tuple[Handler, list[tuple[Any, ...]]]] = []
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Let a Ctrl-C wait for the end of the block."""
+    """Defer a Ctrl-C to the end of the block."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -36,7 +48,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextmanager
 def allowed_interrupts() -> Iterator[None]:
-    """Let a Ctrl-C come within a block of :func:`deferred_interrupts`, while nothing can be lost."""
+    """Allow a Ctrl-C again within a block of :func:`deferred_interrupts`, while nothing can be lost."""
     if threading.current_thread() is not threading.main_thread() or not _waiting:
         yield
         return
@@ -51,19 +63,20 @@ def allowed_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, deferring)
 
 
-# What asks a program to end: ``kill``, batch systems and containers; a terminal that closes.
+# Signals that ask a program to end. ``kill``, batch systems and containers send SIGTERM. A terminal that
+# closes sends SIGHUP.
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
-# What these signals did before, while they mean a Ctrl-C here.
-_before: dict[int, Any] = {}
+# The previous handlers of these signals, while the signals act as Ctrl-C.
+_previous_handlers: dict[int, Any] = {}
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[list[int]]:
-    """Let SIGTERM and SIGHUP act as Ctrl-C does, and yield a list for the signal that came.
+    """Let SIGTERM and SIGHUP act as Ctrl-C does, and yield a list that receives the signal's number.
 
-    Only the first of them counts: what ends a run may not be interrupted by more of the same. SIGHUP stays
-    ignored where it is (``nohup``). To be used in the main thread of a program that is ours.
+    Only the first signal counts, because further signals must not interrupt the end of a run. If SIGHUP is
+    ignored (``nohup``), it stays ignored. Use this in the main thread of our own programs only.
     """
     received: list[int] = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -73,15 +86,16 @@ def ended_by_signals() -> Iterator[list[int]]:
             return
         received.append(number)
         for descriptor in terminals:
-            if not os.isatty(descriptor):  # it is closed: what is printed would be an error of its own
+            # The terminal has closed, so printing to it would raise another error.
+            if not os.isatty(descriptor):
                 _discard(descriptor)
-        # Whatever Ctrl-C does at this moment: it may have to wait for the end of a block.
+        # Call the current handler of Ctrl-C, which may defer the signal to the end of a block.
         handler = signal.getsignal(signal.SIGINT)
         (handler if callable(handler) else signal.default_int_handler)(number, frame)
 
-    for each in _ENDING:
-        if signal.getsignal(each) != signal.SIG_IGN:
-            _before[each] = signal.signal(each, handle)
+    for number in _ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            _previous_handlers[number] = signal.signal(number, handle)
     try:
         yield received
     finally:
@@ -95,10 +109,10 @@ def _discard(descriptor: int) -> None:
 
 
 def _restore() -> None:
-    for number, handler in _before.items():
+    for number, handler in _previous_handlers.items():
         signal.signal(number, handler)
-    _before.clear()
+    _previous_handlers.clear()
 
 
-# Of this process only: a pool that the program has forked is ended by SIGTERM.
+# A fork gets the previous handlers back, so that SIGTERM ends a pool that the program has forked.
 os.register_at_fork(after_in_child=_restore)

@@ -1,8 +1,14 @@
-"""Memory files: create, write, read, seal, map; and the one that several calls share.
+"""Memory files: create, write, read, seal, map; and the memory file that several calls share.
 
-A memory file has no name, so nothing can be left behind: the kernel frees it with its last holder. Where
-the kernel has no seals (macOS) a temporary file that is already unlinked takes its place, and is copied
-instead of mapped: without a seal another process could change what this one has checked.
+A memory file has no name. The kernel frees it when the last descriptor and the last map are gone, so nothing
+can be left behind. macOS has neither memory files nor seals. There, an unlinked temporary file takes the
+place of a memory file. It is copied instead of mapped, because without a seal another process could change
+data that this process has already checked.
+
+:class:`Sharing` saves copies of the global model. In a round, many calls carry the same bytes objects. If
+bytes are sent for the second time, they go into one sealed file, and later requests refer to this file.
+Calls run in several threads, so a lock protects the current file. A fork gets a new lock, because another
+thread may hold the inherited one forever.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import zlib
 from collections.abc import Sequence
 from functools import cache
 
-#: Whether a file can be sealed, and so be mapped instead of copied.
+#: True if memory files can be sealed, so that they can be mapped instead of copied.
 SEALS = hasattr(fcntl, "F_ADD_SEALS") and hasattr(os, "memfd_create")
 
 _FAILED = ctypes.c_void_p(-1).value
@@ -27,7 +33,7 @@ _FIXED = 0x10  # MAP_FIXED, which the mmap module lacks; the same on every archi
 
 
 def create(name: str) -> int:
-    """Return the descriptor of a new, empty memory file; not inherited by other programs."""
+    """Return the descriptor of a new, empty memory file. Other programs do not inherit it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if SEALS else 0))
     with tempfile.TemporaryFile(prefix=name) as file:  # macOS: already unlinked
@@ -35,11 +41,11 @@ def create(name: str) -> int:
 
 
 def write(descriptor: int, data: bytes | memoryview, offset: int) -> int:
-    """Write all of ``data`` at ``offset`` and return where it ends."""
-    # A write is faster than a copy into a map: the kernel need not clear the pages first, nor take a page
-    # fault for each. More threads gain nothing: they take turns at the file's lock.
+    """Write all of ``data`` at ``offset`` and return the offset of its end."""
+    # A write is faster than a copy into a map, because the kernel need not clear the pages first, nor handle
+    # a page fault for each. Several threads would gain nothing, because they take turns at the file's lock.
     view = memoryview(data)
-    while view.nbytes:  # one call writes at most just under 2 GiB
+    while view.nbytes:  # One call writes just under 2 GiB at most.
         written = os.pwrite(descriptor, view, offset)
         view = view[written:]
         offset += written
@@ -47,8 +53,9 @@ def write(descriptor: int, data: bytes | memoryview, offset: int) -> int:
 
 
 def read(descriptor: int, size: int, offset: int) -> bytearray:
-    """Return ``size`` bytes from ``offset``; EOFError if the file ends before."""
-    if offset + size > os.fstat(descriptor).st_size:  # before so much memory is taken
+    """Return ``size`` bytes from ``offset``; EOFError if the file ends too early."""
+    # This is checked before the memory is allocated.
+    if offset + size > os.fstat(descriptor).st_size:
         raise EOFError
     data = bytearray(size)
     view = memoryview(data)
@@ -62,13 +69,16 @@ def read(descriptor: int, size: int, offset: int) -> bytearray:
 
 
 def seal_size(descriptor: int) -> None:
-    """Let nobody change the size: a process that has mapped the file would die of it."""
+    """Seal the size of the file. If it shrank, the kernel would kill processes that have mapped it."""
     if SEALS:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def seal(descriptor: int) -> bool:
-    """Let nobody change size or content any more; False where somebody has a map of it, or without seals."""
+    """Seal size and content of the file, and return True if that worked.
+
+    Returns False if a process has mapped the file for writing, or if the system has no seals.
+    """
     if not SEALS:
         return False
     everything = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -81,47 +91,47 @@ def seal(descriptor: int) -> bool:
 
 
 def identity(descriptor: int) -> tuple[int, int, int]:
-    """Return the identity of a file: device, inode, size."""
+    """Return device, inode and size of a file, which identify it."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size
 
 
 class Map:
-    """A map of a whole file, unmapped when the last view of it is gone.
+    """A map of a whole file, which is unmapped when its last view is gone.
 
-    Holds no descriptor (the mmap module's maps do): a process may keep thousands of results.
+    It holds no descriptor, unlike a map of the mmap module, because a process may keep thousands of results.
 
-    ``shared``: whether what is written goes to the file. Otherwise it stays here, and only pages that are
-    written to are copied.
-    Raises OSError if the kernel refuses (too many maps, no memory).
+    ``shared``: True if writes go to the file. Otherwise they stay in this process, and the kernel copies each
+    page at its first write.
+    Raises OSError if the kernel refuses the map (too many maps, no memory).
     """
 
     def __init__(self, descriptor: int, size: int, shared: bool = False) -> None:
         self.size = size
         self.address = _mmap(None, size, mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE, descriptor)
         memory = (ctypes.c_ubyte * size).from_address(self.address)
-        # Not at exit: arrays are still used then. The kernel unmaps it with the process.
+        # Do not unmap at exit, when arrays are still in use. The kernel does it when the process ends.
         weakref.finalize(memory, _libc().munmap, self.address, size).atexit = False
         self.view = memoryview(memory).cast("B")
 
     def leave_file(self, descriptor: int) -> None:
-        """Make later writes private to this process, at the same addresses."""
+        """Make later writes private to this process. The addresses stay the same."""
         _mmap(self.address, self.size, mmap.MAP_PRIVATE | _FIXED, descriptor)
 
     def offset_of(self, address: int, size: int) -> int | None:
-        """Return where in the file this memory is, or None if it is elsewhere."""
+        """Return the offset of this memory in the file, or None if it lies outside the map."""
         offset = address - self.address
         return offset if 0 <= offset <= self.size - size else None
 
 
 def _mmap(address: int | None, size: int, flags: int, descriptor: int) -> int:
-    found: int | None = _libc().mmap(
+    mapped: int | None = _libc().mmap(
         address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, ctypes.c_long(0)
     )
-    if found is None or found == _FAILED:
+    if mapped is None or mapped == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
-    return found
+    return mapped
 
 
 @cache
@@ -129,14 +139,16 @@ def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     numbers = [ctypes.c_int, ctypes.c_int, ctypes.c_int]
-    # off_t is as long as a pointer on every 64-bit Linux
+    # On every 64-bit Linux, off_t has the size of a pointer.
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *numbers, ctypes.c_long]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return library
 
 
 _ALIGNMENT = 64
-_MIN_BYTES = 1 << 20  # less is written faster than it is looked up and mapped
+# Smaller models are not shared, because writing them takes less time than looking them up and mapping them.
+_MIN_BYTES = 1 << 20
+# Number of bytes objects that are remembered.
 _REMEMBERED = 10_000
 
 
@@ -157,35 +169,41 @@ class SharedFile:
         seal(self.descriptor)
 
     def offset_of(self, buffer: bytes) -> int | None:
-        """Return where ``buffer`` begins, or None if it is not here."""
+        """Return the offset of ``buffer`` in the file, or None if the file does not hold it."""
         return self._offsets.get(id(buffer))
 
     def in_use(self) -> bool:
-        """Whether anybody but this object holds one of the bytes objects."""
-        nobody_else_has_it = bytes(bytearray(16))
-        counts = [sys.getrefcount(buffer) for buffer in (*self.buffers, nobody_else_has_it)]
+        """Return True if there are references to one of the bytes objects besides this object's own."""
+        # An object that is certainly not referenced elsewhere gives the count to compare with.
+        unreferenced = bytes(bytearray(16))
+        counts = [sys.getrefcount(buffer) for buffer in (*self.buffers, unreferenced)]
         return any(count > counts[-1] for count in counts[:-1])
 
 
 class Sharing:
-    """What this process shares with its workers: the model of one round.
+    """The model of one round, which this process shares with its workers.
 
-    Nothing is shared before it is sent for the second time.
+    Bytes are shared from the second time on that they are sent. If a model was sent repeatedly, the next
+    model is shared at once.
     """
 
     def __init__(self) -> None:
         self._begin()
-        # A fork has other calls; the lock may be held there for ever.
+        # A fork has its own calls, and its copy of the lock may be held forever.
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._current: SharedFile | None = None
         self._seen: dict[int, int] = {}
-        self._expected = False  # the last model was sent more than once: the next one will be
+        # True if the previous model was sent more than once, so that this is expected of the next model too.
+        self._expected = False
 
     def place(self, buffers: Sequence[bytes]) -> SharedFile | None:
-        """Return a file with (some of) these large parts of a request, if others may want them too."""
+        """Return a file with some or all of these large parts of a request, or None.
+
+        Parts are shared if other calls may send them as well.
+        """
         if not SEALS:
             return None
         with self._lock:
@@ -193,37 +211,39 @@ class Sharing:
             repeated = self._repeated(buffers)
             current = self._current
             if current is not None and any(current.offset_of(buffer) is not None for buffer in buffers):
-                # What else is in the request is this client's own, unless it comes again as well.
+                # Other parts of the request belong to this client alone, unless they were sent before as
+                # well.
                 missing = [buffer for buffer in repeated if current.offset_of(buffer) is None]
                 wanted = repeated if sum(map(len, missing)) >= _MIN_BYTES else []
             else:
                 wanted, current = list(buffers) if self._expected else repeated, None
             if sum(map(len, wanted)) >= _MIN_BYTES:
-                first = 0 if self._expected else 1  # it was sent before
-                self._drop()  # before the next one takes as much memory
-                current = self._current = SharedFile(wanted, first)
+                earlier_calls = 0 if self._expected else 1
+                self._drop()  # The old file must be freed before the new one takes as much memory.
+                current = self._current = SharedFile(wanted, earlier_calls)
             if current is not None:
                 current.calls += 1
             return current
 
     def let_go(self) -> None:
-        """Let go of a model that nobody has any more."""
+        """Release the shared model if it is no longer in use."""
         with self._lock:
             self._drop_unused()
 
     def _repeated(self, buffers: Sequence[bytes]) -> list[bytes]:
-        # Ids of objects that are gone are used again, so that a sample has to match as well. If it does by
-        # chance, something is shared that is sent once: a waste, not an error.
-        found = {}
+        # Python reuses the ids of freed objects, so a sample of the bytes has to match as well. If it matches
+        # by chance, bytes are shared that are sent only once. That is a waste, but no error.
+        repeated = {}
         for buffer in buffers:
-            step = len(buffer) // 256 | 1  # odd: every byte of a number has its turn
+            # An odd step, so that the sample has bytes from every position within a number.
+            step = len(buffer) // 256 | 1
             key, sample = id(buffer), zlib.crc32(memoryview(buffer)[::step].tobytes())
             if self._seen.get(key) == sample:
-                found[key] = buffer
+                repeated[key] = buffer
             self._seen[key] = sample
         while len(self._seen) > _REMEMBERED:
             del self._seen[next(iter(self._seen))]
-        return list(found.values())
+        return list(repeated.values())
 
     def _drop_unused(self) -> None:
         if self._current is not None and not self._current.in_use():
@@ -235,5 +255,5 @@ class Sharing:
         self._current = None
 
 
-#: This process's own.
+#: The shared model of this process.
 sharing = Sharing()

@@ -1,13 +1,13 @@
-"""The state folder, in which this user's processes on this host find each other, and workers' sockets in it.
+"""The state folder, where this user's processes on this host find each other, and the sockets of workers.
 
-multiprocessing makes sockets in a worker: in each DataLoader worker, for a Manager or a Listener, and for a
-fork server of its own. Names in Linux's abstract namespace would leave no files, but they have no
-permissions: every account of the host can connect to them. So each worker has a folder of mode 0700, which
-the process removes that sees the worker end: a worker may be killed at any time.
+multiprocessing makes sockets in a worker: in each DataLoader worker, for a Manager or a Listener, and for its
+own fork server. Sockets in Linux's abstract namespace would leave no files. But they have no permissions, so
+every account of the host can connect to them. So each worker has a folder with mode 0700 instead. A worker
+may be killed at any time, so the process that sees the worker end removes its folder.
 
-Workers of the same account get to each other's sockets; multiprocessing asks for a key there, and unpickles
-what comes from those that have it. So each worker has a key of its own, which no other fork of its fork
-server has.
+Workers of the same account can connect to each other's sockets. multiprocessing then asks for a key, and
+unpickles data from any process that has the key. So each worker has its own key, which no other fork of its
+fork server has.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from flower_gpu.workers.own_process import facts
 
 
 def state_parent() -> Path:
-    """Folder that the state folder is made in."""
-    # Not TMPDIR: it may be another one for each job or session, and they would not meet.
+    """Return the parent of the state folder."""
+    # TMPDIR may differ between jobs or sessions, so their processes would not find each other.
     return Path(STATE_DIR.resolve(None, os.environ)).absolute()
 
 
 def state_dir() -> Path:
-    """Folder in which this user's processes on this host find each other; all in it is this package's.
+    """Return the folder in which this user's processes on this host find each other.
 
-    A folder of its own below :func:`state_parent`, which may be full of the user's files.
+    It holds files of this package only. Its parent (:func:`state_parent`) may be full of the user's files.
     """
     return state_parent() / f"flower-gpu-{os.getuid()}"
 
 
 @contextmanager
 def short_name(path: Path) -> Iterator[str]:
-    """Yield a short name of a folder, by its descriptor: a socket's address has 107 bytes at most."""
+    """Yield a short path of a folder, because the address of a socket has at most 107 bytes."""
     descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -55,14 +55,15 @@ def short_name(path: Path) -> Iterator[str]:
 
 
 def state_dir_problem() -> tuple[str, str] | None:
-    """Return why others could change the state folder, and a way out; None if they cannot."""
+    """Return why other accounts could change the state folder, and what to do; None if they cannot."""
     parent, path = state_parent(), state_dir()
-    # Not of /tmp itself: in many containers that is an empty volume, not sticky, with nobody else in it.
+    # The default, /tmp, is not checked. In many containers it is an empty volume that is not sticky, and
+    # there are no other accounts.
     if os.environ.get("FLOWER_GPU_STATE_DIR"):
-        found = parent.stat()
-        is_safe = found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
-        # In a sticky folder nobody can replace what is another account's.
-        if not stat.S_ISDIR(found.st_mode) or not (is_safe or found.st_mode & stat.S_ISVTX):
+        status = parent.stat()
+        is_safe = status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
+        # In a sticky folder, an account cannot replace files of another account.
+        if not stat.S_ISDIR(status.st_mode) or not (is_safe or status.st_mode & stat.S_ISVTX):
             return (
                 f"{path_text(parent)} must be a folder of this user that nobody else can write to",
                 "chmod go-w it, or set FLOWER_GPU_STATE_DIR to another folder",
@@ -82,7 +83,7 @@ def state_dir_problem() -> tuple[str, str] | None:
 
 
 def made_state_dir() -> Path:
-    """Return the state folder, made where it is missing; ConfigError if others could change it."""
+    """Return the state folder, made if it is missing; ConfigError if other accounts could change it."""
     path = state_dir()
     with suppress(FileExistsError):
         path.parent.mkdir(mode=0o700, parents=True)
@@ -90,26 +91,27 @@ def made_state_dir() -> Path:
     if problem is None:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        problem = state_dir_problem()  # of the folder itself
+        problem = state_dir_problem()  # again, because now the folder itself exists
     if problem is not None:
         raise ConfigError("; ".join(problem))
-    if path.stat().st_mode & 0o777 != 0o700:  # the umask, or an older version
+    if path.stat().st_mode & 0o777 != 0o700:  # because of the umask or an older version
         path.chmod(0o700)
     return path
 
 
 _PARENT = "sockets"
 _NAMES = re.compile(r"\d+-\d+")
-_MAX_BYTES = 80  # an address has 107 at most, and multiprocessing puts a name of 18 behind this
+# Limit for the path of a folder. An address has at most 107 bytes, and multiprocessing adds a name of 18.
+_MAX_BYTES = 80
 
-_KEY_BYTES = 32  # as multiprocessing's own
+_KEY_BYTES = 32  # length of multiprocessing's own keys
 
 
 def take_socket_folder() -> None:
-    """Give this process, the first of its group, a folder, where it and its children make their sockets.
+    """Give this process a key and a folder for the sockets that it and its children make.
 
-    And a key for them. Without a folder that is safe, multiprocessing makes one of its own, which others
-    cannot enter either.
+    This process is the first of its group. If no safe folder can be made, multiprocessing makes its own,
+    which other accounts cannot enter either.
     """
     process.current_process().authkey = os.urandom(_KEY_BYTES)
     if sys.platform != "linux":
@@ -128,36 +130,36 @@ def take_socket_folder() -> None:
         name = str(path)
         if len(os.fsencode(name)) > _MAX_BYTES:
             name = f"/proc/{os.getpid()}/fd/{facts.sockets_lock}"
-        # multiprocessing passes it on to processes that it spawns, too.
+        # multiprocessing passes this setting on to processes that it spawns.
         settings["tempdir"] = name
 
 
 def socket_folder() -> str | None:
-    """Return this process's folder; None where it has none."""
+    """Return the socket folder of this process, or None."""
     settings: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
     return str(settings["tempdir"]) if facts.sockets_lock >= 0 and settings.get("tempdir") else None
 
 
 def remove_socket_folder(pid: int) -> None:
-    """Remove the folder of a worker that is gone, while nobody else can have its process id."""
+    """Remove the socket folder of an exited worker. Call it before the pid can belong to another process."""
     if (parent := _sockets()) is not None:
         with suppress(OSError, RecursionError):
             files.remove(parent / _own_name(pid))
 
 
 def remove_left_socket_folders() -> None:
-    """Remove the folders of processes that have ended when nobody was left to see it."""
+    """Remove the socket folders of processes that ended after their callers did."""
     files.remove_stale_folders()
     if (parent := _sockets()) is None:
         return
-    found: list[Path] = []
-    with suppress(PermissionError):  # this worker is confined, and so are those that it starts
-        found = list(parent.iterdir())
-    files.remove_unlocked_folders(path for path in found if _NAMES.fullmatch(path.name))
+    folders: list[Path] = []
+    with suppress(PermissionError):  # this worker is confined, and so are the workers that it starts
+        folders = list(parent.iterdir())
+    files.remove_unlocked_folders(path for path in folders if _NAMES.fullmatch(path.name))
 
 
 def _sockets() -> Path | None:
-    """Return where the folders are; None where there are none, or they may be somebody else's."""
+    """Return the parent of the socket folders; None if it is missing or may belong to another account."""
     path = state_dir() / _PARENT
     with suppress(OSError):
         return path if files.is_own_folder(path, forbidden=0o077) else None
@@ -165,7 +167,7 @@ def _sockets() -> Path | None:
 
 
 def _own_name(pid: int) -> str:
-    # Containers may share the state folder, and have processes with the same ids.
+    # Containers may share the state folder, but their processes may have the same ids.
     return f"{_pid_namespace()}-{pid}"
 
 
