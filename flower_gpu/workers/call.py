@@ -1,4 +1,4 @@
-"""A call: its task, and the data loaded before that. Shared by the caller's and the worker's side."""
+"""A call: its task and the data that is preloaded for it. The caller and the worker both use this module."""
 
 from __future__ import annotations
 
@@ -32,32 +32,36 @@ _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 class Call:
     """One call of one task."""
 
-    task: Task  # the function, or ``"package.module:function"``: then only the worker imports it
-    # args, kwargs: Its arguments: numpy arrays, plain Python values, or anything cloudpickle takes
+    # The function, or ``"package.module:function"``, which only the worker imports.
+    task: Task
+    # args and kwargs: numpy arrays, plain Python values, or anything else that cloudpickle accepts.
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    # The worker's environment variables, set before anything heavy is imported
+    # Environment variables of the worker, set before libraries are imported.
     env: Mapping[str, str] = field(default_factory=dict)
     # ``"package.module:function"``, called without arguments before the task is loaded. If it returns a
-    # context manager, the task is loaded and run inside of that.
+    # context manager, the task is loaded and run within it.
     setup: str | None = None
-    label: str = "call"  # names the call in messages, for example ``"fit of client 3"``
-    # What the worker finds loaded: ``"package.module:function"`` with keyword arguments for it
+    # Name of the call in messages, for example ``"fit of client 3"``.
+    label: str = "call"
+    # Functions that have run in the worker before the task: ``"package.module:function"`` with keyword
+    # arguments.
     preload: Sequence[tuple[str, Mapping[str, Any]]] = ()
-    # Descriptor of its lease's ticket, -1 for none. It stays open until the worker is gone: in the worker,
-    # unless that is confined, and in a caller that does not wait for the worker's end
+    # Descriptor of the ticket of the call's lease, -1 without a lease. It stays open until the worker is
+    # gone. The worker holds it unless it is confined. So does a caller that does not wait for the worker's
+    # exit.
     held: int = -1
-    # Top-level names of libraries for which the worker has no use, so that a fork server without them will
-    # do. Forks of a process that has not imported torch take half the time.
+    # Top-level names of libraries that the worker does not need, so that it can use a fork server without
+    # them. Forks of a process that has not imported torch take half the time.
     without: frozenset[str] = frozenset()
-    # Put in front of log lines, Flower's and ours, of the task; for example ``"client 3, round 2: "``
+    # Text in front of the task's log lines, both Flower's and ours, for example ``"client 3, round 2: "``.
     log_prefix: str = ""
-    # If set, all lines that the task writes begin with ``log_prefix`` and stand in a file of the run. Those
-    # that it admits are shown as well.
+    # If set, all lines that the task writes begin with ``log_prefix`` and go into a file of the run. Admitted
+    # lines are shown as well.
     admit_lines: AdmitLines | None = None
-    # What its worker keeps of this host: then nothing that comes from the worker is unpickled
+    # Rights of a confined worker on this host. If set, data from the worker is never unpickled.
     confinement: Confinement | None = None
-    # Whether its worker takes over the caller's settings, see :mod:`flower_gpu.workers.caller_settings`. The
+    # True if the worker takes over the caller's settings, see :mod:`flower_gpu.workers.caller_settings`. The
     # start method of multiprocessing is taken over in any case.
     takes_over: bool = False
 
@@ -66,9 +70,9 @@ class Call:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of its task, and of the user's task if that is the first argument of one of ours."""
-        is_task = [callable(each) or _is_reference(each) for each in self.args[:1]]
-        return [task_key(self.task), *(task_key(each) for each in compress(self.args, is_task))]
+        """Return the key of the task, and of its first argument if that is a task of the user."""
+        is_task = [callable(argument) or _is_reference(argument) for argument in self.args[:1]]
+        return [task_key(self.task), *(task_key(argument) for argument in compress(self.args, is_task))]
 
 
 def _is_reference(value: Any) -> bool:
@@ -76,7 +80,7 @@ def _is_reference(value: Any) -> bool:
 
 
 def check_task(task: Task) -> None:
-    """Raise ConfigError if this cannot be a task: at the user's line of code, not later in a worker."""
+    """Raise ConfigError if this cannot be a task. The user sees the error early, and not from a worker."""
     if isinstance(task, str):
         if not _is_reference(task):
             raise ConfigError(f"{task!r} does not name a function; write it as 'package.module:function'")
@@ -94,9 +98,9 @@ def task_name(task: Task) -> str:
 
 
 def task_key(task: Task) -> str:
-    """Return a name that tells ``task`` from tasks of other programs, ``"package.module:function"``.
+    """Return a unique name of ``task``, such as ``"package.module:function"``.
 
-    Modules of different programs may have the same name. So a module that lies beside the script that runs is
+    Different programs may have modules of the same name. So a module in the folder of the running script is
     named by its path, and ``__main__`` by the path of the script.
     """
     if isinstance(task, partial):
@@ -112,7 +116,7 @@ def task_key(task: Task) -> str:
 def _place_of(module: str) -> str:
     file = getattr(sys.modules["__main__"], "__file__", None)
     try:
-        # In a notebook or an interpreter, modules lie in the working directory.
+        # In a notebook or an interactive interpreter, modules lie in the working directory.
         place = Path(file or "__main__").resolve()
     except FileNotFoundError:  # the working directory was removed
         return module
@@ -120,47 +124,48 @@ def _place_of(module: str) -> str:
         return str(place)
     folder = place.parent
     top = module.partition(".")[0]
-    # Not Path.exists(): that raises an error for a folder that cannot be searched.
+    # Path.exists() would raise an error if the folder cannot be searched.
     is_beside = any(os.access(folder / each, os.F_OK) for each in (f"{top}.py", f"{top}/__init__.py"))
     return str(folder / module) if is_beside or module == "__main__" else module
 
 
 def load_task(task: Task) -> Callable[..., Any]:
-    """Return the function itself, imported where only its name was given; else WorkerStartError."""
+    """Return the function of a task, imported if it is given by name; WorkerStartError if that fails."""
     if not isinstance(task, str):
         return task
     module_name, _, path = task.partition(":")
     try:
-        found: Any = import_module(module_name)
+        loaded: Any = import_module(module_name)
     except Exception as error:
         raise WorkerStartError(
             f"cannot import the task {task!r}: {type(error).__name__}: {error}. "
             "The worker searches the caller's sys.path"
         ) from error
     for name in path.split("."):
-        if not hasattr(found, name):
+        if not hasattr(loaded, name):
             raise WorkerStartError(f"module {module_name!r} has no {path!r} (task {task!r})")
-        found = getattr(found, name)
-    if not callable(found):
-        raise WorkerStartError(f"{task!r} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+        loaded = getattr(loaded, name)
+    if not callable(loaded):
+        raise WorkerStartError(f"{task!r} is a {type(loaded).__name__}, not a function")
+    return loaded  # type: ignore[no-any-return]
 
 
 def set_up(setup: str | None) -> AbstractContextManager[Any]:
-    """Call the ``setup`` function of a call, and return the context of its task."""
+    """Call the ``setup`` function of a call, and return the context manager for its task."""
     made = load_task(setup)() if setup is not None else None
     return made if isinstance(made, AbstractContextManager) else nullcontext()
 
 
-#: Functions of the user's with their keyword arguments, in a form that can travel. They run once where
-#: workers are forked from, so that all find what they load.
+#: Names of the user's functions with their keyword arguments. A fork server runs each function once, so that
+#: all workers forked from it share the loaded data.
 Preload = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def checked_preload(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Bring the forms of ``preload`` into one; ConfigError for anything else.
+    """Return ``preload`` as a tuple of names with keyword arguments; ConfigError for an invalid value.
 
-    ``preload``: ``"package.module:function"``, or with its keyword arguments, or ``"package.module"``.
+    ``preload``: ``"package.module:function"``, the same with a dict of keyword arguments,
+    ``"package.module"``, or several of these.
     """
     if preload is None:
         return ()
@@ -170,9 +175,9 @@ def checked_preload(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
 
 
 def check_modules(preload: Preload, path: Sequence[str]) -> None:
-    """Look for the modules, and run none of their code; ConfigError if one is nowhere to be found.
+    """Raise ConfigError if a module cannot be found. No code of the modules runs.
 
-    ``path``: what comes before ``sys.path`` where they will be imported.
+    ``path``: folders that come before ``sys.path`` in the importing process.
     """
     for name, _ in preload:
         module = name.partition(":")[0]
@@ -184,11 +189,11 @@ def check_modules(preload: Preload, path: Sequence[str]) -> None:
 
 
 def _is_there(module: str, path: Sequence[str]) -> bool:
-    """Tell whether a module can be found, also where only its import can tell; imports nothing itself."""
+    """Return True if a module can be found, or if only its import could tell. Imports nothing."""
     place: Sequence[str] | None = path
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
-        if place is None:  # what is before the dot is no package
+        if place is None:  # the name before the dot is not a package
             return False
         name = ".".join(parts[:count])
         try:
@@ -212,7 +217,7 @@ def run_preload(preload: Preload) -> None:
 
 
 def run_preload_once(preload: Preload) -> None:
-    """Do the same, but not again in this process."""
+    """Do the same, but run each entry at most once in this process."""
     for name, kwargs in preload:
         key = json.dumps([name, kwargs])
         if key not in facts.preloaded:

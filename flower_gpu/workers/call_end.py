@@ -1,4 +1,4 @@
-"""The end of a call, for its caller: a value, an exception, or the reason for neither."""
+"""The end of a call, for its caller: a value, an exception, or the reason why there is no result."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a worker found out: a value or an error, never both."""
+    """The result of a task in a worker: a value or an error, never both."""
 
-    value: Any = None  # what the task returned
-    cpu_s: float | None = None  # what the CPUs took for that, in all threads of the process
+    value: Any = None  # value that the task returned
+    cpu_s: float | None = None  # CPU seconds of the task in all threads of the process
     error_type: str | None = None  # ``module.Class`` of the exception
     error_text: str = ""  # ``str`` of the exception
     error_traceback: str = ""  # the formatted traceback
-    # The exception itself, where it can be passed on. Kept as bytes, so that a caller without the libraries
-    # it needs does not import them.
+    # Pickled exception, or None if it cannot be passed on. It stays pickled, so that a caller does not import
+    # libraries for it.
     error_pickle: bytes | None = None
 
 
@@ -52,11 +52,13 @@ def failure(error: BaseException) -> Outcome:
     """Return the outcome of a call that has raised an exception."""
     kind = type(error)
     is_long = len(_formatted(error)) > MOST_CHARACTERS
-    if is_long:  # the texts first: half of the limit is for the lines of the traceback before them
+    # Texts are shortened first, because half of the limit is for the traceback lines in front of them.
+    if is_long:
         _shorten(error)
     data = _pickled(error)
+    # If the pickle is still too large, the caller gets only the name and the shortened text.
     if is_long and data is not None and len(data) > 2 * MOST_CHARACTERS:
-        data = None  # its text is longer than what it was made of
+        data = None
     return Outcome(
         error_type=f"{kind.__module__}.{kind.__qualname__}",
         error_text=shortened(_text(error)),
@@ -72,14 +74,14 @@ def place_of(error: BaseException) -> str:
     """Return where an app raised an exception, as ``client_app.py, line 33``."""
     frames = traceback.extract_tb(_without_own_frames(error))
     libraries = {"site-packages", "dist-packages"}
-    # wandb has put a sys.exit of its own in the place of Python's, and argparse calls sys.exit for its user.
-    own = [
+    # wandb replaces sys.exit with its own function, and argparse calls sys.exit for its user.
+    app_frames = [
         frame
         for frame in frames
         if not libraries & {*Path(frame.filename).parts} and not frame.filename.startswith(_STANDARD_LIBRARY)
     ]
-    where = (own or frames)[-1]
-    return f"{Path(where.filename).name}, line {where.lineno}"
+    innermost = (app_frames or frames)[-1]
+    return f"{Path(innermost.filename).name}, line {innermost.lineno}"
 
 
 def _formatted(error: BaseException) -> str:
@@ -88,23 +90,23 @@ def _formatted(error: BaseException) -> str:
 
 
 def _shorten(error: BaseException) -> None:
-    """Shorten the texts of an exception, and of its causes."""
+    """Shorten the texts of an exception and of its causes."""
 
     def cut(value: Any) -> Any:
         return shortened(value, MOST_CHARACTERS // 4) if type(value) is str else value
 
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        with suppress(Exception):  # a class of its own may allow no change
-            one.args = tuple(map(cut, one.args))
+        seen.add(id(current))
+        with suppress(Exception):  # the user's class may not allow the change
+            current.args = tuple(map(cut, current.args))
         with suppress(Exception):
-            one.__notes__ = list(map(cut, one.__notes__))
-        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+            current.__notes__ = list(map(cut, current.__notes__))
+        pending += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
 
 
 def _text(error: BaseException) -> str:
@@ -116,8 +118,8 @@ def _text(error: BaseException) -> str:
 
 def _without_own_frames(error: BaseException) -> TracebackType | None:
     frames = error.__traceback__
-    own = Path(__file__).parent
-    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == own:
+    own_folder = Path(__file__).parent
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == own_folder:
         frames = frames.tb_next
     return frames or error.__traceback__
 
@@ -125,12 +127,13 @@ def _without_own_frames(error: BaseException) -> TracebackType | None:
 def _pickled(error: BaseException) -> bytes | None:
     import cloudpickle
 
-    if not isinstance(error, Exception):  # KeyboardInterrupt would stop the caller
+    if not isinstance(error, Exception):  # KeyboardInterrupt, for example, would stop the caller
         return None
-    for dumps in (pickle.dumps, cloudpickle.dumps):  # by name where possible, as a result
+    # As with results, classes are pickled by name if possible.
+    for dumps in (pickle.dumps, cloudpickle.dumps):
         with suppress(Exception):
             data: bytes = dumps(error)
-            pickle.loads(data)  # many exceptions can be pickled but not built again
+            pickle.loads(data)  # Many exceptions can be pickled, but not rebuilt.
             return data
     return None
 
@@ -148,11 +151,12 @@ def unsendable(error: Exception) -> Outcome:
     return failure(result.with_traceback(error.__traceback__))
 
 
-_TOLD_S = 0.5  # of imports; less explains nothing
+# Seconds of imports from which on an error mentions them. A shorter time explains nothing.
+_MENTIONED_S = 0.5
 
 
 class WorkerStoppedError(WorkerError):
-    """The worker was ended because its caller wants no result of it any more."""
+    """The worker was ended because its caller no longer wants its result."""
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - a cause, never raised by itself
@@ -187,27 +191,28 @@ def unwrap(call: Call, outcome: Outcome) -> Any:
     raise failed from cause
 
 
-#: What a confined worker's error becomes again, by its name and text.
+#: Errors of a confined worker that are rebuilt in the caller from their name and text.
 _OURS = (ConfigError, InvalidResultError)
 
 
 class _WithoutImports(pickle.Unpickler):
-    """Rebuilds an exception without new imports in this process.
+    """An unpickler that rebuilds an exception without new imports in this process.
 
-    What needs more stays a name and a text: a client that holds only weights must not import torch for
-    an error message.
+    If an exception needs other modules, the caller gets its name and text only. A client that holds only
+    weights must not import torch for an error message.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         if module not in sys.modules:
             raise pickle.UnpicklingError(f"{module} is not imported")
-        if name == "subimport":  # cloudpickle's, for the modules that a function uses
+        # cloudpickle calls this function for modules that a function uses.
+        if name == "subimport":
             return sys.modules.__getitem__
         return super().find_class(module, name)
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception that a call has raised, as far as it is of the task's own code."""
+    """Return the traceback of an exception that a call has raised, or "" if the task did not raise it."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, WorkerTraceback):
@@ -217,20 +222,23 @@ def traceback_of(error: BaseException) -> str:
         return ""
     try:
         return shortened("".join(traceback.format_exception(error)).rstrip())
-    except Exception:  # its own __str__ failed
+    except Exception:  # the exception's __str__ failed
         return ""
 
 
 def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> WorkerError:
-    """Return the error for a call whose worker was ended, or has ended by itself, before it had a result."""
+    """Return the error for a call without a result, because its worker exited or was ended before."""
     label, worker, wrote = seen.call.label, f"the worker (pid {seen.pid})", _quoted(seen.tail)
     if seen.is_stopped:
         how = cannot_be_killed(seen.stuck_in) if seen.stuck_in else "was ended."
         return WorkerStoppedError(f"{label}: {worker} {how}{wrote}")
     if seen.hangs and not seen.is_cancelled:
         assert timeout_s is not None
-        import_s = min(seen.import_s, timeout_s)  # it may have gone on while it wrote where it was
-        imports = f", of which at least {import_s:.1f} s went into imports" if import_s >= _TOLD_S else ""
+        # The worker may have gone on importing after the timeout, while it wrote its stacks.
+        import_s = min(seen.import_s, timeout_s)
+        imports = (
+            f", of which at least {import_s:.1f} s went into imports" if import_s >= _MENTIONED_S else ""
+        )
         end = f"{worker} and its children were ended. Raise timeout_s if it was only slow."
         if seen.stuck_in:
             end = f"{worker} {cannot_be_killed(seen.stuck_in)}"
@@ -251,7 +259,7 @@ def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> 
 
 
 def cannot_be_killed(stuck_in: str) -> str:
-    """Return the end of a sentence about a worker that SIGKILL has not ended."""
+    """Return the end of a sentence about a worker that is still there after SIGKILL."""
     return (
         f"cannot be killed: after SIGKILL it is in {stuck_in}. It waits in the kernel for a GPU or a disk "
         "that does not answer (see dmesg). Its lease stays with it until it is gone; other calls go on."
@@ -283,7 +291,7 @@ def _peak(seen: CallWatch) -> str:
 def _memory_limit() -> str:
     limit = control_group.memory_limit()
     if limit is None or limit.total_bytes > control_group.host_memory()[1]:
-        return ""  # version 1 has a limit that nothing reaches
+        return ""  # Without a limit, version 1 of control groups reports one above the host's memory.
     return f"; its control group may have {limit.total_bytes >> 20} MiB"
 
 

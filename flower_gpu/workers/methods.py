@@ -1,4 +1,22 @@
-"""Start methods: the properties of each, its start of a worker, and the choice between them."""
+"""Start methods: their properties, how each starts a worker, and the choice between them.
+
+A start has two steps. :func:`prepare` may take long and may be interrupted: it finds or starts a fork server,
+and writes the request into memory files. :func:`launch` is short and holds ``start_lock``: it makes the pipes
+and the socket, sends the first call and starts the worker.
+
+The lock prevents a race. A fork in another thread would inherit the worker's ends of the pipes. The caller
+would then never see the end of the worker's output, because the other fork still holds the write ends. So
+no thread starts a worker until this one has closed its copies.
+
+The fork server may end between the two steps. Then :func:`launch` raises Gone, and the caller prepares again.
+
+:func:`fork` has two more races, both with other threads of the caller:
+
+- A thread may be importing a module. The fork would have half of the module, and wait forever for the import
+  lock. So ``_fork_between_imports`` waits until no import runs, and the fork checks that again: an import
+  could have begun in between. In this case the fork ends, and the caller tries again.
+- Threads of OpenMP do not exist in the fork, so they are released before.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +50,17 @@ from flower_gpu.workers.life import OwnChild, close_life_end, explained, life_pi
 from flower_gpu.workers.messages import Gone as Gone
 from flower_gpu.workers.own_process import OwnLock, environment, facts
 
-#: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
-#: worker's ends of them before the caller has closed its copies.
+#: Held while pipes are made and a worker is started. A fork in another thread must not inherit the worker's
+#: ends of the pipes before the caller has closed its copies.
 start_lock = OwnLock()
 
 
-#: A started worker, leader of its own process group.
+#: A started worker, which leads its own process group.
 Process = OwnChild | client.Forked
 
 
 class ForkInsteadError(Exception):
-    """No fork server can have this call: there is none, or something of the call cannot be passed to it."""
+    """No fork server can do this call: there is no server, or the call cannot be passed to it."""
 
 
 def prepare(
@@ -53,17 +71,22 @@ def prepare(
     place: client.ServerPlace | None,
     files: dict[str, int],
 ) -> tuple[StartMethod, client.ServerPlace | None]:
-    """Prepare the start of a worker; may take long, and may be interrupted.
+    """Return the start method for a worker, and the place at the fork server that will fork it or None.
 
-    ``otherwise``: how to start it where there can be no fork server; with FORK it raises ForkInsteadError
-    there, and where the call cannot be passed on. ``place``: one that an earlier call has had; it is closed
-    where it is of no use for this one. ``files``: takes the memory files of the request, where the worker
-    does not have that by itself, in the place of those of an earlier try.
-    Returns how it starts, and the place at the fork server that will fork it. TimeoutError if there is no
-    fork server until the deadline, on the clock of ``time.monotonic``.
+    May take long, and may be interrupted.
+
+    ``otherwise``: start method if no fork server can be used. With FORK, ForkInsteadError is raised then, and
+    also if the call cannot be passed on.
+    ``deadline``: time limit on the clock of ``time.monotonic``.
+    ``place``: the place of an earlier call. It is closed if this call cannot use it.
+    ``files``: receives the memory files of the request, and loses those of an earlier try. It stays without a
+    request if the worker inherits the request by fork.
+
+    Raises TimeoutError if no fork server is ready before the deadline.
     """
     if method.is_own_process and getattr(multiprocessing.current_process(), "_inheriting", False):
-        # As multiprocessing itself: the worker would run the script that starts it, and so on without end.
+        # multiprocessing refuses this as well. The worker would run the script that starts it, which would
+        # start the next worker, without end.
         raise WorkerStartError(
             f"{call.label}: multiprocessing imports this script in a new process, and the script starts a "
             "worker meanwhile. Put the lines that do so below if __name__ == '__main__':"
@@ -91,9 +114,10 @@ def prepare(
     return method, place
 
 
-# Calls of these tasks, or with this to preload, are spawned, because there can be no fork server for them.
+# Keys of calls that are spawned, because no fork server can do them.
 _spawned_instead: set[str] = set()
-# What modules of tasks set before they import libraries: they need a server whose libraries have read that.
+# Variables that modules of tasks set before they import libraries, by keys of calls. Such calls need a server
+# whose libraries have read these variables.
 _set_by_modules: dict[str, dict[str, str]] = {}
 
 
@@ -104,7 +128,7 @@ def _key(call: Call) -> str:
 def _found_place(
     call: Call, otherwise: StartMethod | None, deadline: float | None
 ) -> client.ServerPlace | None:
-    """Return a place at a fork server; None: there can be none, and the worker is spawned."""
+    """Return a place at a fork server, or None if the worker must be spawned instead."""
     key = _key(call)
     if otherwise is SPAWN and key in _spawned_instead:
         return None
@@ -121,9 +145,9 @@ def _found_place(
 
 
 def remember_variables(call: Call, variables: Mapping[str, str | None], *, may_spawn: bool) -> None:
-    """Note the variables that a task's module sets, for the next try of the call and for all later calls.
+    """Remember the variables that a task's module sets, for the next try and for all later calls.
 
-    Raises WorkerStartError if no fork server can have that, and the call must not be spawned.
+    Raises WorkerStartError if no fork server can provide them, and the call must not be spawned.
     """
     key = _key(call)
     values = {name: value for name, value in variables.items() if value is not None}
@@ -143,10 +167,10 @@ def _spawn_instead(key: str, reason: str) -> None:
 
 
 def write_request(call: Call, files: dict[str, int], *, preloaded: bool, is_new: bool = True) -> None:
-    """Write a call's task and arguments into memory files, which ``files`` takes.
+    """Write a call's task and arguments into memory files, and add these to ``files``.
 
-    ``is_new``: whether its worker has run no call before, and so takes over settings of this process.
-    Raises WorkerStartError if they cannot be passed on.
+    ``is_new``: True if the worker has run no call before, so that it takes over settings of this process.
+    Raises WorkerStartError if the task or its arguments cannot be passed on.
     """
     try:
         files["request"] = transport.create("flower-gpu-request")
@@ -156,12 +180,13 @@ def write_request(call: Call, files: dict[str, int], *, preloaded: bool, is_new:
         everything = (call.task, call.args, dict(call.kwargs), functions, call.log_prefix, settings, main)
         if (shared := transport.write_request(everything, files["request"], main.note)) >= 0:
             files["shared"] = shared
-    except OSError as error:  # no memory for it, or a limit
+    except OSError as error:  # no memory, or a limit was reached
         raise WorkerStartError(f"cannot start a worker: {error}") from error
     except Exception as error:
         what = f"{task_name(call.task)} or its arguments"
         if getattr(call.task, "__module__", "").partition(".")[0] == "flower_gpu":
-            what = "the function, or what it is called with,"  # the user's function is among the arguments
+            # The task is a function of ours, so the user's function is among the arguments.
+            what = "the function, or what it is called with,"
         raise WorkerStartError(
             f"{call.label}: {what} cannot be passed to a worker "
             f"({type(error).__name__}: {error}). Functions of modules that can be imported and plain values "
@@ -170,12 +195,13 @@ def write_request(call: Call, files: dict[str, int], *, preloaded: bool, is_new:
 
 
 def send_call(call: Call, to: socket.socket, files: Mapping[str, int], *, stays: bool) -> None:
-    """Send a call to its worker, with its memory files; Gone if the worker is.
+    """Send a call to its worker, with its memory files; raise Gone if the worker has exited.
 
-    ``stays``: whether it may have another call afterwards.
+    ``stays``: True if the worker may get another call afterwards.
     """
     sent = dict(files)
-    # A confined worker must not have the lock of its lease: it could give it up, and use the GPU on.
+    # A confined worker must not hold the lock of its lease. It could release the lock and go on using the
+    # GPU.
     if call.held >= 0 and call.confinement is None:
         sent["held"] = call.held
     count = {name: call.env[name] for name in (threads.VARIABLE,) if name in call.env}
@@ -192,16 +218,18 @@ def launch(
     *,
     stays: bool,
 ) -> tuple[Process, socket.socket, int, int]:
-    """Make the lines to a worker, send it its first call, and start it.
+    """Start a worker, and send it its first call.
 
-    ``ours``: closes the caller's ends of the lines; the kernel then kills the rest of the worker's process
-    group.
-    Returns the worker, the socket that takes calls to it and what it tells from it, and the read ends of its
-    standard output and error.
-    Raises WorkerStartError if it could not be started.
-    Raises Gone if its fork server has ended meanwhile; then everything has to be prepared anew.
+    ``ours``: closes the caller's ends of the connections. The kernel then kills the rest of the worker's
+    process group.
+
+    Returns the worker, the socket for calls and reports, and the read ends of the worker's standard output
+    and error.
+    Raises WorkerStartError if the worker could not be started.
+    Raises Gone if its fork server has ended. Then call :func:`prepare` again.
     """
-    # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
+    # The worker's ends are closed at once. With a copy here, the caller would never see the end of the
+    # worker's output.
     with start_lock, _standard_descriptors_occupied(), ExitStack() as theirs:
 
         def pipe() -> tuple[int, int]:
@@ -226,7 +254,7 @@ def launch(
 
 
 def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
-    """Turn ``"auto"`` into the method for this process, and check a method that was asked for.
+    """Return the start method to use: the best one for ``"auto"``, otherwise the given one, once checked.
 
     ================================================  ==============  =================
     this process                                      the function    ``auto``
@@ -240,13 +268,13 @@ def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
     or JAX's threads started
     ================================================  ==============  =================
 
-    A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing. A
-    fork could use neither a CUDA that is initialised nor threads that have started. Threads of the app's are
-    those that its modules, or the libraries that they import, have started (:mod:`.thread_owners`).
+    Each message gets a new ``flwr-clientapp``, so forking it imports nothing twice and pickles nothing. But a
+    fork can use neither an initialised CUDA nor threads that have started. "Threads of the app's" are threads
+    started by its modules, or by libraries that they import (:mod:`.thread_owners`).
 
-    ``server_first``: the call preloads data, which a fork server keeps; or its function is only named, so it
-    needs nothing of this process but libraries, which the server has.
-    ConfigError if the method that was asked for cannot be used here.
+    ``server_first``: True if the call preloads data, which a fork server keeps. Also True if the function is
+    given by name. Then the call needs only libraries of this process, and the server has those.
+    Raises ConfigError if the given method cannot be used here.
     """
     asked = None if start_method == "auto" else METHODS[start_method]
     gpus = initialized_cuda_devices()
@@ -275,16 +303,16 @@ def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
 
 
 def choose_in_worker(start_method: str | None) -> StartMethod:
-    """Choose the start method for a worker that a worker starts: never a copy of the first one."""
+    """Return the start method for a worker that a worker starts. It is never fork."""
     is_spawn = start_method == SPAWN.name or not client.is_supported()
     return SPAWN if is_spawn else FORKSERVER
 
 
 def spawn(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
-    """Start a fresh interpreter. Works everywhere; pays for every import."""
-    # Not multiprocessing's spawn: that imports the caller's __main__ again in every worker, which runs a
-    # script without a main guard once more, and leaves a resource tracker process with every caller.
-    # Of env only the names: everybody on the machine may read a command line.
+    """Start a fresh interpreter. This works everywhere, but each worker repeats every import."""
+    # multiprocessing's spawn is not used. It imports the caller's __main__ in every worker, so a script
+    # without a main guard would run again. It also leaves a resource tracker process with every caller.
+    # The record has the names of env only, because every account of the host can read a command line.
     record = {"ends": {"life": ends.life, "calls": ends.calls}, "env": list(call.env)}
     path = [entry for entry in sys.path if isinstance(entry, str)]
     command = identity.fresh_interpreter(f"{child.__name__}:spawned", path)
@@ -295,7 +323,7 @@ def spawn(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process
         stderr=ends.stderr,
         env=environment(call.env),
         pass_fds=(ends.life, ends.calls),
-        # What a confined worker starts must not join the group of another one: then a session of its own.
+        # A confined worker gets its own session, so that its processes cannot join another worker's group.
         process_group=0 if call.confinement is None else None,
         start_new_session=call.confinement is not None,
     )
@@ -303,17 +331,19 @@ def spawn(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process
 
 
 def fork(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
-    """Fork this process. Nothing is pickled or imported again; CUDA must be untouched here."""
+    """Fork this process. Nothing is pickled or imported again. CUDA must not be initialised here."""
     threads.release_openmp_threads()
-    for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
+    # Buffered output would be copied into the worker and written twice.
+    for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     request = (call.task, call.args, dict(call.kwargs), call.preload, call.log_prefix, None, MainModule())
     origin = child.Origin(call.env, request, imported=_imported_by_fork())
 
     def work() -> None:
-        atexit._clear()  # of the caller, which is not at its end
-        if "concurrent.futures.thread" in sys.modules:  # at its end a worker would join the caller's threads
+        atexit._clear()  # These functions belong to the caller, which is not exiting.
+        # At its exit, a worker would join the caller's threads, which do not exist in the worker.
+        if "concurrent.futures.thread" in sys.modules:
             sys.modules["concurrent.futures.thread"]._threads_queues.clear()
         child.forked(ends, origin)
         child.leave()
@@ -323,11 +353,15 @@ def fork(call: Call, _: client.ServerPlace | None, ends: child.Ends) -> Process:
 
 
 _IMPORT_LIMIT_S = 60.0
-_endless_imports: set[str] = set()  # as of a program that runs while it is imported
+# Modules whose import took longer than the limit, for example a program that runs while it is imported.
+_endless_imports: set[str] = set()
 
 
 def _fork_between_imports(work: Callable[[], None], name: str) -> int:
-    """Fork while no other thread imports a module: a fork would have half of it, and wait for ever."""
+    """Fork while no other thread imports a module, and return the child's pid.
+
+    Otherwise the fork would have half of that module, and wait forever for the rest.
+    """
     deadline = time.monotonic() + _IMPORT_LIMIT_S
     while True:
         if others := _imports_of_other_threads():
@@ -340,7 +374,10 @@ def _fork_between_imports(work: Callable[[], None], name: str) -> int:
 
 
 def _fork_if_whole(work: Callable[[], None], name: str) -> int | None:
-    """Fork; None if an import had begun by then, which only the fork can tell: it has ended."""
+    """Fork and return the child's pid; None if an import had begun just before the fork.
+
+    Only the fork can see such an import. It reports that and ends.
+    """
     read, write = os.pipe()
 
     def begin() -> None:
@@ -366,48 +403,49 @@ def _fork_if_whole(work: Callable[[], None], name: str) -> int | None:
 
 
 def _imports_of_other_threads() -> set[str]:
-    # Nothing public tells it. A lock lives as long as somebody imports the module, or waits for that.
+    # There is no public interface for this. A lock exists while a thread imports the module or waits for it.
     locks = importlib._bootstrap._module_locks  # type: ignore[attr-defined]
     here = threading.get_ident()
-    found = {name for name, get in list(locks.items()) if (lock := get()) is not None and lock.owner != here}
-    return found - _endless_imports
+    names = {name for name, get in list(locks.items()) if (lock := get()) is not None and lock.owner != here}
+    return names - _endless_imports
 
 
 def _imported_by_fork() -> Callable[[], list[str]] | None:
-    """Return what tells a fork of this process what it had to import, where somebody wants to know that."""
+    """Return a function that lists the imports of a fork, or None if no fork server wants them."""
     if facts.imported_by_forks is None:
         return None
-    from flower_gpu.workers.forkserver import libraries  # there is no lighter way to it
+    # Imported only here, because the module is heavy.
+    from flower_gpu.workers.forkserver import libraries
 
     folders = identity.installed_folders(sys.path)
     return partial(libraries.imported_since, len(sys.modules), folders)
 
 
 def forkserver(call: Call, place: client.ServerPlace | None, ends: child.Ends) -> Process:
-    """Have the host's fork server fork itself: its libraries are there, and CUDA is untouched."""
+    """Ask a fork server to fork itself. It has imported the libraries, and has not initialised CUDA."""
     assert place is not None
     message = {"op": "fork", "label": call.label}
     return place.fork(message, [ends.life, ends.calls, ends.stdout, ends.stderr])
 
 
 def no_start(*_: object) -> Process:
-    """Refuse: such a call needs no new process."""
+    """Raise AssertionError, because a call in this process starts no worker."""
     raise AssertionError("this start method starts no worker")
 
 
 @dataclass(frozen=True)
 class StartMethod:
-    """One way to run a call: its properties, and the start of its worker."""
+    """One way to run a call: its properties, and the function that starts a worker."""
 
     name: str
-    #: Starts a worker for a call, with the worker's ends of the lines to the caller.
+    #: Function that starts a worker for a call, with the worker's ends of the connections.
     start: Callable[[Call, client.ServerPlace | None, child.Ends], Process] = no_start
-    #: Whether the call runs in a process of its own. Only such a call is supervised: it can be ended, its
-    #: death is one error, and its memory is free afterwards.
+    #: True if the call runs in a process of its own. Only such a call is supervised: it can be ended, its
+    #: crash is one error, and its memory is free afterwards.
     is_own_process: bool = True
-    #: Whether the worker begins with the caller's libraries and settings: as a copy of it, or as itself.
+    #: True if the worker begins with the caller's libraries and settings, as a fork or the caller itself.
     copies_caller: bool = False
-    #: Whether a fork server forks the worker.
+    #: True if a fork server forks the worker.
     from_server: bool = False
 
     def __str__(self) -> str:
@@ -419,20 +457,21 @@ SPAWN = StartMethod("spawn", spawn)
 FORK = StartMethod("fork", fork, copies_caller=True)
 IN_PROCESS = StartMethod("in-process", is_own_process=False, copies_caller=True)
 
-#: All of them, by name: what a user may ask for (``flower_gpu.options.START_METHODS``).
+#: All start methods by their names, which a user may choose from (``flower_gpu.options.START_METHODS``).
 METHODS = {method.name: method for method in (FORKSERVER, SPAWN, FORK, IN_PROCESS)}
 
 
 @contextmanager
 def _standard_descriptors_occupied() -> Iterator[None]:
-    """Let nothing of the worker get the number of a standard stream that this program has closed.
+    """Occupy descriptors 0 to 2 in the block if this program has closed them.
 
-    The worker's own standard streams are put there, on top of whatever has the number.
+    Otherwise a pipe of the worker could get such a number. The worker's own standard streams would then
+    replace it.
     """
-    with ExitStack() as held:
+    with ExitStack() as fillers:
         try:
             while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
-                held.callback(os.close, descriptor)
+                fillers.callback(os.close, descriptor)
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
         os.close(descriptor)
