@@ -1,6 +1,7 @@
-"""What a running task tells its caller: progress and imports now, the result at the end; and its log lines.
+"""Events that a running task sends to its caller, and prefixes of its log lines.
 
-A worker has no terminal. It sends events to its caller, which draws them.
+A worker has no terminal, so it sends events about progress, imports and the result, and its caller shows
+them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from flower_gpu.workers.own_process import facts
 
 T = TypeVar("T")
 
-#: Takes one event, a flat dict of numbers and short strings.
+#: A function that receives one event, a flat dict of numbers and short strings.
 Sink = Callable[[dict[str, Any]], None]
 
 _MIN_INTERVAL_S = 0.1
 
-# Of this thread alone: several threads of a process may each run a call in it.
+# The sink belongs to one thread, because several threads of a process may each run a call.
 _sink: ContextVar[Sink | None] = ContextVar("flower_gpu_sink", default=None)
 
 
@@ -32,7 +33,8 @@ _sink: ContextVar[Sink | None] = ContextVar("flower_gpu_sink", default=None)
 def sending_to(sink: Sink | None, *, all_threads: bool = False) -> Iterator[None]:
     """Send the events of the call inside the block to ``sink``.
 
-    ``all_threads``: of a worker, which has one call at a time: also for the threads that the task starts.
+    ``all_threads``: True also sends events from threads that the task starts. This is for workers, which run
+    one call at a time.
     """
     token = _sink.set(sink)
     if all_threads:
@@ -46,7 +48,7 @@ def sending_to(sink: Sink | None, *, all_threads: bool = False) -> Iterator[None
 
 
 def send(event: str, **fields: Any) -> None:
-    """Send one event to the caller; do nothing outside of a call."""
+    """Send one event to the caller. Outside of a call, this has no effect."""
     sink = _sink.get() or facts.sink
     if sink is not None:
         sink({"event": event, **fields})
@@ -96,59 +98,61 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
         send("progress", desc=desc, n=done, total=total)
 
 
-_TELL_S = 0.25  # at least, between two times that something is told
+_REPORT_INTERVAL_S = 0.25  # shortest time between two reports
 
 
 class SeenImports:
-    """Tells a caller how long a call has been importing, and which modules its worker had to import.
+    """A finder that reports to the caller how long a call imports, and which modules its worker imports.
 
-    Stands in front of all finders, and finds nothing. No loader is wrapped for that: tracebacks of modules
-    that cannot be imported stay as they are. ``names`` returns the modules by now; None: nobody wants them.
+    It comes before all other finders, and finds no module itself. No loader is wrapped, so tracebacks of
+    failed imports stay as they are.
+
+    ``names``: returns the modules imported so far; None if the caller does not want them.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], names: Callable[[], list[str]] | None) -> None:
         self._send = send
         self._names = names
         self._pid = os.getpid()
-        self._outermost = ""  # the module whose import has led to the others
-        facts.import_s = self._told_s = self._looked_at = self._told_at = 0.0
-        self._told_count = self._count()
+        self._outermost = ""  # the module whose import has caused the other imports
+        facts.import_s = self._reported_s = self._looked_at = self._reported_at = 0.0
+        self._reported_count = self._count()
 
     def __enter__(self) -> SeenImports:
         sys.meta_path.insert(0, self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ValueError):  # the task has made a list of its own
+        with suppress(ValueError):  # the task has replaced the list
             sys.meta_path.remove(self)
-        self._tell()
+        self._report()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Leave the module to others. In a process that the task has forked this does nothing else."""
+        """Return None, so that other finders find the module. Forks of the worker report nothing."""
         if os.getpid() == self._pid:
             with suppress(Exception):  # the task has closed all descriptors
                 self._look(name)
 
     def _look(self, name: str) -> None:
-        """Add the time since the last look, if all of it was part of one import."""
+        """Add the time since the previous look, if all of it was part of one import."""
         now = time.monotonic()
         spec = getattr(sys.modules.get(self._outermost), "__spec__", None)
-        if getattr(spec, "_initializing", False):  # as importlib itself marks it
+        if getattr(spec, "_initializing", False):  # importlib sets this during an import
             facts.import_s += now - self._looked_at
         else:
             self._outermost = name
         self._looked_at = now
-        if now - self._told_at >= _TELL_S:
-            self._told_at = now
-            self._tell()
+        if now - self._reported_at >= _REPORT_INTERVAL_S:
+            self._reported_at = now
+            self._report()
 
-    def _tell(self) -> None:
-        """Tell what is more than the last time."""
-        if facts.import_s != self._told_s:
-            self._told_s = facts.import_s
+    def _report(self) -> None:
+        """Report the import time and the modules, if they have changed since the previous report."""
+        if facts.import_s != self._reported_s:
+            self._reported_s = facts.import_s
             self._send({"event": "importing", "seconds": facts.import_s})
-        if self._names is not None and (count := self._count()) != self._told_count:
-            self._told_count = count
+        if self._names is not None and (count := self._count()) != self._reported_count:
+            self._reported_count = count
             self._send({"event": "imported", "names": self._names()})
 
     def _count(self) -> int:
@@ -156,30 +160,30 @@ class SeenImports:
 
 
 def note_imported(names: Iterable[str]) -> None:
-    """Note the imports of a fork of this process, if its fork server collects them."""
+    """Record the imports of a fork of this process, if its fork server collects them."""
     if facts.imported_by_forks is not None:
         facts.imported_by_forks.update(dict.fromkeys(names))
 
 
-#: Of our own lines: below Flower's, whose handler and format they have where Flower is imported.
+#: Our logger. It is below Flower's, so our lines get Flower's handler and format if Flower is imported.
 LOGGER: Final = "flwr.flower_gpu"
 
 _LOGGERS: Final = ("flwr", LOGGER)
 
 
 class _Prefix:
-    """Puts a text in front of the messages of loggers that have it as a filter."""
+    """A logging filter that puts a text in front of messages."""
 
     def __init__(self) -> None:
         self.text = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if self.text and record.msg != "":
-            # With arguments the message is a template, and a % in a client's name would be a part of it.
+            # With arguments, the message is a template. A % in a client's name must not become part of it.
             text = self.text.replace("%", "%%") if record.args else self.text
             try:
                 record.msg = f"{text}{record.msg}"
-            except Exception:  # not a text, and cannot be one: the handler says so
+            except Exception:  # The message cannot be converted to text. The handler reports that.
                 return True
         return True
 
@@ -188,16 +192,16 @@ _prefix = _Prefix()
 
 
 def begin_log_lines(text: str) -> None:
-    """Put a text, as ``"client 3, round 2: "``, in front of all log lines that follow.
+    """Put a text, such as ``"client 3, round 2: "``, in front of all later log lines of Flower and ours.
 
-    Flower's and ours say then whose they are; loggers of the task's own are left alone.
+    The task's own loggers are not changed.
     """
     if text and not _prefix.text:
-        for name in _LOGGERS:  # a logger has a filter once, however often it is added
+        for name in _LOGGERS:  # Adding a filter twice has no effect.
             logging.getLogger(name).addFilter(_prefix)
     _prefix.text = text
 
 
 def log_prefix() -> str:
-    """Return the text that is put in front now."""
+    """Return the current text in front of log lines."""
     return _prefix.text

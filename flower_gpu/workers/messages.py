@@ -1,4 +1,9 @@
-"""Messages over a socket between callers, workers and fork servers: JSON, with descriptors."""
+"""Messages over a socket between callers, workers and fork servers: JSON, with descriptors.
+
+Each message is one packet, which the kernel sends as a whole, so several threads may send without a lock. A
+long message travels in a memory file, whose descriptor goes with the packet. If a socket breaks, the
+reader gets :class:`Gone`, and finds or starts another process.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +21,30 @@ from flower_gpu.polling import readable
 from flower_gpu.workers import memory_files
 
 _MAX_MESSAGE = 65536  # bytes
-_MAX_PACKET = 32768  # what is larger travels in a memory file: environments may be long
-#: Of a message in a memory file. Nested JSON takes 22 times as much of the reader's memory.
+# Longer messages travel in a memory file, because environments may be long.
+_MAX_PACKET = 32768
+#: Limit of a message in a memory file. Nested JSON takes 22 times as much memory in the reader.
 MOST_FILE_BYTES = 8 << 20
 _IN_FILE = {"in_file": True}
-_encode = json.JSONEncoder(default=str).encode  # made once: json.dumps makes a new one for each message
-_SPACE = socket.CMSG_SPACE(16 * 4)  # for so many descriptors
-# As numbers: each operation on the flags themselves takes a microsecond, and each message has some.
+# The encoder is made once, because json.dumps makes a new one for each message.
+_encode = json.JSONEncoder(default=str).encode
+_SPACE = socket.CMSG_SPACE(16 * 4)  # space for 16 descriptors
+# Plain numbers, because an operation on the flags takes a microsecond, and each message has several.
 _CLOEXEC, _CUT = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0)), int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
-#: What a server tells callers that wait in line: it does not hang, it serves other callers first.
+#: Message of a server to callers that wait in line. The server does not hang, but serves other callers first.
 BUSY: dict[str, Any] = {"busy": True}
 
 
 class Gone(Exception):  # noqa: N818 - not an error: another server is found or started
-    """The other end is not there any more, or does not answer."""
+    """The other end has closed the connection, or does not answer."""
 
 
 class NotAMessage(Gone):
-    """The other end has sent something else."""
+    """The other end has sent data that is not a message."""
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return process id and user id of the other end; of the listening process, for a client."""
+    """Return process id and user id of the other end. For a client, this is the listening process."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
@@ -49,21 +56,21 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Tell whether the other end is closed."""
+    """Return True if the other end is closed."""
     poll = select.poll()
     poll.register(connection, 0)  # POLLHUP is always reported
     return bool(poll.poll(0))
 
 
 def can_be_read(descriptor: int, timeout_s: float | None) -> bool:
-    """Wait for something to read, or the other end's end; None: as long as it takes."""
+    """Return True once there is data or the other end closes; False after ``timeout_s`` (None: no limit)."""
     return bool(readable([descriptor], timeout_s))
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send one message, with descriptors for the other end; what JSON has not becomes text.
+    """Send one message, with descriptors for the other end. Values that JSON lacks become strings.
 
-    Raises Gone if the other end has closed, or takes nothing.
+    Raises Gone if the other end has closed, or accepts no data.
     """
     data = _encode(message).encode()
     if len(data) <= _MAX_PACKET:
@@ -77,7 +84,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
 
 
 def memory_file(message: Mapping[str, Any]) -> int:
-    """Write something into a new memory file, for :func:`read_memory_file`; return its descriptor."""
+    """Write a message into a new memory file for :func:`read_memory_file`, and return its descriptor."""
     return _written(_encode(message).encode())
 
 
@@ -100,12 +107,12 @@ def _send_packet(connection: socket.socket, data: bytes, descriptors: Sequence[i
 
 
 def receive(connection: socket.socket, most_bytes: int = MOST_FILE_BYTES) -> tuple[dict[str, Any], list[int]]:
-    """Wait for one message, and the descriptors that came with it.
+    """Wait for one message, and return it with the descriptors that came with it.
 
-    ``most_bytes``: limit of a message that comes in a memory file.
+    ``most_bytes``: limit for a message in a memory file, in bytes.
 
-    Raises Gone if the other end has closed, or does not answer in time; NotAMessage if it sends something
-    else.
+    Raises Gone if the other end has closed, or does not answer in time.
+    Raises NotAMessage if it sends other data.
     """
     try:
         data, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE, _SPACE, _CLOEXEC)
@@ -129,7 +136,7 @@ def receive(connection: socket.socket, most_bytes: int = MOST_FILE_BYTES) -> tup
 
 
 def read_memory_file(file: int, most_bytes: int = MOST_FILE_BYTES) -> Any:
-    """Read a file of :func:`memory_file`, and close it."""
+    """Return the message in a file from :func:`memory_file`, and close the file."""
     try:
         size = os.fstat(file).st_size
         if size > most_bytes:
@@ -140,10 +147,10 @@ def read_memory_file(file: int, most_bytes: int = MOST_FILE_BYTES) -> Any:
 
 
 def receive_answer(connection: socket.socket, in_line: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Wait for the answer to a message, however many others the server answers before.
+    """Wait for the answer to a message while the server serves other callers first, and return it.
 
-    ``in_line``: is called now and then while others have their turn; may raise.
-    Raises Gone: as of :func:`receive`; it is the server's silence that counts, not the length of the line.
+    ``in_line``: called at intervals while other callers are served; may raise an exception.
+    Raises Gone if the server has closed or is silent for too long. The length of the line does not count.
     """
     while True:
         message, descriptors = receive(connection)

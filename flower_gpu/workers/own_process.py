@@ -1,6 +1,11 @@
-"""Facts of this very process, as a worker, a program or a caller of others, and calls that run in it.
+"""The state of this process, as a worker, a program or a caller, and of the calls that run in it.
 
-Only the standard library is imported here: a worker has this module before its environment is set.
+Only the standard library is imported here, because a worker imports this module before its environment is
+set.
+
+A fork copies this state. :class:`OwnLock` is a lock that is always free in the fork, because the thread that
+held it does not exist there. Calls do not continue in a fork either, so it forgets the variables that they
+have set.
 """
 
 from __future__ import annotations
@@ -22,52 +27,52 @@ if TYPE_CHECKING:
 class OwnProcess:
     """The role of this process, and its resources."""
 
-    #: Whether it is a fork that is a program: it began with libraries.
+    #: True for a fork that runs a program, with libraries that were imported before the fork.
     is_program: bool = False
-    #: Whether another call may follow the one that runs in this worker.
+    #: True if another call may follow the current call of this worker.
     may_stay: bool = False
-    #: Whether a task has left this worker in a state that other tasks do not expect.
+    #: True if a task has left this worker in a state that other tasks do not expect.
     has_to_leave: bool = False
-    #: Descriptor that this worker keeps open for its caller until the next call, or its end; -1 for none. A
-    #: worker that starts others for the same call gives it to them, so that its lease is theirs as well.
+    #: Descriptor that this worker keeps open for its caller until its next call or its end, or -1. It passes
+    #: the descriptor on to workers that it starts for the same call, so that they share its lease.
     held: int = -1
-    #: Is called once when this worker waits for another call.
+    #: Callback that runs once when this worker waits for another call.
     when_idle: Callable[[], None] | None = None
-    #: By what this process is confined; None where it is not.
+    #: Confinement of this process, or None.
     confinement: Confinement | None = None
-    #: The request of the call that runs in this worker, where it came in a memory file.
+    #: Request of the current call of this worker, if it came in a memory file.
     request: GivenRequest | None = None
-    #: Takes the events of this worker's call, also from threads that the task has started.
+    #: Receiver of the events of this worker's call, including events from threads that the task has started.
     sink: Callable[[dict[str, Any]], None] | None = None
-    #: What forks of this process had to import, in a process that reports it to its fork server; else None.
+    #: Modules imported by forks of this process. None if this process does not report them to a fork server.
     imported_by_forks: dict[str, None] | None = None
-    #: Seconds that this worker's call has been importing, as far as :class:`events.SeenImports` sees that.
+    #: Seconds of imports in this worker's call, as seen by :class:`events.SeenImports`.
     import_s: float = 0.0
-    #: Descriptor of this worker's folder for sockets, locked as long as it or a fork of it is there.
+    #: Descriptor of this worker's socket folder, or -1. The lock lasts as long as the worker or a fork of it.
     sockets_lock: int = -1
-    #: What calls that run in this process have preloaded.
+    #: Keys of the preload entries that have run in this process.
     preloaded: set[str] = field(default_factory=set)
 
     def keep(self, descriptor: int) -> None:
-        """Keep a descriptor open in the place of the one before; -1 for none."""
-        before, self.held = self.held, descriptor
-        if before >= 0:
+        """Keep a descriptor open, or -1 for none, and close the previous one."""
+        previous, self.held = self.held, descriptor
+        if previous >= 0:
             with suppress(OSError):
-                os.close(before)
+                os.close(previous)
 
     def be_idle(self) -> None:
-        """Run the steps for a moment without a call."""
-        then, self.when_idle = self.when_idle, None
-        if then is not None:
-            with suppress(Exception):  # no call's problem
-                then()
+        """Run the callback for a worker without a call, at most once."""
+        callback, self.when_idle = self.when_idle, None
+        if callback is not None:
+            with suppress(Exception):  # An error here must not fail a call.
+                callback()
 
 
 facts = OwnProcess()
 
 
 class OwnLock:
-    """A lock that is free in a fork of this process: the thread that held it does not exist there."""
+    """A lock that is free in a fork of this process, because the thread that held it does not exist there."""
 
     def __init__(self) -> None:
         self._renew()
@@ -84,46 +89,49 @@ class OwnLock:
 
 
 _lock = OwnLock()
-# What each variable was before the first of the calls that set it now, and how many these are.
+# By variable: its value before the first of the running calls that set it, and the number of these calls.
 _borrowed: dict[str, tuple[str | None, int]] = {}
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 @contextmanager
 def restored_environment(names: Iterable[str]) -> Iterator[None]:
-    """Restore the variables after the block.
+    """Restore the values of these variables after the block.
 
-    Where several threads do so at the same time, the last one puts back what was there before the first: what
-    one of them finds in between is another one's.
+    If blocks of several threads overlap, the last block to end restores the values from before the first.
+    A thread cannot restore them earlier, because other threads still use the variables.
     """
     names = tuple(names)
     with _lock:
         for name in names:
-            before, count = _borrowed.get(name, (os.environ.get(name), 0))
-            _borrowed[name] = before, count + 1
+            original, count = _borrowed.get(name, (os.environ.get(name), 0))
+            _borrowed[name] = original, count + 1
     try:
         yield
     finally:
         with _lock:
             for name in names:
-                before, count = _borrowed.pop(name)
+                original, count = _borrowed.pop(name)
                 if count > 1:
-                    _borrowed[name] = before, count - 1
-                elif before is None:
+                    _borrowed[name] = original, count - 1
+                elif original is None:
                     os.environ.pop(name, None)
                 else:
-                    os.environ[name] = before
+                    os.environ[name] = original
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of this process's environment with changes; a plain copy fails where a variable goes."""
+    """Return a copy of this process's environment with changes.
+
+    The lock is needed because a plain copy fails if another thread removes a variable meanwhile.
+    """
     with _lock:
         return {**os.environ, **changes}
 
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """Mark the block as a call."""
+    """Mark the block as part of a call that runs in this process."""
     token = _is_inside.set(True)
     try:
         yield
@@ -132,17 +140,17 @@ def inside() -> Iterator[None]:
 
 
 def is_inside() -> bool:
-    """Tell whether the code that asks is part of a call that runs in this process."""
+    """Return True if the calling code is part of a call that runs in this process."""
     return _is_inside.get()
 
 
 def belongs_here(name: str) -> bool:
-    """Tell whether a variable is set, and not only by a call that runs in another thread of this process."""
+    """Return True if a variable is set for the calling code, and not just by a call in another thread."""
     return name in os.environ and (name not in _borrowed or is_inside())
 
 
 def _after_fork_in_child() -> None:
-    _borrowed.clear()  # none of the calls runs there
+    _borrowed.clear()  # The calls do not run in the fork.
     _is_inside.set(False)
 
 

@@ -1,15 +1,20 @@
-"""Names of threads: a confined process sets them in ``/proc`` with the help of one that is not confined.
+"""Names of threads: an unconfined process helps confined processes to set them in ``/proc``.
 
-A program names another one of its threads by a file, ``/proc/self/task/<thread>/comm``. NVIDIA's driver does
-so from version 570 on, and CUDA does not start where it cannot. No rule of Landlock says "this file of each
-process to come": a rule is about one folder with all below it, and the folder of a process is not there
-before the process.
+To name another of its threads, a program writes to the file ``/proc/self/task/<thread>/comm``. NVIDIA's
+driver does so from version 570 on, and CUDA does not start if that fails. Landlock has no rule for "this file
+of every future process". A rule covers one existing folder with everything below it, and the folder of a
+process does not exist before the process.
 
-So the kernel asks, by seccomp, before it opens any existing file for writing for a confined process
-(:func:`ask`). The process that has made the message's folder answers, in a thread (:func:`given`): a process
-gets the file for the name of a thread of its own. All other calls go on, and Landlock decides. What is told
-here by a confined process gives it nothing else: who holds such a file open can name threads of its own
-process only, says the kernel.
+So seccomp makes the kernel ask before a confined process opens an existing file for writing:
+
+1. The process that makes the message's folder starts a thread and a socket in the folder (:func:`given`).
+2. Each confined worker sends the descriptor of its seccomp listener to that socket (:func:`ask`).
+3. For each open call, the thread reads the path from the memory of the calling process. If the file names a
+   thread of that process, the thread opens it and passes the descriptor on. All other calls continue, and
+   Landlock decides.
+
+A confined process gains nothing else by such requests,
+because the kernel lets the holder of such a file name threads of its own process only.
 """
 
 from __future__ import annotations
@@ -33,9 +38,10 @@ from flower_gpu.workers.life import StopOrder
 _SOCKET: Final = "names"  # in the folder of a message
 _PATH: Final = re.compile(rb"/proc/(?:self|[0-9]+)/task/([0-9]+)/comm\0")
 _MOST_OF_PATH: Final = 64
-_MOST_LISTENERS: Final = 16  # one for each try of a call
+_MOST_LISTENERS: Final = 16  # each try of a call has one listener
 _LISTENER: Final = "anon_inode:seccomp notify"
-_END_S: Final = 5.0  # a thread that still reads then ends with its process
+# Seconds to wait for the end of the thread. If it still reads then, it ends with its process.
+_END_S: Final = 5.0
 
 _SET_PTRACER: Final = 0x59616D61  # linux/prctl.h
 _ANY: Final = ctypes.c_ulong(-1)
@@ -43,7 +49,10 @@ _ANY: Final = ctypes.c_ulong(-1)
 
 @contextmanager
 def given(folder: Path) -> Iterator[None]:
-    """Let the confined workers of a folder, and all that they start, name their threads; else ConfigError."""
+    """Let the confined workers of a folder and their child processes name their threads.
+
+    Raises ConfigError if the socket or the thread cannot be made.
+    """
     stop = StopOrder()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as requests:
@@ -66,7 +75,7 @@ def given(folder: Path) -> Iterator[None]:
 
 
 def ask(folder: str, listener: int) -> None:
-    """Have the maker of a folder answer the kernel's questions (:func:`given`); else OSError."""
+    """Send the seccomp listener to the process that made the folder (:func:`given`); may raise OSError."""
     be_readable()
     os.register_at_fork(after_in_child=be_readable)
     try:
@@ -81,15 +90,15 @@ def ask(folder: str, listener: int) -> None:
 
 
 def be_readable() -> None:
-    """Let other processes of this account read this one's memory, where Yama lets only its ancestors.
+    """Let other processes of this account read this process's memory, which Yama allows only to ancestors.
 
-    A path is there that the kernel asks about. Processes that are confined stay kept from it, by Landlock.
+    The helper has to read the path of an open call there. Landlock still denies it to confined processes.
     """
     ctypes.CDLL(None).prctl(_SET_PTRACER, _ANY, 0, 0, 0)
 
 
 def can_be_given() -> bool:
-    """Tell whether this process can name its threads."""
+    """Return True if this process can name its threads."""
     with suppress(OSError):
         os.close(os.open(f"/proc/self/task/{threading.get_native_id()}/comm", os.O_RDWR))
         return True
@@ -103,16 +112,16 @@ def _serve(requests: socket.socket, end: int) -> None:
         poll.register(descriptor, select.POLLIN)
     try:
         while True:
-            for descriptor, found in poll.poll():
+            for descriptor, events in poll.poll():
                 if descriptor == end:
                     return
                 if descriptor == requests.fileno():
                     for new in _sent(requests, _MOST_LISTENERS - len(listeners)):
                         listeners.add(new)
                         poll.register(new, select.POLLIN)
-                elif found & select.POLLIN:
+                elif events & select.POLLIN:
                     _answer(descriptor)
-                else:  # no process is left that it is about
+                else:  # all processes of this listener have ended
                     poll.unregister(descriptor)
                     listeners.remove(descriptor)
                     os.close(descriptor)
@@ -126,7 +135,7 @@ def _sent(requests: socket.socket, most: int) -> Iterator[int]:
     with suppress(OSError):
         descriptors = socket.recv_fds(requests, 1, _MOST_LISTENERS)[1]
     for descriptor in descriptors:
-        # An app can send what it likes.
+        # An app can send any descriptor.
         if most > 0 and str(Path(f"/proc/self/fd/{descriptor}").readlink()) == _LISTENER:
             most -= 1
             yield descriptor
@@ -148,15 +157,15 @@ def _answer(listener: int) -> None:
 
 
 def _opened(opening: seccomp.Opening) -> int:
-    """Open the file that names a thread, for the process of that thread. Raises OSError for other paths."""
+    """Return a descriptor of the file that names a thread of the calling process; OSError for other paths."""
     memory = os.open(f"/proc/{opening.thread}/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
         path = os.pread(memory, _MOST_OF_PATH, opening.path_at)
     finally:
         os.close(memory)
-    found = _PATH.match(path)
-    if found is None:
+    match = _PATH.match(path)
+    if match is None:
         raise FileNotFoundError
-    # The folder of one thread has those of its process, and no other's.
-    file = f"/proc/{opening.thread}/task/{found[1].decode()}/comm"
+    # The folder of a thread lists only threads of the same process.
+    file = f"/proc/{opening.thread}/task/{match[1].decode()}/comm"
     return os.open(file, opening.flags & os.O_ACCMODE | os.O_CLOEXEC)

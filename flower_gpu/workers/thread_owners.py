@@ -1,23 +1,23 @@
 """Threads of this process that a fork would miss.
 
-A fork has the calling thread only. Code that hands work to a pool of threads waits there for ever, because
-the pool is gone, unless its library notices. Some libraries do: OpenBLAS ends its threads before a fork and
-starts new ones afterwards, OpenMP's threads can be released (:func:`.threads.release_openmp_threads`), and
-forks of processes with threads of OpenCV or pyarrow were seen to work. polars, a ``ThreadPoolExecutor`` or
-the writer of TensorBoard do not. So it matters whose a thread is.
+A fork has only the calling thread. If code in the fork hands work to a pool of threads, it waits forever,
+because the pool is gone. Some libraries handle this. OpenBLAS ends its threads before a fork and starts new
+threads afterwards. OpenMP's threads can be released (:func:`.threads.release_openmp_threads`). Forks of
+processes with threads of OpenCV or pyarrow were seen to work. polars, a ``ThreadPoolExecutor`` and the writer
+of TensorBoard do not handle it. So we need to know which library a thread belongs to.
 
-Python knows its own threads. Nothing names the library of a native thread: by default it is called like the
-program, and polars and pyarrow both call one of theirs ``jemalloc_bg_thd``. But an idle thread waits in a
-function of its library. The kernel tells where the stack of a waiting thread is
-(``/proc/self/task/*/syscall``), and the return addresses on it lie in the code of the library. This tells
-apart the threads of numpy, scipy, PyTorch, OpenCV, pyarrow and polars; a list of names, or the order in
-which threads were started, does not.
+Python knows its own threads. For a native thread, no interface names the library. By default, a thread has
+the name of the program, and polars and pyarrow both have a thread called ``jemalloc_bg_thd``. But an idle
+thread waits in a function of its library. The kernel shows the stack pointer of a waiting thread
+(``/proc/self/task/*/syscall``), and the return addresses on the stack lie in the code of the library. This
+distinguishes the threads of numpy, scipy, PyTorch, OpenCV, pyarrow and polars. A list of names does not, and
+neither does the order in which threads were started.
 
-A thread that computes has no such stack. OpenBLAS's threads do so for a moment when they start. With
-``OMP_WAIT_POLICY=active`` libgomp's threads look for work for minutes, so they are released. What computes
-after that may hold any lock, such as OpenBLAS's, for which a fork would wait.
+The kernel does not show this for a running thread. OpenBLAS's threads run for a moment when they start. With
+``OMP_WAIT_POLICY=active``, libgomp's threads look for work for minutes, so they are released. A thread that
+still runs after that may hold any lock, such as OpenBLAS's, and a fork would wait for this lock.
 
-Where the kernel does not tell (another system, a sandbox), native threads are taken to survive.
+If the kernel does not show stacks (another system, a sandbox), native threads are assumed to survive a fork.
 """
 
 from __future__ import annotations
@@ -35,49 +35,49 @@ from typing import Final
 
 from flower_gpu.workers import threads
 
-# Beginnings of the names of files whose threads may be missing in a fork. gRPC's threads are Flower's.
+# Name prefixes of libraries whose threads may be missing in a fork. gRPC's threads belong to Flower.
 _SURVIVE: Final = ("libgomp", "libiomp5", "libomp", "libscipy_openblas", "libopenblas", "libmkl_", "libblis")
 _SURVIVE_TOO: Final = ("cv2.", "libopencv_", "libarrow.", "cygrpc.")
-# Every thread waits in one of these, whatever library calls it.
+# Threads of all libraries wait in functions of these files.
 _OF_ALL: Final = ("libc.", "libc-", "ld-", "libpthread", "libstdc++", "libm.", "[")
-# Packages with Python threads that a worker does without. It calls nothing of Flower's, of gRPC's and ours.
-# tqdm's monitor only redraws slow bars, and a fork starts a new one with its first bar.
+# Packages whose Python threads a worker does not need. It calls no function of Flower, gRPC or this package
+# that needs them. tqdm's monitor only redraws slow bars, and a fork starts a new monitor with its first bar.
 _OF_PROGRAM: Final = ("flwr", "grpc", "flower_gpu", "tqdm")
 
-_STACK_BYTES: Final = 8192  # a thread that waits needs some hundred
-_SETTLE_S: Final = 2.0  # for threads that are about to wait or to end
+_STACK_BYTES: Final = 8192  # the stack of a waiting thread needs a few hundred
+_SETTLE_S: Final = 2.0  # time for threads that are about to wait or to end
 _POLL_S: Final = 0.02
 
 
 def native_ids() -> set[int]:
-    """Return the ids of all threads of this process; empty where the system does not tell."""
+    """Return the ids of all threads of this process; empty if the system does not list them."""
     with suppress(OSError):
         return {int(path.name) for path in Path("/proc/self/task").iterdir()}
     return set()
 
 
 def missed_in_fork(known: Collection[int] = ()) -> list[str]:
-    """Return the names of Python threads, and of files of libraries, whose threads a fork would miss.
+    """Return the names of Python threads that a fork would miss, and of libraries with such threads.
 
-    ``known``: native ids of threads that do not count.
+    ``known``: native ids of threads to ignore.
     """
     _let_closed_executors_end()
     python = {thread.native_id: thread for thread in threading.enumerate()}
     survivors = {threading.main_thread(), threading.current_thread()}
-    found = [
+    python_threads = [
         f"thread {thread.name}"
         for number, thread in python.items()
         if not (number in known or thread in survivors or _package(thread) in _OF_PROGRAM)
     ]
     native = native_ids() - {*known} - python.keys() - {os.getpid()}
-    return [*found, *sorted(_harmful_files(native))]
+    return [*python_threads, *sorted(_harmful_files(native))]
 
 
 def _let_closed_executors_end() -> None:
-    """Wait for threads of executors that were shut down, which end as soon as they have nothing to do.
+    """Wait for threads of executors that were shut down. They end as soon as they have no work.
 
-    Flower gets the parts of a message by an executor, which it does not wait for. Nothing else tells these
-    threads from those of an executor of the app's.
+    Flower fetches the parts of a message with an executor, and does not wait for its end. These threads look
+    like threads of the app's executors, so waiting is the only way to distinguish them.
     """
     deadline = time.monotonic() + _SETTLE_S
     for thread in threading.enumerate():
@@ -86,8 +86,8 @@ def _let_closed_executors_end() -> None:
 
 
 def _is_of_closed_executor(thread: threading.Thread) -> bool:
-    """Return True if an executor that takes no more work has started a thread."""
-    # A thread of an executor has a weak reference to it as its first argument.
+    """Return True if the thread belongs to an executor that accepts no more work."""
+    # The first argument of an executor's thread is a weak reference to the executor.
     reference = next(iter(getattr(thread, "_args", None) or ()), None)
     if _package(thread) != "concurrent" or not isinstance(reference, weakref.ref):
         return False
@@ -96,15 +96,16 @@ def _is_of_closed_executor(thread: threading.Thread) -> bool:
 
 
 def _package(thread: threading.Thread) -> str:
-    """Return the top-level package of what a thread runs."""
-    # A Timer has a function; another subclass has its own run().
+    """Return the top-level package of the code that a thread runs."""
+    # A Timer has a function. Other subclasses have their own run().
     runs = getattr(thread, "_target", None) or getattr(thread, "function", None) or type(thread)
     return str(getattr(runs, "__module__", "")).partition(".")[0]
 
 
 def _harmful_files(native: Collection[int]) -> set[str]:
-    """Return the names of the files in which native threads wait and that have no use for a fork."""
-    if not native:  # to read the maps takes 4 ms with torch
+    """Return the names of libraries in which native threads wait and which would not work in a fork."""
+    # Without native threads, save reading the memory maps, which takes 4 ms with torch.
+    if not native:
         return set()
     deadline, harmful = time.monotonic() + _SETTLE_S, set()
     code = _Code()
@@ -124,7 +125,7 @@ def _harmful_files(native: Collection[int]) -> set[str]:
 
 
 def _stack(number: int) -> bytes | None:
-    """Return the innermost part of a thread's stack; None while it computes, empty where that is not told."""
+    """Return the innermost part of a thread's stack; None while the thread runs, empty if it is unknown."""
     try:
         with open(f"/proc/self/task/{number}/syscall") as file:
             fields = file.read().split()
@@ -133,16 +134,16 @@ def _stack(number: int) -> bytes | None:
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             memory.seek(int(fields[-2], 16))
             return memory.read(_STACK_BYTES)
-    except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not tell
+    except (OSError, ValueError, IndexError):  # the thread has ended, or the kernel does not show its stack
         return b""
 
 
 class _Code:
-    """The memory of this process with the code of libraries."""
+    """The address ranges of this process that hold the code of libraries."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
-        self._parts: list[tuple[int, str]] = []  # end, name of the file
+        self._parts: list[tuple[int, str]] = []  # end address, file name
         with suppress(OSError), open("/proc/self/maps") as maps:
             for line in maps:
                 span, access, _, _, _, *path = line.split(maxsplit=5)
@@ -152,7 +153,7 @@ class _Code:
                     self._parts.append((end, path[0].strip().rpartition("/")[2]))
 
     def files(self, stack: bytes) -> Iterator[str]:
-        """Yield the names of the files that addresses on a stack lie in, innermost first."""
+        """Yield the names of the files that the addresses on a stack point into, innermost first."""
         size = struct.calcsize("P")
         for (address,) in struct.iter_unpack("P", stack[: len(stack) // size * size]):
             place = bisect.bisect(self._begins, address) - 1

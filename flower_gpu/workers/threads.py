@@ -1,8 +1,8 @@
-"""The threads of a worker: its part of the cores, set in its native libraries.
+"""The thread counts of a worker's native libraries, which follow its share of the cores.
 
-A fresh interpreter needs nothing more: the libraries read ``OMP_NUM_THREADS`` when they are loaded. Where a
-worker finds them loaded, as in a fork, :func:`apply` brings them to what they would have read: torch, OpenMP
-runtimes, BLAS libraries.
+Libraries read ``OMP_NUM_THREADS`` when they are loaded, so a fresh interpreter needs only that variable. A
+fork begins with loaded libraries. There, :func:`apply` sets the counts that torch, OpenMP runtimes and BLAS
+libraries would have read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flower_gpu.options import CALL, CONCURRENCY
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 
-#: Variables for a process that imports libraries and then forks: their threads would not survive that.
+#: Variables for a process that imports libraries and then forks, because their threads would not survive.
 ONE_THREAD: Final = MappingProxyType({VARIABLE: "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
 
 #: :func:`apply`, as the ``setup`` of a call.
@@ -39,8 +39,8 @@ _OPENBLAS = [
     for prefix in ("scipy_", "")
     for suffix in ("64_", "", "_64")
 ]
-# How file names begin; functions to get and to set the count, in each spelling there is; variables that the
-# library puts before OMP_NUM_THREADS.
+# Each entry: prefixes of file names; functions that get and set the count, in every spelling; variables that
+# take precedence over OMP_NUM_THREADS in the library.
 _KINDS: Final = (
     (("libgomp", "libiomp5", "libomp"), [("omp_get_max_threads", "omp_set_num_threads")], ()),
     (
@@ -59,9 +59,9 @@ class _Pool:
 
     get: Callable[[], int]
     set: Callable[[int], object]
-    variables: tuple[str, ...]  # which the library puts before OMP_NUM_THREADS
-    most: Callable[[], int] | None = None  # threads that it takes from its variables
-    starts_threads: bool = False  # as soon as the count is set
+    variables: tuple[str, ...]  # variables that take precedence over OMP_NUM_THREADS
+    most: Callable[[], int] | None = None  # limit for a count from variables
+    starts_threads: bool = False  # True if threads start as soon as the count is set
 
     def count(self, environ: Mapping[str, str]) -> int | None:
         """Return the count that the library would have read from these variables."""
@@ -73,8 +73,8 @@ class _Pool:
 def of_worker(planned: int, env: Mapping[str, str], *, takes_over: bool) -> int:
     """Return the thread count of a worker that this process is about to start.
 
-    ``env``: the worker's environment variables, as the user gave them for this call.
-    ``takes_over``: whether the worker has the count that was set here, for example by
+    ``env``: environment variables that the user gave for this call.
+    ``takes_over``: True if the worker takes over a count that was set in this process, for example with
     ``torch.set_num_threads``.
     """
     if not takes_over or openmp_threads(env) is not None:
@@ -85,32 +85,35 @@ def of_worker(planned: int, env: Mapping[str, str], *, takes_over: bool) -> int:
 def environment(count: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env`` with the variable for ``count`` threads.
 
-    A user's value that says the same number stays as it is: it may say more, as ``"4,2"``.
+    A user's value with the same count is kept, because it may contain more, as in ``"4,2"``.
     """
-    effective = ChainMap(env, os.environ)  # type: ignore[arg-type]  # a copy of all is slow
+    # A ChainMap, because copying the whole environment is slow.
+    effective = ChainMap(env, os.environ)  # type: ignore[arg-type]
     text = effective[VARIABLE] if openmp_threads(effective) == count else str(count)
     return {**env, VARIABLE: text}
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment for :func:`prepare`."""
+    """Return the variables of an environment that :func:`prepare` needs."""
     names = (VARIABLE, *(name for _, _, names in _KINDS for name in names))
     return {name: environ[name] for name in names if name in environ}
 
 
 def prepare(environ: Mapping[str, str]) -> None:
-    """Prepare a process for forks: steps that are too late, or slow, in the fork.
+    """Prepare a process for forks with steps that would be slow or too late in the fork.
 
-    A thread of OpenBLAS computes for a while when it starts, without any work: it waits in a loop. So the
-    count is set here, where the fork itself ends the threads again; the child starts as many when it
-    multiplies matrices, and not before. ``environ``: of the worker that is to be forked.
+    A thread of OpenBLAS uses a core for a while after its start, because it waits for work in a loop. So the
+    count is set before the fork, which ends these threads again. The child starts its threads only when it
+    first multiplies matrices.
+
+    ``environ``: environment variables of the worker that will be forked.
     """
     _adjust([pool for pool in _pools() if pool.starts_threads], environ)
 
 
 @contextmanager
 def prepared(environ: Mapping[str, str]) -> Iterator[None]:
-    """:func:`prepare` for forks within the block; afterwards this process has its own counts again."""
+    """Call :func:`prepare` for forks within the block, and restore this process's own counts afterwards."""
     with restored([pool for pool in _pools() if pool.starts_threads]):
         prepare(environ)
         yield
@@ -119,37 +122,37 @@ def prepared(environ: Mapping[str, str]) -> Iterator[None]:
 def release_openmp_threads() -> None:
     """End the idle OpenMP threads of the calling thread, so that a fork of it can start its own.
 
-    A forked child inherits libgomp's record of its thread pool but not the threads, and waits for them
-    for ever in its first parallel region. OpenMP starts new threads when it needs them again.
+    A forked child inherits libgomp's record of its thread pool, but not the threads. It would wait for them
+    forever in its first parallel region. OpenMP starts new threads when it needs them again.
     """
     try:
         if sum(1 for _ in os.scandir("/proc/self/task")) == 1:
             return
     except OSError:
         return
-    for library in _loaded_libraries():  # wheels bring their own copies (torch, scikit-learn)
+    for library in _loaded_libraries():  # Wheels such as torch and scikit-learn have their own copies.
         if "libgomp" not in library:
             continue
         try:
             ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_pause_resource_all(_OMP_PAUSE_HARD)
-        except (OSError, AttributeError):  # unloaded meanwhile, or older than OpenMP 5.0
+        except (OSError, AttributeError):  # just unloaded, or older than OpenMP 5.0
             continue
 
 
 def apply(environ: Mapping[str, str] = os.environ) -> None:
-    """Give each loaded library the thread count of a fresh process with these variables.
+    """Set the thread count of each loaded library as in a fresh process with these variables.
 
-    Loads nothing. For OpenMP the count is that of the calling thread; other threads begin with what the
-    library read when it was loaded.
+    No library is loaded. For OpenMP, this sets the count of the calling thread. Other threads begin with the
+    count that the library read when it was loaded.
     """
     _adjust(_pools(), environ)
 
 
 def follow(applied: Mapping[str, str]) -> None:
-    """Apply the user's changes of ``os.environ`` since ``applied`` was applied.
+    """Apply changes that the user's modules have made to ``os.environ`` since ``applied`` was applied.
 
-    Modules do so before they import torch. Where torch is loaded already, it is done here; not in a library
-    whose count was set directly meanwhile.
+    Modules set the variable before they import torch. If torch is already loaded, the import has no effect,
+    so the count is set here. Libraries whose count was set directly in the meantime keep it.
     """
     if os.environ.get(VARIABLE) != applied.get(VARIABLE):
         _adjust([pool for pool in _pools() if pool.get() == pool.count(applied)], os.environ)
@@ -157,36 +160,39 @@ def follow(applied: Mapping[str, str]) -> None:
 
 @contextmanager
 def restored(pools: list[_Pool] | None = None) -> Iterator[None]:
-    """Give libraries, by default all that are loaded, their present thread counts again after the block."""
-    before = [(pool, pool.get()) for pool in (_pools() if pools is None else pools)]
+    """Restore the thread counts of libraries after the block; by default, of all loaded libraries."""
+    previous = [(pool, pool.get()) for pool in (_pools() if pools is None else pools)]
     try:
         yield
     finally:
-        _set(before)
+        _set(previous)
 
 
 def _adjust(pools: list[_Pool], environ: Mapping[str, str]) -> None:
-    counts = [(pool, pool.count(environ)) for pool in pools]  # before one of them changes another's
+    # All counts are read first, because setting a count may change that of another library.
+    counts = [(pool, pool.count(environ)) for pool in pools]
     _set([(pool, count) for pool, count in counts if count is not None])
 
 
 def _set(counts: list[tuple[_Pool, int]]) -> None:
     for pool, count in counts:
-        # What torch answers is the number of its OpenMP runtime; it has more of them, as for new threads.
+        # torch is always set. It reports the count of its OpenMP runtime, but it has others, such as the
+        # count for new threads.
         if not pool.starts_threads or pool.get() != count:
             pool.set(count)
 
 
 def _pools() -> list[_Pool]:
-    return _find_pools(len(sys.modules))  # libraries come with modules
+    # New libraries come with new modules, so the number of modules is the key of the cache.
+    return _find_pools(len(sys.modules))
 
 
-# To find them takes longest, and most in a new fork, which has to copy every page that it touches: with torch
-# 1.5 ms, and with threadpoolctl 6 ms, after an import of 7 ms.
+# Finding the libraries is the slowest step, above all in a new fork, which has to copy every page that it
+# touches. With torch it takes 1.5 ms. threadpoolctl takes 6 ms, after an import of 7 ms.
 @lru_cache(maxsize=1)
 def _find_pools(_modules: int) -> list[_Pool]:
     pools = [pool for path in _loaded_libraries() if (pool := _library_pool(path)) is not None]
-    # Last: a framework's OpenMP runtime is among the libraries.
+    # Frameworks come last, because their OpenMP runtimes are among the libraries.
     return pools + [_framework_pool(own) for own in _threads_of_frameworks()]
 
 
@@ -214,14 +220,18 @@ def _threads_of_frameworks() -> list[Threads]:
 
 def _framework_pool(own: Threads) -> _Pool:
     def most() -> int:
-        return max(processor_cores(), own.get())  # more than there are cores: the caller has set that
+        # A present count above the number of cores was set by the caller.
+        return max(processor_cores(), own.get())
 
     return _Pool(own.get, own.set, own.variables, most if own.at_most_cores else None)
 
 
 def _set_in_framework() -> int | None:
-    """Return the count that ``torch.set_num_threads``, or another framework's, was called with here."""
-    # What a framework begins with is one of these, depending on how it was built.
+    """Return the count that this process has set in a framework, for example with ``torch.set_num_threads``.
+
+    None if it has set no count.
+    """
+    # A framework's default is one of these numbers, depending on how the framework was built.
     read = {openmp_threads(os.environ, name) for name in (VARIABLE, "MKL_NUM_THREADS")}
     own = {*read, processor_cores(), _usable_cpus(), control_group.processors()}
     return next((count for each in _threads_of_frameworks() if (count := each.get()) not in own), None)
@@ -248,11 +258,11 @@ _LinkMap._fields_ = [
 def _loaded_libraries() -> list[str]:
     """Return the paths of the shared libraries of this process.
 
-    From the dynamic linker itself: ``/proc/self/maps`` of a process with torch takes the kernel many times
-    longer to write than this list takes to read.
+    The list comes from the dynamic linker. With torch, the kernel takes many times longer to write
+    ``/proc/self/maps`` than it takes to read this list.
     """
     program = ctypes.CDLL(None)
-    if not hasattr(program, "dlinfo"):  # macOS, where no worker begins with libraries
+    if not hasattr(program, "dlinfo"):  # macOS, where no worker begins with loaded libraries
         return []
     entry = ctypes.POINTER(_LinkMap)()
     handle = ctypes.c_void_p(program._handle)
@@ -267,49 +277,49 @@ def _loaded_libraries() -> list[str]:
     return paths
 
 
-# As OpenMP reads it: a number, or one for each level of nesting.
+# The format of OpenMP: a number, or a list of numbers for the levels of nesting.
 _THREADS = re.compile(r"\s*\+?(\d{1,20})\s*(?:,\s*\+?0*[1-9]\d*\s*)*", re.ASCII)
 _MAX_THREADS = 2**31 - 1  # a C int
 
 
 def planned_threads(environ: Mapping[str, str]) -> int:
-    """Return how many threads torch and OpenMP use in a worker with these environment variables.
+    """Return the number of threads of torch and OpenMP in a worker with these environment variables.
 
-    The user's own ``OMP_NUM_THREADS``, or as many as the call asks for cores (``FLOWER_GPU_NUM_CPUS``), or an
-    equal share of the cores (``FLOWER_GPU_CONCURRENCY``). The load at the moment plays no part: another
-    number of threads gives other bits.
+    This is the user's ``OMP_NUM_THREADS``, or the number of cores that the call asks for
+    (``FLOWER_GPU_NUM_CPUS``), or an equal share of the cores (``FLOWER_GPU_CONCURRENCY``). The current load
+    does not count, because results differ in their last bits if the number of threads differs.
     """
     return openmp_threads(environ) or threads_for(CALL["num_cpus"].resolve(None, environ), environ)
 
 
 def threads_for(num_cpus: float | None, environ: Mapping[str, str]) -> int:
-    """Return the threads of a call that asks for this many cores; None: for an equal share of them."""
-    at_once = CONCURRENCY.resolve(None, environ)
-    return max(1, cores() // at_once if num_cpus is None else int(num_cpus))
+    """Return the number of threads of a call that asks for ``num_cpus`` cores; None means an equal share."""
+    concurrency = CONCURRENCY.resolve(None, environ)
+    return max(1, cores() // concurrency if num_cpus is None else int(num_cpus))
 
 
 def openmp_threads(environ: Mapping[str, str], variable: str = "OMP_NUM_THREADS") -> int | None:
-    """Return the number of threads that a variable asks for; None where OpenMP ignores its value."""
-    found = _THREADS.fullmatch(environ.get(variable, ""))
-    threads = int(found[1]) if found else 0
+    """Return the number of threads in a variable; None if OpenMP ignores its value."""
+    match = _THREADS.fullmatch(environ.get(variable, ""))
+    threads = int(match[1]) if match else 0
     return threads if 1 <= threads <= _MAX_THREADS else None
 
 
 def cores() -> int:
-    """Count the cores that this process may use, by its affinity and by the quotas of its control groups.
+    """Return the number of cores that this process may use, by its affinity and its control groups' quotas.
 
-    Of a quota of 2.5 processors 2 are counted: a thread that gets half of a processor holds up the others.
+    A quota of 2.5 processors counts as 2, because a thread with half of a processor would hold up the others.
     """
     return max(1, int(available_cores()))
 
 
 def available_cores() -> float:
-    """Return the cores that this process may use, with the fraction of a quota."""
+    """Return the number of cores that this process may use, including the fraction of a quota."""
     limit = control_group.cores_limit()
     return processor_cores() if limit is None else min(processor_cores(), limit.cores)
 
 
 def processor_cores() -> int:
-    """Count the cores on which this process may run, however much time it may have of them."""
+    """Return the number of cores on which this process may run, regardless of quotas."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return control_group.cores_of(frozenset(affinity(0))) if affinity else control_group.all_cores()

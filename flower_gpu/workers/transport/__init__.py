@@ -1,10 +1,15 @@
 """Arguments and results between processes, in memory files.
 
-Small things travel as a pickle, arrays beside it as they lie in memory.
+Small values are pickled. The bytes of arrays lie next to the pickle, in the same layout as in memory.
 
-The caller writes the request, and the worker maps it. The file is for this worker only: an array that the
-worker changes changes in the file, and if the worker returns it, only its place travels back. Once the
-worker is gone the caller seals the file and maps it as the result.
+The caller writes the request, and the worker maps it. The file is for this worker only. If the worker changes
+an array in place, it changes in the file. If the worker returns such an array, only its offset is sent back.
+Once the worker is gone, the caller seals the file and maps it as the result.
+
+The caller must never use bytes that another process can still change. A process that the worker has left
+behind could change the file after its checksum was verified. So the caller maps a reply only once it is
+sealed; otherwise it copies the bytes. After the reply is written, the worker's map of the request becomes
+private (``_leave_request``). So later writes into the arguments do not reach the caller.
 """
 
 from __future__ import annotations
@@ -24,31 +29,35 @@ from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.transport import regions
 from flower_gpu.workers.transport.regions import BUFFER, HERE, IMMUTABLE, IN_REQUEST, IN_SHARED, Parts, Region
 
-# Magic; size of the file, bytes of the pickle, number of regions. The checksum of this and of what follows,
-# which is the regions and the pickle; then come the bytes of the regions.
+# The file begins with the header: magic, size of the file, bytes of the pickle, number of regions. Then come
+# a checksum of the header, table and pickle; the table of regions; the pickle; and the bytes of the regions.
 _HEADER = struct.Struct("<8sQQQ")
 _CHECKSUM = struct.Struct("<Q")
-_REGION = struct.Struct("<QQQQ")  # where it is, what it is, offset, size
+_REGION = struct.Struct("<QQQQ")  # where it is, kind, offset, size
 _MAGIC = b"flwrgpu3"
 
 _ALIGNMENT = 64  # a cache line
-_MAPPED_BYTES = 1 << 20  # results with less beside their pickle are copied, which is cheaper than a map
-_CHECKED_BYTES = 1 << 20  # of the pickle, which is rarely as long
+# Results with fewer bytes besides their pickle are copied, because that is cheaper than a map.
+_MAPPED_BYTES = 1 << 20
+# The checksum covers this much of the pickle, which is rarely longer.
+_CHECKED_BYTES = 1 << 20
+# Bytes of the first read. The part before the arrays is rarely longer.
+_INDEX_BYTES = 8192
 
-_INDEX_BYTES = 8192  # read at once: what is before the arrays is rarely longer
-
-_NAMES = ("task", "args", "kwargs")  # of a request, for messages
+_NAMES = ("task", "args", "kwargs")  # first parts of a request, named in errors
 _FOREIGN = "a memory file between worker and caller holds something else"
 _SHORT = "a memory file between worker and caller ends too early"
 
 
 def write_request(value: Any, descriptor: int, note: Callable[[Any], None] | None = None) -> int:
-    """Write ``value`` into an empty memory file, for one worker; TypeError for an array of objects.
+    """Write ``value`` into an empty memory file for one worker, and return the descriptor of a shared file.
 
-    ``note``: receives each function and each class in it.
-    Returns another descriptor, which the request is read with: of the file with a model that several calls
-    have; -1 for none. The worker gets both with the call: under the GPU guard it can open nothing of this
+    The shared file holds a model that several calls use; the descriptor is -1 if there is no such file. The
+    worker gets both descriptors with the call, because under the GPU guard it cannot open files of this
     process.
+
+    ``note``: called with each function and each class in the value.
+    Raises TypeError for an array of objects.
     """
     named = isinstance(value, tuple)
     parts = Parts(list(zip(_NAMES, value, strict=False)) if named else [("argument", value)])
@@ -62,9 +71,9 @@ def write_request(value: Any, descriptor: int, note: Callable[[Any], None] | Non
 
 
 def read_request(descriptor: int, shared: int = -1) -> Any:
-    """Read, in its worker and without a copy, what was written; WorkerError if it is not complete.
+    """Return the value of a request, in its worker and without a copy; WorkerError if it is incomplete.
 
-    ``shared``: what :func:`write_request` returned in the caller; it is closed here.
+    ``shared``: the descriptor that :func:`write_request` returned in the caller. It is closed here.
     """
     head, index = _read_index(descriptor)
     try:
@@ -80,12 +89,12 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
 def write_reply(value: Any, descriptor: int) -> None:
     """Write ``value`` into an empty memory file for the caller of this worker.
 
-    From here on, what this process writes into arrays that it was given stays in this process.
+    Later writes of this process into its arguments stay in this process.
     """
     given = facts.request
     parts = Parts([("result", getattr(value, "value", value))], None if given is None else given.map)
-    # By name where possible: a fork's __main__ is the caller's, which then gets its own classes back.
-    # A spawned worker has what the caller's __main__ defines by value only, and so returns it.
+    # Classes are pickled by name if possible. A fork has the caller's __main__, so the caller gets its own
+    # classes back. A spawned worker got the contents of __main__ by value, and returns them by value.
     try:
         head = regions.dumps_by_name(value, parts)
     except OSError:
@@ -99,9 +108,11 @@ def write_reply(value: Any, descriptor: int) -> None:
 
 
 def read_reply(descriptor: int, request: int = -1) -> Any:
-    """Read, in the caller, what the worker wrote, once it is gone; WorkerError if it is not complete.
+    """Return the value that a worker wrote, in its caller; WorkerError if it is incomplete.
 
-    ``request``: the memory file with its arguments; -1 if it had them by itself.
+    Call it once the worker can no longer write.
+
+    ``request``: descriptor of the request, -1 if the worker inherited its request by fork.
     """
     head, index = _read_index(descriptor)
     return _load(head, index, _files(index, {HERE: descriptor, IN_REQUEST: request}))
@@ -127,7 +138,8 @@ def _write_file(
         for part in here:
             memory_files.write(descriptor, part.view, part.offset)
         return
-    pieces: list[bytes | memoryview] = [start]  # at once: a call of the kernel takes as long as the copy
+    # Small files are written at once, because each system call takes as long as the copy.
+    pieces: list[bytes | memoryview] = [start]
     end = len(start)
     for part in here:
         pieces += [bytes(part.offset - end), part.view]
@@ -147,8 +159,8 @@ class _IndexEntry(NamedTuple):
 
 
 def _read_index(descriptor: int) -> tuple[bytes, list[_IndexEntry]]:
-    """Return what a memory file says about itself: its pickle, and what is beside that."""
-    start = os.pread(descriptor, _INDEX_BYTES, 0)  # mostly all of it
+    """Return the pickle of a memory file and its table of regions, once the checksum is verified."""
+    start = os.pread(descriptor, _INDEX_BYTES, 0)  # mostly enough for all of it
     try:
         header = start[: _HEADER.size]
         magic, size, head_size, count = _HEADER.unpack(header)
@@ -179,15 +191,15 @@ class _File:
         self.map: memory_files.Map | None = None
         self._writable: memory_files.Map | None = None
         entries = [entry for entry in index if entry.where == where]
-        # A request belongs to the caller, which does not change it. What a worker wrote must be sealed, or a
-        # process that it left behind could change it after it was checked.
+        # A request belongs to the caller, which does not change it. A reply must be sealed. Otherwise a
+        # process that the worker left behind could change it after the check.
         trusted = shared or where == IN_SHARED
         large = sum(entry.size for entry in entries) >= _MAPPED_BYTES
         can_map = memory_files.SEALS and (trusted or (large and memory_files.seal(descriptor)))
-        size = os.fstat(descriptor).st_size  # sealed: it stays
+        size = os.fstat(descriptor).st_size  # The seal keeps the size from changing.
         if any(entry.offset + entry.size > size for entry in entries):
             raise WorkerError(_SHORT)
-        # All of a small file, read at once: a call of the kernel for each region would take longer.
+        # A small file is read at once, because a system call for each region would take longer.
         self._all: memoryview | None = None
         if not can_map:
             if size <= _MAPPED_BYTES and len(entries) > 1:
@@ -203,7 +215,7 @@ class _File:
     def region(self, entry: _IndexEntry) -> Region:
         place = slice(entry.offset, entry.offset + entry.size)
         if self.map is None:
-            # Memory of its own: whoever keeps one array must not keep the others with it.
+            # Each array gets its own memory, so that keeping one array does not keep the others.
             if self._all is None:
                 view = memoryview(memory_files.read(self._descriptor, entry.size, entry.offset))
             else:
@@ -216,7 +228,7 @@ class _File:
 
 
 def _files(index: Sequence[_IndexEntry], descriptors: dict[int, int], shared: int = -1) -> dict[int, _File]:
-    """Return the files that something of a request or reply is in; writes go to the ``shared`` one."""
+    """Return the files that hold regions of a request or reply. Writes go to the file ``shared`` only."""
     used = {entry.where for entry in index}
     return {
         where: _File(file, index, where, where == shared)
@@ -228,14 +240,14 @@ def _files(index: Sequence[_IndexEntry], descriptors: dict[int, int], shared: in
 def _load(head: bytes, index: Sequence[_IndexEntry], files: dict[int, _File]) -> Any:
     if any(entry.where not in files or entry.kind > IMMUTABLE for entry in index):
         raise WorkerError(_FOREIGN)
-    found = [files[entry.where].region(entry) for entry in index]
-    buffers = [region.memory for region, entry in zip(found, index, strict=True) if entry.kind == BUFFER]
-    return regions.loads(head, found, buffers)
+    loaded = [files[entry.where].region(entry) for entry in index]
+    buffers = [region.memory for region, entry in zip(loaded, index, strict=True) if entry.kind == BUFFER]
+    return regions.loads(head, loaded, buffers)
 
 
 @dataclass(frozen=True)
 class GivenRequest:
-    """The request of the call that runs in this worker."""
+    """The request of the current call in this worker."""
 
     descriptor: int
     identity: tuple[int, int, int]
@@ -254,6 +266,6 @@ def _leave_request() -> None:
         return
 
 
-# A process that the worker forks must not change the worker's arrays, nor its result. It still sees what
-# the worker writes later into pages that it has not written to itself.
+# A process that the worker forks must not change the worker's arrays or its result. In pages that it has not
+# written to itself, it still sees later writes of the worker.
 os.register_at_fork(after_in_child=_leave_request)

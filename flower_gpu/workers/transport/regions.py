@@ -1,6 +1,7 @@
-"""What travels beside a pickle: large buffers, each a region of a memory file.
+"""Large buffers next to a pickle, each of which is a region of a memory file.
 
-Of numpy's arrays the bytes travel so. Only functions import numpy: many tasks do without.
+The bytes of numpy arrays are sent in this way. numpy is imported within functions only, because many tasks do
+not need it.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
 #: Buffers below this go into the pickle.
 SMALL_BYTES = 4096
 
-# Where a region is: in the same file, in the request (of a reply), in the model that workers share.
+# Place of a region: the same file, the request (in a reply), or the model that workers share.
 HERE, IN_REQUEST, IN_SHARED = 0, 1, 2
-# What it is: an array; one of pickle's own out-of-band buffers, which come in order; immutable.
+# Kind of a region: an array, one of pickle's own out-of-band buffers (in their order), or immutable bytes.
 ARRAY, BUFFER, IMMUTABLE = 0, 1, 2
 
 _MAX_DEPTH = 20
 
 
 class Region:
-    """Bytes that arrived beside a pickle.
+    """Bytes that arrived next to a pickle.
 
-    ``memory``: the bytes: writable for arrays, read-only for what was immutable.
-    ``writable``: the same bytes once more, for :meth:`take`.
+    ``memory``: the bytes, writable for arrays and read-only for immutable objects.
+    ``writable``: a second, writable view of the same bytes for :meth:`take`.
     """
 
     def __init__(self, memory: memoryview, writable: memoryview | None = None) -> None:
@@ -48,16 +49,16 @@ class Region:
         self._writable = [] if writable is None else [writable]
 
     def take(self) -> memoryview | None:
-        """Return the bytes, once and without a copy, as writable memory; None where that cannot be."""
+        """Return the bytes as writable memory, once and without a copy; None if that is not possible."""
         try:
-            return self._writable.pop()  # in one step: other threads may ask as well
+            return self._writable.pop()  # pop is atomic, so only one thread can get the memory
         except IndexError:
             return None
 
 
 @dataclass
 class SideBytes:
-    """Bytes that go beside a pickle."""
+    """Bytes that are written next to a pickle."""
 
     view: memoryview
     kind: int
@@ -67,10 +68,10 @@ class SideBytes:
 
 
 class Parts:
-    """Collects the parts beside a pickle.
+    """The parts that are written next to a pickle.
 
-    ``roots``: what is pickled, with names for messages.
-    ``request``: the worker's map of its arguments: what lies there need not be written again.
+    ``roots``: the pickled objects, with names for errors.
+    ``request``: the worker's map of its arguments. Bytes that lie there need not be written again.
     """
 
     def __init__(self, roots: Sequence[tuple[str, Any]], request: Map | None = None) -> None:
@@ -86,12 +87,12 @@ class Parts:
         immutable: bool = False,
         shareable: bytes | None = None,
     ) -> Any:
-        """Put bytes beside the pickle.
+        """Put bytes next to the pickle, and return an object that becomes a :class:`Region` on arrival.
 
-        ``immutable``: whether nobody can change them. On arrival they cannot be changed either, but taken
-        once as writable memory of their own.
-        ``shareable``: the same bytes, if other calls may send this very object: then it is written once.
-        Returns becomes a :class:`Region` on arrival.
+        ``immutable``: True if the bytes cannot be changed. Their region is read-only, but its memory can be
+        taken once as writable memory (:meth:`Region.take`).
+        ``shareable``: the bytes object itself, if other calls may send the same object. Then it is written
+        only once.
         """
         part = SideBytes(view, IMMUTABLE if immutable else ARRAY, shareable)
         if self._request is not None and address is not None:
@@ -102,15 +103,15 @@ class Parts:
         return _Handle(len(self.all) - 1)
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a buffer of some other type; pickle's ``buffer_callback``."""
+        """Take a buffer of another type; return True if it stays in the pickle (its ``buffer_callback``)."""
         view = buffer.raw()
         if view.nbytes < SMALL_BYTES:
-            return True  # keep it in the pickle
+            return True
         self.all.append(SideBytes(view, BUFFER))
         return False
 
     def path_to(self, wanted: Any) -> str | None:
-        """Return where in nested lists, tuples and dicts an object is, for example ``"args[0]['w']"``."""
+        """Return the path of an object in nested lists, tuples and dicts, for example ``"args[0]['w']"``."""
         for name, root in self._roots:
             path = _path_to(root, wanted, _MAX_DEPTH)
             if path is not None:
@@ -118,18 +119,21 @@ class Parts:
         return None
 
     def refer_to(self, shared: SharedFile) -> None:
-        """Let the parts that are in this file not be written."""
+        """Refer to the shared file for parts that it holds, so that they are not written again."""
         for part in self.all:
             if part.shareable is not None and (offset := shared.offset_of(part.shareable)) is not None:
                 part.where, part.offset = IN_SHARED, offset
 
     def copy_what_would_hold_too_much(self) -> None:
-        """Write again what overlaps, and everything if it would keep a request of over twice its size."""
+        """Copy overlapping parts of the request, or all parts if they are less than half of the request.
+
+        Otherwise small results would keep a large request in memory.
+        """
         inside = sorted((part for part in self.all if part.where == IN_REQUEST), key=lambda part: part.offset)
         total = end = 0
         for part in inside:
             if part.offset < end:
-                part.where = HERE  # two arrays then, as in any pickle
+                part.where = HERE  # Overlapping arrays become two separate arrays, as in any pickle.
                 continue
             end = part.offset + part.view.nbytes
             total += part.view.nbytes
@@ -147,7 +151,7 @@ class _Handle:
 
 
 class _Reading(threading.local):
-    """What this thread reads."""
+    """The regions of the file that this thread is reading."""
 
     regions: Sequence[Region] | None = None
 
@@ -156,7 +160,7 @@ _reading = _Reading()
 
 
 def _region(index: int) -> Region:
-    """Stand, in a pickle, for a region of the file that is being read."""
+    """Return a region of the file that is being read. Pickles call this function."""
     if _reading.regions is None:
         raise WorkerError(f"region {index} belongs to a memory file between worker and caller")
     return _reading.regions[index]
@@ -181,48 +185,48 @@ def _path_to(value: Any, wanted: Any, depth: int) -> str | None:
     return None
 
 
-#: Takes an object and where to put its bytes; returns what a ``__reduce__`` method would.
+#: A function that gets an object and the parts for its bytes. It returns the same as a ``__reduce__`` method.
 Reduce = Callable[[Any, Parts], Any]
 
 _reducers: dict[type, Reduce] = {}
 
 
 def register(kind: type, reduce: Reduce) -> None:
-    """Set how objects of exactly this type travel."""
+    """Set the function that reduces objects of exactly this type."""
     _reducers[kind] = reduce
 
 
 def dumps_by_name(value: Any, parts: Parts) -> bytes:
-    """Pickle; classes and functions by name, as the standard library does."""
+    """Return the pickle of a value. Classes and functions go by name, as in the standard library."""
     return _dumps(_ByName, value, parts)
 
 
 def dumps_by_value(value: Any, parts: Parts, note: Callable[[Any], None] | None = None) -> bytes:
-    """Pickle; objects that the other process cannot import go by value, as with cloudpickle.
+    """Return the pickle of a value. Objects that the other process cannot import go by value (cloudpickle).
 
-    ``note``: receives each function and each class among them, when it is pickled for the first time.
+    ``note``: called with each function and each class in the value, when it is pickled for the first time.
     """
     return _dumps(partial(_ByValue, note=note), value, parts)
 
 
 def loads(head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview]) -> Any:
-    """Unpickle the bytes of one of these; WorkerError if they are no pickle."""
-    before, _reading.regions = _reading.regions, regions
+    """Return the value of a pickle from one of these functions; WorkerError if it cannot be read."""
+    previous, _reading.regions = _reading.regions, regions
     try:
         return pickle.loads(head, buffers=buffers)
     except (pickle.UnpicklingError, EOFError) as error:
         raise WorkerError(f"a memory file between worker and caller cannot be read: {error}") from error
     finally:
-        _reading.regions = before
+        _reading.regions = previous
 
 
-# Whose classes every process can import. Messages are made of them.
+# Packages that every process can import. Messages consist of objects of their classes.
 _IMPORTABLE = {"flwr", "flower_gpu", "numpy"}
 
 
 class _ByName(pickle.Pickler):
     def __init__(self, file: io.BytesIO, parts: Parts) -> None:
-        # Before pickle's own __init__, which looks at it once.
+        # This is set before pickle's own __init__, which reads it once.
         self.dispatch_table = _bound_to(parts, copyreg.dispatch_table)
         super().__init__(file, protocol=5, buffer_callback=parts.take)
 
@@ -237,7 +241,7 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if self._note is not None and isinstance(obj, FunctionType | type):
             self._note(obj)
-        # cloudpickle looks for each class anew.
+        # This saves time, because cloudpickle would look up the class of each object again.
         kind = obj if isinstance(obj, type) else type(obj)
         if str(kind.__module__).partition(".")[0] in _IMPORTABLE and "<locals>" not in kind.__qualname__:
             return NotImplemented
@@ -245,7 +249,7 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _code_by_value(code: CodeType) -> tuple[Any, ...]:
-    # cloudpickle leaves the file's name out from version 3.1.3 on: a traceback would not say where a line is.
+    # From version 3.1.3 on, cloudpickle drops the file name, and tracebacks would not say where a line is.
     make, fields = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return _code_in, (code.co_filename, make, fields)
 
@@ -269,19 +273,25 @@ def _dumps(pickler: Callable[[io.BytesIO, Parts], Any], value: Any, parts: Parts
 
 
 def _all_reducers() -> Iterator[tuple[type, Reduce]]:
-    if "numpy" in sys.modules:  # or there is no array, and no need to import it
+    if "numpy" in sys.modules:  # Otherwise there can be no array, so numpy need not be imported.
         import numpy as np
 
         yield np.ndarray, reduce_array
     yield from _reducers.items()
 
 
-_SIMPLE = "biufc"  # numpy's own pickles of dates forget byte order and read-only
-_ALIGNMENT = 16  # torch's kernels crash on less, for complex128
+# Kinds of types for which numpy's own pickles are used. For dates, these lose byte order and the read-only
+# flag.
+_SIMPLE = "biufc"
+# With less, torch's kernels crash on complex128.
+_ALIGNMENT = 16
 
 
 def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
-    """Return the reduction of ``array``, with many bytes beside the pickle; TypeError for objects."""
+    """Return the reduction of an array, whose bytes go next to the pickle if there are many.
+
+    Raises TypeError for an array of objects.
+    """
     import numpy as np
 
     if array.dtype.hasobject:
@@ -294,7 +304,7 @@ def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
         return array.__reduce_ex__(5)
     writeable = array.flags.writeable
     if not writeable and 0 in array.strides and array.size > 0:
-        # np.broadcast_to: one row that looks like a million
+        # An array from np.broadcast_to can look like a million rows but hold one, so only one row is sent.
         once = array[tuple(slice(1) if step == 0 else slice(None) for step in array.strides)]
         if once.size < array.size:
             return np.broadcast_to, (once, array.shape)
@@ -305,7 +315,7 @@ def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
     if array.dtype.itemsize == 0 or (small and array.dtype.kind in _SIMPLE):
         return array.__reduce_ex__(5)
     order: Any = "C" if array.flags.c_contiguous else "F"
-    raw = array.reshape(-1, order=order).view(np.uint8)  # dates have no buffer of their own
+    raw = array.reshape(-1, order=order).view(np.uint8)  # as bytes, because dates have no buffer interface
     where = (
         PickleBuffer(raw.data) if small else parts.add(raw.data, address=raw.__array_interface__["data"][0])
     )
@@ -315,7 +325,7 @@ def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
 def build(
     found: Region | bytes | bytearray, dtype: Any, shape: tuple[int, ...], order: Any, writeable: bool
 ) -> Any:
-    """Return the array with these bytes, without copying them; WorkerError if these are not that many."""
+    """Return an array with these bytes, without copying them; WorkerError if their number is wrong."""
     import numpy as np
 
     memory = found.memory if isinstance(found, Region) else memoryview(found)
@@ -330,7 +340,7 @@ def build(
 
 
 def aligned(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array itself, or a copy if it lies where torch's kernels may crash."""
+    """Return the array, or an aligned copy if torch's kernels could crash on its address."""
     if array.__array_interface__["data"][0] % _ALIGNMENT == 0:
         return array
     copy = array.copy(order="K")
