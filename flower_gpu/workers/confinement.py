@@ -1,8 +1,8 @@
-"""Confinement: a worker gives up all of this host that the app of a message does not need.
+"""Confinement: a worker gives up every right on this host that the app of a message does not need.
 
-The caller says what that is (:class:`Confinement`, in a variable of the worker's environment). The worker
-gives up the rest before any code of the app is imported (:func:`apply`), by Landlock and seccomp. The kernel
-holds it to that, with all that it starts.
+The caller lists the rights that the worker keeps (:class:`Confinement`, in an environment variable of the
+worker). Before it imports any code of the app, the worker gives up all others with Landlock and seccomp
+(:func:`apply`). The kernel enforces this for the worker and all its child processes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from flower_gpu.workers import events, interpreter, state_folder, thread_names
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.own_process import facts
 
-#: Programs, libraries and their settings, of the system and of NVIDIA's driver. Of ``/etc`` only these: it
-#: holds keys and passwords, too.
+#: Programs, libraries and settings of the system and of NVIDIA's driver. Only these files of ``/etc`` are
+#: readable, because it also holds keys and passwords.
 SYSTEM: Final = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/run/opengl-driver"),
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/os-release"),
@@ -47,7 +47,7 @@ _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/u
 _SHARED_MEMORY: Final = "/dev/shm"
 _PATHS_OF_LIBRARIES: Final = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
 
-#: Folders that libraries write into, below the message's own.
+#: Variables of folders that libraries write into, and their places in the message's folder.
 _OWN_FOLDERS: Final = MappingProxyType(
     {
         "HOME": "home",
@@ -57,7 +57,7 @@ _OWN_FOLDERS: Final = MappingProxyType(
         "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
     }
 )
-#: What leads to other programs of the account.
+#: Variables that lead to other programs of the account.
 _LEFT_OUT: Final = (
     *("SSH_AUTH_SOCK", "SSH_AGENT_PID", "GPG_AGENT_INFO", "DBUS_SESSION_BUS_ADDRESS", "XDG_RUNTIME_DIR"),
     *("DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "DOCKER_HOST"),
@@ -71,22 +71,22 @@ _NO_NAMES: Final = (
 _CAPABILITIES_VERSION: Final = 0x20080522  # linux/capability.h
 _DROP_FROM_BOUNDING_SET: Final = 24  # linux/prctl.h
 _MOST_CAPABILITIES: Final = 64
-#: Root goes on opening what belongs to others, where it can be opened at all.
+#: Root keeps this capability, so it can still open other accounts' files that its rights include.
 _KEPT_CAPABILITY: Final = 1  # CAP_DAC_OVERRIDE
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What the worker of a message keeps besides the libraries of the system and the Python environment."""
+    """The rights of a message's worker, besides the libraries of the system and the Python environment."""
 
-    folder: str  # of this message alone, and made by the caller: the one place where it writes
-    read: tuple[str, ...] = ()  # files and folders: the app's own, and data that the operator names
-    write: tuple[str, ...] = ()  # folders that the operator names
-    ports: tuple[int, ...] = ()  # to which it can connect by TCP
-    venv: str = ""  # a virtual environment in `read`: its packages must not be imported before
+    folder: str  # folder of this message alone, made by the caller, which the worker may write to
+    read: tuple[str, ...] = ()  # readable files and folders: the app, and data that the operator names
+    write: tuple[str, ...] = ()  # writable folders that the operator names
+    ports: tuple[int, ...] = ()  # ports for TCP connections
+    venv: str = ""  # virtual environment in `read`, whose packages must not be imported before
 
     def environment(self) -> dict[str, str]:
-        """Return what tells a worker."""
+        """Return the environment variable that passes the confinement to a worker."""
         return {CONFINED_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
@@ -94,44 +94,45 @@ class Confinement:
         """Return this worker's confinement, or None."""
         if not (text := environ.get(CONFINED_VARIABLE)):
             return None
-        told = json.loads(text)
-        read, write, ports = (tuple(told[name]) for name in ("read", "write", "ports"))
-        return cls(told["folder"], read, write, ports, told["venv"])
+        fields = json.loads(text)
+        read, write, ports = (tuple(fields[name]) for name in ("read", "write", "ports"))
+        return cls(fields["folder"], read, write, ports, fields["venv"])
 
     def packages(self) -> list[str]:
-        """Return what comes first on its ``sys.path`` once it is confined."""
+        """Return the folders that come first on the worker's ``sys.path`` once it is confined."""
         return [interpreter.packages_of(self.venv)] if self.venv else []
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Tell whether this worker is confined, or should have been."""
+    """Return True if this worker is confined, or should have been."""
     return facts.confinement is not None or bool(environ.get(CONFINED_VARIABLE))
 
 
 def own_variables() -> frozenset[str]:
-    """Return the variables that are set and removed here for a worker that is confined."""
+    """Return the variables that this module sets or removes in a confined worker."""
     if facts.confinement is None:
         return frozenset()
     return frozenset((*_OWN_FOLDERS, *_LEFT_OUT, "PATH", "VIRTUAL_ENV"))
 
 
 def apply(environ: Mapping[str, str]) -> None:
-    """Give up, for this worker and its children, all that the caller has not allowed.
+    """Give up all rights that the caller has not granted, for this worker and its child processes.
 
-    Raises ConfigError if the kernel cannot do that.
+    Raises ConfigError if the kernel cannot enforce this.
     """
-    told = Confinement.from_environment(environ)
-    if told is None and CONFINED_VARIABLE in environ:  # as the worker that has started this one
+    wanted = Confinement.from_environment(environ)
+    # This worker inherited the confinement of the worker that has started it.
+    if wanted is None and CONFINED_VARIABLE in environ:
         thread_names.be_readable()
-    if told is None or facts.confinement is not None:
+    if wanted is None or facts.confinement is not None:
         return
-    rights = dict(_rights(told, environ))
+    rights = dict(_rights(wanted, environ))
     try:
         _drop_capabilities()
-        landlock.confine(rights, told.ports)
-        listener = seccomp.confine(network=bool(told.ports), asks=True)
+        landlock.confine(rights, wanted.ports)
+        listener = seccomp.confine(network=bool(wanted.ports), asks=True)
         if listener >= 0:
-            thread_names.ask(told.folder, listener)
+            thread_names.ask(wanted.folder, listener)
     except (landlock.LandlockUnavailableError, seccomp.SeccompUnavailableError) as error:
         raise ConfigError(f"--confine: {error}. The app was not run") from None
     except OSError as error:
@@ -142,30 +143,31 @@ def apply(environ: Mapping[str, str]) -> None:
             "lies in a folder that it may read. Set FLOWER_GPU_STATE_DIR to another folder. "
             "The app was not run"
         )
-    _move_in(told)
-    facts.confinement = told
-    if told.venv:
-        interpreter.use_environment(told.venv)
+    _make_own_folders(wanted)
+    facts.confinement = wanted
+    if wanted.venv:
+        interpreter.use_environment(wanted.venv)
     if guard.granted(environ) and not thread_names.can_be_given():
         events.send("lacks", text=_NO_NAMES)
 
 
-def _move_in(told: Confinement) -> None:
-    # By a process that is confined: an earlier worker of the message may have left links to anywhere here.
+def _make_own_folders(confinement: Confinement) -> None:
+    # Only a confined process may do this, because an earlier worker of the message may have left links to any
+    # place in this folder.
     for variable, name in _OWN_FOLDERS.items():
-        folder = Path(told.folder, name)
+        folder = Path(confinement.folder, name)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--confine: the app's own folders cannot be made: {error}") from None
         os.environ[variable] = str(folder)
-    tempfile.tempdir = None  # as a library may have found it
+    tempfile.tempdir = None  # A library may have made Python look up the old folder.
     for variable in _LEFT_OUT:
         os.environ.pop(variable, None)
 
 
 def problem() -> str | None:
-    """Return why workers of this host cannot be confined at all; None where they can."""
+    """Return the reason why workers on this host cannot be confined; None if they can."""
     try:
         landlock.version()
         seccomp.check()
@@ -175,12 +177,11 @@ def problem() -> str | None:
 
 
 def not_refused(*, with_ports: bool = False) -> list[str]:
-    """Return the gaps of this host's kernel in words, each with the version of Linux that closes it.
+    """Return the actions that this host's kernel cannot forbid, each with the version of Linux that can.
 
-    ``with_ports``: whether there is a TCP port to which apps can connect. Without one they have no TCP at
-    all.
+    ``with_ports``: True if apps may connect to some TCP port. Otherwise they cannot use TCP at all.
     """
-    found = landlock.version()
+    version = landlock.version()
     missing = {
         landlock.TRUNCATE_VERSION: "emptying files that it cannot open",
         landlock.SCOPES_VERSION: "signals to other processes, and abstract sockets of theirs",
@@ -188,14 +189,14 @@ def not_refused(*, with_ports: bool = False) -> list[str]:
     if with_ports:
         missing[landlock.TCP_VERSION] = "TCP connections to other ports"
     return [
-        f"{what} (Linux {landlock.KERNELS[least]} or later)"
-        for least, what in sorted(missing.items())
-        if found < least
+        f"{action} (Linux {landlock.KERNELS[needed]} or later)"
+        for needed, action in sorted(missing.items())
+        if version < needed
     ]
 
 
 def program_paths(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the folders of this Python environment, and those where libraries are looked for."""
+    """Yield the folders of this Python environment, and the search folders of libraries."""
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
     yield from site.getsitepackages()
     if site.ENABLE_USER_SITE:
@@ -205,7 +206,7 @@ def program_paths(environ: Mapping[str, str]) -> Iterator[str]:
         yield from (path for path in environ.get(variable, "").split(os.pathsep) if Path(path).is_absolute())
 
 
-def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+def _rights(confinement: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     for path in (*SYSTEM, *program_paths(environ)):
         yield path, landlock.READ
     for path in _STATE_OF_KERNEL:
@@ -214,24 +215,25 @@ def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str
     for path in (*_DEVICES, *gpus):
         yield path, landlock.DEVICE
     if gpus and (pipes := mps_pipes(environ)):
-        yield str(pipes), landlock.CHANGE  # what the daemon has made there, and nothing new
-    for path in told.read:
+        yield str(pipes), landlock.CHANGE  # existing pipes of the daemon, but no new files
+    for path in confinement.read:
         yield path, landlock.READ
     own_sockets = state_folder.socket_folder()
-    for path in (told.folder, *told.write, _SHARED_MEMORY, *([own_sockets] if own_sockets else [])):
+    writable = (confinement.folder, *confinement.write, _SHARED_MEMORY)
+    for path in (*writable, *([own_sockets] if own_sockets else [])):
         yield path, landlock.WRITE
 
 
 def _drop_capabilities() -> None:
-    """Give up all capabilities of root but those of a file's owner."""
+    """Give up all capabilities of root except CAP_DAC_OVERRIDE."""
     library = ctypes.CDLL(None, use_errno=True)
     for number in range(_MOST_CAPABILITIES):
         if number != _KEPT_CAPABILITY:
             library.prctl(_DROP_FROM_BOUNDING_SET, number, 0, 0, 0)
     header = struct.pack("=Ii", _CAPABILITIES_VERSION, 0)
-    left = ctypes.create_string_buffer(24)
-    library.capget(header, left)
-    effective, permitted, _, *upper = struct.unpack("=6I", left.raw)
+    remaining = ctypes.create_string_buffer(24)
+    library.capget(header, remaining)
+    effective, permitted, _, *upper = struct.unpack("=6I", remaining.raw)
     kept = 1 << _KEPT_CAPABILITY
     if upper[:2] != [0, 0] or (effective | permitted) & ~kept:
         data = struct.pack("=6I", effective & kept, permitted & kept, 0, 0, 0, 0)

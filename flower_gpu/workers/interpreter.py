@@ -1,4 +1,4 @@
-"""A fork that is a program: it begins and ends as a fresh interpreter does, but has imported much already."""
+"""Run a program in a fork that begins and ends like a fresh interpreter, but with imported libraries."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from flower_gpu import frameworks
 from flower_gpu.workers import threads
 from flower_gpu.workers.own_process import facts
 
-#: The exit status of a program of which nobody can tell how it has ended: no success.
+#: Exit status of a program whose end is unknown. It does not count as success.
 UNKNOWN: Final = 255
 
 
 def begin(argv: Sequence[str], streams: Sequence[int], environ: Mapping[str, str]) -> None:
     """Set up the process as a fresh program.
 
-    ``argv``: its path and arguments. ``streams``: descriptors of its standard input, output and error.
-    ``environ``: says how many threads its libraries have.
+    ``argv``: path and arguments of the program.
+    ``streams``: descriptors of its standard input, output and error.
+    ``environ``: environment variables with the number of threads for its libraries.
     """
     facts.is_program = True
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the old one has seen the end of what it read
+    # The old object has already reached the end of its input.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     sys.argv[:] = argv
     main = ModuleType("__main__")
@@ -48,14 +50,14 @@ def packages_of(environment: str) -> str:
 
 
 def use_environment(environment: str) -> None:
-    """Have this process find packages and programs of a virtual environment before its own."""
+    """Let this process find packages and programs of a virtual environment before its own."""
     sys.path.insert(0, packages_of(environment))
     os.environ["PATH"] = os.pathsep.join([f"{environment}/bin", os.environ.get("PATH", os.defpath)])
     os.environ["VIRTUAL_ENV"] = environment
 
 
 def run_to_end(main: Callable[[], Any], then: Callable[[], object] = lambda: None) -> NoReturn:
-    """Run a program and its exit functions, and end without taking the interpreter down."""
+    """Run a program and its exit functions, and exit without finalizing the interpreter."""
     code = 1
     try:
         code = _status_of(main)
@@ -70,26 +72,28 @@ def run_to_end(main: Callable[[], Any], then: Callable[[], object] = lambda: Non
 
 
 def end() -> None:
-    """Run an interpreter's steps at its end, without taking it down object by object.
+    """Run the steps of an interpreter's exit, without finalizing it object by object.
 
-    After torch, pandas and scikit-learn that takes seconds.
+    With torch, pandas and scikit-learn, finalization takes seconds.
     """
-    # First: it tells the processes of pools to end, for which the exit functions of multiprocessing wait.
+    # This comes first, because it tells the processes of pools to end. The exit functions of multiprocessing
+    # wait for these processes.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    util._exit_function()  # type: ignore[attr-defined]  # a fork has not registered it
+    # A fork has not registered this function.
+    util._exit_function()  # type: ignore[attr-defined]
     flush()
 
 
 def flush() -> None:
     """Flush the standard streams."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # closed or replaced, or nobody reads
+        with suppress(AttributeError, OSError, ValueError):  # closed, replaced, or without a reader
             stream.flush()
 
 
 def with_all_cores(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables with which a library that was loaded with one thread gets all cores."""
+    """Return variables that give all cores to a library that was loaded with one thread."""
     return {threads.VARIABLE: str(len(os.sched_getaffinity(0))), **environ}
 
 

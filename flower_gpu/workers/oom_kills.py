@@ -1,8 +1,8 @@
-"""Tells whether the kernel has killed a worker because main memory ran out (the out-of-memory killer).
+"""Kills of workers by the kernel because main memory ran out (the out-of-memory killer).
 
-The kernel does not tell a parent why its child got SIGKILL. It counts such kills for each control group. So a
-worker that was killed while the count rose is taken for one of them. Each kill is claimed once in this
-process, however many workers end in the meantime.
+The kernel does not tell a parent why its child got SIGKILL, but it counts these kills for each control group.
+If the count rises while a worker is killed, the kernel is assumed to have killed this worker. Several workers
+may end at the same time in different threads, so each kill is claimed only once in this process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flower_gpu import control_group
 from flower_gpu.workers.own_process import OwnLock
 
 _lock = OwnLock()
-_claimed = 0  # kills up to this count had their workers
+_claimed = 0  # kills up to this count are claimed
 
 
 def count() -> int:

@@ -1,4 +1,4 @@
-"""What a worker writes: read without blocking, shown to the user, and remembered for messages."""
+"""The output of a worker: read without blocking, shown to the user, and kept for error messages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import TextIO
 from flower_gpu.options import RUN_DIR_VARIABLE
 
 _CHUNK = 65536
-_MAX_PIPE = 1 << 20  # bytes a pipe holds at most, /proc/sys/fs/pipe-max-size
+_MAX_PIPE = 1 << 20  # largest size of a pipe in bytes, /proc/sys/fs/pipe-max-size
 _REMEMBERED_LINES = 1000
-#: Bytes of one stream of one call that a file is given.
+#: Largest number of bytes that one stream of one call writes into a file.
 MOST_IN_A_FILE = 16 << 20
-#: What clients of a simulation write, in the run's folder.
+#: File in the run's folder with the output of a simulation's clients.
 LOG_NAME = "clients.log"
 _CUT = f"\n[flower-gpu: more than {MOST_IN_A_FILE >> 20} MiB; the rest of this call is not here]\n"
-_TAIL_LINES = 30  # of them in a message
+_TAIL_LINES = 30  # lines in an error message
 _TAIL_COLUMNS = 500
 _STACK_LINES = 15
-_STACK_HEADING = "(most recent call first):"  # faulthandler's
+_STACK_HEADING = "(most recent call first):"  # end of faulthandler's headings
 
-#: Takes the number of lines that a worker has written, and returns how many of them are shown: the first
-#: ones. Threads of several workers may call it at the same time.
+#: A function that gets the number of new lines of a worker, and returns the number of lines to show. Threads
+#: of several workers may call it at the same time.
 AdmitLines = Callable[[int], int]
 
 
@@ -37,7 +37,7 @@ def all_lines(count: int) -> int:
 
 
 class Stream:
-    """A pipe from the worker, read in whole chunks without blocking."""
+    """A pipe from a worker that is read in chunks without blocking."""
 
     def __init__(self, descriptor: int, on_data: Callable[[bytes], None]) -> None:
         os.set_blocking(descriptor, False)
@@ -45,7 +45,7 @@ class Stream:
         self._on_data = on_data
 
     def read(self) -> bool:
-        """Take one chunk; return False at the end of the stream."""
+        """Read one chunk, and return False at the end of the stream."""
         try:
             data = os.read(self.descriptor, _CHUNK)
         except BlockingIOError:
@@ -55,7 +55,7 @@ class Stream:
         return bool(data)
 
     def drain(self) -> None:
-        """Take the output so far, and no more: a process that got away may go on writing."""
+        """Read the present output only, because a process that escaped may go on writing."""
         with suppress(BlockingIOError):
             for _ in range(_MAX_PIPE // _CHUNK):
                 data = os.read(self.descriptor, _CHUNK)
@@ -66,7 +66,7 @@ class Stream:
 
 
 class Tail:
-    """The last lines of a worker's output, for messages."""
+    """The last lines of a worker's output, for error messages."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
@@ -91,8 +91,9 @@ class Tail:
         headings = [n for n, line in enumerate(lines) if line.endswith(_STACK_HEADING)]
         if not headings:
             return "\n".join(lines[-_TAIL_LINES:])
-        # The stacks of all threads may be hundreds of lines, innermost calls first: show what the thread
-        # that crashed is at, or the main thread, which is the last, and some lines from before and after.
+        # The stacks of all threads may have hundreds of lines, innermost calls first. Show the innermost
+        # calls of the thread that crashed, or of the main thread, which comes last, and some lines before and
+        # after.
         current = next((n for n in headings if lines[n].startswith("Current thread")), headings[-1])
         stack = list(takewhile(_is_frame, lines[current + 1 :]))
         after = list(dropwhile(_is_frame, lines[headings[-1] + 1 :]))
@@ -101,7 +102,7 @@ class Tail:
         return "\n".join(shown)
 
     def _remember(self, line: str) -> None:
-        shown = line.rstrip("\r").rpartition("\r")[2]  # a bar draws over itself
+        shown = line.rstrip("\r").rpartition("\r")[2]  # a progress bar overwrites its line
         self._lines.append(shown[-_TAIL_COLUMNS:])
 
 
@@ -112,12 +113,12 @@ def _is_frame(line: str) -> bool:
 def echo(
     target: TextIO | None, tail: Tail, name: str | None = None, admit_lines: AdmitLines = all_lines
 ) -> Callable[[bytes], None]:
-    """Pass a worker's output on to the caller's stream, and remember the last lines of it.
+    """Return a function that passes a worker's output on to the caller's stream, and keeps the last lines.
 
-    A file, such as the log of a run, gets :data:`MOST_IN_A_FILE` of one stream of a call: a loop that prints
-    without end would fill the disk. A terminal or a pipe gets all.
-    With a ``name``, lines are whole and begin with it. All of them go into the run's folder; the caller's
-    stream gets those that ``admit_lines`` admits.
+    A file, such as the log of a run, gets at most :data:`MOST_IN_A_FILE` from one stream of a call, because
+    an endless loop of prints would fill the disk. A terminal or a pipe gets everything. With a ``name``, only
+    whole lines are shown, and each begins with the name. All lines go into the run's folder; the caller's
+    stream gets the lines that ``admit_lines`` admits.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     remember = tail.reader()
@@ -128,7 +129,8 @@ def echo(
     def on_data(data: bytes) -> None:
         nonlocal begun, left
         text = decoder.decode(data)
-        if text or not data:  # else it is the beginning of a letter
+        # Data without text is the first part of a character.
+        if text or not data:
             remember(text)
         if name is not None:
             text, begun = _named_lines(begun + text, name, is_end=not data)
@@ -144,7 +146,7 @@ def echo(
 
 
 def _first_lines(text: str, admit_lines: AdmitLines) -> str:
-    """Return as many of the lines of a text as are admitted."""
+    """Return the first lines of a text, up to the admitted number."""
     count = text.count("\n")
     admitted = admit_lines(count) if count else 0
     return text if admitted >= count else "".join(f"{line}\n" for line in text.split("\n")[:admitted])
@@ -153,11 +155,13 @@ def _first_lines(text: str, admit_lines: AdmitLines) -> str:
 def _named_lines(text: str, name: str, *, is_end: bool) -> tuple[str, str]:
     """Return whole lines with a name in front, and the unfinished rest.
 
-    Log lines have the name already. Of a line that draws over itself, as a bar does, its last state is taken.
+    Log lines have the name already. If a line overwrites itself, as a progress bar does, its last state is
+    used.
     """
     *lines, begun = text.split("\n")
     begun = begun[:-1].rpartition("\r")[2] + begun[-1:]
-    if begun and (is_end or len(begun) > _CHUNK):  # of the last line, or of one without an end
+    # The last line may lack a line end, and a long line may never end.
+    if begun and (is_end or len(begun) > _CHUNK):
         lines, begun = [*lines, begun], ""
     shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
     return "".join(f"{line}\n" if name in line else f"{name}{line}\n" for line in shown), begun
@@ -165,7 +169,7 @@ def _named_lines(text: str, name: str, *, is_end: bool) -> tuple[str, str]:
 
 def _write(target: TextIO | None, text: str) -> None:
     if target is not None and text:
-        with suppress(OSError, ValueError, LookupError):  # closed, or of no known encoding
+        with suppress(OSError, ValueError, LookupError):  # closed, or with an unknown encoding
             target.write(_writable(text, target))
             target.flush()
 
@@ -173,7 +177,7 @@ def _write(target: TextIO | None, text: str) -> None:
 def _is_file(target: TextIO | None) -> bool:
     try:
         return target is not None and stat.S_ISREG(os.fstat(target.fileno()).st_mode)
-    except (OSError, ValueError, AttributeError):  # a notebook's, or closed
+    except (OSError, ValueError, AttributeError):  # a stream of a notebook, or a closed stream
         return False
 
 

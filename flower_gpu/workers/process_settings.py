@@ -86,7 +86,7 @@ def _set_tracers(value: tuple[Any, ...]) -> None:
 
 
 def _stack_size() -> int:
-    value = threading.stack_size()  # which sets it to 0
+    value = threading.stack_size()  # this call also resets the size to 0
     threading.stack_size(value)
     return value
 

@@ -13,8 +13,8 @@ So seccomp makes the kernel ask before a confined process opens an existing file
    thread of that process, the thread opens it and passes the descriptor on. All other calls continue, and
    Landlock decides.
 
-A confined process gains nothing else by such requests,
-because the kernel lets the holder of such a file name threads of its own process only.
+A confined process gains nothing else by such requests, because the kernel lets the holder of such a file
+name threads of its own process only.
 """
 
 from __future__ import annotations
