@@ -1,4 +1,4 @@
-"""A call: its task and the data that is preloaded for it. The caller and the worker both use this module."""
+"""A call: its task and its preloaded data. The caller and the worker both use this module."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Call:
 
     @property
     def keys(self) -> list[str]:
-        """Return the key of the task, and of its first argument if that is a task of the user."""
+        """Return the key of the task, followed by that of the user's task if this is its first argument."""
         is_task = [callable(argument) or _is_reference(argument) for argument in self.args[:1]]
         return [task_key(self.task), *(task_key(argument) for argument in compress(self.args, is_task))]
 
@@ -125,7 +125,7 @@ def _place_of(module: str) -> str:
     folder = place.parent
     top = module.partition(".")[0]
     # Path.exists() would raise an error if the folder cannot be searched.
-    is_beside = any(os.access(folder / each, os.F_OK) for each in (f"{top}.py", f"{top}/__init__.py"))
+    is_beside = any(os.access(folder / name, os.F_OK) for name in (f"{top}.py", f"{top}/__init__.py"))
     return str(folder / module) if is_beside or module == "__main__" else module
 
 

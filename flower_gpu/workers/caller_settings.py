@@ -64,7 +64,7 @@ class CallerSettings:
             {name: SETTINGS[name].get() for name in TAKEN_OVER},
             _log_levels(),
             tuple(_console_handlers()),
-            {each.module: _values(each) for each in frameworks.loaded()},
+            {framework.module: _values(framework) for framework in frameworks.loaded()},
         )
 
     @contextmanager
@@ -99,7 +99,9 @@ def _values(framework: Framework) -> bytes:
 
 def _log_levels() -> dict[str, int]:
     loggers = list(logging.root.manager.loggerDict.items())
-    return {name: each.level for name, each in loggers if isinstance(each, logging.Logger) and each.level}
+    return {
+        name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger) and logger.level
+    }
 
 
 def _console_handlers() -> Iterator[ConsoleHandler]:

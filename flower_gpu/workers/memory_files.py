@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Sequence
 from functools import cache
 
-#: True if memory files can be sealed, so that they can be mapped instead of copied.
+#: True if memory files can be sealed, and therefore mapped instead of copied.
 SEALS = hasattr(fcntl, "F_ADD_SEALS") and hasattr(os, "memfd_create")
 
 _FAILED = ctypes.c_void_p(-1).value
@@ -43,7 +43,7 @@ def create(name: str) -> int:
 def write(descriptor: int, data: bytes | memoryview, offset: int) -> int:
     """Write all of ``data`` at ``offset`` and return the offset of its end."""
     # A write is faster than a copy into a map, because the kernel need not clear the pages first, nor handle
-    # a page fault for each. Several threads would gain nothing, because they take turns at the file's lock.
+    # a page fault for each. Several threads would be no faster, because they take turns at the file's lock.
     view = memoryview(data)
     while view.nbytes:  # One call writes just under 2 GiB at most.
         written = os.pwrite(descriptor, view, offset)
@@ -148,7 +148,7 @@ def _libc() -> ctypes.CDLL:
 _ALIGNMENT = 64
 # Smaller models are not shared, because writing them takes less time than looking them up and mapping them.
 _MIN_BYTES = 1 << 20
-# Number of bytes objects that are remembered.
+# Number of remembered bytes objects.
 _REMEMBERED = 10_000
 
 
@@ -173,8 +173,8 @@ class SharedFile:
         return self._offsets.get(id(buffer))
 
     def in_use(self) -> bool:
-        """Return True if there are references to one of the bytes objects besides this object's own."""
-        # An object that is certainly not referenced elsewhere gives the count to compare with.
+        """Return True if other code still holds one of the bytes objects."""
+        # This object has no other references, so its count is the one to compare with.
         unreferenced = bytes(bytearray(16))
         counts = [sys.getrefcount(buffer) for buffer in (*self.buffers, unreferenced)]
         return any(count > counts[-1] for count in counts[:-1])
@@ -183,7 +183,7 @@ class SharedFile:
 class Sharing:
     """The model of one round, which this process shares with its workers.
 
-    Bytes are shared from the second time on that they are sent. If a model was sent repeatedly, the next
+    Bytes are shared when they are sent for the second time. If a model was sent repeatedly, the next
     model is shared at once.
     """
 

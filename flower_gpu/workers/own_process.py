@@ -4,8 +4,7 @@ Only the standard library is imported here, because a worker imports this module
 set.
 
 A fork copies this state. :class:`OwnLock` is a lock that is always free in the fork, because the thread that
-held it does not exist there. Calls do not continue in a fork either, so it forgets the variables that they
-have set.
+held it does not exist there. Calls do not continue in a fork either, so it forgets their variables.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 class OwnProcess:
     """The role of this process, and its resources."""
 
-    #: True for a fork that runs a program, with libraries that were imported before the fork.
+    #: True for a fork that runs a program, with libraries imported before the fork.
     is_program: bool = False
     #: True if another call may follow the current call of this worker.
     may_stay: bool = False
@@ -50,7 +49,7 @@ class OwnProcess:
     import_s: float = 0.0
     #: Descriptor of this worker's socket folder, or -1. The lock lasts as long as the worker or a fork of it.
     sockets_lock: int = -1
-    #: Keys of the preload entries that have run in this process.
+    #: Keys of the preload entries already run in this process.
     preloaded: set[str] = field(default_factory=set)
 
     def keep(self, descriptor: int) -> None:

@@ -124,8 +124,8 @@ def _set_decimal(value: tuple[Any, ...]) -> None:
 def _numpy_errors() -> dict[str, Any] | None:
     """Return numpy's handling of errors; None for the default, also where numpy is not imported."""
     numpy: Any = sys.modules.get("numpy")
-    found = dict(numpy.geterr()) if hasattr(numpy, "geterr") else _NUMPY_ERRORS
-    return None if found == _NUMPY_ERRORS else found
+    handling = dict(numpy.geterr()) if hasattr(numpy, "geterr") else _NUMPY_ERRORS
+    return None if handling == _NUMPY_ERRORS else handling
 
 
 def _set_numpy_errors(value: dict[str, Any] | None) -> None:

@@ -78,8 +78,8 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
     head, index = _read_index(descriptor)
     try:
         files = _files(index, {HERE: descriptor, IN_SHARED: shared}, shared=HERE)
-        given = files[HERE].map if HERE in files else None
-        facts.request = GivenRequest(descriptor, memory_files.identity(descriptor), given)
+        request_map = files[HERE].map if HERE in files else None
+        facts.request = GivenRequest(descriptor, memory_files.identity(descriptor), request_map)
         return _load(head, index, files)
     finally:
         if shared >= 0:

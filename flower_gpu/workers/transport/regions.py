@@ -58,7 +58,7 @@ class Region:
 
 @dataclass
 class SideBytes:
-    """Bytes that are written next to a pickle."""
+    """Bytes to be written next to a pickle."""
 
     view: memoryview
     kind: int
@@ -68,7 +68,7 @@ class SideBytes:
 
 
 class Parts:
-    """The parts that are written next to a pickle.
+    """The parts to be written next to a pickle.
 
     ``roots``: the pickled objects, with names for errors.
     ``request``: the worker's map of its arguments. Bytes that lie there need not be written again.
@@ -119,7 +119,7 @@ class Parts:
         return None
 
     def refer_to(self, shared: SharedFile) -> None:
-        """Refer to the shared file for parts that it holds, so that they are not written again."""
+        """Refer to the shared file for the parts in it, instead of writing them again."""
         for part in self.all:
             if part.shareable is not None and (offset := shared.offset_of(part.shareable)) is not None:
                 part.where, part.offset = IN_SHARED, offset
@@ -288,7 +288,7 @@ _ALIGNMENT = 16
 
 
 def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
-    """Return the reduction of an array, whose bytes go next to the pickle if there are many.
+    """Return the reduction of an array. Many bytes go next to the pickle, few into it.
 
     Raises TypeError for an array of objects.
     """
