@@ -132,9 +132,9 @@ class CallWatch:
         """Return True if the result is there, but the worker has not exited within ``exit_s``."""
         return self.has_result and not self.has_ended and self.exit_s < EXIT_GRACE_S
 
-    def take(self, report: dict[str, Any]) -> None:
+    def take(self, told: dict[str, Any]) -> None:
         """Record a report of the worker, and pass it on to ``on_event`` if the caller wants it."""
-        event = report if self.call.confinement is None else confined_replies.checked_event(report)
+        event = told if self.call.confinement is None else confined_replies.checked_event(told)
         if event is None:
             return
         kind = event.get("event")
