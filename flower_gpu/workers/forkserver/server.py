@@ -1,4 +1,46 @@
-"""The fork server itself: a process that has imported libraries, and forks a worker for each call."""
+"""The fork server itself: a process that has imported libraries, and forks a worker for each call.
+
+The problem: each worker is a process, and importing its libraries takes long. A fork of a process that has
+them does not import them again. But a fork also has everything else that its server has, and only the thread
+that called ``fork``.
+
+What a server may import: only libraries of installed packages, because a user's own modules may change while
+the server runs. Preload functions are the user's, so they run in a server of their own, which drains when
+their files are edited (:class:`~.fitness.UserFiles`). A library that starts a thread or initialises CUDA is
+refused, because a fork could not use it (:mod:`.libraries`). The server notes which environment variables its
+libraries read (:mod:`.fitness`). It forks only for callers whose own imports would have given the same
+result.
+
+The objects: :class:`Server` is one loop in one thread. It waits on the listening socket, on one connection
+for each call (:class:`~.forking.Session`), on the pipe of a running trial, and for signals. A caller sends
+``open`` with the record of its call, then ``fork`` or ``program``, and ``reap`` when the fork has exited. The
+other operations are ``stay``, ``learn``, ``preload``, ``status`` and ``stop``. Each ``_on_<operation>``
+method returns the answer.
+
+How it learns: a worker reports the modules that it had to import itself, with ``reap``. The server forks a
+trial (:class:`~.libraries.Growth`), which imports these modules. Importing them in the server would block its
+loop, and a harmful library could not be unloaded again. The next worker of the same caller, or of the same
+kind of call, waits for the trial, but not for longer than the caller's patience.
+
+Hand-over to a successor: if the trial did no harm, it takes over the listening socket and the connections of
+processes that asked the server to stay, and writes ``null`` to its pipe. The old server then drains: it
+closes its listening socket and ends when its last worker has exited. If the trial was harmful or died, the
+server refuses the libraries to blame and goes on.
+
+Races:
+
+- The trial holds the listening socket before it can answer. If the server dies then, callers would connect
+  and get no answer. So the trial ends with its parent until it serves (``end_with_parent``).
+- A worker may report while the trial runs. The trial does not know of these modules, so the server keeps them
+  and reports them to the successor after the hand-over.
+- A draining server still gets reports. It passes them on to the server that listens under its name.
+- An accepted connection that gets no answer looks as if the server hung, and the caller would kill it. So a
+  busy server tells all waiting callers, about every half second, that it is busy.
+- A worker whose pid was reaped could be confused with another process. So the server reaps a worker only when
+  its caller asks for that, or when the caller has ended.
+- A fork runs in the middle of the server's loop. It raises :class:`~.forking.Become`, which unwinds the stack
+  to :func:`.program.main`, so that the worker's stack does not contain the server's.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +73,21 @@ from flower_gpu.workers.life import adopt_orphans, die_with_the_caller, end_with
 from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.threads import release_openmp_threads
 
-_TICK_S = 1.0  # between looks at the clock and at the own socket
-_TELL_S = 0.5  # between two messages to callers that wait in line
+_TICK_S = 1.0  # longest time between two checks of the clock and of the server's socket file
+_TELL_S = 0.5  # shortest time between two messages to the callers in the queue
 _POLL_S = 0.02
 # Minimum time for which a new server waits for its first caller. The process that started the server connects
 # at once, unless the host is busy. If the server ended before that, preloaded data would be loaded again.
 _FIRST_CALLER_S = 60.0
-_TRIAL_S = 300.0  # for importing what workers reported; then it is given up
+# Time limit of a trial, a fork that imports the modules that workers reported. Then the trial is killed.
+_TRIAL_S = 300.0
 
 _Message = Mapping[str, Any]
 _Answer = dict[str, Any]
 
 
 class Server:
-    """A fork server: one loop over its socket, its connections and the ends of its workers."""
+    """A fork server: one loop over its listening socket, its connections and the exits of its workers."""
 
     def __init__(self, start: Start, use: EnvironmentUse, learning: Learning) -> None:
         self._start = start
@@ -55,18 +98,19 @@ class Server:
         self._sessions: dict[int, Session] = {}
         self._orphans: set[int] = set()
         self._modules = self._calls = 0
-        self._told = 0.0
+        self._reported_busy_at = 0.0
         self._has_had_callers = False
         self._draining = self._has_successor = False
 
     def open(self, listener: socket.socket | None) -> None:
-        """Begin to serve on ``listener``, or on a new socket."""
+        """Prepare to serve on ``listener``, or on a new socket if it is None."""
         self._loop = Loop(self._on_signal)
         self._selector = self._loop.selector
         signal.signal(signal.SIGTERM, lambda *_: self._drain())
         self._listener = listener or sockets.listen(self._start.name)
         self._listener.setblocking(False)
-        # Again, as a successor: clients see the process that called it last, and kill that if it hangs.
+        # A successor calls listen() again: the kernel shows clients the process that called it last as their
+        # peer, and clients kill that process if it hangs.
         self._listener.listen(sockets.QUEUE)
         self._socket_file = sockets.identity(self._start.name)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -78,7 +122,7 @@ class Server:
         self._loop.settle()
 
     def run(self, ready: int, lock: int) -> None:
-        """Say through ``ready`` that this server is open, release the right to start it, and serve."""
+        """Report through ``ready`` that this server is open, release the start lock, and serve."""
         os.write(ready, READY)
         os.close(ready)
         os.close(lock)
@@ -86,31 +130,33 @@ class Server:
         self.serve()
 
     def serve(self) -> None:
-        """Serve until nobody has used this server for a while, or until it is told to stop."""
+        """Serve until this server has been idle for its time limit, or has been told to stop."""
         while not self._has_ended():
             for key in self._loop.wait(_TICK_S):
-                if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one of these
+                # The handler of an earlier key may have closed this connection.
+                if self._selector.get_map().get(key.fd) is key:
                     key.data()
-                if time.monotonic() - self._told > _TELL_S:
-                    self._tell_who_waits()
+                if time.monotonic() - self._reported_busy_at > _TELL_S:
+                    self._report_busy()
         deadline = time.monotonic() + _TICK_S
         while self._end_sessions() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         state_folder.remove_left_socket_folders()
 
-    def _tell_who_waits(self) -> None:
-        """Tell all callers in line, new ones as well, that this server does not hang."""
-        self._told = time.monotonic()
+    def _report_busy(self) -> None:
+        """Send all callers in the queue, including new ones, a message that this server is busy."""
+        self._reported_busy_at = time.monotonic()
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
                 self._accept()
             elif session := self._sessions.get(key.fd):
-                with suppress(messages.Gone):  # it has ended, or does not listen
+                # The caller may have exited, or may not read its messages.
+                with suppress(messages.Gone):
                     messages.send(session.connection, messages.BUSY)
 
     def _has_ended(self) -> bool:
         growth = self._learning.running
-        # A fork that imports libraries does not count as a user, because it may never come to an end.
+        # A trial does not count as a user, because its imports may never end.
         if self._callers() or self._orphans - ({growth.pid} if growth else set()):
             self._last_use, self._has_had_callers = time.monotonic(), True
         if not self._draining:
@@ -126,14 +172,15 @@ class Server:
         return self._draining and not working and self._learning.running is None
 
     def _callers(self) -> list[Session]:
-        """Return the connections that count: a process that may not be a caller holds no server up."""
+        """Return the connections of proven callers. Other processes must not keep the server alive."""
         return [session for session in self._sessions.values() if session.is_proven]
 
     def _accept(self) -> None:
-        while True:  # all of them: only an accepted caller can be told to wait
+        # Accept all pending connections, because only an accepted caller can be told to wait.
+        while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # there are no more
+            except OSError:  # no more pending connections
                 return
             caller, user = messages.peer(connection)
             if user != os.getuid():
@@ -163,11 +210,14 @@ class Server:
             if answer is not None:
                 messages.send(session.connection, answer)
         except Become:
-            descriptors = []  # the fork's
+            # This is the fork, which still needs the descriptors.
+            descriptors = []
             raise
-        except Exception as error:  # of this connection: whatever it sent, the others go on
+        except Exception as error:
+            # Whatever this connection sent, the server must go on with the others.
             if not isinstance(error, messages.Gone):
-                with suppress(OSError):  # the disk with the log is full
+                # The disk with the log may be full.
+                with suppress(OSError):
                     print(f"a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             self._forget(session)
         finally:
@@ -175,11 +225,11 @@ class Server:
                 os.close(descriptor)
 
     def _on_open(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
-        """Take the record of a call that is about to come, and say whether this server is good for it."""
+        """Store the record of a coming call, and answer whether this server fits the call."""
         if session.folder >= 0:
             raise ValueError("open twice")
         session.folder, session.own = descriptors
-        descriptors.clear()  # the session closes them, also in a fork
+        descriptors.clear()  # The session closes them from now on, in a fork as well.
         session.record = message["record"]
         if not attributes.may_fork_for(session.caller):
             raise messages.Gone("its worker would have more privileges than the caller")
@@ -197,18 +247,19 @@ class Server:
         hidden = self._shadows.hidden(session.record["path"], os.readlink(f"/proc/self/fd/{session.folder}"))
         if different or hidden:
             return {"variables": different, "without": hidden}
-        libraries.import_own(session.record["setup"])  # what runs around the tasks of its workers
+        # This module's function runs around the tasks of the caller's workers.
+        libraries.import_own(session.record["setup"])
         return {"fit": True}
 
     def _is_as_it_was(self) -> bool:
-        """Tell whether this process is still fit for forks; else it takes no more calls."""
+        """Return True if this process is still fit for forks. Otherwise, drain."""
         is_as_it_was = not libraries.cuda_is_touched() and not self._files.edited()
         if not is_as_it_was:
             self._drain()
         return is_as_it_was
 
     def _on_fork(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
-        """Fork a worker with its ends of the lines to the caller."""
+        """Fork a worker, which gets its ends of the pipes and sockets to the caller."""
         ends = child.Ends(*descriptors)
         self._calls += 1
 
@@ -221,7 +272,7 @@ class Server:
         return self._forked(session, message, fork)
 
     def _on_program(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
-        """Fork a program with the caller's streams."""
+        """Fork a program, which gets the caller's standard streams."""
 
         def begin() -> None:
             self._be_program(session, message, *descriptors)
@@ -237,7 +288,8 @@ class Server:
             raise ValueError("fork without open")
         if session.has_forked and (self._draining or not self._is_as_it_was()):
             raise messages.Gone("another server is better by now")
-        release_openmp_threads()  # of what the user preloads
+        # The user's preload functions may have started OpenMP threads.
+        release_openmp_threads()
         threads.prepare(session.record["threads"])
         session.label, session.has_forked = message["label"], True
         try:
@@ -248,22 +300,23 @@ class Server:
         return {"pid": session.pid}
 
     def _on_reap(self, session: Session, message: _Message, _: list[int]) -> _Answer:
-        """Give the pid of a worker that has exited back, and tell how it ended."""
+        """Reap a worker that has exited, and answer with its exit code and peak memory."""
         if session.pid < 0:
             raise ValueError("reap without fork")
         status, usage = os.wait4(session.pid, 0)[1:]
         session.pid = -1
-        self._end_sessions()  # also of what has left the worker's group only now
+        # A process may have left the worker's process group only just now.
+        self._end_sessions()
         self._note_imports(message["imported"], session.caller, session.record["kind"])
         return {"exitcode": os.waitstatus_to_exitcode(status), "peak_bytes": usage.ru_maxrss << 10}
 
     def _on_stay(self, session: Session, _: _Message, __: list[int]) -> _Answer:
-        """Note a process that may have further calls."""
+        """Mark a connection of a process that may make more calls. It keeps the server alive."""
         session.stays = True
         return {"staying": True}
 
     def _on_learn(self, session: Session, message: _Message, _: list[int]) -> _Answer:
-        """Import libraries before the first worker comes; answer with those that are not there yet."""
+        """Have libraries imported before the first call; answer with the libraries still to be imported."""
         names = self._learning.installed(message["names"])
         self._note_imports(names, session.caller, message["kind"])
         return {"learning": sorted({name.partition(".")[0] for name in self._learning.wanted()})}
@@ -286,20 +339,21 @@ class Server:
     def _on_stop(self, session: Session, message: _Message, __: list[int]) -> _Answer:
         for other in list(self._sessions.values()):
             if other is not session and messages.is_closed(other.connection):
-                self._forget(other)  # its process has ended just now
+                # Its process has just exited, and the loop has not noticed yet.
+                self._forget(other)
         stopping = len(self._callers()) == 1 or not message.get("if_unused")
         if stopping:
             self._drain()
         return {"stopping": stopping, "pid": os.getpid()}
 
     def _on_preload(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
-        """Derive a server that calls the user's functions."""
-        folder, ready, lock, own = descriptors
+        """Fork a server that calls the user's preload functions and keeps their data."""
+        folder, ready, lock, settings = descriptors
         start = Start(**message["start"])
 
         def begin() -> None:
             sockets.name_starter(lock)
-            Inherited(**messages.read_memory_file(own)).apply(folder)
+            Inherited(**messages.read_memory_file(settings)).apply(folder)
             os.close(folder)
             self._start, self._began, self._calls = start, time.time(), 0
             try:
@@ -313,21 +367,22 @@ class Server:
             self.open(None)
             self.run(ready, lock)
 
-        pid = self._derive({folder, ready, lock, own}, begin)
+        pid = self._derive({folder, ready, lock, settings}, begin)
         self._orphans.add(pid)
         return {"pid": pid}
 
     # Workers
 
     def _work(self, session: Session, ends: child.Ends) -> None:
-        """Be a worker (in the fork)."""
-        adopt_orphans()  # while this process lives, what it has started stays below it
+        """Run as a worker. Called in the fork."""
+        # Orphans among this process's descendants become its children, so they can be found and ended.
+        adopt_orphans()
         self._leave_parent({session.folder, session.own, *ends.all()})
-        own = self._take_over(session)
+        settings = self._take_over(session)
         frameworks.seed_fork()
         sys.argv[:] = ["-c", f"flower-gpu: {session.label}"]
         origin = child.Origin(
-            own["env"],
+            settings["env"],
             set_too_late=self._use.set_too_late,
             imported=partial(self._learning.imported, self._modules),
         )
@@ -336,10 +391,11 @@ class Server:
         child.leave()
 
     def _be_program(self, session: Session, message: _Message, life: int, *streams: int) -> NoReturn:
-        """Be a program (in the fork)."""
+        """Run as a program. Called in the fork."""
         self._take_over(session)
         die_with_the_caller(life)
-        adopt_orphans()  # while this process lives, what it has started stays below it
+        # Orphans among this process's descendants become its children, so they can be found and ended.
+        adopt_orphans()
         interpreter.begin(message["argv"], streams, interpreter.with_all_cores(os.environ))
         interpreter.run_to_end(
             lambda: load_task(message["function"])(),
@@ -347,56 +403,71 @@ class Server:
         )
 
     def _take_over(self, session: Session) -> dict[str, Any]:
-        """Take over the caller's settings (in the fork); returns those that only forks may know."""
-        own: dict[str, Any] = messages.read_memory_file(session.own)
-        Inherited(**own["inherited"]).apply(session.folder)
+        """Apply the caller's settings, and return the settings that only forks may know.
+
+        Called in the fork.
+        """
+        settings: dict[str, Any] = messages.read_memory_file(session.own)
+        Inherited(**settings["inherited"]).apply(session.folder)
         os.close(session.folder)
-        self._use.apply_changes(keep=own["env"])
+        self._use.apply_changes(keep=settings["env"])
         ANSWERS.ask_cuda()
-        return own
+        return settings
 
     def _forget(self, session: Session) -> None:
-        """Drop a connection whose other end is gone; the kernel ends its worker."""
+        """Drop a connection that its caller has closed. The kernel kills the worker of a dead caller."""
         self._selector.unregister(session.connection)
         del self._sessions[session.connection.fileno()]
         if session.pid >= 0:
             self._orphans.add(session.pid)
-            self._on_signal()  # it may have been a zombie for long
+            # The worker may already be a zombie, and then no further SIGCHLD arrives.
+            self._on_signal()
         session.close()
 
     def _on_signal(self) -> None:
         self._loop.clear()
         ended = {pid for pid in self._orphans if os.waitpid(pid, os.WNOHANG)[0]}
         self._orphans -= ended
-        if ended:  # their callers have ended before them, and maybe those of other workers
+        # The callers of these workers have exited, so their socket folders may be left over.
+        if ended:
             state_folder.remove_left_socket_folders()
         self._end_sessions()
 
     def _end_sessions(self) -> bool:
-        """End what workers that are gone had put into sessions of their own; their groups, callers end."""
+        """Kill processes that finished workers have put into other sessions. Return True if there were any.
+
+        The callers end the process groups of their workers.
+        """
         workers = {session.pid for session in self._sessions.values()} | self._orphans
         return self._loop.end_left(workers)
 
     def _leave_parent(self, keep: Set[int]) -> None:
-        """Let go, in a fork, of everything that is the server's, except the descriptors in ``keep``."""
+        """Close everything that belongs to the server, except the descriptors in ``keep``.
+
+        Called in a fork.
+        """
         self._loop.leave()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Detached: or the objects would close the numbers once more, other files' by then.
-        own = {self._listener.detach()}
+        # Detach the sockets. Otherwise, their destructors would close the same descriptor numbers again,
+        # which may belong to other files by then.
+        descriptors = {self._listener.detach()}
         for session in self._sessions.values():
-            own |= {session.connection.detach(), *session.files()}
+            descriptors |= {session.connection.detach(), *session.files()}
         if self._learning.running is not None:
-            own.add(self._learning.running.report)
+            descriptors.add(self._learning.running.report)
             self._learning.running = None
-        for descriptor in own - keep - {-1}:
+        for descriptor in descriptors - keep - {-1}:
             os.close(descriptor)
         self._sessions.clear()
         self._orphans.clear()
 
-    # Servers and programs that are derived from this one: they have its libraries
+    # Servers and programs that are forked from this server and have its libraries
 
     def _derive(self, keep: Set[int], begin: Callable[[], None]) -> int:
-        """Fork a process that keeps some descriptors and does ``begin``. Returns its process id."""
+        """Fork a process that calls ``begin``, and return its process id.
+
+        ``keep``: descriptors of the server that stay open in the fork.
+        """
         release_openmp_threads()
         pid = os.fork()
         if pid == 0:
@@ -415,7 +486,7 @@ class Server:
         os._exit(0)
 
     def _grow(self) -> None:
-        """Fork a successor that imports the workers' libraries, and takes over if that did no harm."""
+        """Fork a trial that imports the reported libraries, and takes over if they did no harm."""
         names = self._learning.wanted()
         if not names or self._learning.running is not None or self._draining:
             return
@@ -424,7 +495,8 @@ class Server:
         callers = {fd: session.caller for fd, session in self._sessions.items() if session.stays}
 
         def begin() -> None:
-            end_with_parent(parent)  # it holds the listening socket, but does not answer yet
+            # This process holds the listening socket, but does not answer yet.
+            end_with_parent(parent)
             os.close(report)
             try:
                 self._learning.learn(names)
@@ -442,7 +514,8 @@ class Server:
 
         try:
             pid = self._derive({listener, write, *callers}, begin)
-        except OSError:  # no more processes now: after another worker
+        except OSError:
+            # The system starts no more processes now. The next worker's report starts another trial.
             os.close(report)
             os.close(write)
             return
@@ -452,7 +525,7 @@ class Server:
         self._selector.register(report, selectors.EVENT_READ, self._on_growth)
 
     def _note_imports(self, names: Sequence[str], caller: int, kind: str) -> None:
-        """Have libraries imported for the next workers, by this server or by its successor."""
+        """Have reported modules imported for later workers, by this server or its successor."""
         if self._has_successor:
             if names:
                 self._report(names, kind)
@@ -465,8 +538,8 @@ class Server:
     def _report(self, names: Sequence[str], kind: str) -> None:
         """Report imports to the server that currently listens under this name, if there is one.
 
-        Blocks for at most a second until the answer arrives. With an unread answer the kernel would reset the
-        connection when it is closed, and the report would be lost.
+        Blocks for up to a second until the answer arrives. If the answer were left unread, closing the
+        connection would reset it, and the report would be lost.
         """
         with suppress(messages.Gone, ConfigError), sockets.connect(self._start.name, _TICK_S) as connection:
             messages.send(connection, {"op": "learn", "names": names, "kind": kind})
@@ -474,7 +547,8 @@ class Server:
 
     def _end_growth(self) -> None:
         growth = self._learning.running
-        if growth is not None and growth.pid in self._orphans:  # not reaped: its pid is its own
+        # A process in _orphans has not been reaped, so its pid cannot belong to another process.
+        if growth is not None and growth.pid in self._orphans:
             os.kill(growth.pid, signal.SIGKILL)
 
     def _on_growth(self) -> None:
@@ -491,7 +565,11 @@ class Server:
             self._grow()
 
     def _drain(self, *, has_successor: bool = False) -> None:
-        """Take no more calls; end with the last running worker. A successor has socket and clients."""
+        """Accept no more calls, and end when the last running worker has exited.
+
+        ``has_successor``: whether another process has taken over the listening socket and the staying
+        clients.
+        """
         if self._draining:
             return
         self._draining, self._has_successor = True, has_successor
