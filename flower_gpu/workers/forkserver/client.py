@@ -1,4 +1,29 @@
-"""The caller's side of the fork server: find it, start it where there is none, have a worker forked."""
+"""The caller's side of the fork server: find a server, start one if needed, and have a worker forked.
+
+The problem: a server must fit its caller, and the caller cannot know in advance which variables the server's
+libraries read. So the caller asks, and tries another server if the answer is no.
+
+Steps of :func:`find`: compute the name of a server (:func:`.identity.server_name`), connect to its socket,
+and send the record of the call. The server answers in one of these ways:
+
+- ``fit``: the connection becomes a :class:`ServerPlace`, which forks one worker at a time.
+- ``wait``: the server is importing libraries that this call needs. The caller pauses and asks again.
+- ``variables`` and ``without``: the libraries have read other values of these variables, or would hide these
+  modules of the caller. The caller adds them to the name of its server (:class:`_ServerKind`), and looks for
+  a server with that name.
+- ``unfit``, or no answer because the server has ended: the caller tries again, up to ``_TRIES`` times.
+
+Threads: every thread that makes calls may use this module. What the process has found out about servers is
+shared, behind a lock (:class:`_Memory`). A :class:`ServerPlace` belongs to one call at a time.
+
+Races:
+
+- Two processes may want to start the same server. A file lock decides (:func:`.sockets.locked`). The second
+  process connects to the server that the first one has started.
+- A server may hang, for example because it was stopped. A caller that gets no answer kills it, so that a new
+  server can take its place (:func:`_end_if_it_hangs`).
+- A fork of this process must not use the connections of its parent, so it starts with an empty memory.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +54,16 @@ from flower_gpu.workers.forkserver.waiting import Wait
 from flower_gpu.workers.interrupts import allowed_interrupts
 from flower_gpu.workers.messages import Gone
 
-_ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait
-_SAY_S = 5.0  # until the user is told what is waited for
+# Seconds of silence after which a server is assumed to hang. A busy server sends messages meanwhile.
+_ANSWER_S = 20.0
+_SAY_S = 5.0  # seconds of silence before a warning in the log
 _TRIES = 8
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.2  # between questions whether the libraries are there
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.2  # between two requests while the server imports libraries
 
-#: How long to wait for libraries that the worker would have to import itself.
+#: Seconds to wait for libraries that the worker would otherwise import itself.
 LEARN_S = 60.0
-#: The same where the worker has a time limit, which its own imports would use up: as long as a server tries.
+#: The same for a worker with a time limit, because its own imports would use up that time. It is as long as
+#: a server's own time limit for importing.
 LEARN_FOR_LIMITED_S = 300.0
 
 _log = logging.getLogger("flwr.flower_gpu")
@@ -44,7 +71,7 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 @cache
 def is_supported() -> bool:
-    """Tell whether this system can run the fork server (Linux 5.3)."""
+    """Return True if this system can run the fork server. It needs Linux 5.3."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     with suppress(OSError):
@@ -55,10 +82,10 @@ def is_supported() -> bool:
 
 @dataclass
 class _ServerKind:
-    """What this process has found out about the servers that fit it."""
+    """Knowledge of this process about the servers that fit it."""
 
-    variables: set[str] = field(default_factory=set)
-    without: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)  # environment variables that libraries read
+    without: set[str] = field(default_factory=set)  # libraries that the server must not have
 
     def name(self, environ: Mapping[str, str], more: Any = None) -> str:
         return identity.server_name(environ, self.variables, self.without, more)
@@ -69,14 +96,14 @@ class _ServerKind:
 
 
 class _Memory:
-    """What a process remembers between calls; a fork of it starts with nothing."""
+    """Memory of a process between calls. A fork of the process starts with an empty memory."""
 
     def __init__(self) -> None:
         self.begin()
         os.register_at_fork(after_in_child=self._begin_again)
 
     def begin(self) -> None:
-        """Remember nothing."""
+        """Start with an empty memory."""
         self.lock = threading.Lock()
         self.kind = _ServerKind()
         self.stays = Stays()
@@ -86,7 +113,7 @@ class _Memory:
         self.begin()
 
     def known_kind(self) -> _ServerKind:
-        """Return a copy of the present knowledge."""
+        """Return a copy of the knowledge so far."""
         with self.lock:
             return _ServerKind(set(self.kind.variables), set(self.kind.without))
 
@@ -95,20 +122,21 @@ _memory = _Memory()
 
 
 class ServerPlace:
-    """A fork server that is good for a call and others like it, and forks one worker for them at a time."""
+    """A connection to a fork server that fits a call and similar calls. It has one worker at a time."""
 
     def __init__(self, connection: socket.socket, call: Call) -> None:
         self._connection = connection
         self._like = likeness(call)
 
     def is_for(self, call: Call) -> bool:
-        """Tell whether the server is there, and as good for another call."""
+        """Return True if the server is still running and also fits ``call``."""
         return likeness(call) == self._like and not messages.is_closed(self._connection)
 
     def fork(self, message: dict[str, Any], descriptors: Sequence[int]) -> Forked:
-        """Have the server fork by this message, with these descriptors.
+        """Send a request for a fork with descriptors, and return the forked process.
 
-        WorkerStartError if the system lets the server start no more processes; Gone as of :meth:`ask`.
+        Raises WorkerStartError if the system does not let the server start another process.
+        Raises Gone as :meth:`ask` does.
         """
         answer = self.ask(message, descriptors)
         if "error" in answer:
@@ -116,47 +144,55 @@ class ServerPlace:
         return Forked(answer["pid"], self)
 
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Ask the server something; Gone if it has ended or hangs, and then it forks nothing more here."""
+        """Send a request and return the answer.
+
+        Raises Gone if the server has ended or hangs. This place then forks no more workers.
+        """
         try:
             return ask(self._connection, message, descriptors)
         except Gone:
-            with suppress(OSError):  # so that it is closed for both
+            # The server must see a closed connection, too.
+            with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             raise
 
     def close(self) -> None:
-        """Let go of the server; it forgets the call."""
+        """Close the connection. The server then forgets the call."""
         self._connection.close()
 
 
 def likeness(call: Call) -> tuple[Any, ...]:
-    """Return the key of calls that can share a worker, or a place."""
+    """Return a key that is equal for calls that can share a worker or a place."""
     return (dict(call.env), call.setup, call.without, list(call.preload), call.confinement)
 
 
 class Forked:
-    """A process that the fork server has forked for this one."""
+    """A process that a fork server has forked for this process."""
 
-    #: Why :meth:`reap` may not know how it ended.
+    #: Reason for which :meth:`reap` may not know how the process ended.
     why_unknown = "the fork server that forked it was ended before it"
 
     def __init__(self, pid: int, place: ServerPlace) -> None:
         self.pid = pid
-        #: The most memory that it had, once it is reaped; 0 where that is not known.
+        #: Peak memory of the process in bytes, set by :meth:`reap`. 0 if unknown.
         self.peak_bytes = 0
         self._place = place
         try:
-            self.pidfd = os.pidfd_open(pid)  # still its own: the server reaps when it is told to
+            # The pid still belongs to this process, because the server reaps it only on request.
+            self.pidfd = os.pidfd_open(pid)
         except OSError as error:
             place.close()
             raise WorkerStartError(f"cannot watch the worker (pid {pid}): {error}") from error
 
     def has_exited(self) -> bool:
-        """Whether it is gone; its pid is still its own."""
+        """Return True if the process has exited. Its pid stays reserved until :meth:`reap`."""
         return messages.can_be_read(self.pidfd, 0)
 
     def reap(self, imported: Sequence[str] = ()) -> int | None:
-        """Give its pid back and return the exit status, or None if the server has ended."""
+        """Release the pid, and return the exit status, or None if the server has ended.
+
+        ``imported``: modules that the process had to import itself.
+        """
         try:
             answer = self._place.ask({"op": "reap", "imported": list(imported)})
         except Gone:
@@ -169,14 +205,18 @@ class Forked:
 
 
 def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> ServerPlace:
-    """Find a fork server for ``call``, or start one; WorkerStartError, or TimeoutError after ``deadline``.
+    """Return a place at a fork server that fits ``call``. Start a server if none is running.
 
-    ``variables``: what the task's module sets in the environment, as far as that is known: found there by the
-    worker already, and by the libraries of its server.
+    ``variables``: environment variables that the task's module is known to set. The worker starts with them,
+    and the libraries of its server must have read the same values.
+
+    Raises WorkerStartError if no server fits.
+    Raises TimeoutError after ``deadline`` (of ``time.monotonic``).
     """
     inherited = Inherited.of_this_process({**variables, **call.env})
     offer = {
-        # Values of variables are the worker's alone: all later forks have what the server has read.
+        # The record contains digests, because all later forks have what the server reads. The values are
+        # for the worker only.
         "digests": identity.digests(inherited.environ, inherited.environ),
         "threads": threads.variables(inherited.environ),
         "path": [*(call.confinement.packages() if call.confinement else ()), *inherited.path],
@@ -185,10 +225,10 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
         "setup": call.setup,
         "kind": _kind(call.keys, inherited.environ),
     }
-    folder = own = -1
+    folder = settings = -1
     try:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        own = messages.memory_file({"inherited": asdict(inherited), "env": dict(call.env)})
+        settings = messages.memory_file({"inherited": asdict(inherited), "env": dict(call.env)})
         patience = time.monotonic() + LEARN_S
         tries, pause_s, wait = 0, _FIRST_PAUSE_S, Wait()
         while tries < _TRIES:
@@ -196,12 +236,13 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
             kind.without |= call.without
             try:
                 name, connection = _connected(kind, call, inherited, folder, deadline, wait)
-            except Gone:  # it ended again at once, or hangs
+            except Gone:
+                # The server ended right after its start, or hangs.
                 tries += 1
                 continue
             now = time.monotonic() > patience
             message = {"op": "open", "now": now, "record": offer}
-            answer = _ask_or_end(name, connection, message, [folder, own], deadline, wait)
+            answer = _ask_or_end(name, connection, message, [folder, settings], deadline, wait)
             if "fit" in answer:
                 _memory.stays.ask(name)
                 return ServerPlace(connection, call)
@@ -214,7 +255,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
             if "variables" in answer:
                 _remember(kind, answer)
     finally:
-        for descriptor in {folder, own} - {-1}:
+        for descriptor in {folder, settings} - {-1}:
             os.close(descriptor)
     raise WorkerStartError(
         f"no fork server fits this process after {_TRIES} tries: they ended, or had read other values of its "
@@ -223,7 +264,10 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
 
 
 def _kind(names: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Name the calls of these tasks in this run: also of callers that come and go, they import the same."""
+    """Return a name for the calls of these tasks in this run.
+
+    Calls with the same name import the same libraries, even if they come from different processes.
+    """
     return json.dumps([environ.get(RUN_DIR_VARIABLE), *names])
 
 
@@ -233,12 +277,12 @@ def learn(
     patience_s: float = LEARN_S,
     tasks: Sequence[str] = (),
 ) -> None:
-    """Have the fork server of this process import libraries now, so that no worker has to.
+    """Have the fork server of this process import libraries now, so that workers do not have to.
 
-    Returns once the server has them, or after ``patience_s``. Workers import those that the server cannot
-    import, and those that do not belong to an installed package.
+    Blocks until the server has imported them, or for ``patience_s`` seconds. A worker still imports modules
+    that the server cannot import, and modules outside of installed packages.
 
-    ``tasks``: names of the tasks whose calls in this run need the libraries. Workers for them wait, too.
+    ``tasks``: names of the tasks that need the libraries in this run. Their workers wait for the import, too.
     """
     patience, wait = time.monotonic() + patience_s, Wait()
     keys = [task_key(task) for task in tasks]
@@ -248,7 +292,7 @@ def learn(
         kind.without |= without
         environ = own_process.environment({})
         with (
-            suppress(Gone),  # a successor has taken its place just now
+            suppress(Gone),  # A successor may be taking over at this moment.
             _connect_or_start(kind, environ, patience, wait) as connection,
         ):
             message = {"op": "learn", "names": list(names), "kind": _kind(keys, environ)}
@@ -266,7 +310,7 @@ def _ask_or_end(
     deadline: float | None,
     wait: Wait,
 ) -> dict[str, Any]:
-    """Ask a server and return its answer; a server that is silent is killed, and the answer is empty."""
+    """Send a request and return the answer. If the server hangs, kill it and return an empty answer."""
 
     def in_line() -> None:
         _pause(wait, "the fork server serves other callers first", deadline, 0)
@@ -286,11 +330,12 @@ def _importing(libraries: Sequence[str]) -> str:
 
 
 def _pause(wait: Wait, reason: str, deadline: float | None, pause_s: float) -> None:
-    """Pause within a wait; TimeoutError with the reason for the wait after ``deadline``."""
+    """Sleep for ``pause_s`` seconds. Raises TimeoutError with the reason for the wait after ``deadline``."""
     if deadline is not None and time.monotonic() > deadline:
         raise TimeoutError(reason)
     wait.say(reason)
-    with allowed_interrupts():  # a Ctrl-C that has arrived is raised now
+    # A Ctrl-C that has arrived meanwhile is raised now.
+    with allowed_interrupts():
         time.sleep(pause_s)
 
 
@@ -301,9 +346,12 @@ def ask(
     in_line: Callable[[], None] = lambda: None,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Any]:
-    """Send a message and wait for the answer (:func:`messages.receive_answer`); Gone if the server hangs.
+    """Send a message and return the answer (:func:`messages.receive_answer`).
 
-    ``waiting``: a context for the wait of a server that is silent.
+    ``in_line``: called for each message by which the server says that it is busy.
+    ``waiting``: returns a context manager, which is entered while this function waits for a silent server.
+
+    Raises Gone if the server hangs.
     """
     messages.send(connection, message, descriptors)
     with waiting():
@@ -337,7 +385,7 @@ def _remember(kind: _ServerKind, answer: dict[str, Any]) -> None:
 def _connected(
     kind: _ServerKind, call: Call, inherited: Inherited, folder: int, deadline: float | None, wait: Wait
 ) -> tuple[str, socket.socket]:
-    """Connect to a server of this kind, and of the call's preloaded data."""
+    """Connect to a server of this kind that holds the call's preloaded data. Return its name, too."""
     environ = inherited.environ
     if not call.preload:
         return kind.name(environ), _connect_or_start(kind, environ, deadline, wait)
@@ -353,24 +401,24 @@ def _connected(
     def derive(lock: int) -> None:
         message = {"op": "preload", "start": kind.start(name, preload)}
         with (
-            open(messages.memory_file(asdict(inherited)), "rb") as own,
+            open(messages.memory_file(asdict(inherited)), "rb") as settings,
             program.said_ready(deadline, None, what, wait) as ready,
             _connect_or_start(kind, environ, deadline, wait) as base,
         ):
-            descriptors = [folder, ready, lock, own.fileno()]
+            descriptors = [folder, ready, lock, settings.fileno()]
             if not _ask_or_end(kind.name(environ), base, message, descriptors, deadline, wait):
                 raise Gone("the server with the libraries has ended")
 
-    # Without a limit: the user's functions may load data for hours.
+    # The start has no time limit, because the user's functions may load data for hours.
     return name, _connect_or(derive, name, deadline, wait)
 
 
 def _connect_or_start(
     kind: _ServerKind, environ: Mapping[str, str], deadline: float | None, wait: Wait
 ) -> socket.socket:
-    """Connect to a server with libraries only, which is started if there is none.
+    """Connect to a server without preloaded data. Start it if it is not running.
 
-    Raises WorkerStartError if another process does not come to an end with the start of that server.
+    Raises WorkerStartError if another process holds the start lock of that server for too long.
     """
     name = kind.name(environ)
 
@@ -395,7 +443,8 @@ def _connect_or(start: Callable[[int], None], name: str, deadline: float | None,
     with suppress(Gone):
         return sockets.connect(name, _ANSWER_S)
     with sockets.locked(name, deadline, wait.say) as lock:
-        with suppress(Gone):  # somebody else was first
+        # Another process may have started the server while this one waited for the lock.
+        with suppress(Gone):
             return sockets.connect(name, _ANSWER_S)
         sockets.name_starter(lock)
         start(lock)
@@ -403,10 +452,11 @@ def _connect_or(start: Callable[[int], None], name: str, deadline: float | None,
 
 
 def _end_if_it_hangs(name: str, connection: socket.socket) -> None:
-    """Kill a server that has taken a connection but does not answer; a new one takes its place.
+    """Kill a server that has accepted a connection but does not answer, so that a new one can start.
 
-    Also where the kernel cannot kill it at once, see :mod:`flower_gpu.unkillable`: its socket would go on to
-    take connections. For that reason its command line is not read either.
+    If the kernel cannot kill it at once (:mod:`flower_gpu.unkillable`), its socket would still accept
+    connections, so the socket file is removed. Because of such processes, its command line is not read
+    either.
     """
     if messages.is_closed(connection):
         return
@@ -414,7 +464,7 @@ def _end_if_it_hangs(name: str, connection: socket.socket) -> None:
         pid, _ = messages.peer(connection)
         pidfd = os.pidfd_open(pid)
         try:
-            # Not another process that has got its pid.
+            # The server may have ended, and another process may have its pid.
             if sockets.is_server(pid):
                 socket_file = sockets.identity(name)
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
