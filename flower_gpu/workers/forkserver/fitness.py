@@ -1,4 +1,8 @@
-"""Whether a fork server's imports equal those of a caller."""
+"""Checks that a fork server has imported the same code, with the same settings, as a caller would have.
+
+:class:`EnvironmentUse` compares environment variables, :class:`Shadows` compares the files of modules, and
+:class:`UserFiles` notices edits of the user's modules.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,11 @@ from flower_gpu.frameworks.cuda_answers import ANSWERS
 from flower_gpu.workers import confinement
 from flower_gpu.workers.forkserver import identity
 
-# Set in each worker, or of no importance to a library.
+# Variables that are set in each worker, or do not matter to a library.
 _NOT_OF_A_LIBRARY = {
     identity.VISIBLE_DEVICES,
-    "FLWR_HOME",  # at import, only for the file of the CLI's credentials; `launch` has a folder for each run
+    # Flower reads it at import only for the file with the CLI's credentials. `launch` sets it for each run.
+    "FLWR_HOME",
     "OLDPWD",
     "PWD",
     "PYTHONUNBUFFERED",
@@ -32,10 +37,10 @@ _NOT_OF_A_LIBRARY = {
 
 
 class EnvironmentUse:
-    """Notes which environment variables libraries of this process read, and which they set.
+    """Record of the environment variables that libraries of this process read and set.
 
-    A library that read ``HF_HOME`` when it was imported keeps that folder in all forks: they are no good for
-    a caller with another folder. What a library has set must also be set in the forks.
+    A library that read ``HF_HOME`` when it was imported keeps that folder in all forks. So they do not fit a
+    caller with another folder. Variables that a library has set must also be set in the forks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +50,7 @@ class EnvironmentUse:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the use inside of the block."""
+        """Record all reads and changes of variables within the block."""
         kind: Any = type(os.environ)
         get, iterate = kind.__getitem__, kind.__iter__
 
@@ -80,30 +85,30 @@ class EnvironmentUse:
                 self.read.setdefault(name, before.get(name))
 
     def note_read(self, names: Iterable[str]) -> None:
-        """Note variables that C++ code has read by now."""
+        """Record variables that C++ code has read. Python cannot see these reads."""
         for name in names:
             self.read.setdefault(name, os.environ.get(name))
 
     def differs_from(self, digests: Mapping[str, str]) -> list[str]:
-        """Return the variables that the libraries would have found otherwise in another environment.
+        """Return the variables for which the libraries would read another value in another environment.
 
-        ``digests``: of its variables (:func:`flower_gpu.workers.forkserver.identity.digests`).
+        ``digests``: digests of its variables (:func:`flower_gpu.workers.forkserver.identity.digests`).
         """
         read = identity.digests(self.read, self.read)
-        # A caller that has imported the library itself has what the library sets.
+        # A caller that has imported the library itself has the value that the library sets.
         changed = identity.digests({**self.read, **self.changed}, self.read)
         return sorted(
             name for name in self.read if digests.get(name) not in (read.get(name), changed.get(name))
         )
 
     def set_too_late(self) -> dict[str, str | None]:
-        """Return the variables that have another value by now than the one libraries have read."""
+        """Return the variables, with their present values, that changed after a library had read them."""
         ours = confinement.own_variables()
         different = self.differs_from(identity.digests(os.environ, self.read))
         return {name: os.environ.get(name) for name in different if name not in ours}
 
     def apply_changes(self, keep: Mapping[str, str]) -> None:
-        """Set the libraries' variables in ``os.environ``, except those in ``keep``."""
+        """Set the variables that libraries have set in ``os.environ``, except the names in ``keep``."""
         for name, value in self.changed.items():
             if name in keep:
                 continue
@@ -113,21 +118,23 @@ class EnvironmentUse:
                 os.environ[name] = value
 
     def _note(self, name: str, value: str | None, inherited: str | None) -> None:
-        # A copy of the whole environment (for a program that is started) tells nothing about a variable.
+        # Copying the whole environment, for example to start a program, reads every variable in order. Such a
+        # read does not mean that a library uses the variable.
         if self._listed and self._listed[0] == name:
             self._listed.popleft()
             return
         self._listed.clear()
-        if name in self.changed or value != inherited:  # what libraries set is the same for every caller
+        # A value that was set by a library is the same for every caller.
+        if name in self.changed or value != inherited:
             return
         if name not in _NOT_OF_A_LIBRARY and not name.endswith("_NUM_THREADS"):
             self.read.setdefault(name, value)
 
 
 class Shadows:
-    """Finds modules of a caller that a library of this process would hide: its own ``datasets.py``, say.
+    """Finder of a caller's modules that a library of this process would hide, such as its ``datasets.py``.
 
-    Made when all libraries are imported.
+    Create it after all libraries are imported.
     """
 
     def __init__(self) -> None:
@@ -135,7 +142,11 @@ class Shadows:
         self._listings: dict[tuple[str, int], frozenset[str]] = {}
 
     def hidden(self, path: Sequence[str], working_folder: str) -> list[str]:
-        """Return top-level names that a caller would find elsewhere than this process did."""
+        """Return the top-level names of modules that a caller would import from another place.
+
+        ``path``: the caller's ``sys.path``.
+        ``working_folder``: the caller's working directory, for empty entries of ``path``.
+        """
         entries = [entry or working_folder for entry in path]
         order = {entry: place for place, entry in reversed(list(enumerate(entries)))}
         return sorted(
@@ -152,19 +163,19 @@ class Shadows:
             key = entry, os.stat(entry).st_mtime_ns
             if key not in self._listings:
                 self._listings[key] = _importable_names(entry, self._homes.keys())
-        except OSError:  # nothing, or a zip file
+        except OSError:  # a missing folder, or a zip file
             return frozenset()
         return self._listings[key]
 
 
 class UserFiles:
-    """The files of a user's own modules in this process: forks would have the old code of an edited one."""
+    """The files of the user's modules in this process. If a file is edited, forks have the old code."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
     def note(self, folders: Sequence[str]) -> None:
-        """Remember the files outside of ``folders`` of all modules that are imported now."""
+        """Remember the files of all imported modules that are outside of ``folders``."""
         prefixes = tuple(os.path.join(folder, "") for folder in folders)
         for module in list(sys.modules.values()):
             file = getattr(module, "__file__", None)
@@ -172,7 +183,7 @@ class UserFiles:
                 self._seen.setdefault(file, _modified_ns(file))
 
     def edited(self) -> bool:
-        """Tell whether one of them has changed since."""
+        """Return True if any of the files has changed since :meth:`note`."""
         return any(_modified_ns(file) != modified_ns for file, modified_ns in self._seen.items())
 
 
@@ -184,16 +195,16 @@ def _modified_ns(file: str) -> int:
 
 
 def _homes_of_modules() -> dict[str, str]:
-    """Return for each top-level module that came from a file the folder in which it was found."""
+    """Return the folder in which each top-level module was found, by name, for modules from files."""
     homes = {}
     for name, module in list(sys.modules.items()):
         file = getattr(getattr(module, "__spec__", None), "origin", None)
         if "." not in name and isinstance(file, str) and os.path.isabs(file):
             path = Path(file)
-            # By the file: six is a single one, but has a __path__ as packages do.
+            # The file name decides, not __path__: six is a single file, but has a __path__ like a package.
             if path.name.partition(".")[0] == "__init__":
                 path = path.parent
-            # setuptools gives its _distutils to everybody as distutils, whatever a caller's path has.
+            # setuptools provides its _distutils as distutils, regardless of the caller's path.
             if path.name.partition(".")[0] == name:
                 homes[name] = str(path.parent)
     return homes

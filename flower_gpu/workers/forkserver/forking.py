@@ -1,4 +1,17 @@
-"""The state of a process that forks workers."""
+"""The state of a process that forks workers: its settings, its connections, and its loop.
+
+The problem: forking a process with torch takes long, because the kernel copies an entry for each of 80,000
+pages, and workers leave processes behind. The loop moves memory into huge pages when it is idle, and ends
+what finished workers leave.
+
+The objects: :class:`Start` holds the settings of a server, :class:`Session` one connection to a caller.
+:class:`Loop` waits for readable descriptors and exited children. :class:`Become` is how a fork leaves the
+stack of its server.
+
+Everything here runs in the only thread of the server. Exited children are a race with ``select``: SIGCHLD may
+arrive just before it blocks. So the signal writes to a pipe (``signal.set_wakeup_fd``) that ``select`` waits
+for as well.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +32,35 @@ from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import adopt_orphans, children, end_adopted, is_tracker
 
-# How many pieces of memory a process puts into huge pages after a fork, with torch about 160 in all. One
-# takes 5 ms; each saves 0.2 ms of CPU in all later forks. A federation of SuperNodes has perhaps twenty: all
-# of it at once would take more than it saves.
+# Number of huge pages that a process collapses after each fork. A process with torch has about 160 in all.
+# Collapsing one takes 5 ms, and saves 0.2 ms of CPU in each later fork. A federation of SuperNodes has
+# perhaps twenty forks, so collapsing all of them at once would take more time than it saves.
 _HUGE_PAGES = 2
 _MADV_COLLAPSE = 25  # asm-generic/mman-common.h, Linux 6.1
 _HUGE_PAGE = 1 << 21  # bytes, on x86-64 and usually on arm64
-_MAX_TEXT = 4000  # of an error, in bytes: a pipe takes it without a reader
+# Maximum size of an error text in bytes. A pipe accepts this much before anyone reads from it.
+_MAX_TEXT = 4000
 
-#: What a server that can be connected to writes to the process that started it; anything else is an error.
+#: Message of a new server to the process that started it. Any other message is the text of an error.
 READY = b"ready"
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a fork server was asked for."""
+    """Settings of a fork server, chosen by the process that starts it."""
 
-    name: str  # its socket's name
-    idle_s: float  # seconds after which it ends when nobody uses it
-    without: list[str]  # libraries that it must not have
-    # Functions of the user's to call once, with their keyword arguments
+    name: str  # name of its socket
+    idle_s: float  # seconds without users after which it ends
+    without: list[str]  # top-level names of libraries that it must not import
+    # The user's functions that it calls once, with their keyword arguments
     preload: list[Any] = field(default_factory=list)
 
 
 class Become(BaseException):
-    """Raised in a fork: let it leave all that its parent was in the middle of, and do ``work``.
+    """Raised in a fork: unwind the stack of the parent, and then call ``work``.
 
-    So the stack of a worker begins with its own work, however many servers have come before its own. Tasks
-    feel that: ``torch.manual_seed`` writes down the stack while CUDA has not started.
+    So the stack of a worker begins with its own work, even if its server is a fork of other servers. A deep
+    stack costs tasks time: ``torch.manual_seed`` records the stack as long as CUDA has not started.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -54,14 +68,14 @@ class Become(BaseException):
 
 
 def become(work: Callable[[], object]) -> NoReturn:
-    """Raise it."""
+    """Unwind the stack of the parent in a fork, and then call ``work``."""
     raise Become(work)
 
 
 def describe(error: BaseException, *, is_of_user: bool = False) -> bytes:
-    """Return the text of an error for the process that wanted the server.
+    """Return the text of an error, encoded for the process that started the server.
 
-    ``is_of_user``: whether code of the user's may have raised it; then its traceback is told as well.
+    ``is_of_user``: whether the user's code may have raised it. The text then includes the traceback.
     """
     if isinstance(error, FlowerGPUError):
         return str(error).encode(errors="replace")[:_MAX_TEXT]
@@ -73,34 +87,37 @@ def describe(error: BaseException, *, is_of_user: bool = False) -> bytes:
 
 @dataclass
 class Session:
-    """One connection: of calls that have one worker at a time, or a process that says it may have calls."""
+    """One connection of a caller.
+
+    It serves calls, with one worker at a time, or keeps the server alive for a process that may make calls.
+    """
 
     connection: socket.socket  # to the caller
-    caller: int  # the process at its other end
-    is_proven: bool = False  # whether that may be a caller; see :mod:`flower_gpu.workers.forkserver.sockets`
-    # What the caller wants; empty before it has said so
+    caller: int  # pid of the process at the other end
+    is_proven: bool = False  # whether it has shown the proof of :mod:`flower_gpu.workers.forkserver.sockets`
+    # Description of the call from the "open" message; empty before
     record: dict[str, Any] = field(default_factory=dict)
     folder: int = -1  # descriptor of the caller's working directory, or -1
-    pid: int = -1  # the worker, or -1
-    label: str = ""  # what it does
-    has_forked: bool = False  # whether there was one
-    own: int = -1  # memory file with what only workers are to know
-    stays: bool = False  # whether this is no call, but a process that may have some
+    pid: int = -1  # pid of the running worker, or -1
+    label: str = ""  # name of the worker's call
+    has_forked: bool = False  # whether a worker was forked for this connection
+    own: int = -1  # descriptor of the memory file with settings for workers only, or -1
+    stays: bool = False  # whether it only keeps the server alive
 
     def close(self) -> None:
-        """Let go of all descriptors."""
+        """Close all descriptors."""
         self.connection.close()
         for descriptor in self.files() - {-1}:
             os.close(descriptor)
         self.folder = self.own = -1
 
     def files(self) -> set[int]:
-        """Return its descriptors without the connection; -1 for missing ones."""
+        """Return the descriptors other than the connection. -1 stands for a missing descriptor."""
         return {self.folder, self.own}
 
 
 class ChildWatch:
-    """A selector that also tells when children have ended: it then calls ``on_child``."""
+    """A selector that is also woken when children exit. The data of that key is ``on_child``."""
 
     def __init__(self, on_child: Callable[[], object]) -> None:
         self.selector = selectors.DefaultSelector()
@@ -110,12 +127,12 @@ class ChildWatch:
         self.selector.register(self._wakeup, selectors.EVENT_READ, on_child)
 
     def clear(self) -> None:
-        """Take note that children have ended, before they are looked at."""
+        """Clear the wake-up. Call this before checking which children have exited."""
         with suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
 
     def leave(self) -> None:
-        """Let go of all this, in a fork."""
+        """Restore the signal settings and close all descriptors. Called in a fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.selector.close()
@@ -124,25 +141,28 @@ class ChildWatch:
 
 
 class Loop(ChildWatch):
-    """That of a process that forks workers: it makes forks cheap, and ends the processes that they leave."""
+    """The loop of a process that forks workers. It makes forks cheap, and ends the processes they leave."""
 
     def __init__(self, on_child: Callable[[], object]) -> None:
-        self._small_pages: list[int] = []  # which could be in huge pages
-        self.forks = 0  # that were not followed by some of that
-        self._own = children()  # processes that a library or the user's data have started here
+        self._small_pages: list[int] = []  # addresses of memory that could be in huge pages
+        self.forks = 0  # number of forks after which no huge pages were made yet
+        self._helpers = children()  # processes that a library or a preload function has started
         adopt_orphans()
         super().__init__(on_child)
 
     def settle(self) -> None:
-        """Make forks of this process cheap; all libraries are there by now."""
+        """Make forks of this process cheap. Call this after all libraries are imported."""
         child.forget_exit_functions()
         self._small_pages = huge_page_regions()
-        gc.freeze()  # the collector of a fork would touch, and so copy, every object
+        # Otherwise, the collector of a fork would touch every object, and so copy every page.
+        gc.freeze()
 
     def wait(self, timeout_s: float | None) -> list[selectors.SelectorKey]:
-        """Wait for something to read; after forks meanwhile use huge pages, which halves the time of a fork.
+        """Wait up to ``timeout_s`` seconds for readable descriptors, and return their keys.
 
-        For each of them only some: a process with torch has 1.3 s to do.
+        If nothing is readable after a fork, move some memory into huge pages and return an empty list. Huge
+        pages halve the time of a fork. Only a few are made for each fork, because all of them would take 1.3
+        s in a process with torch.
         """
         has_time = bool(self._small_pages and self.forks)
         ready = self.selector.select(0 if has_time else timeout_s)
@@ -154,21 +174,21 @@ class Loop(ChildWatch):
         return [key for key, _ in ready]
 
     def end_left(self, workers: Set[int] = frozenset()) -> bool:
-        """End processes that finished workers put into sessions of their own; tell whether there were any.
+        """Kill processes that finished workers left in other sessions. Return True if there were any.
 
-        The groups of the living ``workers`` are left alone: their callers end them.
+        The process groups of the living ``workers`` are spared, because their callers end them.
         """
-        return end_adopted(self._own | workers, workers, is_spared=_is_spared)
+        return end_adopted(self._helpers | workers, workers, is_spared=_is_spared)
 
 
 def _is_spared(pid: int) -> bool:
-    """Tell whether this is another server, or a resource tracker, which its worker's caller ends."""
-    # A confined app's processes, which may call themselves as they like, are in another session.
+    """Return True for another server, and for a resource tracker, which its worker's caller ends."""
+    # A confined app could give its processes the name of a tracker, but they are in another session.
     return sockets.is_server(pid) or (os.getsid(pid) == os.getsid(0) and is_tracker(pid))
 
 
 def huge_page_regions() -> list[int]:
-    """Return the addresses of this process's memory that could be in huge pages."""
+    """Return the addresses of this process's memory that could be moved into huge pages."""
     regions: list[int] = []
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -180,9 +200,9 @@ def huge_page_regions() -> list[int]:
 
 
 def collapse(address: int) -> None:
-    """Put the memory from an address of :func:`huge_page_regions` on into a huge page, if the kernel can.
+    """Move the memory at an address of :func:`huge_page_regions` into a huge page, if the kernel can.
 
-    A fork has to write down each page, in both processes: with torch imported these are 80,000 small ones.
-    Does nothing that a program could see. Needs Linux 6.1.
+    A fork has to record each page in both processes, and a process with torch has 80,000 small pages. The
+    content of the memory does not change. Needs Linux 6.1.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)
