@@ -1,4 +1,4 @@
-"""Looking at this user's fork servers, having them stay, and ending them."""
+"""Functions to list this user's fork servers, keep them running, and end them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.life import is_running
 from flower_gpu.workers.messages import Gone
 
-_PROGRAM = b"flower_gpu.workers.forkserver"  # in the command line of each
+# Part of the command line of each fork server
+_PROGRAM = b"flower_gpu.workers.forkserver"
 _ANSWER_S = 5.0
 _TRIES = 3
 _END_POLL_S = 0.02
@@ -26,34 +27,38 @@ _END_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Status:
-    """What a fork server says of itself."""
+    """The state of a fork server, as reported by the server."""
 
-    name: str  # its name; two servers differ in what a fork inherits from them
-    pid: int  # its process
-    version: str  # of this package
-    python: str  # the interpreter
-    uptime_s: float  # seconds since it was started
-    calls: int  # workers it has forked
-    workers: list[str]  # the calls that run now
-    users: int  # processes that have used it and may again
-    libraries: list[str]  # what it has learned to import
-    refused: list[str]  # what it must not import
-    preload: list[str]  # the functions whose data it holds
-    memory_bytes: int  # its proportional share (PSS) of the memory it uses, or 0 where that is unknown
+    name: str  # hash of the identity, which all its workers share
+    pid: int  # process id
+    version: str  # version of this package
+    python: str  # path of the interpreter
+    uptime_s: float  # seconds since its start
+    calls: int  # number of workers forked so far
+    workers: list[str]  # labels of the running calls
+    users: int  # number of processes that keep it running for further calls
+    libraries: list[str]  # top-level names of the libraries it has learned to import
+    refused: list[str]  # top-level names of the libraries it does not import
+    preload: list[str]  # names of the preload functions it has called
+    memory_bytes: int  # proportional share (PSS) of its memory; 0 if unknown
 
 
 def status() -> list[Status]:
-    """Ask all running fork servers of this user."""
-    found = []
+    """Return the state of each running fork server of this user."""
+    servers = []
     for name in _names():
         answer = _ask(name, {"op": "status"})
         if answer is not None:
-            found.append(Status(name=name, memory_bytes=_pss_bytes(answer["pid"]), **answer))
-    return found
+            servers.append(Status(name=name, memory_bytes=_pss_bytes(answer["pid"]), **answer))
+    return servers
 
 
 def stop(*, if_unused: bool = False, wait_s: float = 0.0) -> list[int]:
-    """Have fork servers of this user end, once their workers have; return their process ids."""
+    """Tell fork servers of this user to end when their workers have exited. Return their process ids.
+
+    ``if_unused``: whether servers with callers are spared.
+    ``wait_s``: seconds to wait for the servers to end.
+    """
     pids = []
     for name in _names():
         answer = _ask(name, {"op": "stop", "if_unused": if_unused})
@@ -66,17 +71,17 @@ def stop(*, if_unused: bool = False, wait_s: float = 0.0) -> list[int]:
 
 
 def still_running(pids: Iterable[int]) -> list[int]:
-    """Return those of these processes that have not ended."""
+    """Return the processes in ``pids`` that have not exited."""
     return [pid for pid in pids if is_running(pid)]
 
 
 def family() -> set[int]:
-    """Return the pids of fork servers and their forks, as far as this user may see them."""
+    """Return the pids of all fork servers and their forks that this user may see."""
     return {int(path.name) for path in Path("/proc").glob("[0-9]*") if is_forked(int(path.name))}
 
 
 def is_forked(pid: int) -> bool:
-    """Tell whether this is a fork server, or a fork of one."""
+    """Return True if the process is a fork server, or a fork of a fork server."""
     try:
         return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -86,7 +91,8 @@ def is_forked(pid: int) -> bool:
 def _names() -> list[str]:
     try:
         return sockets.names()
-    except (ConfigError, OSError):  # no folder that could be trusted: then no server is started either
+    except (ConfigError, OSError):
+        # Without a safe folder, no server is started either.
         return []
 
 
@@ -96,7 +102,8 @@ def _ask(name: str, message: dict[str, Any]) -> dict[str, Any] | None:
             connection = sockets.connect(name, _ANSWER_S)
         except Gone:
             return None
-        with connection, suppress(Gone):  # another server takes its place at this moment
+        # A successor may be taking over at this moment. Then try again.
+        with connection, suppress(Gone):
             messages.send(connection, message)
             return messages.receive_answer(connection)
     return None
@@ -114,9 +121,12 @@ _STAY_ANSWER_S = 20.0
 
 
 class Stays:
-    """The fork servers that this process has asked to stay; each does until this process is gone.
+    """The fork servers that this process has asked to keep running until this process ends.
 
-    ``connections``: by the server's name; open as long as it is to stay.
+    Any thread may call :meth:`ask`.
+
+    ``connections``: open connections by the name of the server. A server keeps running while its connection
+    is open.
     """
 
     def __init__(self) -> None:
@@ -124,7 +134,7 @@ class Stays:
         self.connections: dict[str, socket.socket] = {}
 
     def ask(self, name: str) -> None:
-        """Ask server ``name``, where it runs, unless it has been asked."""
+        """Ask the server ``name`` to keep running. Does nothing if it is not running, or was asked before."""
         with self._lock:
             connection = self.connections.get(name)
             if connection is not None:
@@ -142,11 +152,11 @@ class Stays:
                     self.connections[name] = connection
 
     def ask_own(self) -> None:
-        """Ask the one that a process with this environment uses first."""
+        """Ask the server that a process with this environment tries first."""
         self.ask(identity.server_name(os.environ, (), ()))
 
     def close(self) -> None:
-        """Let go of them."""
+        """Close all connections, so that the servers need not keep running."""
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()

@@ -1,8 +1,8 @@
 """The fork server that fits a process, and the settings that its workers take over from a caller.
 
-Two processes share a server if they have the same identity: everything that a fork has from its server and
-cannot change. What differs harmlessly (working directory, most of the environment) is sent with each call,
-as :class:`Inherited`.
+Two processes share a server if they have the same identity. The identity contains everything that a fork gets
+from its server and cannot change. Settings that a fork can change, such as the working directory and most of
+the environment, are sent with each call as :class:`Inherited`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ import flower_gpu
 from flower_gpu.workers import own_process
 from flower_gpu.workers.forkserver import attributes
 
-#: Resource limits of this system, without the one that two names have.
+#: Numbers of the resource limits of this system. Two names stand for the same limit, so this is a set first.
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
-#: Limits that a server must have itself: of the size of threads' stacks, which is read when a program starts,
-#: and of memory, which could be less than what the libraries of another server take.
+#: Limits that are part of a server's identity. The limit of threads' stacks is read when a program starts. A
+#: limit of memory could be lower than the memory that the libraries of another server take.
 SHAPING_LIMITS = (resource.RLIMIT_STACK, resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """Attributes of a process that its children share. Plain values, so that they can travel as JSON."""
+    """Attributes of a process that its children inherit. Plain values, so that they can be sent as JSON."""
 
     environ: dict[str, str]  # all environment variables
     path: list[str]  # ``sys.path``
     umask: int  # file mode creation mask
-    cpus: list[int] = field(default_factory=list)  # processors it may run on
+    cpus: list[int] = field(default_factory=list)  # CPU numbers that it may run on
     limits: dict[str, list[int]] = field(default_factory=dict)  # soft and hard resource limits by number
-    attributes: dict[str, str] = field(default_factory=dict)  # of :func:`.attributes.settable`
+    attributes: dict[str, str] = field(default_factory=dict)  # result of :func:`.attributes.settable`
 
     @classmethod
     def of_this_process(cls, env: dict[str, str]) -> Inherited:
-        """Collect the attributes of this process, with ``env`` on top of its environment."""
+        """Return the attributes of this process, with the variables of ``env`` added to its environment."""
         return cls(
             environ=own_process.environment(env),
             path=[entry for entry in sys.path if isinstance(entry, str)],
@@ -57,41 +57,47 @@ class Inherited:
         )
 
     def apply(self, folder: int) -> None:
-        """Take them over, in a process that is there for one caller only."""
+        """Apply the attributes to this process, which must serve one caller only.
+
+        ``folder``: descriptor of the working directory.
+        """
         os.environ.clear()
         os.environ.update(self.environ)
         sys.path[:] = self.path
         os.umask(self.umask)
         for step in (lambda: os.fchdir(folder), lambda: os.sched_setaffinity(0, self.cpus)):
-            _try(step)  # the folder was removed; processors went away
+            _try(step)  # The folder may be removed, and CPUs may be offline by now.
         for number, (soft, hard) in self.limits.items():
             _try(resource.setrlimit, int(number), (soft, hard))
         attributes.set_anew(self.attributes)
-        tempfile.tempdir = None  # TMPDIR may be another one
+        tempfile.tempdir = None  # TMPDIR may have changed.
 
 
 def _try(function: Callable[..., Any], *args: Any) -> None:
     try:
         function(*args)
-    except (OSError, ValueError):  # not allowed to: limits above the server's own
+    except (OSError, ValueError):
+        # For example, a process may not raise a limit above the server's hard limit.
         return
 
 
 def _umask() -> int:
-    # os.umask would change it, for other threads too.
+    # os.umask() can only read the mask by changing it, and that would affect other threads.
     return int(attributes.status().get("Umask", "022"), 8)
 
 
-# Read by the interpreter or by C libraries when they are loaded, so a fork cannot change them any more.
+# Prefixes of variables that the interpreter or C libraries read when they are loaded. A fork cannot change
+# their effect.
 _READ_AT_START: tuple[str, ...] = ("ATEN_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_")
 _READ_AT_START += ("MKL_", "OMP_", "OPENBLAS_", "PYTHON")
-# Of these, what is set in each worker anyway, or says nothing about a worker.
+# Exceptions: variables that are set in each worker anyway, or do not matter to a worker.
 _SET_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSTARTUP", "PYTHONINSPECT"}
-_SET_LATER |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # by scikit-learn, when it is imported
+# scikit-learn sets these when it is imported.
+_SET_LATER |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 _THREADS = "_NUM_THREADS"
-# A batch system gives each job its own memory, processors and GPUs.
+# A batch system gives each job its own memory, CPUs and GPUs.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
-#: Of it only matters whether it hides all GPUs: each lease has another value.
+#: Each lease has another value of this variable. So only an empty value counts, which hides all GPUs.
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 
@@ -99,10 +105,11 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 def server_name(
     environ: Mapping[str, str], variables: Iterable[str], without: Iterable[str], more: Any = None
 ) -> str:
-    """Return the name of the fork server for this process as it is now.
+    """Return the name of the fork server that fits this process in its present state.
 
     ``variables``: environment variables that the server's libraries read when they are imported.
-    ``without``: top-level names of libraries that the server must not have.
+    ``without``: top-level names of libraries that the server must not import.
+    ``more``: further parts of the identity, such as the preload functions.
     """
     values = {name: seen(environ, name) for name in sorted(variables)}
     identity = [_this_process(environ), values, sorted(without), more]
@@ -110,35 +117,35 @@ def server_name(
 
 
 def seen(environ: Mapping[str, str | None], name: str) -> str | None:
-    """Return the value of an environment variable as a library sees it at its import."""
+    """Return the value of an environment variable that a library sees when it is imported."""
     value = environ.get(name)
     return None if name == VISIBLE_DEVICES and value else value
 
 
 def digests(environ: Mapping[str, str | None], names: Iterable[str]) -> dict[str, str]:
-    """Return digests of variables' values: equal for equal values, and not readable."""
-    found = ((name, seen(environ, name)) for name in names)
+    """Return digests of variables' values by name. A digest does not reveal its value."""
+    values = ((name, seen(environ, name)) for name in names)
     return {
         name: hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
-        for name, value in found
+        for name, value in values
         if value is not None
     }
 
 
 def installed_folders(path: Iterable[str]) -> list[str]:
-    """Return the entries of a ``sys.path`` with installed packages in them, not with a user's own modules."""
+    """Return the entries of a ``sys.path`` that hold installed packages, not a user's own modules."""
     return [entry for entry in path if isinstance(entry, str) and entry and _holds_packages(entry)]
 
 
 def packages() -> list[tuple[str, str]]:
-    """Return the folders with installed packages on ``sys.path``, each with a text that tells their state."""
+    """Return the folders with installed packages on ``sys.path``, each with a digest of its packages."""
     return [(entry, _packages(entry, os.stat(entry).st_mtime_ns)) for entry in installed_folders(sys.path)]
 
 
 def server_path() -> list[str]:
     """Return the part of ``sys.path`` that the server imports libraries from."""
-    own = str(Path(flower_gpu.__file__).parents[1])
-    folders = {*installed_folders(sys.path), *_standard_library(), own}
+    parent = str(Path(flower_gpu.__file__).parents[1])
+    folders = {*installed_folders(sys.path), *_standard_library(), parent}
     return [entry for entry in sys.path if entry in folders]
 
 
@@ -150,14 +157,15 @@ def _this_process(environ: Mapping[str, str]) -> list[Any]:
     }
     return [
         attributes.of_server(),
-        # A virtual environment's interpreter has several names: scripts are started by one or another.
+        # The interpreter of a virtual environment has several names, and scripts use any of them.
         [os.path.dirname(sys.executable), os.path.realpath(sys.executable), sys.version, interpreter_flags()],
-        # Our own files as well: they may be those of an editable install.
+        # This package may be an editable install, which packages() does not see.
         [packages(), _own_files()],
         sorted(read_at_start.items()),
         [environ.get(name) for name in _JOBS],
         [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
-        [os.stat("/").st_dev, os.stat("/").st_ino],  # another one in a chroot
+        # A process in a chroot has another root folder.
+        [os.stat("/").st_dev, os.stat("/").st_ino],
         # A process cannot raise its hard limits.
         [resource.getrlimit(number)[1] for number in LIMITS],
         [resource.getrlimit(number) for number in SHAPING_LIMITS],
@@ -172,9 +180,10 @@ def interpreter_flags() -> list[str]:
 
 
 def fresh_interpreter(function: str, path: Sequence[str]) -> list[str]:
-    """Return the command that calls a function, ``"package.module:function"``, in a fresh interpreter.
+    """Return the command that calls a function in a fresh interpreter.
 
-    ``path``: what ``sys.path`` is set to there.
+    ``function``: the function as ``"package.module:function"``.
+    ``path``: value of ``sys.path`` in that interpreter.
     """
     module, name = function.split(":")
     program = f"import sys; sys.path[:] = {list(path)!r}; from {module} import {name}; {name}()"
@@ -182,8 +191,8 @@ def fresh_interpreter(function: str, path: Sequence[str]) -> list[str]:
 
 
 def script_folders() -> list[str]:
-    """Folders of this Python environment's own commands; Flower starts its parts by their names."""
-    # Not resolved: the python of a virtual environment is a link to one that lies elsewhere.
+    """Return the folders with this Python environment's commands. Flower starts its programs by name."""
+    # The path is not resolved: the python of a virtual environment is a link to another folder.
     folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     return list(dict.fromkeys(folders))
 
@@ -198,7 +207,7 @@ def _standard_library() -> frozenset[str]:
 def _holds_packages(folder: str) -> bool:
     try:
         modified_ns = os.stat(folder).st_mtime_ns
-    except OSError:  # nothing
+    except OSError:  # a missing folder
         return False
     return Path(folder).name in ("site-packages", "dist-packages") or _has_metadata(folder, modified_ns)
 
@@ -207,7 +216,7 @@ def _holds_packages(folder: str) -> bool:
 def _has_metadata(folder: str, _mtime_ns: int) -> bool:
     try:
         with os.scandir(folder) as entries:
-            # Not .egg-info: an editable install leaves one in the project's own folder.
+            # .egg-info does not count, because an editable install leaves it in the project's own folder.
             return any(entry.name.endswith(".dist-info") for entry in entries)
     except OSError:
         return False
@@ -215,13 +224,13 @@ def _has_metadata(folder: str, _mtime_ns: int) -> bool:
 
 @cache
 def _packages(folder: str, _mtime_ns: int) -> str:
-    """Return a text that changes with each install, update or removal of a package in ``folder``.
+    """Return a digest that changes with each install, update or removal of a package in ``folder``.
 
-    Not the folder's own time of change: Python writes ``__pycache__`` there when it first imports a module
-    that is a single file. Nor the times of packages' folders, which get one, too. Installers make
-    ``.dist-info`` anew; whoever copies a package by hand changes its ``__init__.py``.
+    The modification time of the folder is not used, because Python creates ``__pycache__`` there when it
+    first imports a single-file module. The times of packages' folders change for the same reason. Installers
+    create a new ``.dist-info``, and copying a package by hand changes its ``__init__.py``.
     """
-    found = []
+    modified = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name == "__pycache__":
@@ -229,10 +238,10 @@ def _packages(folder: str, _mtime_ns: int) -> str:
             is_package = entry.is_dir() and not entry.name.endswith((".dist-info", ".egg-info"))
             try:
                 changed = os.stat(os.path.join(entry.path, "__init__.py") if is_package else entry.path)
-                found.append((entry.name, changed.st_mtime_ns))
+                modified.append((entry.name, changed.st_mtime_ns))
             except OSError:  # a namespace package, or no package
-                found.append((entry.name, 0))
-    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
+                modified.append((entry.name, 0))
+    return hashlib.sha256(repr(sorted(modified)).encode()).hexdigest()
 
 
 @cache
@@ -250,7 +259,7 @@ def _link(path: str) -> str | None:
 
 
 def _limiting_cgroup() -> str:
-    """Return the control group, without a last part that limits nothing: each terminal is in one."""
+    """Return the control group, without a last part that sets no limits. Each terminal has such a part."""
     try:
         text = Path("/proc/self/cgroup").read_text()
     except OSError:

@@ -1,6 +1,12 @@
-"""The libraries of a process that forks workers: imported under watch, and learned from what workers report.
+"""The libraries of a process that forks workers: how they are imported, checked and learned.
 
-A fork must be able to do what a fresh process can: so none that starts CUDA or a thread stays there.
+A fork must be able to do everything that a fresh process can. CUDA does not work in a fork of a process that
+has initialised it, and a fork has no threads but one. So each import is watched, and a library that
+initialises CUDA or starts a thread is refused (:class:`UnfitLibraryError`). The process that imported it must
+end, because the import cannot be undone.
+
+:class:`Learning` collects the modules that workers had to import. :class:`Growth` is the trial that imports
+them, a fork of the server. :mod:`.server` explains how a trial takes the server's place.
 """
 
 from __future__ import annotations
@@ -36,16 +42,16 @@ from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
 from flower_gpu.workers.own_process import facts
 
-#: Imported by every fork server, as far as they are installed.
+#: Modules that every fork server imports if they are installed.
 ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
 
-# Libraries that start threads when they are imported, and whose forks were seen to work all the same: workers
-# that found pyarrow imported build and read data sets of flwr-datasets (benchmarks/isolation/client_task.py).
+# Libraries that start threads at import, but were seen to work in forks. Workers forked with pyarrow build
+# and read data sets of flwr-datasets (benchmarks/isolation/client_task.py).
 _THREADS_SURVIVE_FORKS = {"pyarrow"}
 
 
-# Stands for what load_for_gpus() loads, among the names of modules. From a slow disk it takes minutes, and
-# ctypes holds the GIL meanwhile: a server that did it itself would look as if it hung.
+# Stands for the libraries of load_for_gpus() in a list of modules. Loading them from a slow disk takes
+# minutes, and ctypes holds the GIL meanwhile. If a server did it itself, it would look as if it hung.
 _FOR_GPUS: Final = "libraries for GPUs (cuDNN)"
 
 _PACKAGE = __name__.partition(".")[0]
@@ -54,10 +60,11 @@ _PACKAGE = __name__.partition(".")[0]
 class UnfitLibraryError(BaseException):
     """Importing a library did something that a fork could not undo.
 
-    No ``Exception``: a library that catches those would go on with half of what it does, and may keep that.
-    So matplotlib wrote a list of fonts without one of them into the user's cache.
+    It is no ``Exception``, because a library that catches exceptions would go on with incomplete data, and
+    may save it. For example, matplotlib wrote a list of fonts into the user's cache, and one font was
+    missing.
 
-    ``libraries``: top-level names of all that were being imported when it happened.
+    ``libraries``: top-level names of all libraries that were being imported when it happened.
     """
 
     def __init__(self, libraries: list[str], what: str) -> None:
@@ -66,25 +73,26 @@ class UnfitLibraryError(BaseException):
 
 
 def cuda_is_touched() -> bool:
-    """Tell whether this process has started CUDA, or tried to; then forks of it cannot use a GPU."""
+    """Return True if this process has initialised CUDA, or tried to. Its forks then cannot use a GPU."""
     if initialized_cuda_devices() is not None:
         return True
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the one that listed the folder
-            # Not /dev/nvidiactl and those of the GPUs: NVML opens them, too, and leaves CUDA alone.
+        # The descriptor that listed the folder is closed by now.
+        with suppress(OSError):
+            # /dev/nvidiactl and the files of the GPUs do not count: NVML also opens them, without CUDA.
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
                 return True
     return False
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import modules in turn and skip those that cannot be imported.
+    """Import modules in order, and skip modules that cannot be imported.
 
-    The garbage collector is off meanwhile: modules make little garbage, and looking for it takes long.
+    The garbage collector is off meanwhile, because imports make little garbage, and collecting it takes long.
     Changes of the root logger are undone, because all workers would inherit them. For example, opacus adds a
     handler, and each line that a worker logs would appear twice.
 
-    Raises UnfitLibraryError if one of them did something that a fork could not undo.
+    Raises UnfitLibraryError if an import did something that a fork could not undo.
     """
     watch, root, was_enabled = _ImportWatch(), logging.root, gc.isenabled()
     handlers, level = root.handlers[:], root.level
@@ -111,9 +119,10 @@ def import_own(function: str | None) -> None:
 
 
 def load_for_gpus() -> set[str]:
-    """Load the libraries of the first use of a GPU for all forks of this process.
+    """Load the libraries that the first use of a GPU needs, for all forks of this process.
 
-    Returns the variables that were read. A library that cannot be loaded is left to workers, which tell why.
+    Returns the environment variables that were read. A library that cannot be loaded is skipped. A worker
+    then tries to load it, and reports the reason.
     """
     for file in frameworks.loaded_on_gpu():
         with suppress(OSError):
@@ -127,10 +136,10 @@ def _has_libraries_for_gpus() -> bool:
 
 
 def preload_on_cpu(functions: Preload) -> None:
-    """Call functions of the user's that load data.
+    """Call the user's functions that load data.
 
-    Raises ConfigError if one of them initialised CUDA, or started threads that a fork would miss.
-    Raises Exception: what a function raised.
+    Raises ConfigError if a function initialised CUDA, or started threads that a fork would miss.
+    Raises the exceptions of the functions.
     """
     before = thread_owners.native_ids()
     for name, kwargs in functions:
@@ -153,14 +162,15 @@ def preload_on_cpu(functions: Preload) -> None:
                 "fork has none of them, and would wait for them for ever. Load the data without threads, or "
                 "in the task"
             )
-    gc.collect()  # what loading has left: each fork would have it
+    # Each fork would have the garbage that loading has left.
+    gc.collect()
 
 
 class _ImportWatch:
     """A finder in front of all others that checks the process after each library's import.
 
-    A check costs as much as a fifth of the imports if it follows each module. So the process is checked only
-    where a library ends, or begins to import another one.
+    Checking after each module would add a fifth to the time of the imports. So the process is checked only
+    when a library has been imported, or begins to import another library.
 
     An extension module runs code twice: when it is created and when it is executed. The threads of polars
     start when its extension is created, so both steps are watched.
@@ -193,7 +203,8 @@ class _ImportWatch:
         """Hold ``library`` responsible for what happens in the block."""
         is_another = not self._running or self._running[-1] != library
         if is_another:
-            self.check()  # what the library has done that imports this one
+            # Until here, the library that imports this one was responsible.
+            self.check()
         self._running.append(library)
         try:
             yield
@@ -203,7 +214,7 @@ class _ImportWatch:
             self._running.pop()
 
     def check(self) -> None:
-        """Raise UnfitLibraryError if a thread or CUDA was started.
+        """Raise UnfitLibraryError if an import started a thread or initialised CUDA.
 
         The error is raised again by each later check, because a library may have caught the first one.
         """
@@ -224,7 +235,8 @@ class _ImportWatch:
         do = getattr(loader, step)
 
         def watched(argument: Any) -> Any:
-            vars(loader).pop(step, None)  # another finder may have wrapped it as well
+            # Another finder may have wrapped the loader as well, and removed this function already.
+            vars(loader).pop(step, None)
             with self.importing(library):
                 return do(argument)
 
@@ -237,33 +249,34 @@ def _thread_count() -> int:
 
 @dataclass(frozen=True)
 class Growth:
-    """A fork of the server that imports libraries and then takes the server's place."""
+    """A trial: a fork of the server that imports libraries, and then takes the server's place."""
 
     pid: int
     report: int  # read end of the pipe on which it reports the outcome
     names: list[str]  # modules that it imports
-    deadline: float  # on the clock of ``time.monotonic``
-    #: Callers, and kinds of calls, that have waited for it for too long and go on without.
+    deadline: float  # time limit on the clock of ``time.monotonic``
+    #: Callers and kinds of calls that no longer wait for the trial, because they have waited too long.
     without: set[int | str] = field(default_factory=set)
-    #: Modules that workers have reported since it was forked, by the kind of their calls: it knows nothing of
-    #: them. A dict in the place of a set keeps their order.
+    #: Modules that workers have reported since the trial was forked, by the kind of call. The trial does not
+    #: know of them. The inner dict is an ordered set.
     reported: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def libraries(self) -> list[str]:
-        """Return the top-level names of the modules that it imports."""
+        """Return the top-level names of the modules that the trial imports."""
         return list(dict.fromkeys(name.partition(".")[0] for name in self.names))
 
     def note_later(self, names: Sequence[str], kind: str) -> None:
-        """Note the modules of a worker's report that this fork does not import."""
+        """Record the modules of a worker's report that this trial does not import."""
         known = set(self.names)
         if later := [name for name in names if name not in known]:
             self.reported.setdefault(kind, {}).update(dict.fromkeys(later))
 
     def refused(self) -> set[str] | None:
-        """Read the outcome: libraries that did harm, or None if the fork has taken its parent's place.
+        """Return the libraries to refuse, or None if the trial has taken its parent's place.
 
-        At least one of the libraries that it was to import is refused. Otherwise, the next fork would import
-        the same ones, and so on for ever. All of them are refused if the fork blames none of them, or died.
+        Blocks until the trial has reported, or has died. At least one of the trial's libraries is refused.
+        Otherwise, the next trial would import the same libraries, and so on for ever. If the trial blames
+        none of its libraries, or died, all of them are refused.
         """
         data = os.read(self.report, 1 << 16)
         os.close(self.report)
@@ -275,20 +288,20 @@ class Growth:
 
 
 def learned_file(name: str) -> Path:
-    """Return the file with the libraries that workers of a fork server needed, for the next of this name."""
+    """Return the path of the file with the learned libraries, for the next server of this name."""
     return sockets.folder() / f"{name}.libraries"
 
 
 def imported_since(count: int, folders: Sequence[str]) -> list[str]:
-    """Return the modules of installed packages that were imported since, in their order."""
+    """Return the modules of installed packages that were imported since there were ``count``, in order."""
     prefixes = tuple(os.path.join(folder, "") for folder in folders)
-    # Only the last ones: in a fork each object that is looked at is a page to be copied.
+    # Look only at the last modules: in a fork, looking at an object copies its page.
     last = list(islice(reversed(sys.modules), max(0, len(sys.modules) - count)))
     found = []
     for name in reversed(last):
         spec = getattr(sys.modules[name], "__spec__", None)
         origin = getattr(spec, "origin", None)
-        # By its own name and from a file: not what libraries put into sys.modules by hand.
+        # Skip objects that libraries put into sys.modules by hand: their names differ, or they have no file.
         if spec is None or spec.name != name or not isinstance(origin, str):
             continue
         if _is_ours(name) or origin.startswith(prefixes):
@@ -297,26 +310,27 @@ def imported_since(count: int, folders: Sequence[str]) -> list[str]:
 
 
 def is_installed(name: str, folders: Sequence[str]) -> bool:
-    """Tell whether a module is one of an installed package; nothing is imported."""
+    """Return True if a module belongs to an installed package. Imports nothing."""
     with suppress(ValueError, ImportError):
         return _is_ours(name) or PathFinder.find_spec(name.partition(".")[0], folders) is not None
     return False
 
 
 def _is_ours(name: str) -> bool:
-    """Tell whether a module is this package's: installed in place it is in no folder of installed packages.
+    """Return True if a module belongs to this package.
 
-    Whoever edits it gets another fork server.
+    An editable install is in no folder of installed packages. An edit of this package leads to another server
+    name, so its modules may be imported.
     """
     return name.partition(".")[0] == _PACKAGE
 
 
 class Learning:
-    """Collects workers' imports, and those that the server ``name`` has made itself.
+    """The modules that the server ``name`` has imported, and the modules that its workers had to import.
 
-    ``use``: notes which environment variables libraries use.
-    ``without``: libraries that it must not have.
-    ``running``: the fork that is importing something right now.
+    ``use``: records which environment variables the libraries use.
+    ``without``: top-level names of libraries that the server must not import.
+    ``running``: the trial that is importing libraries now, or None.
     """
 
     def __init__(self, name: str, use: EnvironmentUse, without: Sequence[str]) -> None:
@@ -332,14 +346,14 @@ class Learning:
         self._reporters: set[int | str] = set()
 
     def libraries(self) -> list[str]:
-        """Return the names of the libraries that were learned."""
+        """Return the top-level names of the learned libraries."""
         return sorted({name.partition(".")[0] for name in self._learned})
 
     def begin(self) -> None:
-        """Import the libraries of every server, and those that an earlier one has learned.
+        """Import the libraries of every server, and the libraries that an earlier server has learned.
 
-        Raises Exception where that cannot be: the next one comes up without what was learned, also after an
-        end of this process.
+        Raises an exception if that fails. The file with the learned libraries is removed before they are
+        imported. So the next server starts without them, even if this process dies here.
         """
         names: list[str] = []
         with self._use.noted():
@@ -351,26 +365,29 @@ class Learning:
         self._take_over(names)
 
     def imported(self, count: int) -> list[str]:
-        """Return the imports of this worker and its forks since there were ``count`` modules."""
-        own = imported_since(count, self._folders)
-        return list(dict.fromkeys([*own, *(facts.imported_by_forks or ())]))
+        """Return the modules that this worker and its forks have imported since there were ``count``."""
+        modules = imported_since(count, self._folders)
+        return list(dict.fromkeys([*modules, *(facts.imported_by_forks or ())]))
 
     def installed(self, names: Sequence[str]) -> list[str]:
-        """Return the modules of installed libraries among these: others may change while this server runs."""
+        """Return the modules of installed packages in ``names``. Others may change while the server runs."""
         return [name for name in names if is_installed(name, self._folders)]
 
     def ask_for_gpus(self, *whose: int | str) -> None:
-        """Note that workers are to use a GPU; their libraries for that are loaded once."""
+        """Record that workers will use a GPU, so that the libraries for it are loaded once.
+
+        ``whose``: as in :meth:`note`.
+        """
         if _FOR_GPUS not in self._tried and _has_libraries_for_gpus():
             self.note([_FOR_GPUS], *whose)
 
     def note(self, names: Sequence[str], *whose: int | str) -> None:
-        """Note a worker's imports. ``whose``: its caller, and the kind of call."""
+        """Record the modules that a worker imported. ``whose``: its caller, and the kind of call."""
         self._reported = list(dict.fromkeys([*self._reported, *names]))
         self._reporters.update(whose)
 
     def wanted(self) -> list[str]:
-        """Return the modules that should be imported, in their order: each is tried once."""
+        """Return the modules to import, in the order of the reports. Each module is tried once."""
         avoid = {*self.refused, *self._without}
         return [
             name
@@ -379,20 +396,23 @@ class Learning:
         ]
 
     def awaited(self, *whose: int | str) -> list[str]:
-        """Return the libraries that are being imported and that the next worker of these needs, too."""
+        """Return the libraries being imported that the next worker should wait for, or an empty list.
+
+        ``whose``: caller and kind of call of the next worker.
+        """
         if self.running is None or self._reporters.isdisjoint(whose):
             return []
         return self.running.libraries() if self.running.without.isdisjoint(whose) else []
 
     def go_on_without(self, *whose: int | str) -> None:
-        """Have these no longer wait for what is being imported now."""
+        """Stop waiting for the running trial. ``whose``: callers and kinds of calls that no longer wait."""
         if self.running is not None:
             self.running.without.update(whose)
 
     def learn(self, names: list[str]) -> None:
-        """Import modules, in a fork of the server.
+        """Import modules. Called in a trial.
 
-        Raises UnfitLibraryError if a fork could not undo what one of them did.
+        Raises UnfitLibraryError if an import did something that a fork could not undo.
         """
         with self._use.noted():
             import_all(names)
