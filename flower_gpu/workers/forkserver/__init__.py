@@ -1,14 +1,14 @@
-"""The fork server: a process with libraries that forks a worker for each caller that asks for one.
+"""The fork server: a process that has imported libraries, and forks workers for its callers.
 
-There is one for each user and environment of a host; one with preloaded data is derived from it.
+Each user and environment of a host has its own server. A server with preloaded data is a fork of it.
 
 ::
 
-    client: finds or starts it ── program: becomes it ── server: the loop; forking: what it watches
-      │ identity: which one fits a caller; sockets: where it is, and who may use it
-      │ libraries: what it imports and learns; fitness: whether a caller would find the same
-      │ attributes: what the kernel hands to a fork; waiting: what a caller says while it waits
-      ▼
-    a fork is a worker (workers/worker.py), or a program (workers/interpreter.py), for which the command that
-    the user has started waits (proxy)
+    client: finds or starts a server ── program: becomes the server ── server: its loop; forking: its state │
+    identity: the server that fits a caller; sockets: where servers listen, and who may use them │ libraries:
+    imports and learning; fitness: checks that a caller would import the same code │ attributes: what forks
+    inherit from the kernel; waiting: messages of a waiting caller ▼ a fork is a worker (workers/worker.py),
+    or a program (workers/interpreter.py). The command that the user has started waits for the program (proxy)
+
+``server`` explains the design and its races.
 """

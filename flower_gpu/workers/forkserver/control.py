@@ -134,7 +134,7 @@ class Stays:
         self.connections: dict[str, socket.socket] = {}
 
     def ask(self, name: str) -> None:
-        """Ask the server ``name`` to keep running. Does nothing if it is not running, or was asked before."""
+        """Ask the server ``name`` to keep running, unless it has ended or was already asked."""
         with self._lock:
             connection = self.connections.get(name)
             if connection is not None:

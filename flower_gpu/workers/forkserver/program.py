@@ -1,4 +1,19 @@
-"""The program that becomes the host's fork server, and how a caller starts it."""
+"""The program that becomes the host's fork server, and the function by which a caller starts it.
+
+The problem: a server must outlive its starter, but the starter has to learn when the server is ready, or why
+it is not.
+
+Steps: the caller holds the lock to start a server of this name, opens a pipe, and starts the program with
+both (:func:`start`). The program forks once and its parent exits, so that no caller has to reap the server.
+The server imports its libraries, opens its socket, writes ``READY`` to the pipe, and releases the lock.
+
+Races and failures:
+
+- The starter may be killed. The server inherits the lock, so no other caller starts a second server
+  meanwhile. A server that hangs during its start is killed after a time limit (``killed_after``).
+- A library that was learned may kill the server. The server removes the list before it imports the learned
+  libraries, so the second try starts without them.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +43,29 @@ from flower_gpu.workers.interrupts import allowed_interrupts
 from flower_gpu.workers.life import explained, killed_after
 from flower_gpu.workers.threads import ONE_THREAD
 
-_START_S = 300.0  # imports on a busy machine take their time
+_START_S = 300.0  # time limit of a start; imports on a busy machine take long
 _POLL_S = 0.5
-_MARGIN_S = 20.0  # for all but the imports
+_MARGIN_S = 20.0  # time limit of everything but the imports
 
-#: Seconds that a start takes at most, with the second try. A process that holds the right to start a server
-#: for longer has been stopped, or cannot be killed.
+#: Longest time that a start takes, including a second try. A process that holds the start lock for longer has
+#: been stopped, or cannot be killed.
 LONGEST_START_S: Final = 2 * _START_S + _MARGIN_S
 
 
 class _DiedError(WorkerStartError):
-    """A server has ended during its start, without a reason."""
+    """A server has ended during its start without giving a reason."""
 
 
 def start(
     wanted: Mapping[str, Any], environ: Mapping[str, str], deadline: float | None, lock: int, wait: Wait
 ) -> None:
-    """Start a fork server, and wait until it is ready; ``lock`` is the right to do so.
+    """Start a fork server, and wait until it is ready.
 
-    ``wanted``: what becomes its :class:`~flower_gpu.workers.forkserver.forking.Start`.
+    ``wanted``: fields of its :class:`~flower_gpu.workers.forkserver.forking.Start`.
+    ``lock``: descriptor of the start lock, which the caller holds.
 
-    Raises WorkerStartError if it could not be started.
+    Raises WorkerStartError if the server could not be started.
+    Raises TimeoutError after ``deadline`` (of ``time.monotonic``).
     """
     learned = learned_file(wanted["name"])
     for is_last in (False, True):
@@ -58,20 +75,22 @@ def start(
                 group = _start(wanted, environ, ready, lock)
             return
         except WorkerStartError as error:
-            with suppress(ProcessLookupError):  # it hangs, and holds the right to start one
+            # If the server hangs, it still holds the start lock.
+            with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-            # What an earlier server had learned may have ended it; the next one comes up without. Else
-            # it was killed, for want of memory or by somebody: once more, as the next one may live.
+            # A learned library may have ended the server. The next server starts without the learned
+            # libraries. Or the server was killed, by a user or for lack of memory. The next one may live.
             if is_last or not (isinstance(error, _DiedError) or (had_learned and not learned.exists())):
                 raise
 
 
 def _start(wanted: Mapping[str, Any], variables: Mapping[str, str], ready: int, lock: int) -> int:
-    """Start the program of a fork server, which becomes nobody's child; returns its process group."""
+    """Start the program of a fork server, and return its process group. The server is not our child."""
     record = {"start": wanted, "ready": ready, "lock": lock, "limit_s": _START_S}
     environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
-    # What of ours a server needs; a run's own variables would mark it as a part of that run.
-    if os.environ.get("FLOWER_GPU_STATE_DIR"):  # a relative one would be another in the server's folder
+    # A server needs only this variable of ours. A run's variables would mark the server as a part of that
+    # run. The path is made absolute, because the server has another working directory.
+    if os.environ.get("FLOWER_GPU_STATE_DIR"):
         environ["FLOWER_GPU_STATE_DIR"] = str(state_folder.state_parent())
     environ = {**frameworks.UNTOUCHED_CUDA, **environ}
     command = identity.fresh_interpreter(f"{__name__}:main", identity.server_path())
@@ -93,12 +112,12 @@ def _start(wanted: Mapping[str, Any], variables: Mapping[str, str], ready: int, 
 
 @contextmanager
 def said_ready(deadline: float | None, limit_s: float | None, what: str, wait: Wait) -> Iterator[int]:
-    """Yield a descriptor for the new server to write to, then wait until it has said that it is ready.
+    """Yield a descriptor that the new server writes to, then wait until the server is ready.
 
-    ``what``: what is being started, for messages.
+    ``what``: name of the server in messages.
 
-    Raises WorkerStartError if it says something else, or nothing at all.
-    Raises TimeoutError if it says nothing until ``deadline``.
+    Raises WorkerStartError if the server reports an error, or ends without a report.
+    Raises TimeoutError if the server reports nothing until ``deadline``.
     """
     read, write = os.pipe2(os.O_CLOEXEC)
     try:
@@ -116,11 +135,11 @@ def said_ready(deadline: float | None, limit_s: float | None, what: str, wait: W
                 raise TimeoutError(f"{what} was not ready in time")
             if limit_s is not None and now - began > limit_s:
                 raise WorkerStartError(f"{what} was not ready after {limit_s:g} s")
-        said = os.read(read, 1 << 16)
-        if not said:
+        report = os.read(read, 1 << 16)
+        if not report:
             raise _DiedError(f"{what} could not be started: it ended; its log is in {sockets.folder()}")
-        if said != READY:
-            raise WorkerStartError(f"{what} could not be started: {said.decode(errors='replace')}")
+        if report != READY:
+            raise WorkerStartError(f"{what} could not be started: {report.decode(errors='replace')}")
     finally:
         os.close(read)
 
@@ -128,7 +147,8 @@ def said_ready(deadline: float | None, limit_s: float | None, what: str, wait: W
 def main() -> NoReturn:
     """Become the fork server that the first argument (JSON) describes."""
     work: Callable[[], object] = _serve
-    while True:  # a fork goes on from here
+    # A fork unwinds its stack to this loop, and then does its own work.
+    while True:
         try:
             work()
             os._exit(0)
@@ -141,14 +161,15 @@ def _serve() -> None:
     ready, lock = record["ready"], record["lock"]
     try:
         if os.fork():
-            os._exit(0)  # so that no caller has to reap it
+            os._exit(0)  # The parent exits, so that no caller has to reap the server.
     except OSError as error:
         os.write(ready, explained(error).encode())
         raise
     for descriptor in (ready, lock):
         os.set_inheritable(descriptor, False)
     try:
-        with killed_after(record["limit_s"]):  # the starter, which would kill it, may have been killed itself
+        # The starter would kill a server that hangs, but may have been killed itself.
+        with killed_after(record["limit_s"]):
             sockets.name_starter(lock)
             _leave_limits_of_starter()
             wanted, use = Start(**record["start"]), EnvironmentUse()
@@ -164,15 +185,16 @@ def _serve() -> None:
     except Become:
         raise
     except BaseException as error:
-        with suppress(OSError):  # it has been ready
+        # The pipe is closed if the server has been ready already.
+        with suppress(OSError):
             os.write(ready, describe(error))
         raise
 
 
 def _leave_limits_of_starter() -> None:
-    """Undo the starter's settings of its own process: workers of other callers would inherit them."""
+    """Undo the starter's signal settings and soft limits. Other callers' workers would inherit them."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python always ignores these.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for number in {*LIMITS} - {*SHAPING_LIMITS, resource.RLIMIT_CORE}:

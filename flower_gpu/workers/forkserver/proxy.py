@@ -1,7 +1,8 @@
-"""A program that the host's fork server forks, and the process that stands for it where the user started it.
+"""Runs a command's work in a program that the host's fork server forks. The command itself is the proxy.
 
-That process passes on the signals that it gets, and ends with the exit status of the program. Streams,
-environment and folder of the program are its own.
+The proxy forwards the signals that it gets, and ends with the exit status of the program. The program has the
+proxy's streams, environment and working directory. If the proxy is killed, a pipe is closed and the program
+ends at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flower_gpu.workers.forkserver.client import Forked
 from flower_gpu.workers.interpreter import UNKNOWN
 from flower_gpu.workers.messages import Gone
 
-_PASSED_ON: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
+_FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
 
 _log = logging.getLogger("flwr.flower_gpu")
 
@@ -31,13 +32,15 @@ _log = logging.getLogger("flwr.flower_gpu")
 def fork(
     function: str, label: str, modules: Sequence[str], without: frozenset[str]
 ) -> Callable[[], int] | None:
-    """Have a function run as a program with the arguments of this one, ended at once when this process ends.
+    """Run a function as a forked program with the arguments of this process.
 
-    ``function``: ``"package.module:function"``, called without arguments.
-    ``label``: what it does.
-    ``modules``: what it imports, and its workers; the server has them before.
-    ``without``: top-level names of libraries for which they have no use.
-    Returns what waits for its end (:func:`_wait`); None where no server can do that.
+    Returns a function that waits for the program and returns its exit status (:func:`_wait`). Returns None if
+    no server can run the program. The program is killed when this process ends.
+
+    ``function``: the function as ``"package.module:function"``, called without arguments.
+    ``label``: name of the program in messages.
+    ``modules``: modules that the program and its workers import. The server imports them first.
+    ``without``: top-level names of libraries that the server must not import.
     """
     if not client.is_supported() or _is_watched():
         return None
@@ -52,7 +55,8 @@ def fork(
         return partial(_wait, label, place, place.fork(message, [life, 0, 1, 2]), end)
     except (WorkerStartError, Gone, OSError) as error:
         _log.debug("%s runs in this process: %s", label, error)
-        os.close(end)  # should there be one, it ends
+        # If the program was forked after all, this ends it.
+        os.close(end)
         if place is not None:
             place.close()
         return None
@@ -61,12 +65,12 @@ def fork(
 
 
 def _wait(label: str, place: client.ServerPlace, forked: Forked, life: int) -> int:
-    """Pass signals on to a program until it has ended; returns its exit status, as a shell tells it.
+    """Forward signals to a program until it has exited. Return its exit status as a shell would.
 
-    ``place``: what has forked it. It is closed at the end.
-    ``life``: the write end of the pipe by which it ends with this process.
+    ``place``: the place that has forked the program. It is closed at the end.
+    ``life``: write end of a pipe. The program is killed when it is closed.
     """
-    with _passing_on_to(forked.pidfd):
+    with _forwarding_to(forked.pidfd):
         readable([forked.pidfd], None)
     os.close(life)
     status = forked.reap()
@@ -85,32 +89,32 @@ def _say(text: str) -> None:
 
 
 def _is_watched() -> bool:
-    """Tell whether this process is in a debugger or profiler, which would not see a fork of another one."""
-    monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    """Return True if a debugger or profiler watches this process. It would not see the server's fork."""
+    monitoring: Any = getattr(sys, "monitoring", None)  # New in Python 3.12.
     tools = () if monitoring is None else map(monitoring.get_tool, range(6))
     return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
 
 
 @contextmanager
-def _passing_on_to(pidfd: int) -> Iterator[None]:
-    """Pass signals on to a process, in the block; Ctrl-Z stops both."""
+def _forwarding_to(pidfd: int) -> Iterator[None]:
+    """Forward signals to a process within the block. Ctrl-Z stops both processes."""
 
-    def pass_on(number: int, _: Any) -> None:
+    def forward(number: int, _: Any) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, number)
 
     def stop(number: int, _: Any) -> None:
-        pass_on(signal.SIGSTOP, None)
-        os.kill(os.getpid(), signal.SIGSTOP)  # until SIGCONT
-        pass_on(signal.SIGCONT, None)
+        forward(signal.SIGSTOP, None)
+        os.kill(os.getpid(), signal.SIGSTOP)  # This call returns after SIGCONT.
+        forward(signal.SIGCONT, None)
 
-    handlers = {getattr(signal, name): pass_on for name in _PASSED_ON}
-    before: dict[int, Any] = {}
+    handlers = {getattr(signal, name): forward for name in _FORWARDED}
+    previous: dict[int, Any] = {}
     for number, handler in {**handlers, signal.SIGTSTP: stop}.items():
         if signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, handler)
+            previous[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,10 +1,24 @@
-"""How fork servers are found: by Unix sockets in a folder that only this user can enter.
+"""Sockets, locks and logs of fork servers, in a folder that only this user can enter.
 
-Landlock keeps a process from opening files, but not from connecting to a socket that has a path. So a worker
-that is confined, and runs as the same account, gets as far as a fork server's socket. A caller sends a
-descriptor of a file of the state folder along (:data:`PROOF`), open for reading; a confined process has none
-and cannot open one. That is no secret that could be found in the memory of a server, which all its forks have
-a copy of.
+Who may use a server: Landlock keeps a confined process from opening files, but not from connecting to a Unix
+socket. So a confined worker of the same account can connect to a fork server. A caller therefore sends a
+descriptor of a file in the state folder (:data:`PROOF`), open for reading. A confined process has no such
+descriptor and cannot open the file. A secret in memory would not help, because each fork has a copy of the
+memory of its server.
+
+Who may start a server: the process that holds the lock of its name (:func:`locked`). A new server inherits
+the lock, and releases it when it is ready.
+
+Races:
+
+- A socket must be listening when it gets its name, or a caller would be refused. So it is bound to a
+  temporary name, and then renamed, which also replaces the socket of an earlier server (:func:`listen`).
+- A server may only remove its own socket file, not that of a later server. So it compares the file's identity
+  under the lock (:func:`remove`).
+- A lock file may be removed as an old file while a process waits for it. So the process checks that its file
+  still has the name, and otherwise opens the new file.
+- Another thread may fork while the proof is open, and the fork would have the descriptor. So a lock is held
+  across all forks (``_proof_lock``).
 """
 
 from __future__ import annotations
@@ -29,21 +43,21 @@ from flower_gpu.workers import state_folder
 from flower_gpu.workers.interrupts import allowed_interrupts
 from flower_gpu.workers.messages import Gone, peer, send
 
-#: Callers that the kernel may keep until they are accepted; it keeps no more than net.core.somaxconn.
+#: Number of callers that may wait to be accepted. The kernel limits it to net.core.somaxconn.
 QUEUE = 4096
-_PAUSES_S = (0.02, 0.25)  # between two tries to get a lock: the first, the longest
+_PAUSES_S = (0.02, 0.25)  # first and longest pause between two tries to get a lock
 _LOOK_S = 1.0
-#: The first message of a connection. The descriptor of :data:`PROOF` comes with it; there is no answer.
+#: First message of a connection. The descriptor of :data:`PROOF` is sent with it. It gets no answer.
 CALLER: dict[str, Any] = {"caller": True}
 _KEPT_S = 7 * 24 * 3600.0
-# The files of a server; a name that begins with a dot is one that is being written.
+# Names of a server's files. A name that begins with a dot is a file that is being written.
 _OURS = re.compile(r"\.?([0-9a-f]{20})\.(?:socket|lock|log|libraries|\d+|libraries\.\d+\.[0-9a-f]+\.tmp)")
 
 
 def folder() -> Path:
-    """Return the folder of this user's fork servers; make it where it is missing.
+    """Return the folder of this user's fork servers. Create it if it is missing.
 
-    Raises ConfigError if it is not safe: somebody else could put a socket of theirs into it.
+    Raises ConfigError if the folder is not safe, because another user could put a socket into it.
     """
     try:
         return state_folder.made_state_dir()
@@ -55,22 +69,23 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Return the names of all fork servers of this user that have a socket, running or not."""
+    """Return the names of this user's fork servers that have a socket file, even if they have ended."""
     return sorted(path.stem for path in folder().glob("*.socket"))
 
 
 def remove_old_files() -> None:
-    """Remove the files of servers that have not been started for a week: their environments are gone.
+    """Remove the files of servers that have not been started for a week, because their environment is gone.
 
-    Nothing else: other files in the folder, such as footprints, do not age.
+    Other files in the folder, such as footprints, are kept.
     """
     oldest = time.time() - _KEPT_S
     files: dict[str, list[Path]] = {}
     for path in folder().iterdir():
-        if found := _OURS.fullmatch(path.name):
-            files.setdefault(found[1], []).append(path)
+        if match := _OURS.fullmatch(path.name):
+            files.setdefault(match[1], []).append(path)
     for name, paths in files.items():
-        with suppress(OSError):  # also a TimeoutError: somebody is starting it
+        # TimeoutError, which is an OSError, means that another process is starting the server.
+        with suppress(OSError):
             if max(path.lstat().st_mtime for path in paths) < oldest:
                 with locked(name, deadline=0.0):
                     if not _runs(name):
@@ -80,11 +95,11 @@ def remove_old_files() -> None:
 
 
 def _runs(name: str) -> bool:
-    """Tell whether there is a server of this name, also one that takes no more calls."""
+    """Return True if a server of this name is running, including a server that is draining."""
     try:
         connect(name, _LOOK_S).close()
     except Gone as gone:
-        # Anything else, such as a full queue, comes from a server that is there.
+        # Any other error, such as a full queue, means that the server is running.
         if isinstance(gone.__cause__, ConnectionRefusedError | FileNotFoundError):
             return _is_locked(folder() / f"{name}.log")
     return True
@@ -102,18 +117,20 @@ def _is_locked(path: Path) -> bool:
 
 
 def open_log(name: str) -> int:
-    """Open an empty log for fork server ``name``, locked for as long as a server has it as its output."""
+    """Return a descriptor of an empty log for fork server ``name``. A server with this output holds its lock."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     descriptor = os.open(folder() / f"{name}.log", flags, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)  # shared with one of this name that takes no more calls
+    # The lock is shared with a draining server of this name.
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def is_server(pid: int) -> bool:
-    """Tell whether a process is a fork server of this user, also one that starts or takes no more calls.
+    """Return True if a process is a fork server of this user, even if it is starting or draining.
 
-    Its errors go to a log that :func:`open_log` has made. Those of a worker go to its caller. What a confined
-    worker has left cannot write to such a log, but can have it open without any right.
+    The error stream of a server is a log of :func:`open_log`. The error stream of a worker belongs to its
+    caller. A process of a confined worker cannot open such a log for writing, but it can open it with
+    ``O_PATH``. So the flags are checked as well.
     """
     with suppress(OSError, LookupError, ValueError):
         log = Path(os.readlink(f"/proc/{pid}/fd/2").removesuffix(" (deleted)"))
@@ -129,10 +146,10 @@ def is_server(pid: int) -> bool:
 
 
 def connect(name: str, timeout_s: float) -> socket.socket:
-    """Connect to the fork server ``name``, and show it that this process may.
+    """Return a connection to the fork server ``name``. Sends the proof that this process may use it.
 
-    Raises Gone if there is none.
-    Raises ConfigError if this process may not: it is confined.
+    Raises Gone if the server is not running.
+    Raises ConfigError if this process may not use it, because it is confined.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
@@ -141,8 +158,8 @@ def connect(name: str, timeout_s: float) -> socket.socket:
             connection.connect(f"{here}/{name}.socket")
             if peer(connection)[1] != os.getuid():
                 raise Gone(f"the socket of fork server {name} is another user's")
-            with proof_opened() as shown:
-                send(connection, CALLER, [shown])
+            with proof_opened() as proof:
+                send(connection, CALLER, [proof])
     except OSError as error:
         connection.close()
         raise Gone(str(error)) from error
@@ -153,7 +170,7 @@ def connect(name: str, timeout_s: float) -> socket.socket:
 
 
 def listen(name: str) -> socket.socket:
-    """Open the socket ``name`` and put it in the place of one that is there."""
+    """Return a listening socket with the file name ``name``. Replaces an existing socket file."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     with state_folder.short_name(folder()) as here:
         temporary = f"{here}/.{name}.{os.getpid()}"
@@ -168,16 +185,17 @@ def listen(name: str) -> socket.socket:
 def identity(name: str) -> tuple[int, int] | None:
     """Return the identity of the socket file ``name``, or None if it is missing."""
     try:
-        # Not folder(): that would make one again that has been removed.
-        found = (state_folder.state_dir() / f"{name}.socket").stat()
+        # folder() is not used, because it would create a removed folder again.
+        file = (state_folder.state_dir() / f"{name}.socket").stat()
     except OSError:
         return None
-    return found.st_ino, found.st_ctime_ns
+    return file.st_ino, file.st_ctime_ns
 
 
 def remove(name: str, which: tuple[int, int] | None) -> None:
-    """Remove the socket file ``name`` if it is still the one with identity ``which``."""
-    if identity(name) != which:  # also where the folder is gone, which must not be made again for this
+    """Remove the socket file ``name`` if its identity is still ``which``."""
+    # This also returns if the folder is gone. locked() would create it again.
+    if identity(name) != which:
         return
     with suppress(OSError, ConfigError, TimeoutError), locked(name, deadline=0.0):
         if identity(name) == which:
@@ -185,18 +203,19 @@ def remove(name: str, which: tuple[int, int] | None) -> None:
 
 
 class BeingStartedError(TimeoutError):
-    """Another process holds the right to start a fork server."""
+    """Another process holds the lock to start a fork server."""
 
 
 @contextmanager
 def locked(name: str, deadline: float | None, say: Callable[[str], object] = lambda _: None) -> Iterator[int]:
-    """Hold the right to start fork server ``name``; yield the descriptor of the lock.
+    """Hold the lock to start fork server ``name``, and yield its descriptor.
 
-    A process that inherits the descriptor holds the lock, too. ``say``: receives the reason for the wait,
-    now and then.
+    A process that inherits the descriptor holds the lock, too.
 
-    Raises BeingStartedError if another process holds it until ``deadline`` (of ``time.monotonic``).
-    Raises ConfigError if this process is confined: what it starts would be confined as well.
+    ``say``: called repeatedly during the wait, with the reason for it.
+
+    Raises BeingStartedError if another process holds the lock until ``deadline`` (of ``time.monotonic``).
+    Raises ConfigError if this process is confined, because its server would be confined as well.
     """
     path = folder() / f"{name}.lock"
     with proof_opened():
@@ -209,7 +228,8 @@ def locked(name: str, deadline: float | None, say: Callable[[str], object] = lam
                 files.lock(descriptor, deadline, pauses_s=_PAUSES_S, sleep=sleep)
             except TimeoutError:
                 raise BeingStartedError(_is_starting(descriptor, name)) from None
-            if files.still_has_name(descriptor, path):  # else it was removed as an old file
+            # Otherwise, the file was removed as an old file, and the lock must be taken on a new file.
+            if files.still_has_name(descriptor, path):
                 yield descriptor
                 return
         finally:
@@ -217,8 +237,9 @@ def locked(name: str, deadline: float | None, say: Callable[[str], object] = lam
 
 
 def name_starter(lock: int) -> None:
-    """Write into a file that :func:`locked` has locked that this process is the one to wait for."""
-    with suppress(OSError):  # a full disk: then other callers cannot name the process
+    """Write the pid of this process into the lock file, so that waiting callers can name the process."""
+    # The disk may be full. Then waiting callers cannot name the process.
+    with suppress(OSError):
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
 
@@ -230,23 +251,26 @@ def _sleep(lock: int, name: str, say: Callable[[str], object], seconds: float) -
 
 
 def _is_starting(lock: int, name: str) -> str:
-    """Return a clause that says which process starts a server."""
+    """Return the reason for a wait, with the pid of the process that is starting the server if known."""
     pid = os.pread(lock, 20, 0).decode(errors="replace")
     return f"fork server {name} is being started by another process" + (f" (pid {pid})" if pid else "")
 
 
-#: The file, in the state folder. It is empty.
+#: Name of the file in the state folder that proves a caller's rights. The file is empty.
 PROOF: Final = "callers"
 
 _PROOF_FLAGS: Final = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
-# Held while the descriptor is open: a fork of this process by another thread would have it as well.
+# Held while the descriptor is open. Otherwise, a fork by another thread would have the descriptor as well.
 _proof_lock = threading.RLock()
 
 
 @contextmanager
 def proof_opened() -> Iterator[int]:
-    """Open :data:`PROOF`, made where it is missing; ConfigError if this process may not read it."""
+    """Yield a descriptor of :data:`PROOF`. Creates the file if it is missing.
+
+    Raises ConfigError if this process may not read the file.
+    """
     path = state_folder.state_dir() / PROOF
     with _proof_lock:
         try:
@@ -263,22 +287,23 @@ def proof_opened() -> Iterator[int]:
 
 
 def has_proof() -> bool:
-    """Tell whether this process may read the file: after it was confined it must not."""
+    """Return True if this process may read :data:`PROOF`. A confined process must not."""
     with suppress(OSError, ConfigError), proof_opened():
         return True
     return False
 
 
 def is_proof(descriptors: Sequence[int]) -> bool:
-    """Tell whether these are one descriptor of the file, open for reading."""
+    """Return True if ``descriptors`` holds exactly one descriptor of :data:`PROOF`, open for reading."""
     if len(descriptors) != 1:
         return False
     try:
-        # By its name, each time: a descriptor kept here would be open in each fork, too.
-        wanted, given = (state_folder.state_dir() / PROOF).lstat(), os.fstat(descriptors[0])
-        if not stat.S_ISREG(wanted.st_mode) or not os.path.samestat(wanted, given):
+        # The file is looked up by name each time, because each fork would have a descriptor kept here.
+        proof, received = (state_folder.state_dir() / PROOF).lstat(), os.fstat(descriptors[0])
+        if not stat.S_ISREG(proof.st_mode) or not os.path.samestat(proof, received):
             return False
-        # Read, not asked for its flags: Landlock lets everybody open a file with O_PATH, or for ioctl(2).
+        # Reading is the test, not the flags: Landlock lets any process open a file with O_PATH or for
+        # ioctl(2).
         os.pread(descriptors[0], 1, 0)
     except OSError:
         return False

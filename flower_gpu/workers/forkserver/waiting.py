@@ -1,7 +1,7 @@
-"""What a caller tells its user while it waits for a fork server.
+"""Log messages of a caller that waits for a fork server.
 
-A fork server that starts on a busy machine, or imports libraries from a slow disk, takes minutes. A caller
-that waits for it in silence looks as if it hung.
+A fork server may take minutes to start on a busy machine, or to import libraries from a slow disk. A caller
+that waits in silence looks as if it hung.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 
 class Wait:
-    """One wait of a caller, which may be for several things in turn."""
+    """One wait of a caller. Its reason may change meanwhile."""
 
     def __init__(self) -> None:
         self._say_s: float = SAY_WAIT.resolve(None, os.environ)
-        self._last = time.monotonic()  # when something was logged, or the wait began
-        self._said: set[str] = set()
+        self._last = time.monotonic()  # time of the last log message, or of the start of the wait
+        self._logged: set[str] = set()
 
     def say(self, reason: str) -> None:
-        """Log the reason for the wait, once, after ``FLOWER_GPU_SAY_WAIT_S`` without a line."""
-        if reason not in self._said and time.monotonic() - self._last > self._say_s:
-            self._said.add(reason)
+        """Log the reason for the wait after ``FLOWER_GPU_SAY_WAIT_S`` without a message, once per reason."""
+        if reason not in self._logged and time.monotonic() - self._last > self._say_s:
+            self._logged.add(reason)
             self._last = time.monotonic()
             _log.warning("still waiting: %s", reason)
