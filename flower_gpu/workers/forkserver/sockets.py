@@ -117,7 +117,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def open_log(name: str) -> int:
-    """Return a descriptor of an empty log for fork server ``name``. A server with this output holds its lock."""
+    """Return a descriptor of an empty log for fork server ``name``, locked while a server writes to it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     descriptor = os.open(folder() / f"{name}.log", flags, 0o600)
     # The lock is shared with a draining server of this name.
