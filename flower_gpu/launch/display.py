@@ -1,4 +1,4 @@
-"""What a launch says while it runs: its progress, and messages to clients that failed."""
+"""Output of a running launch: its progress, and the failures of clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SERVER: Final = (None, "server")
 
 
 class LaunchDisplay:
-    """Progress and lines on stdout; with ``is_quiet`` only failures, on stderr: stdout has the result."""
+    """The progress of a run on stdout. With ``is_quiet``, it shows only failures, on stderr."""
 
     def __init__(self, num_rounds: int | None, is_quiet: bool = False) -> None:
         self.history = History(keep_finished=False)
@@ -43,7 +43,7 @@ class LaunchDisplay:
             self._progress.say(text)
 
     def traceback(self, text: str) -> None:
-        """Show a failure in several lines: on stderr, or above the bars where both are on a terminal."""
+        """Show a failure in several lines: above the bars if both streams are terminals, else on stderr."""
         if not self._is_quiet and sys.stdout.isatty() and sys.stderr.isatty():
             self._progress.say(text)
         else:
@@ -61,8 +61,8 @@ class LaunchDisplay:
             say(self._out_of_memory(event))
 
     def tick(self) -> None:
-        """Advance the displayed time; without any worker, show the reason for the wait."""
-        pids = {one.caller_pid for one in self.history.waiting if one.caller_pid is not None}
+        """Advance the displayed time. If messages wait and no worker runs, show the reason."""
+        pids = {call.caller_pid for call in self.history.waiting if call.caller_pid is not None}
         self._waits.look(self.history.stuck_since, time.time(), pids)
         self._progress.tick()
 
@@ -71,29 +71,31 @@ class LaunchDisplay:
             self.line(fields["text"])
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._progress.close()
 
     def _out_of_memory(self, event: Event) -> str:
         gpu = self.history.gpus.get(text(event.get("uuid")))
         where = "its GPU" if gpu is None or gpu.index < 0 else f"GPU {gpu.index}"
         then, cap_bytes = text(event.get("then")), number(event.get("cap_bytes"))
-        follows = {
+        consequences = {
             "again": "it runs again",
             "on the CPU": "it runs again on the CPU",
             "failed": "it has failed",
         }
-        of = "" if cap_bytes is None else f" with {format_bytes(int(cap_bytes))}"
-        return f"{call_label(event)} ran out of memory on {where}{of}: {follows.get(then, then)}"
+        cap = "" if cap_bytes is None else f" with {format_bytes(int(cap_bytes))}"
+        return f"{call_label(event)} ran out of memory on {where}{cap}: {consequences.get(then, then)}"
 
 
 class Failures:
-    """Shows each failure once, and keeps it in ``failures.log``.
+    """The failures of a run. Shows each failure once, and writes it to ``failures.log``.
 
-    One failed message is told up to three times, in this order: by its worker, by the process that Flower has
-    started for it, and by the server, whose grid got an error for a reply. The first one knows most, and the
-    others are not shown. ``client_of`` returns the client of a node's id, ``traceback_of`` the last traceback
-    of a client, for failures that only the server tells of.
+    A failed message is reported up to three times, in this order: by its worker, by the process that Flower
+    has started for it, and by the server, which got an error instead of a reply. The first report has the
+    most details, so the others are not shown.
+
+    ``client_of``: returns the client of a node's id.
+    ``traceback_of``: returns the last traceback of a client, for failures that only the server reports.
     """
 
     def __init__(
@@ -113,15 +115,15 @@ class Failures:
 
     @property
     def why_over(self) -> str | None:
-        """Why the run computes nothing, and where to read on; None as long as any client may succeed."""
+        """Reason for which all clients fail, and the log with details. None while a client may succeed."""
         reason = self._display.history.all_failed
         return f"{reason}; {self._log.pointer}" if reason else None
 
     def see(self, event: Event) -> None:
-        """Take an event of the trace."""
+        """Handle an event of the trace."""
         match event.get("event"):
             case "worker_finished":
-                # What follows when memory ran out is in an event of its own.
+                # If memory ran out, another event reports the consequence.
                 if event.get("outcome") not in ("ok", "cancelled", "out of memory", None):
                     self._see_worker(event, Failure.from_event(event, str(event.get("client"))))
             case "client_failed":
@@ -135,25 +137,26 @@ class Failures:
                 pass
 
     def _see_worker(self, event: Event, failure: Failure) -> None:
-        if event.get("client") in _SERVER:  # it fails the run, which says why
+        # A failed call of the server fails the run, and the run reports the reason.
+        if event.get("client") in _SERVER:
             self._display.error(f"{call_label(event)} failed: {_reason(failure)}")
         else:
             self._of_worker[failure.client] += 1
             self._add(failure)
 
     def _see_reply(self, event: Event, error: str) -> None:
-        found = LABEL.match(error)
-        client = found["client"] if found else self._client_of(event.get("node") or 0)
-        is_told = self._of_worker.pop(client, 0) or self._of_client[client]
+        label = LABEL.match(error)
+        client = label["client"] if label else self._client_of(event.get("node") or 0)
+        was_reported = self._of_worker.pop(client, 0) or self._of_client[client]
         if self._of_client[client]:
             self._of_client[client] -= 1
-        if not is_told:
+        if not was_reported:
             traceback = "" if error.startswith(NO_REPLY) else self._traceback_of(client)
             self._add(Failure.from_event(event, client, traceback))
 
     def _add(self, failure: Failure) -> None:
         self._was_said = False
-        # That there is no reply says little: more is said by what has ended, or by its end.
+        # A missing reply is not shown, because the failure of a process, or its exit, tells more.
         self._log.add(failure, is_said=not failure.error.startswith(NO_REPLY))
         if not self._was_said:
             self._display.error(f"{failure.title}: {_reason(failure)}")
