@@ -1,4 +1,15 @@
-"""The processes of one launch: a SuperLink, N SuperNodes and ``flwr run``, each with its environment."""
+"""The processes of one launch: a SuperLink, N SuperNodes and ``flwr run``, each with its environment.
+
+Order of the start: the SuperLink starts first, because a SuperNode that cannot connect waits longer before
+each try. Then ``flwr run`` and all SuperNodes start together. The strategy of the ServerApp waits for the
+nodes.
+
+Everything runs in one thread, which calls :meth:`Federation.has_finished` regularly. When ``flwr run`` has
+exited, ``flwr list`` tells the outcome, because the log stream of ``flwr run`` may break off during a run.
+
+Races: a free port may be taken by another process before the server listens on it. Then the server exits with
+a message, and is started again with another port, up to ``PORT_ATTEMPTS`` times.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +60,13 @@ from flower_gpu.workers.threads import planned_threads
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
-#: How often a process is started again with another port when another process took the one it was given.
+#: Maximum number of starts of a process whose port was taken by another process. Each start gets a new port.
 PORT_ATTEMPTS: Final = 4
-# What flwr run prints when the SuperLink has accepted the app.
+# Output of flwr run when the SuperLink has accepted the app
 _SUBMITTED: Final = "Successfully started run"
-# flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
+# flwr.serverapp.strategy logs this once a second while fewer nodes are connected than the strategy needs.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
-# What flwr's FAB builder may take; anything else in the app's folder stays where it is.
+# Files that flwr's FAB builder may include. Other files in the app's folder are not copied.
 _FAB_FILES: Final = (
     "*.py",
     "*.toml",
@@ -72,25 +83,26 @@ _FAB_FILES: Final = (
 def service_environment(
     base: Mapping[str, str], folder: RunFolder, calls: CallOptions | None = None
 ) -> dict[str, str]:
-    """Build the environment of every process of a run: the user's own, what a run needs, and call options."""
+    """Return the environment of all processes of a run: the user's, a run's own variables, and options."""
     env = {
-        # What a user may want otherwise, and can set.
+        # The user's environment, base, overrides these defaults.
         "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's 1 s is felt in every message
-        **frameworks.UNTOUCHED_CUDA,  # what an app asks of GPUs when it is imported does not start CUDA
-        "PYTHONUNBUFFERED": "1",  # what an app prints is in its log when its process is killed
-        "PYTHONIOENCODING": "utf-8",  # whatever the locale is: else flwr run ends at a text that is not ASCII
-        NOT_INSTALLED: "1",  # what the app declares is here already
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's default of 1 s delays each message.
+        **frameworks.UNTOUCHED_CUDA,  # An app that asks for GPUs at import does not initialise CUDA.
+        "PYTHONUNBUFFERED": "1",  # The output of an app is in its log even if its process is killed.
+        "PYTHONIOENCODING": "utf-8",  # In some locales, flwr run would fail at text that is not ASCII.
+        NOT_INSTALLED: "1",  # The app's dependencies are installed already.
         str(ENVIRONMENTS_DIR.variable): str(environments_folder(base)),
         **base,
-        # What keeps runs apart from each other and from the user's Flower configuration.
+        # These variables separate runs from each other and from the user's Flower configuration.
         "FLWR_HOME": str(folder.flwr_home),
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         RUN_DIR_VARIABLE: str(folder.path),
         "PATH": with_flowers(base.get("PATH")),
     }
-    env.pop(CLIENT_VARIABLE, None)  # set for clients only
-    for name in ("NO_PROXY", "no_proxy"):  # all connections are local, whatever proxy there is
+    env.pop(CLIENT_VARIABLE, None)  # It is set for clients only.
+    # All connections are local, so a proxy must not be used.
+    for name in ("NO_PROXY", "no_proxy"):
         env[name] = ",".join(filter(None, [base.get(name), ports.HOST, "localhost"]))
     return options.environment(calls or {}, env)
 
@@ -101,27 +113,30 @@ def client_environment(
     at_once: int,
     node_config: Mapping[str, ConfigValue] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Build the environment of one client's processes from the environment of every process.
+    """Return the environment of one client's processes.
 
-    ``at_once`` clients may train at the same time; ``node_config`` is the config of the client's node.
+    ``env``: environment of all processes of the run.
+    ``at_once``: number of clients that may train at the same time.
+    ``node_config``: config of the client's node.
     """
     result = {**options.node_environment(env, node_config), CLIENT_VARIABLE: str(client)}
     if not env.get(CONCURRENCY.variable):
         result[CONCURRENCY.variable] = str(at_once)
     if not env.get("OMP_NUM_THREADS"):
-        # Workers get their share by themselves. This is for apps that train in the client's own process:
-        # OpenMP's threads wait for each other in busy loops, and three clients with two threads each on
-        # two cores were seen to take six times as long as with one.
-        asked = node_config.get("num-cpus")
-        told = {} if asked is None else {CALL["num_cpus"].variable: str(asked)}
-        result["OMP_NUM_THREADS"] = str(planned_threads({**result, **told}))
+        # A worker computes its share of the cores itself. This is for apps that train in the client's own
+        # process. OpenMP threads wait for each other in busy loops: three clients with two threads each on
+        # two cores took six times as long as with one thread each.
+        num_cpus = node_config.get("num-cpus")
+        variables = {} if num_cpus is None else {CALL["num_cpus"].variable: str(num_cpus)}
+        result["OMP_NUM_THREADS"] = str(planned_threads({**result, **variables}))
     return result
 
 
 class Federation:
-    """Starts the processes of one run, and finds out how the run ends.
+    """The processes of one run. Starts them, and determines the outcome of the run.
 
-    ``env``: of every process, see :func:`service_environment`. ``say``: shows a line.
+    ``env``: environment of all processes, see :func:`service_environment`.
+    ``say``: shows a line.
     """
 
     def __init__(
@@ -139,26 +154,26 @@ class Federation:
         self._node_env: Mapping[str, str] = self._env
         self._supervisor = supervisor
         self._say = say
-        self._port = 0  # of the SuperLink
+        self._port = 0  # port of the SuperLink
         self._nodes: list[Service] = []
         self._node_attempts = [1] * plan.clients
         self._clients_of_nodes: dict[int, int] = {}
-        self._asked: Service | None = None  # `flwr list`, once the run has ended
-        #: Log of ``flwr run``, which streams that of the ServerApp.
+        self._status_query: Service | None = None  # `flwr list`, after the run has ended
+        #: Log of ``flwr run``, which streams the log of the ServerApp.
         self.server_log = folder.log("run")
         self._server_lines = trace.Follower(self.server_log)
-        self._server_lines.read_lines()  # of an earlier start of a run that goes on
+        self._server_lines.read_lines()  # Skips the lines of the run that this run resumes.
 
     def start(self) -> None:
-        """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run.
+        """Start the SuperLink, wait until it answers, and start the SuperNodes and the run.
 
-        Raises LaunchFailedError or LaunchStoppedError.
+        Raises LaunchFailedError if a process fails, or LaunchStoppedError.
         """
         self.folder.flwr_home.mkdir(exist_ok=True)
         self.use_our_commands()
         if self.plan.fast_start:
             self._warm_up()
-        # First alone: a SuperNode that comes too early waits longer and longer between its tries.
+        # The SuperLink starts alone, because a SuperNode that cannot connect waits longer before each try.
         with told_if_slow(self._say, "starting the SuperLink", self.missing):
             self._start_link()
         (self.folder.flwr_home / "config.toml").write_text(
@@ -172,13 +187,14 @@ class Federation:
         if self.plan.overrides:
             command += ["--run-config", format_pairs(self.plan.overrides)]
         self._run = Service("flwr run", command, self._env, self.server_log)
-        # The run first: Flower builds and submits it while the SuperNodes start; its strategy waits for them.
+        # The run comes first, so that Flower builds and submits it while the SuperNodes start. Its strategy
+        # waits for them.
         self._supervisor.start(self._run, *self._nodes)
 
     def missing(self, then: str = "the ServerApp to send its first message") -> str:
-        """Return a line about what the run waits for at its start, with the end of the log that says why.
+        """Return a line with the reason why a start takes long, and the end of the log with details.
 
-        ``then``: what it waits for when the run is submitted and all SuperNodes are connected.
+        ``then``: the reason after the run is submitted and all SuperNodes are connected.
         """
         away = [client for client, node in enumerate(self._nodes) if not has_connected(node.log)]
         if not self._nodes:
@@ -194,7 +210,7 @@ class Federation:
         return f"waiting for {what}. The end of {short(log)}: {printable(tail(log, 1)) or 'nothing yet'}"
 
     def use_our_commands(self) -> None:
-        """Let SuperLink and SuperNodes find our commands; if these cannot be used, log the effect."""
+        """Put our commands on the PATH of SuperLink and SuperNodes. If that fails, show the consequence."""
         try:
             path = CommandFolder(SERVER_COMMANDS).first_on(self._env.get("PATH"))
             self._link_env = {**self._env, "PATH": path}
@@ -210,14 +226,14 @@ class Federation:
 
     def _warm_up(self) -> None:
         app = self.plan.app
-        # Else each client of the first round would import them: six clients on two cores for 20 s.
+        # Otherwise, each client of the first round would import them. Six clients on two cores took 20 s.
         command = warm_up_command(libraries_of(app.path, app.clientapp.partition(":")[0]))
         env = self._client_environment(self._env, 0)
         self._supervisor.start(Service("warm-up", command, env, self.folder.log("warm-up")))
         self._supervisor.fork_programs(self._env, self.folder.log("programs"))
 
     def _start_link(self) -> None:
-        """Start the SuperLink and wait until it answers; on another port where its own is taken meanwhile."""
+        """Start the SuperLink and wait until it answers. Try another port if its port is taken meanwhile."""
         for attempt in range(1, PORT_ATTEMPTS + 1):
             self._port = ports.free_ports(1)[0]
             self._link = self.link_service(self._port)
@@ -231,7 +247,7 @@ class Federation:
                 raise _died(self._link)
 
     def link_service(self, port: int) -> Service:
-        """Return the SuperLink on a port, reachable from this machine only."""
+        """Return the service of a SuperLink that listens on ``port``, for this host only."""
         command = ["flower-superlink", "--insecure", "--host", ports.HOST, "--port", str(port)]
         if self._env[NOT_INSTALLED] == "1":
             command += ["--disable-runtime-dependency-installation"]
@@ -251,7 +267,10 @@ class Federation:
         return client_environment(env, client, self.plan.clients_at_once, node_config)
 
     def app_folder(self) -> Path:
-        """Folder that ``flwr run`` bundles: it would take in the logs of all runs if they lie in it."""
+        """Return the folder that ``flwr run`` bundles.
+
+        If the logs of runs are in the app's folder, return a copy of the app without them.
+        """
         app = self.plan.app.path
         if not self.folder.path.is_relative_to(app):
             return app
@@ -265,19 +284,22 @@ class Federation:
         return self.folder.app
 
     def client_of(self, node_id: int) -> str:
-        """Return the number of a node's client, from what its SuperNode says at its start; else its id."""
+        """Return the number of a node's client, as logged by its SuperNode, or a text with the node's id."""
         if node_id not in self._clients_of_nodes:
             self._clients_of_nodes = clients_of_nodes(self.folder)
         return str(self._clients_of_nodes.get(node_id, f"node {node_id}"))
 
     def traceback_of(self, client: str) -> str:
-        """Return the last traceback in a client's log; empty where there is none."""
+        """Return the last traceback in a client's log, or an empty text."""
         return last_traceback(self.folder.log(f"client-{client}"))
 
     def has_finished(self) -> bool:
-        """Tell whether the run has completed; raises LaunchFailedError if it cannot complete any more."""
-        if self._asked is not None:
-            return self._flower_says_completed(self._asked)
+        """Return True if the run has completed. Starts processes again if needed.
+
+        Raises LaunchFailedError if the run cannot complete.
+        """
+        if self._status_query is not None:
+            return self._has_completed(self._status_query)
         if not self._link.runs:
             raise _died(self._link)
         for client, node in enumerate(self._nodes):
@@ -288,9 +310,10 @@ class Federation:
             return False
         if self._run.returncode != 0:
             raise LaunchFailedError(self._run.describe_end(), self._run)
-        for node in self._nodes:  # they take a while to end; asking Flower does, too
+        # SuperNodes need some time to end, and so does the query. So both run at the same time.
+        for node in self._nodes:
             node.send(signal.SIGTERM)
-        self._ask()
+        self._query_status()
         return False
 
     def _restart_or_fail(self, client: int, node: Service) -> None:
@@ -309,39 +332,39 @@ class Federation:
                     f"{self.plan.clients}: give --clients {needed}, or lower min_available_nodes in the app"
                 )
 
-    def _ask(self) -> None:
+    def _query_status(self) -> None:
         command = ["flwr", "list", CONNECTION, "--format", "json"]
-        self._asked = Service("flwr list", command, self._env, self.folder.log("flwr-list"))
-        self._supervisor.start(self._asked)
+        self._status_query = Service("flwr list", command, self._env, self.folder.log("flwr-list"))
+        self._supervisor.start(self._status_query)
 
-    def _flower_says_completed(self, asked: Service) -> bool:
-        if asked.runs:
+    def _has_completed(self, query: Service) -> bool:
+        if query.runs:
             return False
-        if asked.returncode != 0:
-            raise LaunchFailedError(f"{asked.describe_end()}: the outcome of the run is not known", asked)
-        status, details = run_status(asked.log.read_text(encoding="utf-8", errors="replace"))
+        if query.returncode != 0:
+            raise LaunchFailedError(f"{query.describe_end()}: the outcome of the run is not known", query)
+        status, details = run_status(query.log.read_text(encoding="utf-8", errors="replace"))
         if status == "finished:completed":
             return True
         if status.startswith("finished"):
             text = "" if details in ("", "N/A") else f": {first_line(details)}"
             raise LaunchFailedError(f"Flower reports the run as {status}{text}", self._run)
-        # The log stream broke off, the run did not.
-        self._ask()
+        # The log stream broke off, but the run goes on.
+        self._query_status()
         return False
 
 
 def _died(service: Service) -> LaunchFailedError:
-    """Describe a service that ended although the run goes on."""
+    """Return the error about a service that exited before the end of the run."""
     return LaunchFailedError(f"{service.describe_end()} before the run was over", service)
 
 
 def run_status(text: str) -> tuple[str, str]:
-    """Read the status of the only run, and its details, from what ``flwr list --format json`` prints.
+    """Return status and details of the only run in the output of ``flwr list --format json``.
 
-    Raises LaunchFailedError if it is something else.
+    Raises LaunchFailedError if the output contains no status.
     """
     try:
-        last = text.rpartition("\n$ ")[2]  # each start writes such a line into the log
+        last = text.rpartition("\n$ ")[2]  # Each start writes a line that begins with "$ " to the log.
         answer, _ = json.JSONDecoder().raw_decode(last[last.index("{") :])
         run = answer["runs"][0]
         return str(run["status"]), str(run.get("status-details") or "")

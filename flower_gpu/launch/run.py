@@ -28,8 +28,8 @@ _NO_ROUNDS: Final = (
     "No rounds are known: the app runs none of Flower's strategies. What an app evaluates in "
     "flower_gpu.gpu_evaluate is shown in any case."
 )
-#: Stages before the first call, by the event with which each begins: the line about it, and what the run
-#: waits for in it. Empty texts: the first call has begun.
+#: Stages before the first call, by the event that begins the stage: a line about the stage, and the event
+#: that ends it. Empty texts mean that the first call has begun.
 _STAGES: Final = {
     "strategy_started": (
         "the server runs, and waits for its clients",
@@ -43,15 +43,16 @@ _STAGES: Final = {
     "reply": ("", ""),
 }
 _TICK_S: Final = 0.2
-# Flower has said how the run ended: what is still there has nothing left to do.
+# Flower has reported the outcome by then, so the processes that still run have no more work.
 _GRACE_AT_END_S: Final = 0.5
 
 
 def launch(options: LaunchOptions) -> int:
-    """Run an app as the options say, show it, and leave its result in the run's folder.
+    """Run an app with these options, show its progress, and write its result to the run's folder.
 
-    Returns 0 if Flower reports the run as completed, 1 if anything failed, 128 + n if signal n stopped it.
-    Raises ConfigError if the options cannot be used; then nothing was started or written.
+    Returns 0 if Flower reports the run as completed, 1 if it failed, or 128 + n if signal n stopped it.
+
+    Raises ConfigError if the options cannot be used. Nothing has been started or written then.
     """
     plan = make_plan(options)
     settings = settings_of(plan)
@@ -84,7 +85,7 @@ def launch(options: LaunchOptions) -> int:
             clients=plan.clients,
             num_rounds=plan.num_rounds,
             settings=settings,
-        ) as run,  # first: nobody else goes on with it, and the supervisor ends what is of the run
+        ) as run,  # Entered first, because it locks the run's folder before the supervisor may kill processes.
         Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
         display = LaunchDisplay(plan.num_rounds, is_quiet=options.verbosity < 0)
@@ -125,7 +126,7 @@ def launch(options: LaunchOptions) -> int:
 
 
 def headline(plan: Plan, folder: RunFolder) -> str:
-    """Return a line about the run and the place of its logs."""
+    """Return a line with the sizes of the run and the folder of its logs."""
     counts = [f"{plan.clients} client" + "s" * (plan.clients > 1)]
     if plan.num_rounds is not None:
         counts.append(f"{plan.num_rounds} round" + "s" * (plan.num_rounds > 1))
@@ -133,7 +134,7 @@ def headline(plan: Plan, folder: RunFolder) -> str:
 
 
 def settings_of(plan: Plan) -> dict[str, object]:
-    """Collect the settings of a run."""
+    """Return the settings of a run, for its record."""
     return {
         "app": plan.app.name,
         "app_folder": str(plan.app.path),
@@ -145,7 +146,9 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
         "start_method": plan.options.calls.get("start_method"),
         "timeout_s": plan.options.calls.get("timeout_s"),
-        "gpu": {name: plan.options.calls.get(name) for name, each in CALL.items() if each.group == "GPUs"},
+        "gpu": {
+            name: plan.options.calls.get(name) for name, option in CALL.items() if option.group == "GPUs"
+        },
         "fast_start": plan.fast_start,
         "client_omp_num_threads": client_environment(os.environ, 0, plan.clients_at_once)["OMP_NUM_THREADS"],
     }
@@ -159,11 +162,11 @@ def _follow(
     events: trace.Follower,
     options: LaunchOptions,
 ) -> None:
-    """Start the run and show it until it has finished."""
+    """Start the run, and show its progress until it has finished."""
     log = trace.Follower(federation.server_log)
-    log.read_lines()  # of an earlier start of a run that goes on
+    log.read_lines()  # Skips the lines of the run that this run resumes.
     stage = contextlib.ExitStack()
-    stages = dict(_STAGES)  # that have not begun
+    stages = dict(_STAGES)  # stages that have not begun
 
     def show() -> None:
         for event in events.read_new():
@@ -191,11 +194,13 @@ def _follow(
             supervisor.wait(_TICK_S)
     finally:
         stage.close()
-        show()  # an app may end with an error of its own because all its clients have failed
+        # An app may exit with an error because all its clients have failed. Their failures must be shown.
+        show()
 
 
 def _close(display: LaunchDisplay) -> None:
-    with contextlib.suppress(OSError):  # the terminal is gone; stopping must go on
+    # If the terminal is gone, the run must still be stopped.
+    with contextlib.suppress(OSError):
         display.close()
 
 
@@ -213,7 +218,7 @@ def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
 
 
 def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int], str]) -> None:
-    """Write the result, also of a run that failed: its rounds so far are real."""
+    """Write and show the result. A failed run also has a result, because its finished rounds are valid."""
     history = History.read(folder.trace)
     result = result_of(history, client_of)
     write_results(folder, history.rounds, result)
@@ -237,7 +242,7 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int
 
 
 def remarks_at_end(plan: Plan, history: History) -> Iterator[str]:
-    """Yield remarks about the app's use of GPUs."""
+    """Yield remarks about unexpected use of GPUs by the app."""
     forced = plan.policies & {"force", "require"}
     key, leased = USE_GPU.run_config_key, history.tally.leases.granted
     if plan.run_config.get(key) is False and leased and not forced:
