@@ -85,7 +85,7 @@ def launch(options: LaunchOptions) -> int:
             clients=plan.clients,
             num_rounds=plan.num_rounds,
             settings=settings,
-        ) as run,  # Entered first, because it locks the run's folder before the supervisor may kill processes.
+        ) as run,  # Entered first: it locks the run before the supervisor may kill its processes.
         Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
         display = LaunchDisplay(plan.num_rounds, is_quiet=options.verbosity < 0)
