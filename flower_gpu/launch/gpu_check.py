@@ -1,6 +1,6 @@
-"""Checks requests against this host's GPUs before anything starts, by admission itself.
+"""Checks requests against this host's GPUs before anything starts, with the rules of admission.
 
-What an app's own code asks for is not known here; the ledger refuses that at once.
+Requests in an app's own code are not known here. The ledger refuses impossible ones at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flower_gpu.printable import format_bytes
 
 @dataclass
 class Callers:
-    """Callers whose calls may use the same GPUs, and ask for as much."""
+    """Callers with the same device policy and the same request."""
 
     settings: GPUSettings
     names: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Callers:
 
     @property
     def prefix(self) -> str:
-        """The beginning of a message that is not about all callers."""
+        """Prefix of a message that is not about all callers, else an empty text."""
         return "" if self.are_all else f"{self}: "
 
 
@@ -49,18 +49,20 @@ def callers_of(
     calls: CallOptions,
     environ: Mapping[str, str],
 ) -> list[Callers]:
-    """Put callers together that have the same policy and request; the rest is the same for all.
+    """Return the callers, grouped by policy and request. Other settings are equal for all.
 
-    ``node_configs``: by the callers' names. Raises ConfigError if a setting cannot be used.
+    ``node_configs``: node configs by the names of the callers.
+
+    Raises ConfigError if a setting cannot be used.
     """
     groups: dict[tuple[policy.DevicePolicy, LeaseRequest], Callers] = {}
     for name, config in node_configs.items():
         env = options.node_environment(environ, config)
         settings = call_settings(calls, base=env, node_config=config, run_config=run_config, named=flag)
-        found = settings.gpu
-        groups.setdefault((found.policy, found.request), Callers(found)).names.append(name)
-    for each in groups.values():
-        each.are_all = len(groups) == 1
+        gpu = settings.gpu
+        groups.setdefault((gpu.policy, gpu.request), Callers(gpu)).names.append(name)
+    for group in groups.values():
+        group.are_all = len(groups) == 1
     return list(groups.values())
 
 
@@ -72,21 +74,25 @@ def check(
     is_given: bool,
     at_once: int,
 ) -> list[str]:
-    """Check callers' requests against this host's GPUs.
+    """Check callers' requests against this host's GPUs, and return notes for the user.
 
-    ``is_given``: whether the user says if the run is to use GPUs, and not the app alone. ``at_once``: how
-    many clients may train at a time. Returns what the user should know: how many calls fit at a time, which
-    settings have no effect, which GPUs are used instead of others. Raises ConfigError if no GPU here can ever
-    give what is asked for; the message says what would fit.
+    The notes say how many calls fit at a time, which settings have no effect, and which GPUs are used instead
+    of others.
+
+    ``is_given``: whether the user, not only the app, decides if the run uses GPUs.
+    ``at_once``: number of clients that may train at a time.
+
+    Raises ConfigError if no GPU of this host can ever grant a request. The message says which would fit.
     """
     use_gpu = callers[0].settings.requested({})
     words = {each.settings.policy.gpu for each in callers}
     if words == {"never"} or (use_gpu is False and words == {"offer"}):
-        host = Inventory((), None, None)  # nobody looks at a GPU: neither do we
+        # No call will use a GPU, so the driver is not asked.
+        host = Inventory((), None, None)
     else:
         host = inventory.take(processes=False)
         inventory.close()
-    # That an app says `use-gpu = true` by itself is no reason to warn where there is no GPU.
+    # If only the app sets `use-gpu = true`, a host without a GPU is no reason for a warning.
     wanted = use_gpu if use_gpu is False or is_given else None
     lines: list[str] = []
     for each in callers:
@@ -107,7 +113,7 @@ def check(
 
 
 def _check_request(callers: Callers, gpus: Sequence[GPU], calls: CallOptions) -> list[str]:
-    """Check that these GPUs can ever grant a call's request; return a note on how many fit at a time."""
+    """Check that these GPUs can ever grant a request. Return a note with the number of calls that fit."""
     settings = callers.settings
     request = settings.request
     why = why_never(request, gpus, settings.reserve_bytes)
@@ -129,9 +135,10 @@ def _check_request(callers: Callers, gpus: Sequence[GPU], calls: CallOptions) ->
 
 
 def check_required(nodes: Iterable[GPUSettings], environ: Mapping[str, str]) -> None:
-    """Refuse nodes whose requirement no GPU here can meet: each of their messages would fail.
+    """Check that this host's GPUs can serve the nodes that require one. Otherwise, all messages would fail.
 
-    Raises GPUUnavailableError, or ConfigError if the GPUs are there and have too little memory.
+    Raises GPUUnavailableError if there is no usable GPU.
+    Raises ConfigError if the GPUs have too little memory.
     """
     required = {(each.policy, each.request): each for each in nodes if each.policy.gpu == "require"}
     if not required:
@@ -146,7 +153,7 @@ def check_required(nodes: Iterable[GPUSettings], environ: Mapping[str, str]) -> 
 
 
 def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) -> str | None:
-    """Return why these GPUs can never grant a call's request, and the size that fits; None if they can.
+    """Return the reason why these GPUs can never grant a request, and the size that fits. None if they can.
 
     Raises LeaseError if the ledger cannot be used.
     """
@@ -156,13 +163,13 @@ def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) ->
     if len(gpus) < request.count:
         listed = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in gpus)
         return f"a call may use {len(gpus)} here, {listed}; ask for at most {len(gpus)}"
-    # Rounded down: whoever writes the number that is shown gets it.
+    # Rounded down, so that a request for the number that is shown can be granted.
     have = ", ".join(
         f"GPU {gpu.index} ({gpu.name}) has {max(0, sizes[gpu.uuid]) >> 20}MiB for leases" for gpu in gpus
     )
-    most = max(sizes.values())
-    if request.memory_bytes is not None and request.memory_bytes > most:
-        return f"no GPU can ever give so much: {have}; ask for at most {max(0, most) >> 20}MiB"
+    largest = max(sizes.values())
+    if request.memory_bytes is not None and request.memory_bytes > largest:
+        return f"no GPU can ever give so much: {have}; ask for at most {max(0, largest) >> 20}MiB"
     if request.memory_bytes is not None:
         context = format_bytes(min(_contexts(gpus).values()))
         return f"CUDA's own context takes {context} of it: {have}; ask for more than {context}"
@@ -175,22 +182,25 @@ def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) ->
 
 
 def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[GPUNeed]:
-    """Ask admission which GPUs can ever grant a call's request; the context must fit into it, too."""
-    asked = [
+    """Return the needs, one for each GPU that can ever grant the request, by the rules of admission.
+
+    The amount must also have room for CUDA's context.
+    """
+    needs = [
         GPUNeed(
             gpu.uuid,
             memory_bytes=request.memory_bytes,
             share=request.share,
-            # So is a call whose amount is not known yet.
+            # A call with an unknown footprint also gets a whole GPU.
             alone=request.is_auto or is_exclusive(gpu, os.environ),
         )
         for gpu in gpus
     ]
-    found = admission.satisfiable(sizes, asked)
+    possible = admission.satisfiable(sizes, needs)
     if request.memory_bytes is None:
-        return found
+        return possible
     contexts = _contexts(gpus)
-    return [option for option in found if request.memory_bytes > contexts[option.uuid]]
+    return [option for option in possible if request.memory_bytes > contexts[option.uuid]]
 
 
 def _contexts(gpus: Sequence[GPU]) -> dict[str, int]:
@@ -199,7 +209,7 @@ def _contexts(gpus: Sequence[GPU]) -> dict[str, int]:
 
 
 def _room(need: GPUNeed, size_bytes: int) -> int:
-    """Ask admission how many such calls can have a lease on an empty GPU at a time."""
-    most = size_bytes // min(need.memory_bytes or size_bytes, admission.LEAST_SHARE_BYTES)
-    claims = [Claim(str(order), order, (need,)) for order in range(most + 1)]
+    """Return the number of such calls that can have a lease on an empty GPU at a time."""
+    upper_bound = size_bytes // min(need.memory_bytes or size_bytes, admission.LEAST_SHARE_BYTES)
+    claims = [Claim(str(order), order, (need,)) for order in range(upper_bound + 1)]
     return len(admission.plan([Card(need.uuid, size_bytes)], [], claims))

@@ -1,8 +1,8 @@
-"""Ends the processes of a killed launcher. Run as a program, it imports nothing of this package.
+"""The guard: a program that kills the processes of a killed launcher. It imports nothing of this package.
 
-The kernel kills the launcher's services with it (see ``supervisor.py``), but not what Flower has detached
-from them into sessions of their own: its ``flwr-serverapp`` was seen to live on for minutes. Everything that
-belongs to a run carries the run's folder in its environment, and is found by that.
+The kernel kills the launcher's services with the launcher (see ``supervisor.py``). It does not kill processes
+that Flower has detached into their own sessions. A ``flwr-serverapp`` was seen to live on for minutes. All
+processes of a run have the run's folder in their environment, so the guard finds them there.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ _SWEEPS_S = 5.0
 
 
 def marked(marker: bytes) -> list[int]:
-    """Find the processes that were started with an environment entry ``NAME=value``, except this one."""
-    found: list[int] = []
+    """Return the pids of other processes that were started with an environment entry ``NAME=value``."""
+    pids: list[int] = []
     try:
         names = os.listdir("/proc")  # noqa: PTH208 - Path.iterdir costs ten times as much
     except OSError:  # not Linux
-        return found
+        return pids
     for name in names:
         if name.isdecimal() and int(name) != os.getpid():
-            # Processes of other users cannot be read; one that has ended has no environment any more.
+            # The environment of another user's process cannot be read. A zombie has no environment.
             with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
                 if marker in file.read().split(b"\0"):
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def kill_marked(marker: bytes) -> None:
-    """Kill them again and again until none is left: one that was just forked is not in the list yet."""
+    """Kill all marked processes. Repeats until there are none, because a new fork may not be in the list."""
     deadline = time.monotonic() + _SWEEPS_S
     while (pids := marked(marker)) and time.monotonic() < deadline:
         for pid in pids:
@@ -43,7 +43,7 @@ def kill_marked(marker: bytes) -> None:
 
 
 def main() -> None:
-    """Wait until standard input ends, which only the launcher holds open, then sweep."""
+    """Wait for the end of standard input, which only the launcher holds open, and kill all processes."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     while os.read(0, 1):

@@ -1,8 +1,8 @@
-"""Key pairs of SuperNodes: made where they are missing, kept, in the form that Flower reads.
+"""Key pairs of SuperNodes, in files that Flower can read. Missing keys are created.
 
-Flower knows a SuperNode by an EC key: ``flower-supernode`` is given the private one, in OpenSSH's format, and
-``flwr supernode register`` the public one. Who has the private key is the node. So its file is its owner's
-alone, and a key that others could have read or put there is refused.
+Flower identifies a SuperNode by an EC key. ``flower-supernode`` gets the private key in OpenSSH's format, and
+``flwr supernode register`` gets the public key. Any process with the private key can act as the node. So only
+the owner may read its file, and a key that others could have read or written is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flower_gpu.printable import path_text
 #: Flower's option for the private key.
 OPTION: Final = "--auth-supernode-private-key"
 
-# What Flower's SuperLink answers (flwr.supercore.error.catalog), and the SuperNode writes down.
+# Answer of Flower's SuperLink (flwr.supercore.error.catalog), which the SuperNode logs.
 _TURNED_AWAY: Final = "Failed to activate SuperNode."
-# What `flwr supernode register` takes of the curves that OpenSSH's format has.
+# Curves that both OpenSSH's format and `flwr supernode register` support.
 _CURVES: Final = ("secp256r1", "secp384r1", "secp521r1")
 
 
@@ -33,22 +33,22 @@ _CURVES: Final = ("secp256r1", "secp384r1", "secp521r1")
 class NodeKey:
     """The key pair of one SuperNode."""
 
-    private: Path  # file of the private key; that of the public key ends with .pub
-    public_text: str  # the public key in one line, as OpenSSH writes it
+    private: Path  # file of the private key
+    public_text: str  # public key as one line, in OpenSSH's format
 
     @property
     def public(self) -> Path:
-        """File of the public key."""
+        """File of the public key: that of the private key with ``.pub`` at the end of its name."""
         return self.private.with_name(f"{self.private.name}.pub")
 
     @property
     def register_command(self) -> str:
-        """What the operator of the SuperLink runs once, so that this node is let in."""
+        """Command with which the operator of the SuperLink registers this node once."""
         return f"flwr supernode register {path_text(self.public)}"
 
     @property
     def why_turned_away(self) -> str:
-        """Return the reason for a SuperLink's refusal of this node, and a way out."""
+        """Likely reason why a SuperLink refuses this node, and a solution."""
         return (
             "the SuperLink does not know its key, or still counts it as connected, as for up to two "
             "minutes after a SuperNode was killed. If the key is new, the SuperLink's operator runs: "
@@ -57,15 +57,18 @@ class NodeKey:
 
 
 def is_turned_away(log: str) -> bool:
-    """Tell by the end of a SuperNode's log whether it ended because the SuperLink does not let it in."""
-    return _TURNED_AWAY in log.rpartition("\n$ ")[2]  # each start writes such a line
+    """Return True if a SuperNode exited because the SuperLink refused it, according to the end of its log."""
+    # Each start writes a line that begins with "$ " to the log.
+    return _TURNED_AWAY in log.rpartition("\n$ ")[2]
 
 
 def node_keys(folder: Path, count: int) -> list[NodeKey]:
-    """Return the keys of this many SuperNodes, in order; keys that are missing are made.
+    """Return the keys of ``count`` SuperNodes, in order. Creates missing keys.
 
-    ``folder`` has them as ``supernode-0``, the private key of the first one, ``supernode-0.pub``, and so on.
-    It is made if it is missing. Raises ConfigError if the folder or a key in it cannot be used.
+    ``folder``: folder of the keys, created if it is missing. The first private key is in ``supernode-0``, its
+    public key in ``supernode-0.pub``, and so on.
+
+    Raises ConfigError if the folder or a key in it cannot be used.
     """
     folder = folder.absolute()
     try:
@@ -88,7 +91,7 @@ def node_keys(folder: Path, count: int) -> list[NodeKey]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other commands from making the same keys meanwhile."""
+    """Keep other commands from creating the same keys within the block."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -109,7 +112,8 @@ def _node_key(private: Path) -> NodeKey:
 
 
 def _make(private: Path) -> None:
-    from cryptography.hazmat.primitives import serialization  # it takes a while, and --help does without
+    # Imported late, because it takes long, and --help does not need it.
+    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     text = ec.generate_private_key(ec.SECP384R1()).private_bytes(
@@ -120,18 +124,18 @@ def _make(private: Path) -> None:
 
 
 def _public_text(private: Path) -> str:
-    """Return the public key to the private key in a file."""
+    """Return the public key that belongs to the private key in a file."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     name = path_text(private)
     otherwise = "Or move it away: then a new one is made, which has to be registered at the SuperLink"
-    found = private.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = private.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{name} must be a file of this account that no other account can read or change (mode "
-            f"{stat.S_IMODE(found.st_mode):04o}): chmod 600 {name}. {otherwise}, if others may have read it"
+            f"{stat.S_IMODE(status.st_mode):04o}): chmod 600 {name}. {otherwise}, if others may have read it"
         )
     try:
         key = serialization.load_ssh_private_key(private.read_bytes(), None)

@@ -1,4 +1,4 @@
-"""The options of ``flower-gpu launch``; those about calls are in :mod:`flower_gpu.options`."""
+"""The options of ``flower-gpu launch``. Options of calls are in :mod:`flower_gpu.options`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ RUN_CONFIG: Final[Mapping[str, Option]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the user asked for, each value checked on its own."""
+    """Options of a launch. Each value has been checked by itself, but not against the app or this host."""
 
     app_dir: Path
     clients: Annotated[
@@ -73,7 +73,7 @@ class LaunchOptions:
             "number of clients (default: the app's num-clients, else 2; with --resume as many as before)",
             COUNT,
             group="federation",
-            synonyms=("num_supernodes",),  # as Flower has it
+            synonyms=("num_supernodes",),  # Flower's name
         ),
     ] = None
     node_config: Annotated[
@@ -90,7 +90,7 @@ class LaunchOptions:
             "any keys of the app's run config (TOML values; may be repeated)",
             PAIRS,
             group=RUN_CONFIG_GROUP,
-            synonyms=("c",),  # as in flwr run
+            synonyms=("c",),  # name in flwr run
         ),
     ] = field(default_factory=dict)
     fast_start: Annotated[
@@ -102,12 +102,12 @@ class LaunchOptions:
         ),
     ] = True
     keep_going: Annotated[bool, options.KEEP_GOING] = False
-    #: What the user asked for calls; what is left out is up to the environment and the app.
+    #: Options of calls. For missing options, the environment and the app decide.
     calls: CallOptions = field(default_factory=CallOptions)
     log_dir: Annotated[Path, replace(options.LOG_DIR, excludes="resume")] = options.LOG_DIR.default_value
     resume: Annotated[Path | None, options.RESUME] = None
     tracker: Annotated[tuple[str, ...], options.TRACKER] = ()
-    verbosity: int = 0  # 1 shows the server's log as well, -1 only the result, and errors
+    verbosity: int = 0  # 1 also shows the server's log; -1 shows only the result and errors
 
 
 #: The options of :class:`LaunchOptions`, by their names.
@@ -115,10 +115,7 @@ OWN: Final = MappingProxyType(table_of(LaunchOptions))
 
 
 def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> None:
-    """Check that ``--node-config`` does not repeat an option.
-
-    Raises ConfigError if it does.
-    """
+    """Check that ``--node-config`` does not repeat an option. Raises ConfigError if it does."""
     for name in calls:
         key = CALL[name].node_key
         if CALL[name].is_nodes and key in node_config:
@@ -128,7 +125,7 @@ def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> Non
 
 
 def node_config_of(calls: CallOptions, client: int) -> dict[str, ConfigValue]:
-    """Return the node config of call options. GPUs are dealt out to the clients."""
+    """Return the node config of a client from call options. Clients get the GPUs in turn."""
     config: dict[str, ConfigValue] = {}
     if "gpu" in calls:
         config["gpu"] = str(calls["gpu"])

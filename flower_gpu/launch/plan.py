@@ -1,4 +1,4 @@
-"""The plan of a run, from its options; everything is checked here before it starts."""
+"""The plan of a run. It is made from the options, and checked against the app and this host."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client as forkserver
 
 DEFAULT_CLIENTS: Final = 2
-#: Flower's variable: with "1" it installs nothing of what apps declare.
+#: Flower's variable. With "1", Flower does not install the dependencies of apps.
 NOT_INSTALLED: Final = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"
 _NODE_KEYS: Final = ("partition-id", "num-partitions")
-# Names of flower_gpu by which a ClientApp takes leases itself, with options of its own.
+# Names of flower_gpu with which a ClientApp requests leases itself, with its own options.
 _LEASE_TAKERS: Final = ("gpu_mod", "gpu_client", "GPUClient", "run_in_worker")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can be started: the user's options, completed for this app and this host."""
+    """A run that can be started: the options, completed for its app and this host."""
 
     options: LaunchOptions
     app: FlowerApp
     clients: int
-    overrides: Mapping[str, ConfigValue]  # of the run config: what the launcher passes
+    overrides: Mapping[str, ConfigValue]  # values of the run config that the launcher passes
     fast_start: bool  # whether SuperNodes start our flwr-clientapp
-    gives_leases: bool = False  # whether each message gets a lease before any code of the app runs
-    remarks: tuple[str, ...] = ()  # what the user should know before it starts
-    policies: frozenset[str] = frozenset()  # the words of the device policies of clients and server
-    folder: RunFolder | None = None  # of an earlier run that goes on
+    gives_leases: bool = False  # whether each message gets a lease before the app's code runs
+    remarks: tuple[str, ...] = ()  # notes for the user before the start
+    policies: frozenset[str] = frozenset()  # device policies of clients and server, such as "require"
+    folder: RunFolder | None = None  # folder of the run to resume
 
     @property
     def run_config(self) -> dict[str, ConfigValue]:
-        """The run config the app will see."""
+        """The run config that the app will get."""
         return {**self.app.run_config, **self.overrides}
 
     @property
     def num_rounds(self) -> int | None:
-        """Number of rounds, where the app declares it under the usual name."""
+        """Number of rounds, or None if the app does not declare it under the usual name."""
         value = self.run_config.get(NUM_ROUNDS_KEY)
         return value if _is_whole(value) else None
 
     @property
     def clients_at_once(self) -> int:
-        """How many clients may train at the same time."""
+        """Number of clients that may train at the same time."""
         value = self.run_config.get(CLIENTS_PER_ROUND_KEY)
         return value if _is_whole(value) and value >= 1 else self.clients
 
     def node_config_of(self, client: int) -> dict[str, ConfigValue]:
-        """Config of one client's node."""
+        """Return the config of a client's node."""
         return {
             "partition-id": client,
             "num-partitions": self.clients,
@@ -79,16 +79,16 @@ class Plan:
 
 
 def make_plan(options: LaunchOptions) -> Plan:
-    """Check options against the app and the machine.
+    """Return the plan of a run, checked against the app and this host. Starts and writes nothing.
 
-    Raises ConfigError if the run cannot be started; nothing has been started or written.
+    Raises ConfigError if the run cannot be started.
     """
     app = FlowerApp.load(options.app_dir)
     folder: RunFolder | None = None
     if options.resume is not None:
-        folder, before = earlier_run(options.resume, "launch")
-        check_same_app(before, app.name, app.path, options.resume)
-        options = _with_earlier(options, app, before)
+        folder, settings = earlier_run(options.resume, "launch")
+        check_same_app(settings, app.name, app.path, options.resume)
+        options = _with_earlier(options, app, settings)
     declared = app.run_config.get(NUM_CLIENTS_KEY)
     clients = options.clients or (declared if _is_whole(declared) and declared >= 1 else DEFAULT_CLIENTS)
     overrides = _overrides(options, app, clients)
@@ -109,10 +109,12 @@ def make_plan(options: LaunchOptions) -> Plan:
     if folder is None:
         check_log_dir(options.log_dir)
     else:
-        from flower_gpu.flower.resuming.checkpoint import Checkpoints  # late: it brings Flower
+        # Imported late, because these modules import Flower.
+        from flower_gpu.flower.resuming.checkpoint import Checkpoints
         from flower_gpu.flower.resuming.states import StateStore
 
-        Checkpoints(folder.checkpoint, StateStore()).read()  # now, and not when all processes have started
+        # Read here, so that a damaged checkpoint is an error before any process has started.
+        Checkpoints(folder.checkpoint, StateStore()).read()
     takes_leases = mentions(app.path, app.clientapp.partition(":")[0], _LEASE_TAKERS)
     remarks = () if fast_start or takes_leases else (_without_leases(app, options),)
     gives_leases = fast_start and not takes_leases
@@ -129,9 +131,9 @@ def _without_leases(app: FlowerApp, options: LaunchOptions) -> str:
     )
 
 
-def _with_earlier(options: LaunchOptions, app: FlowerApp, before: Mapping[str, Any]) -> LaunchOptions:
-    """Join options with those of an earlier run: its clients, their node config, and its run config."""
-    clients = len(before["node_configs"])
+def _with_earlier(options: LaunchOptions, app: FlowerApp, earlier: Mapping[str, Any]) -> LaunchOptions:
+    """Return the options, completed with the clients, node config and run config of an earlier run."""
+    clients = len(earlier["node_configs"])
     if options.clients not in (None, clients):
         raise ConfigError(
             f"--clients {options.clients}: the run in {path_text(str(options.resume))} has {clients}, and "
@@ -139,14 +141,14 @@ def _with_earlier(options: LaunchOptions, app: FlowerApp, before: Mapping[str, A
         )
     run_config = {
         key: value
-        for key, value in before.get("run_config", {}).items()
+        for key, value in earlier.get("run_config", {}).items()
         if key in app.run_config and key not in (*options.run_config_options, NUM_CLIENTS_KEY)
     }
     return replace(
         options,
         clients=clients,
         run_config={**run_config, **options.run_config},
-        node_config={**before.get("node_config", {}), **options.node_config},
+        node_config={**earlier.get("node_config", {}), **options.node_config},
     )
 
 
@@ -158,7 +160,7 @@ def _check_commands() -> None:
 
 
 def _checked_on_gpus(plan: Plan) -> Plan:
-    """Return a plan with notes about this host's GPUs, if they can serve it."""
+    """Return the plan with notes about this host's GPUs. Raises ConfigError if they cannot serve it."""
     calls, run_config = plan.options.calls, plan.run_config
     env = call_options.environment(calls, os.environ)
     node_configs = {f"client {client}": plan.node_config_of(client) for client in range(plan.clients)}
@@ -170,13 +172,13 @@ def _checked_on_gpus(plan: Plan) -> Plan:
         raise ConfigError(str(error)) from error
     if guarded := (guard.describe if plan.gives_leases else guard.outside_of_workers)(os.environ):
         remarks.append(guarded)
-    # With "0" Flower installs for each app what it declares.
+    # With "0", Flower installs the dependencies of each app.
     if os.environ.get(NOT_INSTALLED) != "0" and (text := missing_packages_note(plan.app)):
         remarks.append(f"note: {text}")
     return replace(
         plan,
         remarks=(*plan.remarks, *remarks),
-        policies=frozenset(one.settings.policy.gpu for one in callers),
+        policies=frozenset(group.settings.policy.gpu for group in callers),
     )
 
 
@@ -189,11 +191,11 @@ def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str
                 f"{flags[key]} and --run-config {key} give the same setting twice: leave one out"
             )
 
-    def said(key: str) -> str:
+    def written(key: str) -> str:
         return flags[key] if key in options.run_config_options else f"--run-config {key}"
 
-    given = {**options.run_config_options, **options.run_config}
-    return app.overrides(given, clients, said, lambda key: hints.get(key, ""))
+    values = {**options.run_config_options, **options.run_config}
+    return app.overrides(values, clients, written, lambda key: hints.get(key, ""))
 
 
 def _is_whole(value: ConfigValue | None) -> TypeGuard[int]:

@@ -1,4 +1,4 @@
-"""TCP ports on this machine."""
+"""TCP ports of this host."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ HOST: Final = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports that are free now, all different.
+    """Return ``count`` different ports that are free now.
 
-    All are bound before any is let go, so the system cannot give out the same one twice. Another process can
-    still take one before it is used.
+    All ports are bound before the first is released, so the system cannot return the same port twice. Another
+    process may still take a port before it is used.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        for bound in sockets:
+            bound.bind((HOST, 0))
+        return [int(bound.getsockname()[1]) for bound in sockets]
 
 
 def is_taken(host: str, port: int) -> bool:
@@ -30,7 +30,7 @@ def is_taken(host: str, port: int) -> bool:
         try:
             family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             probe = stack.enter_context(socket.socket(family, kind))
-            # As servers do: a port that was just closed is free.
+            # Servers set this option, too. With it, a port that was just closed is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
         except OSError as error:
@@ -39,7 +39,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def is_healthy(port: int, timeout_s: float = 1.0) -> bool:
-    """Ask the HTTP server on a port whether it is healthy, as Flower's servers answer it."""
+    """Return True if the HTTP server on a port answers ``/health`` with OK, as Flower's servers do."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
     try:
         connection.request("GET", "/health")
@@ -51,14 +51,17 @@ def is_healthy(port: int, timeout_s: float = 1.0) -> bool:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Tell whether it is this process that listens on a port; True where that cannot be found out.
+    """Return True if this process listens on a port, or if that is unknown.
 
-    Another server on the same port answers as well as the one that was just started.
+    A health check is not enough, because another server on the same port answers it as well.
     """
     import psutil
 
     try:
-        found = psutil.Process(pid).net_connections("tcp")
+        connections = psutil.Process(pid).net_connections("tcp")
     except psutil.Error:
         return True
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
+    return any(
+        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        for connection in connections
+    )
