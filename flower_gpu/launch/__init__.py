@@ -2,8 +2,8 @@
 
 ::
 
-    options (command line) ──> plan: the app read, everything checked, nothing started
-                                 │  gpu_check asks admission whether all clients can be served
+    options (command line) ──> plan: reads the app and checks everything; starts nothing
+                                 │  gpu_check asks admission whether the GPUs can serve all clients
                                  ▼
     run: folder, trace, display ──> federation: SuperLink, SuperNodes, `flwr run`
                                  │
@@ -13,6 +13,6 @@
                                  ▼
     History ──> display while it runs, result and tables at the end, failures.log
 
-``flower-gpu supernode --count`` runs its SuperNodes by ``supernodes`` and ``supervisor``, with keys from
-``node_keys``.
+``flower-gpu supernode --count`` runs its SuperNodes with ``supernodes`` and ``supervisor``, and takes their
+keys from ``node_keys``.
 """

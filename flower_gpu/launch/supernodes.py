@@ -1,9 +1,9 @@
-"""Several SuperNodes of one command: their notices, their ends, and their next starts.
+"""Several SuperNodes of one command: how they are started, watched and restarted.
 
-A SuperNode that ends is started again, because its SuperLink may have been away, or a user may have killed
-the process. Some faults would meet every further start: an unknown option, an address that cannot be read, or
-TLS with a SuperLink that has no certificates. These end the command at once. Other faults may be temporary,
-so the command ends after three failed starts in a row.
+A SuperNode that exits is started again, because its SuperLink may have been unreachable, or a user may have
+killed the process. Some faults are permanent: an unknown option, an invalid address, or TLS with a SuperLink
+that has no certificates. A permanent fault ends the command at once. Other faults may be temporary, so the
+command ends after three failed starts in a row.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from flower_gpu.printable import first_line, path_text, printable
 COMMAND: Final = "flower-supernode"
 NODE_CONFIG: Final = "--node-config"
 
-_PAUSE_S: Final = 5.0  # before a SuperNode that has ended is started again
-_EARLY_S: Final = 20.0  # a start that ends sooner has failed, even if the SuperLink let the SuperNode in
+_PAUSE_S: Final = 5.0  # pause before a SuperNode is started again
+# A SuperNode that exits sooner counts as a failed start, even if the SuperLink had let it in.
+_EARLY_S: Final = 20.0
 _MOST_FAILED_STARTS: Final = 3
 _TURNED_AWAY_PAUSE_S: Final = 15.0
 
 # A line of Flower's log, and the levels that are shown.
 _LINE: Final = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR)\s*:\s+(?P<text>\S.*)")
 _SHOWN: Final = ("WARNING", "ERROR")
-_IS_IN: Final = "SuperNode ID:"  # written once the SuperLink has let the SuperNode in
+_IS_IN: Final = "SuperNode ID:"  # logged after the SuperLink has let the SuperNode in
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _NUMBERS: Final = re.compile(r"\d+")
 
-# How Flower ends: a code with a help page (flwr.supercore.exit), the reason, and a link.
+# Last output of Flower: a code with a help page (flwr.supercore.exit), the reason, and a link.
 _EXIT_CODE: Final = "Exit Code:"
 _EXIT: Final = re.compile(
     r"Exit Code: (?P<code>\d+)\n(?P<reason>.*?)\n(?:For more information|INFO)", re.DOTALL
 )
 _USAGE_ERROR: Final = re.compile(rf"^{COMMAND}: error: (?P<reason>.+)", re.MULTILINE)
-_USAGE_STATUS: Final = 2  # of argparse
+_USAGE_STATUS: Final = 2  # exit status of argparse
 _CANNOT_CONNECT: Final = "305"
-# Keys, trusted entities, addresses and certificates that cannot be used.
+# Exit codes for keys, trusted entities, addresses and certificates that cannot be used
 _STAYS: Final = ("302", "303", "304", "600", "602", "603", "604", "605")
 _NO_TLS: Final = "WRONG_VERSION_NUMBER"
 _NO_TLS_HINT: Final = (
@@ -57,15 +58,15 @@ _NO_TLS_HINT: Final = (
 
 
 class NeverStartsError(Exception):
-    """A SuperNode cannot be started; the message says why."""
+    """A SuperNode cannot be started. The message gives the reason."""
 
 
 class Notices:
-    """Tells the user about the connections and errors of several SuperNodes, each text once.
+    """Messages to the user about the connections and errors of several SuperNodes. Shows each text once.
 
     ``count``: number of SuperNodes.
     ``say``: shows a line.
-    ``with_warnings``: if True, warnings are shown as well.
+    ``with_warnings``: whether warnings are shown as well.
     """
 
     def __init__(self, count: int, say: Callable[[str], object], with_warnings: bool = True) -> None:
@@ -77,24 +78,27 @@ class Notices:
         self._turned_away: set[str] = set()
 
     def turned_away(self, node: str, text: str) -> None:
-        """Say that the SuperLink refuses a SuperNode, once until the SuperLink lets it in."""
+        """Show that the SuperLink refuses a SuperNode. Repeated only after the SuperLink has let it in."""
         if node not in self._turned_away:
             self._turned_away.add(node)
             self._say(f"{node} is not let in{text}")
 
     def starts_again(self, how: str) -> None:
-        """Say that a SuperNode has ended, and when its next start is; ``how`` begins with its name."""
+        """Show that a SuperNode has exited and will be started again.
+
+        ``how``: clause with the name of the SuperNode and the way it has exited.
+        """
         self._say(f"{how}; it is started again in {_PAUSE_S:g} s")
 
     def look(self, node: str, log: trace.Follower, path: Path) -> None:
-        """Read the new lines in the log of a SuperNode."""
+        """Read the new lines in the log of a SuperNode, and show connections and errors."""
         lines = new_lines(log)
         for number, line in enumerate(lines):
             if _IS_IN in line:
                 self._let_in(node)
-            elif (found := _LINE.match(line)) and found["level"] in _SHOWN:
+            elif (entry := _LINE.match(line)) and entry["level"] in _SHOWN:
                 exception = _exception_in(_rest_of_entry(lines[number + 1 :]))
-                self._note(node, found["level"], ": ".join(filter(None, (found["text"], exception))), path)
+                self._note(node, entry["level"], ": ".join(filter(None, (entry["text"], exception))), path)
 
     def _let_in(self, node: str) -> None:
         if node in self._turned_away:
@@ -107,7 +111,7 @@ class Notices:
 
     def _note(self, node: str, level: str, text: str, path: Path) -> None:
         kind = _NUMBERS.sub("#", text)
-        # The end of a SuperNode is said anyway, with its reason.
+        # The exit of a SuperNode is shown elsewhere, with its reason.
         is_wanted = (level == "ERROR" or self._with_warnings) and not text.startswith(_EXIT_CODE)
         if is_wanted and kind not in self._said:
             self._said.add(kind)
@@ -115,12 +119,12 @@ class Notices:
 
 
 def _rest_of_entry(lines: Sequence[str]) -> Sequence[str]:
-    """Return the lines of an entry of a log after its first, such as a traceback."""
+    """Return the lines up to the next log entry, such as a traceback."""
     return lines[: next((number for number, line in enumerate(lines) if _LINE.match(line)), len(lines))]
 
 
 def _exception_in(lines: Sequence[str]) -> str:
-    """Return the text of the exception below the last traceback in some lines, or an empty text."""
+    """Return the text of the exception below the last traceback in ``lines``, or an empty text."""
     if _TRACEBACK not in lines:
         return ""
     last = max(number for number, line in enumerate(lines) if line == _TRACEBACK)
@@ -130,27 +134,28 @@ def _exception_in(lines: Sequence[str]) -> str:
 
 
 def reason_in(output: str) -> str:
-    """Return why a SuperNode has ended, from the output of its last start, or an empty text."""
-    if (wrong := _USAGE_ERROR.search(output)) is not None:
-        return wrong["reason"].strip()
-    if (ended := _EXIT.search(output)) is not None:
-        reason = " ".join(ended["reason"].split())
+    """Return the reason for the exit of a SuperNode, from the output of its last start, or an empty text."""
+    if (usage_error := _USAGE_ERROR.search(output)) is not None:
+        return usage_error["reason"].strip()
+    if (exit_text := _EXIT.search(output)) is not None:
+        reason = " ".join(exit_text["reason"].split())
         return f"{reason} {_NO_TLS_HINT}" if _NO_TLS in reason else reason
     return _exception_in(output.splitlines())
 
 
 def stays(status: int | None, output: str) -> bool:
-    """Return True if the reason for the end of a SuperNode is there in its next start, too.
+    """Return True if the fault of a SuperNode is permanent, so that its next start would fail, too.
 
-    ``status``: its exit status.
+    ``status``: exit status of the SuperNode.
+    ``output``: output of its last start.
     """
-    ended = _EXIT.search(output)
-    code = "" if ended is None else ended["code"]
+    exit_text = _EXIT.search(output)
+    code = "" if exit_text is None else exit_text["code"]
     return status == _USAGE_STATUS or code in _STAYS or (code == _CANNOT_CONNECT and _NO_TLS in output)
 
 
 class SuperNode:
-    """One SuperNode and its next starts; see the first lines of this file."""
+    """One SuperNode, which is started again when it exits. The first lines of this file give the rules."""
 
     def __init__(
         self,
@@ -178,13 +183,13 @@ class SuperNode:
         self._failed_starts = 0
 
     def look(self, supervisor: Supervisor, notices: Notices) -> None:
-        """Show the news in its log, and start it unless it runs or its pause is not over.
+        """Show new messages of its log. Start it if it is not running and its pause is over.
 
         Raises NeverStartsError if another start would fail, too.
         """
-        runs = self._service is not None and self._service.runs
+        is_running = self._service is not None and self._service.runs
         notices.look(self._name, self._new_lines, self._log)
-        if runs:
+        if is_running:
             return
         now = time.monotonic()
         if self._service is not None:
@@ -199,7 +204,8 @@ class SuperNode:
     def _note_end(self, service: Service, now: float, notices: Notices) -> None:
         self._service = None
         if self._key is not None and node_keys.is_turned_away(service.tail(60)):
-            # No reason to give up: sooner or later the key is registered, or its last connection forgotten.
+            # Do not give up: the key may be registered later, or the SuperLink may forget the last
+            # connection.
             self._again_at = now + _TURNED_AWAY_PAUSE_S
             notices.turned_away(
                 self._name, f", and asks every {_TURNED_AWAY_PAUSE_S:g} s: {self._key.why_turned_away}"
@@ -220,6 +226,6 @@ class SuperNode:
         self._again_at = now + _PAUSE_S
 
     def _has_begun(self, output: str) -> bool:
-        """Return True if the last start has reached, or looked for, its SuperLink, which may be away."""
-        ended = _EXIT.search(output)
-        return has_connected(self._log) or (ended is not None and ended["code"] == _CANNOT_CONNECT)
+        """Return True if the last start has reached its SuperLink, or has tried to connect to it."""
+        exit_text = _EXIT.search(output)
+        return has_connected(self._log) or (exit_text is not None and exit_text["code"] == _CANNOT_CONNECT)
