@@ -1,4 +1,4 @@
-"""What the parsers of all commands share: options of the table, the folder of an app, ``-v`` and ``-q``."""
+"""Arguments that the parsers of all commands share: tables of options, an app's folder, ``-v`` and ``-q``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flower_gpu.kinds import FOLDER, SWITCH, Kind
 from flower_gpu.options import CALL, CallOptions, Option, flag
 
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-#: Of commands that print something else for programs than for people.
+#: Option of commands that can also print their output for programs.
 JSON: Final = MappingProxyType({"json": Option("print JSON", SWITCH, default=False)})
 
 
@@ -30,12 +30,12 @@ class Command:
     description: str
     run: Callable[[argparse.Namespace], int]  # returns the exit status
     options: Mapping[str, Option] = field(default_factory=dict)
-    groups: Mapping[str, str] = field(default_factory=dict)  # what ``--help`` says about groups of options
-    more: Mapping[str, str] = field(default_factory=dict)  # what ``--help`` adds to an option
+    groups: Mapping[str, str] = field(default_factory=dict)  # texts of ``--help`` about groups of options
+    more: Mapping[str, str] = field(default_factory=dict)  # texts that ``--help`` adds to options
     takes_app: bool = False
-    add: Callable[[argparse.ArgumentParser], None] = _nothing_more  # arguments that no table has
-    after_dashes: str = ""  # whose options stand after two dashes
-    # True if the command's work is more than its output: it goes on if standard output cannot be written to.
+    add: Callable[[argparse.ArgumentParser], None] = _nothing_more  # adds arguments that are in no table
+    after_dashes: str = ""  # name of the program that gets the options after two dashes
+    # True if the command must go on when standard output cannot be written to, because it does other work
     outlives_output: bool = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ class Command:
 
 
 def reader(kind: Kind) -> Callable[[str], Any]:
-    """Return the function with which argparse reads a text."""
+    """Return a function with which argparse converts a text to a value of this kind."""
 
     def read(text: str) -> Any:
         try:
@@ -72,11 +72,11 @@ def add_options(
     groups: Mapping[str, str] = _NOTHING,
     more: Mapping[str, str] = _NOTHING,
 ) -> None:
-    """Add options to a parser. Options that a variable can set are None if not given.
+    """Add options to a parser. The value of a missing option is None if a variable can set it.
 
-    ``table``: the options by name.
-    ``groups``: what ``--help`` says about each group.
-    ``more``: what this command's ``--help`` adds to an option.
+    ``table``: options by name.
+    ``groups``: texts of ``--help`` about groups of options.
+    ``more``: texts that this command's ``--help`` adds to options.
     """
     known: dict[object, Any] = {"": parser}
     for name, option in table.items():
@@ -115,7 +115,7 @@ def _add_option(target: Any, name: str, option: Option, help: str) -> None:
 
 
 def _about(group: str, table: Mapping[str, Option], groups: Mapping[str, str]) -> str | None:
-    """Return what ``--help`` says below a group's heading: about it, and what words of its options mean."""
+    """Return the text below a group's heading in ``--help``, with the meanings of its options' words."""
     lines = [groups[group]] if groups.get(group) else []
     for name, option in table.items():
         if option.group == group and option.kind is not None and option.kind.meanings:
@@ -126,14 +126,14 @@ def _about(group: str, table: Mapping[str, Option], groups: Mapping[str, str]) -
 
 
 def given_calls(arguments: argparse.Namespace) -> CallOptions:
-    """Return the call options of a command line."""
-    found = {name: getattr(arguments, name, None) for name, option in CALL.items() if option.commands}
-    return {name: value for name, value in found.items() if value is not None}  # type: ignore[return-value]
+    """Return the call options that were given on a command line."""
+    values = {name: getattr(arguments, name, None) for name, option in CALL.items() if option.commands}
+    return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]
 
 
 def add_verbosity(parser: argparse.ArgumentParser) -> None:
     """Add ``-v`` and ``-q``, which mean the same for all commands."""
-    # Without defaults: they may stand before a command's own action, and behind it.
+    # They have no defaults, because a default of an action's parser would override a value before the action.
     group = parser.add_mutually_exclusive_group()
     for flags, value, text in (
         (("-v", "--verbose"), 1, "say more: debug lines of the log, too"),
@@ -145,10 +145,10 @@ def add_verbosity(parser: argparse.ArgumentParser) -> None:
 
 
 def verbosity(arguments: argparse.Namespace) -> int:
-    """Return 1 for ``-v``, -1 for ``-q``, and else 0."""
+    """Return 1 for ``-v``, -1 for ``-q``, or 0."""
     return int(getattr(arguments, "verbosity", 0))
 
 
 def is_quiet(arguments: argparse.Namespace) -> bool:
-    """Tell whether only the result and errors are wanted."""
+    """Return True if only the result and errors should be shown."""
     return verbosity(arguments) < 0

@@ -1,4 +1,4 @@
-"""``--confine`` of ``flower-gpu supernode``, for operators who run apps that they have not written."""
+"""Option ``--confine`` of ``flower-gpu supernode``, for operators who run other people's apps."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ GROUPS: Final = MappingProxyType(
 def environment(
     arguments: argparse.Namespace, keys: Iterable[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that tell the processes of messages the confinement of apps; none without it.
+    """Return the environment variables that confine apps in the processes of messages, if any.
 
-    ``arguments``: with :data:`OPTIONS`.
-    ``keys``: files of the SuperNode that only it may read.
-    ``environ``: of the SuperNode.
-    Raises ConfigError if an option cannot be used, or this host cannot do what is asked.
+    ``arguments``: parsed arguments with :data:`OPTIONS`.
+    ``keys``: files of the SuperNode that apps must not read.
+    ``environ``: environment of the SuperNode.
+
+    Raises ConfigError if an option cannot be used, or this host cannot confine apps as requested.
     """
     allowed = _allowed(arguments)
     if arguments.confine is None:
@@ -78,11 +79,11 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     also += [f"connect to port {port}" for port in allowed.ports]
     return [
         f"apps are confined{'; they may also ' if also else ''}{', '.join(also)}. What is not refused:",
-        *(f"  - {one}" for one in confine.not_enforced(allowed)),
+        *(f"  - {gap}" for gap in confine.not_enforced(allowed)),
     ]
 
 
 def _allowed(arguments: argparse.Namespace) -> Allowed:
-    # What a link leads to now: an app must not be able to change it.
-    read, write = (tuple(map(os.path.realpath, each)) for each in (arguments.data_dir, arguments.write_dir))
+    # Links are resolved now, so that an app cannot change their targets later.
+    read, write = (tuple(map(os.path.realpath, paths)) for paths in (arguments.data_dir, arguments.write_dir))
     return Allowed(read, write, tuple(arguments.allow_connect))

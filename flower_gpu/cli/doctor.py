@@ -1,4 +1,4 @@
-"""``flower-gpu doctor``: checks of this machine and shell, with a way out of each problem."""
+"""``flower-gpu doctor``: checks of this host and shell, with a solution for each problem."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flower_gpu.cli.arguments import JSON, Command, is_quiet
 from flower_gpu.doctor import Check, Finding, cuda, environment, examine, gpus, host
 from flower_gpu.gpu import inventory
 
-#: Exit status if something must be done.
+#: Exit status if there is a problem.
 EXIT_PROBLEM: Final = 1
 
 _WIDTH = 100
-_COLUMNS = 26  # of level and check
+_COLUMNS = 26  # width of level and check
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the checks, print the findings, and return the exit status."""
     findings = []
     for finding in examine(checks()):
         findings.append(finding)
@@ -37,14 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def checks() -> Mapping[str, Check]:
-    """Return all checks by their names, in the order of the output."""
-    found = inventory.take()
+    """Return all checks by name, in the order of the output."""
+    gpu_inventory = inventory.take()
     inventory.close()
     return {
-        "driver": partial(gpus.driver, found),
-        "gpu": partial(gpus.gpus, found),
-        "policy": partial(gpus.calls, found),
-        "torch": partial(cuda.torch, found),
+        "driver": partial(gpus.driver, gpu_inventory),
+        "gpu": partial(gpus.gpus, gpu_inventory),
+        "policy": partial(gpus.calls, gpu_inventory),
+        "torch": partial(cuda.torch, gpu_inventory),
         "packages": environment.packages,
         "variables": environment.variables,
         "system": host.system,
@@ -52,19 +52,19 @@ def checks() -> Mapping[str, Check]:
         "fork server": host.fork_servers,
         "ledger": host.ledger_folder,
         "leases": host.leases,
-        "one ledger": partial(host.other_ledger, found),
+        "one ledger": partial(host.other_ledger, gpu_inventory),
         "SuperLink": host.superlinks,
-        "cuda": partial(cuda.works, found),
+        "cuda": partial(cuda.works, gpu_inventory),
     }
 
 
 def as_text(finding: Finding) -> str:
-    """Return a finding as it is printed."""
+    """Return the printed text of a finding."""
     wrap = TextWrapper(
         _WIDTH,
         initial_indent=f"{finding.level:<9}{finding.check:<{_COLUMNS - 9}}",
         subsequent_indent=" " * _COLUMNS,
-        break_long_words=False,  # what may be copied stays in one piece
+        break_long_words=False,  # Commands and paths must stay in one piece, so that users can copy them.
         break_on_hyphens=False,
     )
     lines = wrap.wrap(finding.text)
@@ -75,7 +75,7 @@ def as_text(finding: Finding) -> str:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """Return the last line."""
+    """Return the last line of the output, with the numbers of problems and notes."""
     levels = [finding.level for finding in findings]
     counted = [(levels.count(level), level) for level in ("problem", "note")]
     named = [f"{number} {level}{'' if number == 1 else 's'}" for number, level in counted if number]

@@ -14,7 +14,7 @@ from flower_gpu.leases.footprint import Footprints, Peaks
 from flower_gpu.leases.footprint_rule import Key, needed_bytes
 from flower_gpu.printable import format_bytes, path_text
 
-#: Exit status of `clear --task` when there is no such task.
+#: Exit status of `clear --task` if no footprint of the task is known.
 EXIT_NO_TASK = 1
 
 
@@ -24,12 +24,12 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "clear", help="forget all footprints and the sizes of CUDA contexts", allow_abbrev=False
     )
     clear.add_argument("--task", metavar="NAME", help="only the footprints of this task")
-    # Only set if it is given: it may stand in front of the action, too.
+    # It has no default here, because --json may also stand before the action.
     clear.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Show or clear footprints, and return the exit status."""
     footprints = Footprints()
     if arguments.action == "clear":
         return _clear(footprints, arguments.task, in_json=arguments.json)
@@ -60,7 +60,7 @@ def _clear(footprints: Footprints, task: str | None, *, in_json: bool) -> int:
 
 
 def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> dict[str, Any]:
-    """Return the output of `--json`: sizes in bytes, times as Unix time."""
+    """Return the output of `--json`, with sizes in bytes and times as Unix time."""
     return {
         "footprints": [
             {
@@ -89,7 +89,7 @@ def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> dict
 
 
 def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> str:
-    """Return both as tables."""
+    """Return tables of the footprints and of the sizes of CUDA contexts."""
     tables = []
     if entries:
         rows = [("TASK", "WEIGHTS", "GPU", "SIZES", "PEAK", "ASKS FOR", "MEASURED", "LAST")]

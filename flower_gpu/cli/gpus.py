@@ -1,4 +1,4 @@
-"""``flower-gpu gpus``: the host's GPUs, how full they are, and why one cannot be used."""
+"""``flower-gpu gpus``: the GPUs of this host, their use, and the reason if a GPU cannot be used."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _UNKNOWN = "unknown"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. A machine without GPUs is no failure."""
-    found = inventory.take()
-    cap = driver_cap.describe(tuple(gpu.uuid for gpu in found.usable[:1]), os.environ)
+    """Print the GPUs, and return 0, even for a host without GPUs."""
+    gpu_inventory = inventory.take()
+    cap = driver_cap.describe(tuple(gpu.uuid for gpu in gpu_inventory.usable[:1]), os.environ)
     inventory.close()
     variable = os.environ.get(_VARIABLE)
     if arguments.json:
-        print(json.dumps(as_json(found, variable, cap), indent=2))
+        print(json.dumps(as_json(gpu_inventory, variable, cap), indent=2))
     else:
-        print(as_text(found, variable, cap))
+        print(as_text(gpu_inventory, variable, cap))
     return 0
 
 
 def as_json(found: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
-    """Return the inventory as JSON has it. The keys are kept from version to version."""
+    """Return the inventory for JSON. The keys stay the same in all versions."""
     visible = found.visible(variable)
     return {
         "driver_version": found.driver_version,
@@ -62,8 +62,8 @@ def as_json(found: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
                 "processes": None
                 if gpu.processes is None
                 else [
-                    {"pid": one.pid, "name": one.name or None, "used_bytes": one.used_bytes}
-                    for one in gpu.processes
+                    {"pid": process.pid, "name": process.name or None, "used_bytes": process.used_bytes}
+                    for process in gpu.processes
                 ],
             }
             for gpu in found.gpus
@@ -72,7 +72,7 @@ def as_json(found: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
 
 
 def as_text(found: Inventory, variable: str | None, cap: str) -> str:
-    """Return the inventory as a table for people, at most 80 columns wide where names allow."""
+    """Return the inventory as a table. It is at most 80 columns wide, unless a name is too long."""
     visible = found.visible(variable)
     driver = f"NVIDIA driver {found.driver_version or _UNKNOWN}"
     if not found.gpus:
@@ -128,7 +128,7 @@ def _memory(gpu: GPU) -> str:
 
 
 def _wrapped(text: str, margin: str = "") -> list[str]:
-    # What may be copied stays in one piece.
+    # UUIDs and paths must stay in one piece, so that users can copy them.
     return textwrap.wrap(
         text,
         _WIDTH,

@@ -1,4 +1,4 @@
-"""``flower-gpu leases``: the leases of this host, and the requests that wait."""
+"""``flower-gpu leases``: the leases of this host, and the pending requests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from flower_gpu.printable import account_name, format_bytes, printable
 
 NAMES = {CORES: "Cores", MEMORY: "Main memory"}
 
-# Somebody waits for the answer; held it is for milliseconds.
+# Time limit for the ledger's mutex. Other processes hold it for milliseconds, and a user waits for the
+# output.
 _MUTEX_WAIT_S = 5.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Print the leases, and return the exit status."""
     folder = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
     ledger = Ledger(folder, RESERVE.resolve(None, os.environ))
     state = ledger.status()
@@ -135,7 +136,7 @@ def _lines(state: State) -> list[str]:
 
 
 def _host_lines(state: State) -> Iterator[str]:
-    """Show cores and main memory, and who holds them; limits of control groups where there are some."""
+    """Yield lines about cores and main memory, their leases, and the limits of control groups."""
     for card in state.host:
         kind, _, group = card.uuid.partition(":")
         if kind not in NAMES:
@@ -149,8 +150,8 @@ def _host_lines(state: State) -> Iterator[str]:
         for entry in state.holders if kind == CORES and not group else ():
             if entry.cores is not None:
                 memory = entry.host_memory_bytes
-                beside = "" if memory is None else f", {format_bytes(memory)}"
-                yield f"  {entry.cores:>9g}{beside}  {_line(entry)}"
+                and_memory = "" if memory is None else f", {format_bytes(memory)}"
+                yield f"  {entry.cores:>9g}{and_memory}  {_line(entry)}"
         for entry in state.holders if kind == MEMORY and not group else ():
             if entry.cores is None and entry.host_memory_bytes is not None:
                 yield f"  {format_bytes(entry.host_memory_bytes):>9}  {_line(entry)}"

@@ -1,7 +1,7 @@
 """The ``flower-gpu`` command.
 
-Only light modules are imported before a command runs, so ``--help`` also answers in a Python that has none of
-the dependencies.
+Only light modules are imported before a command runs, so ``--help`` also works in a Python without the
+dependencies.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
 
 #: Exit status for input that cannot be used.
 EXIT_USAGE = 2
-#: Exit status where the input was fine and something else was not.
+#: Exit status of other failures, with valid input.
 EXIT_FAILED = 1
 
 
-#: What Flower takes its handler's level from, when it is imported.
+#: Flower reads the level of its log handler from this variable when it is imported.
 _LEVEL_VARIABLE: Final = "FLWR_LOG_LEVEL"
 _log = logging.getLogger("flwr.flower_gpu")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, without the whole usage in front; it takes -v and -q."""
+    """An ArgumentParser with ``-v`` and ``-q``. Its errors are one line, without the usage before it."""
 
     commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
 
@@ -75,12 +75,12 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            # From Python 3.14 on, argparse can do this by itself (suggest_on_error).
+            # Since Python 3.14, argparse has an option for this (suggest_on_error).
             error.message += _suggestion(str(value), map(str, action.choices or ()))
             raise
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        standard_streams.flush_stdout()  # because argparse ignores an error when it prints help
+        standard_streams.flush_stdout()  # argparse ignores errors when it prints help.
         super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> _Parser:
-    """Build the parser of the command and all its subcommands."""
+    """Return the parser of the command and all its subcommands."""
     parser = _Parser(
         prog="flower-gpu",
         description="GPU work of Flower clients in worker processes that give their memory back.",
@@ -111,7 +111,7 @@ def build_parser() -> _Parser:
 
 def _suggestion(text: str, known: Iterable[str]) -> str:
     """Return the end of an error message that suggests the known word nearest to a mistyped one, or ""."""
-    # Without dashes, by which all options resemble each other.
+    # Dashes are left out, because they make all options similar to each other.
     names = {name.strip("-"): name for name in known}
     matches = difflib.get_close_matches(text.strip("-"), names, n=1)
     return f"; did you mean {names[matches[0]]}?" if matches else ""
@@ -125,11 +125,12 @@ def _suggested_option(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command, and return its exit status.
 
-    ``argv``: arguments without the program's name; default: those of the process.
-    Returns 0: done. 1: something that was started failed, or standard output cannot be written to. 2: the
-    input cannot be used. 128 + n: ended by signal n.
+    The status is 0 for success, and 1 if a started process failed or standard output cannot be written to. It
+    is 2 if the input cannot be used, and 128 + n if signal n ended the command.
+
+    ``argv``: arguments without the program's name. By default, the arguments of the process.
     """
     standard_streams.open_missing()
     standard_streams.escape_unencodable()
@@ -162,13 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
         except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
-            # Of a GPU that this node requires: neither the node nor the option is as it has to be.
+            # GPUUnavailableError means that the option requires a GPU that this host does not have.
             return EXIT_USAGE if isinstance(error, ConfigError | GPUUnavailableError) else EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         standard_streams.discard_stdout()
-        return 128 + signal.SIGPIPE  # the reader of our output is gone (`| head`)
+        return 128 + signal.SIGPIPE  # The reader of our output has exited, as with `| head`.
     except OSError:
         if not (reason := standard_streams.why_stdout_fails()):
             raise
@@ -179,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     value = verbosity(arguments)
-    # Processes of these commands have log files, which -q leaves as they are.
+    # The processes of these commands have log files, and -q must not change their content.
     has_log_files = arguments.command == "launch" or getattr(arguments, "count", None) is not None
     with logged(value, to_children=value > 0 or not has_log_files):
         _log.debug("flower-gpu %s, Python %s, %s", __version__, platform.python_version(), sys.executable)
@@ -188,30 +189,32 @@ def _run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def logged(value: int, *, to_children: bool) -> Iterator[None]:
-    """Let loggers keep to ``-v`` or ``-q``, whether Flower is imported already, later, or never.
+    """Set the level of loggers for ``-v`` or ``-q`` within the block, even if Flower is imported later.
 
-    ``value``: as :func:`verbosity` returns it.
-    ``to_children``: whether processes that are started meanwhile keep to it as well.
+    ``value``: result of :func:`verbosity`.
+    ``to_children``: whether the level also applies to processes started in the block.
     """
     if not value:
         yield
         return
     level = logging.DEBUG if value > 0 else logging.ERROR
-    logger, last = logging.getLogger("flwr"), logging.lastResort  # ours are below it
-    # With a handler, Flower's, the logger takes everything and the handler decides.
+    # Our loggers are children of this logger.
+    logger, last = logging.getLogger("flwr"), logging.lastResort
+    # If Flower has added its handler, the logger accepts all records, and the handler's level decides.
     limited: list[Any] = [*logger.handlers] or [logger, *([last] if last is not None else [])]
-    before = [each.level for each in limited]
+    previous = [target.level for target in limited]
     variable = os.environ.get(_LEVEL_VARIABLE)
-    for each in limited:
-        each.setLevel(level)
+    for target in limited:
+        target.setLevel(level)
     if to_children:
         os.environ[_LEVEL_VARIABLE] = logging.getLevelName(level)
     try:
         yield
     finally:
-        for each, was in zip(limited, before, strict=True):
-            if each is not logger or not logger.handlers:  # with Flower imported meanwhile it is Flower's
-                each.setLevel(was)
+        for target, previous_level in zip(limited, previous, strict=True):
+            # If Flower was imported meanwhile, Flower has set the logger's level.
+            if target is not logger or not logger.handlers:
+                target.setLevel(previous_level)
         if variable is not None:
             os.environ[_LEVEL_VARIABLE] = variable
         else:
