@@ -1,6 +1,6 @@
-"""The command line: ``main`` finds the command; each is a ``Command`` with its help, its options and ``run``.
+"""The command line: ``main`` runs a command. Each command is a ``Command`` with help, options and ``run``.
 
-Options come from tables: those that several commands share from ``flower_gpu.options``, those of ``launch``
-and ``simulate`` from the ``options.py`` of their rooms; ``arguments`` fills the parsers. No command imports
-torch or flwr before it has checked its options.
+Options come from tables. Shared options are in ``flower_gpu.options``, and the options of ``launch`` and
+``simulate`` are in the ``options.py`` of their packages. ``arguments`` adds them to the parsers. No command
+imports torch or flwr before it has checked its options.
 """

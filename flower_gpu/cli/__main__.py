@@ -1,4 +1,4 @@
-"""``python -m flower_gpu.cli``: the ``flower-gpu`` command where it is not on ``PATH``."""
+"""``python -m flower_gpu.cli``: the ``flower-gpu`` command for environments without it on ``PATH``."""
 
 from __future__ import annotations
 

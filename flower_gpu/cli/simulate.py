@@ -38,7 +38,7 @@ from flower_gpu.workers.own_process import facts
 
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _MODULES: Final = ("flower_gpu.simulation.run", "flower_gpu.simulation.reporting")
-# What the run itself is given; the others are the command's own.
+# Options that are passed to the run. The command handles the others itself.
 _OF_THE_RUN: Final = tuple(
     name for name in OPTIONS if name not in ("num_supernodes", "rounds", "progress", "client_output")
 )
@@ -70,10 +70,10 @@ _TABLE: Final = {
 
 
 def begin_command(arguments: argparse.Namespace) -> None:
-    """Note that this process is there for this command only: the run may be in a fork of the fork server.
+    """Prepare a process that runs only this command, so the run may be in a fork of the fork server.
 
-    A deterministic run needs fixed hashes of texts, which are chosen when Python starts: this process is
-    replaced by one that has them. Where an option of Python is against it, the run itself says so.
+    A deterministic run needs fixed hashes of strings, which Python chooses at its start. So this process is
+    replaced by a process with fixed hashes. If an option of Python prevents that, the run reports it.
     """
     arguments.may_fork = arguments.ray_address is None and not facts.is_program
     if not (arguments.deterministic or _earlier_settings(arguments.resume).get("deterministic")):
@@ -84,15 +84,15 @@ def begin_command(arguments: argparse.Namespace) -> None:
 
 
 def _earlier_settings(folder: Path | None) -> Mapping[str, Any]:
-    """Return the settings of an earlier run; nothing where they cannot be read, which is an error later."""
+    """Return the settings of an earlier run. Unreadable settings are empty here, and an error later."""
     return {} if folder is None else RunFolder(folder).settings() or {}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the simulation; return the exit status.
+    """Run the simulation, and return the exit status.
 
-    Raises ConfigError if an option cannot be used; then nothing was started or written. Only ``--preload``
-    has to be tried.
+    Raises ConfigError if an option cannot be used. Nothing has been started or written then, except for
+    ``--preload``, which can only be checked by calling its functions.
     """
     with ended_by_signals() as received:
         try:
@@ -134,9 +134,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _call_options(arguments: argparse.Namespace) -> CallOptions:
-    """Return the options of calls. They hold for the server's own calls as well, whatever the variables were.
+    """Return the options of calls, and set their environment variables for the server's own calls.
 
-    But for ``--timeout-s``: it is for clients.
+    ``--timeout-s`` is not set, because it is for clients only.
     """
     calls = given_calls(arguments)
     env = checked_environment(
@@ -153,23 +153,23 @@ def _call_options(arguments: argparse.Namespace) -> CallOptions:
 
 
 def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigValue]]:
-    """Return the number of nodes, by default that of the run that goes on, and the values of a run config."""
-    given = given_run_config(arguments.run_config)
-    given = with_rounds(given, arguments.rounds, "--rounds", "--run-config")
+    """Return the number of nodes and the given run config. A resumed run keeps its number by default."""
+    run_config = given_run_config(arguments.run_config)
+    run_config = with_rounds(run_config, arguments.rounds, "--rounds", "--run-config")
     if arguments.resume is None:
         if arguments.num_supernodes is None:
             raise ConfigError(
                 "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"
             )
-        return arguments.num_supernodes, given
-    _, before = earlier_run(arguments.resume, "simulate")
-    return arguments.num_supernodes or before["num_supernodes"], given
+        return arguments.num_supernodes, run_config
+    _, settings = earlier_run(arguments.resume, "simulate")
+    return arguments.num_supernodes or settings["num_supernodes"], run_config
 
 
 def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
-    """Read ``--run-config``: pairs, or the name of a TOML file, as ``flwr run`` takes them.
+    """Return the values of ``--run-config``. As in ``flwr run``, a text is pairs or the name of a TOML file.
 
-    Raises ConfigError if that is neither.
+    Raises ConfigError if a text is neither.
     """
     values: dict[str, ConfigValue] = {}
     for text in texts:
@@ -181,9 +181,10 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
 
 
 def _toml(option: str, path: Path) -> dict[str, Any]:
-    """Read the TOML file that was given for an option; ConfigError if it is none."""
+    """Return the content of an option's TOML file. Raises ConfigError if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows add a byte order mark
+        # Editors on Windows may add a byte order mark.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{option} {path_text(path)}: {error.strerror}") from None
     except ValueError as error:
@@ -191,50 +192,50 @@ def _toml(option: str, path: Path) -> dict[str, Any]:
 
 
 def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, ConfigValue]]]:
-    """Read ``--preload``: functions, each with its arguments.
+    """Return the functions of ``--preload``, each with its arguments.
 
-    Raises ConfigError if one is not of the form ``package.module:function key=value ...``, or its module is
-    neither in the app's folder nor installed.
+    Raises ConfigError if a text does not have the form ``package.module:function key=value ...``, or if its
+    module is neither in the app's folder nor installed.
     """
-    found: list[tuple[str, dict[str, ConfigValue]]] = []
+    preload: list[tuple[str, dict[str, ConfigValue]]] = []
     for text in texts:
         name, _, pairs = text.strip().partition(" ")
         arguments = parse_pairs("--preload", [pairs]) if pairs.strip() else {}
         try:
             functions = checked_preload((name, arguments))
             check_modules(functions, [str(app)])
-            found += functions
+            preload += functions
         except ConfigError as error:
             raise ConfigError(f"--preload: {error}") from None
-    return found
+    return preload
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """What the command tells of a run."""
+    """Settings for the output of a run."""
 
-    progress: bool  # unless --no-progress
-    is_quiet: bool  # --quiet
-    chosen_output: ClientOutputWord  # --client-output
+    progress: bool  # False with --no-progress
+    is_quiet: bool  # True with --quiet
+    chosen_output: ClientOutputWord  # value of --client-output
 
     @property
     def client_output(self) -> ClientOutputWord:
-        """The lines of clients that are shown: by default none with --quiet."""
+        """Value of ``--client-output``. By default, --quiet hides the output of clients."""
         return "file" if self.is_quiet and self.chosen_output == "auto" else self.chosen_output
 
     @property
     def has_bars(self) -> bool:
-        """Whether the run itself shows its progress, with the summary below it."""
+        """True if the run shows its progress, and a summary at the end."""
         return self.progress and not self.is_quiet
 
     def say(self, text: str) -> None:
-        """Show a line before there are bars."""
+        """Show a line before the progress bars."""
         if self.has_bars:
             _say(text)
 
 
 def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> int:
-    # Here: what they import takes a second, and an error in an option is there at once.
+    # Imported late, because these imports take a second, and an error in an option should be shown at once.
     with told_if_slow(shown.say, "importing Flower"):
         from flower_gpu.simulation.reporting import FOLDER, error_text, lines_of
         from flower_gpu.simulation.run import simulate
@@ -246,14 +247,15 @@ def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> 
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
         return _INTERRUPTED
     except Exception as error:
-        is_told = isinstance(error, ConfigError | DiskError | GPUUnavailableError)  # their text says it all
-        if not is_told and not isinstance(error, RunEndedError):
+        # The texts of these errors are enough without a traceback.
+        is_explained = isinstance(error, ConfigError | DiskError | GPUUnavailableError)
+        if not is_explained and not isinstance(error, RunEndedError):
             print(shortened(traceback.format_exc()), end="", file=sys.stderr)
         folder = vars(error).get(FOLDER)
-        has_no_summary = shown.progress and shown.is_quiet  # otherwise it has named the command
+        has_no_summary = shown.progress and shown.is_quiet  # A summary would have named the command.
         if folder is not None and has_no_summary and not isinstance(error, DiskError):
             _say(f"report: flower-gpu report {short(folder)}")
-        if is_told:
+        if is_explained:
             raise
         if isinstance(error, RunEndedError):
             _say(str(error))
@@ -268,11 +270,11 @@ def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> 
 
 
 def _forked(app: FlowerApp) -> Callable[[], int] | None:
-    """Have this command done by a fork of the fork server, which imports for the run and for its workers.
+    """Run this command in a fork of the fork server, which imports the libraries of the run and its workers.
 
-    Returns what waits for it. None where there is no such server for workers either.
+    Returns a function that waits for the fork, or None if workers do not use the fork server.
     """
-    # Here: they import cloudpickle, and the command's help needs no package.
+    # Imported late, because these modules import cloudpickle, and --help must work without packages.
     from flower_gpu.simulation.workers import Needs
     from flower_gpu.workers import methods
     from flower_gpu.workers.forkserver import proxy

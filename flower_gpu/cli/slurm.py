@@ -3,10 +3,10 @@
 ::
 
     options ──> JobPlan ── batch_script ──> sbatch ──> job: simulate on the first node
-                           (pure functions)                 with several nodes: Ray on each of them, by srun
+                           (pure functions)                 with several nodes: srun starts Ray on each node
 
-The last command of the script takes the place of the batch shell (``exec``). So Slurm's signals reach the
-run itself, and the run's exit status is the job's.
+The last command of the script replaces the batch shell (``exec``). So Slurm's signals reach the run, and the
+exit status of the run is the exit status of the job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GPUS: Final = Kind(
     allows=lambda text: re.fullmatch(r"([\w.-]+:)?[1-9]\d{0,5}", text) is not None,
 )
 _GROUP: Final = "Slurm"
-#: The command's own options, beside those of ``simulate``.
+#: Options of this command that ``simulate`` does not have.
 OPTIONS: Final = {
     "nodes": Option(
         "how many nodes; the job starts Ray on them if they are several (default: {default})",
@@ -56,16 +56,16 @@ OPTIONS: Final = {
     ),
     "dry_run": Option("show the batch script, and submit nothing", SWITCH, group=_GROUP),
 }
-#: The options of ``simulate``; the job's Ray has an address of its own.
+#: Options of ``simulate``. The address of Ray is left out, because the job starts its own Ray.
 _OF_SIMULATE: Final = {
     name: option for name, option in simulate.COMMAND.options.items() if name != "ray_address"
 }
-#: What the script itself says to ``simulate``.
+#: Options that the script passes to ``simulate`` itself.
 _OF_THE_SCRIPT: Final = ("log_dir", "resume")
 
-#: So many seconds before its time limit a job is told to end: then its results are written.
+#: Seconds between the signal to end and the time limit of a job, in which the job writes its results.
 _WARNING_S: Final = 60
-#: Options of sbatch that would contradict the script, with what to do.
+#: Options of sbatch that would contradict the script, with advice for the user.
 _REFUSED: Final = {
     ("--output", "-o"): "--log-dir says where the log goes",
     ("--error", "-e"): "the log has both, since progress is shown on stderr",
@@ -81,8 +81,8 @@ if ((${SLURM_RESTART_COUNT:-0})); then
   runs=("$logs"/[0-9]*)
   [[ -e ${runs[-1]}/checkpoint/checkpoint.json ]] && where=(--resume "${runs[-1]}")
 fi"""
-# Not `ray symmetric-run`: it refuses to start on a node where the account has another Ray. At its end it runs
-# `ray stop`, which ends all Ray processes of the account there.
+# `ray symmetric-run` is not used: it refuses to start on a node where the account runs another Ray. At its
+# end, it runs `ray stop`, which ends all Ray processes of the account on the node.
 _RAY: Final = r"""# Ray on each node, in a step of this job, with which Slurm ends it. Its ports and folder
 # are its own, as another job on the node may have a Ray, too. Nobody can use it without the token.
 export python ray=$logs/ray RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/ray/token
@@ -132,27 +132,28 @@ where+=(--ray-address="$(<"$ray/started-0")")"""
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What a job is to do."""
+    """Description of a job, from which its script is made."""
 
-    name: str  # in Slurm's lists
-    folder: Path  # in which it is run: relative paths of the options are meant from there
-    python: str  # the interpreter that has this package
-    simulate: Sequence[str]  # arguments of `simulate`, without those that say where the run's folder is
-    log_dir: Path  # gets the job's log and a folder for its runs
-    resume: Path | None = None  # the run that it goes on with
-    nodes: int = 1
-    gpus_per_node: str | None = None  # None leaves that to Slurm
+    name: str  # name of the job in Slurm's lists
+    folder: Path  # working directory, to which relative paths in options refer
+    python: str  # path of the interpreter that has this package
+    simulate: Sequence[str]  # arguments of `simulate`, without the options about the run's folder
+    log_dir: Path  # folder of the job's log, and of a folder for its runs
+    resume: Path | None = None  # folder of the run to resume
+    nodes: int = 1  # number of nodes
+    gpus_per_node: str | None = None  # number of GPUs, also with their kind; None for Slurm's default
     sbatch: Sequence[str] = ()  # further options of sbatch
 
     def log(self, job: str) -> Path:
-        """Return the log of the job with this id; its script is beside it."""
+        """Return the path of the log of the job with this id. Its script is in the same folder."""
         return self.log_dir / f"slurm-{job}.log"
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into its own arguments, and what follows two dashes if this is the command.
+    """Return our arguments of a command line, and the arguments for sbatch, which follow two dashes.
 
-    argparse takes a word after two dashes for APP_DIR.
+    Only a command line of this command is split. argparse cannot do it, because it would use a word after two
+    dashes as APP_DIR.
     """
     ours = list(takewhile(lambda text: text != "--", argv))
     is_this = next((text for text in ours if not text.startswith("-")), None) == NAME
@@ -160,11 +161,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit the job; print its id, and how to follow it.
+    """Submit the job, print its id and the commands to follow it, and return 0.
 
-    Returns 0; the job has its own exit status.
-    Raises ConfigError if an option cannot be used, or there is no sbatch; nothing was submitted.
-    Raises FlowerGPUError if Slurm does not take the job.
+    The exit status of the job is not known here.
+
+    Raises ConfigError if an option cannot be used, or sbatch is not installed. Nothing is submitted then.
+    Raises FlowerGPUError if Slurm refuses the job.
     """
     plan = _plan(arguments)
     if arguments.dry_run:
@@ -178,7 +180,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def how_to_follow(job: str, plan: JobPlan) -> str:
-    """Return the commands that follow a job."""
+    """Return a text with the commands to follow a job."""
     log = short(plan.log(job))
     runs = short(plan.log(job).with_suffix(""))
     commands = {
@@ -193,11 +195,11 @@ def how_to_follow(job: str, plan: JobPlan) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> JobPlan:
-    """Return the job, if its options pass all checks that are possible on this host."""
+    """Return the plan of the job. Checks its options as far as this host allows."""
     app = FlowerApp.load(arguments.app_dir)
-    given = simulate.given_run_config(arguments.run_config)
+    run_config = simulate.given_run_config(arguments.run_config)
     if arguments.num_supernodes is not None:
-        app.overrides(given, arguments.num_supernodes)
+        app.overrides(run_config, arguments.num_supernodes)
     elif arguments.resume is None:
         raise ConfigError(
             "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"
@@ -220,23 +222,23 @@ def _plan(arguments: argparse.Namespace) -> JobPlan:
         arguments.resume,
         arguments.nodes,
         arguments.gpus_per_node,
-        arguments.sbatch,  # what followed two dashes
+        arguments.sbatch,  # the arguments after two dashes
     )
 
 
 def for_simulate(words: Sequence[str]) -> list[str]:
-    """Return the part of a command line for ``simulate``, unchanged; the script has the rest."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_options(own, {**OPTIONS, **{name: _OF_SIMULATE[name] for name in _OF_THE_SCRIPT}})
-    _, rest = own.parse_known_args(list(words))
+    """Return the arguments that ``simulate`` gets unchanged. The script contains the others."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_options(parser, {**OPTIONS, **{name: _OF_SIMULATE[name] for name in _OF_THE_SCRIPT}})
+    _, rest = parser.parse_known_args(list(words))
     rest.remove(NAME)
     return rest
 
 
 def batch_script(plan: JobPlan) -> str:
-    """Return the script that sbatch is given.
+    """Return the script for sbatch.
 
-    Raises ConfigError if an option for sbatch contradicts the script, or a path cannot be written into it.
+    Raises ConfigError if an option for sbatch contradicts the script, or if a path cannot be used in it.
     """
     where = _RESUMES if plan.resume is None else f"where=(--resume {shlex.quote(str(plan.resume))})"
     parts = [
@@ -252,7 +254,7 @@ def batch_script(plan: JobPlan) -> str:
 
 
 def _directives(plan: JobPlan) -> list[list[str]]:
-    """Return the options of sbatch, each with its value: those of the script, then the given ones."""
+    """Return the options of sbatch with their values: the script's options first, then the user's."""
     if set("%\\\n") & set(str(plan.log_dir)):
         raise ConfigError(
             f"--log-dir {plan.log_dir}: % and \\ in the name of a log have a meaning for Slurm. "
@@ -264,7 +266,7 @@ def _directives(plan: JobPlan) -> list[list[str]]:
         ["--ntasks-per-node=1"],
         *([[f"--gpus-per-node={plan.gpus_per_node}"]] if plan.gpus_per_node else []),
         [f"--output={plan.log('%j')}"],
-        ["--open-mode=append"],  # a job that is started again goes on in the same log
+        ["--open-mode=append"],  # A requeued job appends to its log.
         ["--requeue"],
         [f"--signal=B:TERM@{_WARNING_S}"],
         *sbatch_lines(plan.sbatch),
@@ -272,9 +274,9 @@ def _directives(plan: JobPlan) -> list[list[str]]:
 
 
 def sbatch_lines(options: Sequence[str]) -> list[list[str]]:
-    """Return options of sbatch, each with its value.
+    """Return the user's options of sbatch, each with its value.
 
-    Raises ConfigError if one of them contradicts the script, or is no option.
+    Raises ConfigError if an option contradicts the script, or if a text is not an option.
     """
     lines: list[list[str]] = []
     for text in options:
@@ -295,11 +297,10 @@ def sbatch_lines(options: Sequence[str]) -> list[list[str]]:
 
 
 def submit(plan: JobPlan) -> str:
-    """Submit a job, and keep its script beside its log.
+    """Submit a job, and return its id. Writes the script to the folder of the log.
 
-    Returns the job's id.
-    Raises ConfigError if there is no sbatch, or an option cannot be used.
-    Raises FlowerGPUError if Slurm does not take the job; what sbatch says of it is on stderr.
+    Raises ConfigError if sbatch is not installed, or an option cannot be used.
+    Raises FlowerGPUError if Slurm refuses the job. The message of sbatch is on stderr.
     """
     script = os.fsencode(batch_script(plan))
     if shutil.which("sbatch") is None:
@@ -308,10 +309,10 @@ def submit(plan: JobPlan) -> str:
             "--dry-run"
         )
     plan.log_dir.mkdir(parents=True, exist_ok=True)
-    # Variables such as SBATCH_OUTPUT go before what a script says, and after a command line.
+    # Variables such as SBATCH_OUTPUT override options in a script, but not options on the command line.
     command = ["sbatch", "--parsable", *chain(*_directives(plan))]
     done = subprocess.run(command, input=script, stdout=subprocess.PIPE, check=False)
-    job = done.stdout.decode(errors="replace").strip().partition(";")[0]  # the cluster's name may follow
+    job = done.stdout.decode(errors="replace").strip().partition(";")[0]  # The cluster's name may follow.
     if done.returncode or not job.isdecimal():
         raise FlowerGPUError("sbatch refused the job; its message is above")
     plan.log(job).with_suffix(".sh").write_bytes(script)

@@ -1,8 +1,8 @@
-"""``flower-gpu supernode``: SuperNodes whose every message runs under a lease, with any app.
+"""``flower-gpu supernode``: SuperNodes that run each message under a lease, with any app.
 
-Without ``--count`` this process becomes Flower's SuperNode. With it, this process starts that many, each with
-a log and a port of its own, and starts again the ones that end. What is ours in a SuperNode is its
-environment alone: our ``flwr-clientapp`` is the first on its ``PATH``.
+Without ``--count``, this process becomes Flower's SuperNode. With ``--count N``, it starts N SuperNodes, each
+with its own log and port, and restarts SuperNodes that exit. We change only the environment of a SuperNode:
+our ``flwr-clientapp`` comes first on its ``PATH``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KEYS: Final = (node_keys.OPTION, "--ssl-keyfile")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the SuperNode, or run several until the user ends them."""
+    """Become the SuperNode, or run several SuperNodes until the user stops them."""
     if arguments.count is not None:
         return _run_several(arguments)
     if arguments.log_dir is not None:
@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--keys needs --count, such as --count 1. Without --count give {node_keys.OPTION} FILE after "
             "the two dashes"
         )
-    from flower_gpu.flower import commands, superlink  # here: --help works without workers' dependencies
+    # Imported late, so that --help works without the dependencies of workers.
+    from flower_gpu.flower import commands, superlink
 
     env = environment(arguments, os.environ)
     _check_required([_checked_node_config(arguments, env)], env)
@@ -90,7 +91,8 @@ def _run_several(arguments: argparse.Namespace) -> int:
             print(f"SuperNode {number}: {key.register_command}\n  {key.public_text}", flush=True)
     address = superlink.address_of(given)
     limits = _limits(arguments, env)
-    for number in range(count):  # what its apps can do, for who reads its log alone
+    # The limits of apps are in each log, because users may read only the log of a SuperNode.
+    for number in range(count):
         with logs.log(f"supernode-{number}").open("a") as log:
             log.writelines(f"{line}\n" for line in limits)
     _tell(arguments, [*limits, f"connecting to the SuperLink at {printable(address)}"])
@@ -108,8 +110,8 @@ def _run_several(arguments: argparse.Namespace) -> int:
         try:
             superlink.wait_until_it_listens(address, _print, supervisor.wait)
             while True:
-                for each in nodes:
-                    each.look(supervisor, notices)
+                for node in nodes:
+                    node.look(supervisor, notices)
                 supervisor.wait(0.5)
         except LaunchStoppedError:
             run.outcome = "interrupted"
@@ -121,10 +123,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
 
 
 def _check_port(flower: Sequence[str]) -> None:
-    """Refuse a port on which another process listens; Flower would end with a traceback.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError if another process listens on the given port. Flower would exit with a traceback."""
     from flower_gpu.flower import superlink
 
     host, port = superlink.runtime_address_of(flower)
@@ -152,7 +151,7 @@ def _keys(arguments: argparse.Namespace) -> list[node_keys.NodeKey]:
 
 
 def _limits(arguments: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
-    """Return lines about the limits of apps on this host, and about the gaps."""
+    """Return lines about the limits of apps on this host, and their gaps."""
     return [line for line in (guard.describe(env), *confine.describe(arguments)) if line]
 
 
@@ -166,13 +165,13 @@ def _print(line: str) -> None:
 
 
 def _key_files(arguments: argparse.Namespace) -> list[str]:
-    """Return the files that a SuperNode reads and its apps must not."""
-    given = [path for option in _KEYS for path in without_option(arguments.flower, option)[1]]
-    return given if arguments.keys is None else [*given, str(arguments.keys)]
+    """Return the files with keys of SuperNodes, which apps must not read."""
+    files = [path for option in _KEYS for path in without_option(arguments.flower, option)[1]]
+    return files if arguments.keys is None else [*files, str(arguments.keys)]
 
 
 def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, ConfigValue]:
-    """Return the given --node-config, if calls can use it on this host."""
+    """Return the given --node-config. Raises ConfigError if calls cannot use it."""
     _, given = without_option(arguments.flower, _NODE_CONFIG)
     pairs = parse_pairs(_NODE_CONFIG, given)
     call_settings({}, base=env, node_config=pairs)
@@ -186,7 +185,7 @@ def _check_required(configs: Sequence[Mapping[str, ConfigValue]], env: Mapping[s
 
 
 def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: int = 1) -> dict[str, str]:
-    """Return the environment of this many SuperNodes with these options.
+    """Return the environment of SuperNodes with these options. ``nodes``: number of SuperNodes.
 
     Raises ConfigError if an option or variable cannot be used.
     """
@@ -202,19 +201,19 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
     env.update(confine.environment(arguments, _key_files(arguments), env))
     if environments.OPTION in arguments.flower:
         environments.made_folder(env)
-    if nodes > 1 and not env.get(CONCURRENCY.variable):  # so many workers share the cores: fewer threads each
+    # The workers of all SuperNodes share the cores, so each worker gets fewer threads.
+    if nodes > 1 and not env.get(CONCURRENCY.variable):
         env[CONCURRENCY.variable] = str(nodes)
-    env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
-    env = {**frameworks.UNTOUCHED_CUDA, **env}  # an app's import does not start CUDA
+    # Flower's default of 1 s delays each message.
+    env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
+    # With these variables, importing an app does not initialise CUDA.
+    env = {**frameworks.UNTOUCHED_CUDA, **env}
     path = commands.with_flowers(env.get("PATH"))
     return commands.fast_start({**env, "PATH": path}, with_lease=True, nodes=nodes)
 
 
 def check(flower: Sequence[str]) -> None:
-    """Refuse options of Flower with which it starts no process that could be ours.
-
-    Raises ConfigError if there is such an option.
-    """
+    """Raise ConfigError if an option of Flower keeps SuperNodes from starting our processes."""
     _, isolation = without_option(flower, "--isolation")
     if "process" in isolation:
         raise ConfigError(
@@ -224,22 +223,22 @@ def check(flower: Sequence[str]) -> None:
 
 
 def without_option(options: Sequence[str], name: str) -> tuple[list[str], list[str]]:
-    """Split Flower's options into those without one of them, and its values.
+    """Return Flower's options without the option ``name``, and the values of that option.
 
     ``options``: names and values as on a command line.
-    ``name``: the option, such as ``"--node-config"``; as Flower does, this takes abbreviations for it, too.
+    ``name``: name of an option, such as ``"--node-config"``. As in Flower, abbreviations also match.
     """
     rest: list[str] = []
     values: list[str] = []
-    left = iter(options)
-    for option in left:
+    remaining = iter(options)
+    for option in remaining:
         given, sign, value = option.partition("=")
         if len(given) <= 2 or not name.startswith(given):
             rest.append(option)
         elif sign:
             values.append(value)
         else:
-            values.append(next(left, ""))
+            values.append(next(remaining, ""))
     return rest, values
 
 

@@ -21,9 +21,9 @@ from flower_gpu.printable import path_text
 if TYPE_CHECKING:
     from flower_gpu.watch.followed_run import FollowedRuns
 
-# What these commands need is imported when they run: no other command needs it.
+# The modules of these commands are imported when they run, because no other command needs them.
 
-#: A run that has ended is shown so long, with how it ended.
+#: Seconds for which a run is still shown after its end, with its outcome.
 _ENDED_SHOWN_S: Final = 10.0
 
 
@@ -31,7 +31,8 @@ def _top(arguments: argparse.Namespace) -> int:
     from flower_gpu.gpu import inventory
     from flower_gpu.watch.followed_run import FollowedRuns
 
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # what the output does not have
+    # The encoding of the output may not have all characters.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if arguments.run_dir is not None and not arguments.run_dir.is_dir():
         raise ConfigError(
             f"{path_text(arguments.run_dir)} is not the folder of a run, which has a trace.jsonl in it"

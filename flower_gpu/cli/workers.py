@@ -1,4 +1,4 @@
-"""``flower-gpu workers``: look at this user's fork servers, or end them."""
+"""``flower-gpu workers``: list this user's fork servers, or end them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """List or end fork servers, and return the exit status."""
     if arguments.action == "stop":
         pids = control.stop(if_unused=arguments.if_unused, wait_s=_STOP_WAIT_S)
         running = control.still_running(pids)
@@ -39,10 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
         if not pids:
             print("no fork server was ended" if arguments.if_unused else "no fork server is running")
         return 0
-    found = control.status()
-    for status in found:
+    servers = control.status()
+    for status in servers:
         print(describe(status))
-    if not found and not is_quiet(arguments):
+    if not servers and not is_quiet(arguments):
         print("no fork server is running", file=sys.stderr)
     return 0
 
@@ -71,10 +71,10 @@ def _count(number: int, word: str, plural: str | None = None) -> str:
     return f"{number} {word if number == 1 else plural or word + 's'}"
 
 
-def _joined(names: Iterable[str], most: int = 20) -> str:
+def _joined(names: Iterable[str], max_shown: int = 20) -> str:
     listed = list(names)
-    rest = len(listed) - most
-    return ", ".join(listed[:most]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(listed) - max_shown
+    return ", ".join(listed[:max_shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
 COMMAND: Final = Command(
