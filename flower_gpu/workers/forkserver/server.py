@@ -17,10 +17,10 @@ for each call (:class:`~.forking.Session`), on the pipe of a running trial, and 
 other operations are ``stay``, ``learn``, ``preload``, ``status`` and ``stop``. Each ``_on_<operation>``
 method returns the answer.
 
-How it learns: a worker reports the modules that it had to import itself, with ``reap``. The server forks a
-trial (:class:`~.libraries.Growth`), which imports these modules. Importing them in the server would block its
-loop, and a harmful library could not be unloaded again. The next worker of the same caller, or of the same
-kind of call, waits for the trial, but not for longer than the caller's patience.
+How it learns: with ``reap``, a caller passes on the modules that its worker had to import itself. The server
+forks a trial (:class:`~.libraries.Growth`), which imports these modules. Importing them in the server would
+block its loop, and a harmful library could not be unloaded again. The next worker of the same caller, or of
+the same kind of call, waits for the trial, but not for longer than the caller's patience.
 
 Hand-over to a successor: if the trial did no harm, it takes over the listening socket and the connections of
 processes that asked the server to stay, and writes ``null`` to its pipe. The old server then drains: it
