@@ -86,7 +86,8 @@ def _run_several(arguments: argparse.Namespace) -> int:
     logs = RunFolder.create(arguments.log_dir or LOG_DIR.default_value)
     env[RUN_DIR_VARIABLE] = str(logs.path)
     if not is_quiet(arguments):
-        print(f"{count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
+        names = "1 SuperNode" if count == 1 else f"{count} SuperNodes"
+        print(f"{names}; logs in {logs.shown}. Ctrl-C ends them", flush=True)
         for number, key in enumerate(keys):
             print(f"SuperNode {number}: {key.register_command}\n  {key.public_text}", flush=True)
     address = superlink.address_of(given)
