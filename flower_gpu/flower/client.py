@@ -175,7 +175,7 @@ class GPUClient(NumPyClient):
         return _WorkerClient(self)
 
     def implements(self, call: str) -> bool:
-        """Tell whether this client can do a call, by its name in Flower, for example ``"fit"``."""
+        """Return True if this client implements a call. ``call`` is its name in Flower, such as ``"fit"``."""
         kind = type(self)
         if call == "fit":
             return self._train_fn is not None or kind.fit_in_worker != GPUClient.fit_in_worker
@@ -203,11 +203,11 @@ class GPUClient(NumPyClient):
         config: Config | None = None,
     ) -> Any:
         if leasing.is_worker() and not self._wants_process:
-            return load_task(task)(*args)  # the whole message is in a worker already, with its lease
+            return load_task(task)(*args)  # the whole message runs in a worker with a lease already
         user_task = args[0] if weights else task
         named = self._named(user_task)
         settings = self._settings
-        if num_gpus := getattr(user_task, "num_gpus", None):  # of a function that was made with `distributed`
+        if num_gpus := getattr(user_task, "num_gpus", None):  # set by `distributed`
             options = {**self._options, "num_gpus": num_gpus, "gpu_memory": None}
             settings = call_settings(options, name=f"pid-{os.getpid()}")
         return run_call(
@@ -234,10 +234,10 @@ def gpu_client(
     on_oom: OnOomWord | None = None,
     **kwargs: Any,
 ) -> GPUClient:
-    """Turn an existing ``NumPyClient`` into one whose calls run in workers, without rewriting it.
+    """Return a client that runs the calls of an existing ``NumPyClient`` class in workers.
 
-    Every call builds ``client_class(*args, **kwargs)`` in a new worker and calls its own method there, so
-    what the class stores on ``self`` is gone afterwards.
+    Every call builds ``client_class(*args, **kwargs)`` in a new worker and calls its method there. So values
+    that the class stores on ``self`` are gone after the call.
 
     Parameters
     ----------
@@ -325,9 +325,9 @@ class _HostedClient(GPUClient):
 class _WorkerClient(Client):
     """The ``Client`` of a :class:`GPUClient`.
 
-    Unlike Flower's own adapter it tells the server which calls are implemented, although the base class has
-    all of them, and it keeps a ``start_client`` process alive when one call fails: Flower ends such a process
-    on any exception, and the client would be missing in all later rounds.
+    Unlike Flower's own adapter, it reports which calls are implemented, although the base class has all of
+    them. It also keeps a ``start_client`` process alive when a call fails. Flower would end the process on
+    any exception, and the client would be missing in all later rounds.
     """
 
     def __init__(self, client: GPUClient) -> None:
@@ -362,10 +362,10 @@ class _WorkerClient(Client):
         return GetPropertiesRes(_OK, self.numpy_client.get_properties(ins.config))
 
     def _answer(self, call: str, run: Callable[[Ins], Res], refuse: Callable[[Ins], Res], ins: Ins) -> Res:
-        """Run one call, or refuse it as Flower does where a client does not implement it.
+        """Run a call, or refuse it like Flower if the client does not implement it.
 
-        In a ``start_client`` process a failure is told to the server in a refusal: Flower has no code for
-        "failed", and a server counts any code but OK as a failure.
+        A ``start_client`` process reports a failure to the server as a refusal. Flower has no code for
+        "failed", and a server counts any code except OK as a failure.
         """
         if not self.numpy_client.implements(call):
             return refuse(ins)
@@ -373,7 +373,7 @@ class _WorkerClient(Client):
             return run(ins)
         except Exception as error:
             if _START_CLIENT_MODULE not in sys.modules:
-                raise  # Flower makes an error message of it, and this process is for this call only
+                raise  # Flower sends it as an error, and this process handles only this call
             log(ERROR, "This call failed, the client goes on: %s", error, exc_info=error)
             refusal = refuse(ins)
             refusal.status.message = shortened(f"{type(error).__name__}: {error}")

@@ -40,17 +40,19 @@ from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
-_LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
+_LOADER = "get_load_client_app_fn"  # Flower's function that loads an app
 _LOADS = f"{CLIENT_RUNTIME}:{_LOADER}"
-_INSTALLER = "validate_and_install"  # what it installs an app by, once that is unpacked
+_INSTALLER = "validate_and_install"  # Flower's function that installs an unpacked app
 
 
 def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
-    """Handle one message, given the name and arguments of ``flwr-clientapp``; return the exit status.
+    """Handle one message, and return the exit status.
 
-    ``with_lease``: the app runs in a worker with a lease; else it runs here, as in Flower's own. ``is_fork``:
-    this process comes from the fork server; then its worker does, too. Raises ConfigError if this version of
-    Flower leaves no room for a lease.
+    ``argv``: name and arguments of ``flwr-clientapp``.
+    ``with_lease``: True to run the app in a worker with a lease, False to run it in this process, as Flower
+    does.
+    ``is_fork``: True if this process is a fork of the fork server. Then its worker is one as well.
+    Raises ConfigError if this version of Flower is not supported.
     """
     sys.argv = argv
     ask_for_many()
@@ -113,10 +115,10 @@ def _unknown(what: str, so: str) -> ConfigError:
 
 
 def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
-    """Wrap the function that loads an app: a failure is written into the trace of the run.
+    """Wrap the function that loads an app, so that failures are written into the trace of the run.
 
-    To its server Flower tells the last line of an exception only. Of an app that exits, or whose function
-    returns no reply, Flower tells nothing, and the server waits for ever.
+    Flower sends only the last line of an exception to the server. It sends nothing about an app that exits,
+    or a function without a reply. Then the server would wait for ever.
     """
     load = get_load_client_app_fn(**where)
 
@@ -190,18 +192,19 @@ def _handle_elsewhere(
 
 
 class LeasedClientApp:
-    """Stands for an app that is not loaded: not in this process."""
+    """Takes the place of an app that is loaded in a worker only, and not in this process."""
 
     def __init__(self, where: dict[str, Any], app: tuple[str, ...], is_fork: bool) -> None:
         self._where = where  # arguments of Flower's get_load_client_app_fn
-        self._app = app  # its id, version and hash
+        self._app = app  # id, version and hash
         self._is_fork = is_fork
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Load the app in a worker, and have it handle a message there."""
+        """Load the app in a worker, and let it handle a message there."""
         if self._is_fork:
             _learn_imports(self._app)
-            # A process of Flower's name is forked for its call, and this one has not the app's libraries.
+            # A process with the name flwr-clientapp would be forked for its call. This one must not be,
+            # because it lacks the app's libraries.
             sys.argv[0] = _OTHER_NAME
         with self._confined() as confinement:
             return message_call.call(
@@ -224,15 +227,16 @@ class LeasedClientApp:
 
 
 def _learn_imports(app: tuple[str, ...]) -> None:
-    """Have the fork server import the app's libraries once, instead of each worker of the first round."""
-    # Whatever is wrong with the app is for its worker to say.
+    """Let the fork server import the app's libraries once, instead of each worker of the first round."""
+    # The worker reports errors of the app.
     with suppress(Exception):
         folder = Path(get_project_dir(*app))
         reference = get_project_config(folder)["tool"]["flwr"]["app"]["components"]["clientapp"]
         is_limited = call_settings({}).worker.timeout_s is not None
         patience_s = client.LEARN_FOR_LIMITED_S if is_limited else client.LEARN_S
         names = libraries_of(folder, reference.partition(":")[0])
-        if environments.used() is not None:  # nobody has warmed up its fork server
+        # The fork server of an app's own environment has not imported this module yet.
+        if environments.used() is not None:
             names = [__name__, *names]
         client.learn(names, patience_s=patience_s)
 
@@ -240,5 +244,5 @@ def _learn_imports(app: tuple[str, ...]) -> None:
 def load_and_run(
     where: dict[str, Any], app: tuple[str, ...], message: Message, context: Context, identity: dict[str, Any]
 ) -> message_call.Handled:
-    """Load an app and have it handle a message; runs in a worker."""
+    """Load an app and let it handle a message. Runs in a worker."""
     return message_call.run(get_load_client_app_fn(**where)(*app), message, context, identity)

@@ -25,7 +25,7 @@ from flower_gpu.workers.confinement import Confinement
 
 _PARENT: Final = "confined"  # in the state folder
 
-#: What no kernel refuses to a confined app, each in words.
+#: Accesses that no kernel denies to a confined app, in words.
 NEVER: Final = (
     "connecting to Unix sockets that have a path: docker.sock, a session bus, an ssh-agent",
     "reading, changing and leaving files in /dev/shm, also those of other programs of this account",
@@ -33,7 +33,7 @@ NEVER: Final = (
     "setting the dates of this account's files to now",
     "time of cores and GPUs, main memory, room on the disk: use cgroups and quotas",
 )
-#: What is open besides, once a port is allowed.
+#: Further accesses if a port is allowed.
 WITH_PORTS: Final = (
     "UDP, which names of hosts are looked up by",
     "accepting TCP connections on a port that the kernel chooses",
@@ -42,30 +42,30 @@ WITH_PORTS: Final = (
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the operator allows the apps of a SuperNode."""
+    """The operator's permissions for the apps of a SuperNode."""
 
     read: tuple[str, ...] = ()  # --data-dir
     write: tuple[str, ...] = ()  # --write-dir
     ports: tuple[int, ...] = ()  # --allow-connect
 
     def environment(self) -> dict[str, str]:
-        """Return the variables for the processes of messages."""
+        """Return the environment variables for the processes of messages."""
         return {CONFINE_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Allowed | None:
-        """Return the allowed folders and ports; None where apps are not confined."""
+        """Return the allowed folders and ports, or None if apps are not confined."""
         if not (text := environ.get(CONFINE_VARIABLE)):
             return None
-        told = json.loads(text)
-        return cls(*(tuple(told[name]) for name in ("read", "write", "ports")))
+        fields = json.loads(text)
+        return cls(*(tuple(fields[name]) for name in ("read", "write", "ports")))
 
     def check(self, keys: Iterable[str], environ: Mapping[str, str]) -> None:
-        """Refuse folders that would open secrets or programs to an app.
+        """Refuse folders that would give an app access to secrets or programs.
 
-        ``keys``: files of the SuperNode that only it may read.
-        ``environ``: of the SuperNode.
-        Raises ConfigError if there is such a folder, or one is missing.
+        ``keys``: secret files of the SuperNode.
+        ``environ``: environment of the SuperNode.
+        Raises ConfigError for such a folder, and for a missing folder.
         """
         for option, named in (("--data-dir", self.read), ("--write-dir", self.write)):
             for path in named:
@@ -137,12 +137,12 @@ def not_enforced(allowed: Allowed) -> list[str]:
 
 @contextmanager
 def for_message(allowed: Allowed, app: Sequence[str], environment: str = "") -> Iterator[Confinement]:
-    """Make a folder for a message, and remove it after the block.
+    """Create a folder for a message, and remove it after the block.
 
-    ``allowed``: by the operator.
+    ``allowed``: permissions from the operator.
     ``app``: files and folders of the app.
-    ``environment``: the virtual environment with what it declares.
-    Raises ConfigError if no folder can be made.
+    ``environment``: virtual environment with the app's declared packages.
+    Raises ConfigError if the folder cannot be created.
     """
     try:
         parent = state_folder.made_state_dir() / _PARENT

@@ -1,7 +1,7 @@
-"""What runs in place of Flower's ``flwr-serverapp``: that, with rounds and replies in the trace of the run.
+"""Our ``flwr-serverapp``: Flower's own, with rounds and replies in the trace of the run.
 
-An app need not know of it: its ServerApp gets Flower's own grid, of which two methods note what goes through.
-Flower's looks for replies every 3 s; this one when it is told.
+Apps need no change. A ServerApp gets Flower's own grid, with two methods replaced to record messages and
+replies. Flower's grid polls for replies every 3 s. This one polls when a SuperNode reports a reply.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ from flower_gpu.flower.rounds import keep_generator
 from flower_gpu.options import RUN_DIR_VARIABLE
 
 _NAME: Final = "flwr-serverapp"
-_LEAST_S: Final = 0.1  # where nobody tells of replies
-_TOLD_LEAST_S: Final = 0.5  # where SuperNodes tell: only errors of the SuperLink's own are found by asking
-#: How many questions all threads may ask in a second when they are told again and again.
+# Shortest polling interval if SuperNodes do not report replies
+_LEAST_S: Final = 0.1
+# Shortest polling interval otherwise. Then polling only finds errors of the SuperLink itself.
+_TOLD_LEAST_S: Final = 0.5
+#: Maximum number of polls per second of all threads, if many replies are reported.
 _QUESTIONS_PER_S: Final = 40.0
 _FOREVER_S: Final = 3600.0
 
@@ -65,10 +67,10 @@ def main() -> None:
 
 
 def report_exits() -> None:
-    """Have a ServerApp that exits, also while it is imported, fail at once.
+    """Let a ServerApp fail at once if it exits, also during its import.
 
-    Flower reports exceptions only. Of an app that calls ``sys.exit`` it reports nothing: the SuperLink waits
-    a minute for a heartbeat, and the text that the app has written is lost.
+    Flower reports only exceptions, and not an app that calls ``sys.exit``. The SuperLink would wait a minute
+    for a heartbeat, and the output of the app would be lost.
     """
     known = find(f"{SERVER_RUNTIME}:run_")
     if known is None:
@@ -126,22 +128,22 @@ def _write_model(recorder: Recorder, folder: RunFolder, written_at: int | None) 
 
 
 def _written_at(path: Path) -> int | None:
-    """Return the time of the last change of a file, in nanoseconds; None if there is no such file."""
+    """Return the time of the last change of a file in nanoseconds, or None without a file."""
     with suppress(OSError):
         return path.stat().st_mtime_ns
     return None
 
 
 def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
-    """Record from now on the messages of a grid of Flower's, also for the clock of its waits.
+    """Record the messages and replies of Flower's grid from now on, and tell the clock of its waits.
 
-    Its own ``send_and_receive`` pushes messages and pulls replies by the two methods that are replaced, so
-    each reply is noted when it comes.
+    The grid's ``send_and_receive`` calls the two replaced methods to push messages and pull replies. So each
+    reply is recorded when it arrives.
     """
     push, send_and_receive = grid.push_messages, grid.send_and_receive
     recorded = RecordedGrid(
         SimpleNamespace(
-            # Flower's goes through them more than once.
+            # A list, because Flower's method iterates over the messages more than once.
             push_messages=lambda messages: push(list(messages)),
             pull_messages=grid.pull_messages,
         ),
@@ -168,7 +170,7 @@ def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
         return replies
 
     def wait_for_replies(message_ids: Sequence[str], timeout_s: float) -> Sequence[str]:
-        if timeout_s:  # the clock knows better when to ask
+        if timeout_s:  # the clock decides when to poll
             clock.sleep(waits.LONGEST_S)
         return message_ids
 

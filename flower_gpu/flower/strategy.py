@@ -42,9 +42,9 @@ _NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this st
 
 
 def _check_fraction_evaluate(fraction_evaluate: float, flowers: str) -> None:
-    """Raise ConfigError unless a strategy that evaluates on the server only is given a fraction of 0.
+    """Raise ConfigError unless the fraction is 0, because the strategy evaluates on the server only.
 
-    ``flowers``: the strategy of Flower in which clients evaluate.
+    ``flowers``: name of Flower's strategy with evaluation by clients.
     """
     if fraction_evaluate:
         raise ConfigError(
@@ -56,31 +56,31 @@ def _check_fraction_evaluate(fraction_evaluate: float, flowers: str) -> None:
 class FedAvg(_MessageFedAvg):
     """Federated averaging with server-side evaluation only, for the Message API.
 
-    As ``flwr.serverapp.strategy.FedAvg`` (McMahan et al., 2017, https://arxiv.org/abs/1602.05629), without
-    client evaluation. Results are weighted by number of examples. Integer arrays, such as the counters of
-    BatchNorm, come back as integers. Sums are formed in 64-bit floats.
+    Like ``flwr.serverapp.strategy.FedAvg`` (McMahan et al., 2017, https://arxiv.org/abs/1602.05629), without
+    client evaluation. Results are weighted by their number of examples. Integer arrays, such as the counters
+    of BatchNorm, stay integers. Sums are formed in 64-bit floats.
 
-    Where the grid hands over replies as they come, as that of ``flower-gpu simulate`` does, each one is added
-    to a running sum and freed, so that memory does not grow with the number of clients. A class derived from
-    this one that overrides ``aggregate_train`` gets all replies in a list.
+    Some grids, such as the grid of ``flower-gpu simulate``, return replies one by one. Each reply is then
+    added to a running sum and freed, so memory does not grow with the number of clients. A derived class with
+    its own ``aggregate_train`` gets all replies in a list.
 
     Parameters
     ----------
     fraction_train : float
         Fraction of nodes that train in a round.
     min_train_nodes, min_available_nodes : int
-        At least so many nodes train, and have to be there.
+        Minimum number of nodes that train, and that must be connected.
     weighted_by_key, arrayrecord_key, configrecord_key : str
         Names in the records, as in Flower.
     train_metrics_aggr_fn : callable, optional
-        As in Flower; by default the mean over examples. It gets the replies without their arrays where
-        these were summed as they came.
+        As in Flower; by default the mean over examples. It gets the replies without their arrays if these
+        were added to a running sum.
     exact_order : bool
-        Sum in the order of the nodes, not in that in which replies come: in a simulation, and below
-        ``flower-gpu launch``, in the order of their partitions, else of their ids. ``flower-gpu simulate
-        --deterministic`` does so in any case.
+        Sum in the order of the nodes, instead of the order in which replies arrive. In a simulation and under
+        ``flower-gpu launch``, this is the order of the partitions, otherwise of the node ids. ``flower-gpu
+        simulate --deterministic`` always does so.
     fraction_evaluate : float
-        Accepted for apps that pass 0.0 to Flower's FedAvg. Anything else raises ConfigError.
+        Accepted for apps that pass 0.0 to Flower's FedAvg. Other values raise ConfigError.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FedAvg(_MessageFedAvg):
             configrecord_key=configrecord_key,
             train_metrics_aggr_fn=train_metrics_aggr_fn,
         )
-        # Set afterwards: Flower warns of a fraction of 0, which is the point here.
+        # Set after the constructor of Flower, which warns about a fraction of 0.
         self.fraction_evaluate = 0.0
         self.min_evaluate_nodes = 0
         self.exact_order = exact_order
