@@ -274,9 +274,8 @@ class Descriptor(int):
     So an exception at any moment, such as a KeyboardInterrupt, leaves no file open or locked.
     """
 
-    process: int | None = (
-        None  # process that opened the file; in a fork the number may belong to another file
-    )
+    # Process that opened the file. In a fork, the number may belong to another file
+    process: int | None = None
 
     def close(self) -> None:
         """Close the file. Calling it again has no effect."""

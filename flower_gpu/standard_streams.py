@@ -50,14 +50,6 @@ def tell(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def escape_unencodable() -> None:
-    """Have standard output write escapes for characters that its encoding lacks, as standard error does."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A fork may have a pipe in the place of a file. Python looks for its position when all else is done.
-        with suppress(OSError):
-            sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def open_missing() -> None:
     """Open each closed standard stream on ``/dev/null``, for this program and the programs that it starts."""
     fill()
@@ -101,6 +93,7 @@ _replaced: list[Any] = []
 def watch() -> None:
     """Record errors of standard output in this program, and ignore those of standard error.
 
+    Both streams write escapes for characters that their encoding lacks, as Python's standard error does.
     A stream that is not Python's own, such as a notebook's, stays as it is.
     """
     _watched.clear()
@@ -115,7 +108,7 @@ def watch() -> None:
         new = io.TextIOWrapper(
             file if is_unbuffered else io.BufferedWriter(file),
             encoding=stream.encoding,
-            errors=stream.errors,
+            errors="backslashreplace",
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )

@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Use:
-    """The memory that this worker uses on one GPU, as far as it was measured."""
+    """The measured memory of this worker on one GPU."""
 
     share: Share  # the worker's share of the GPU
     peak_bytes: int | None = None  # measured peak; None without any measurement
     context_bytes: int | None = None  # memory of this process outside of its allocator, at the last query
     outside_bytes: int | None = None  # measured peak of such memory of all processes of this worker
-    is_told: bool | None = (
-        None  # True if the driver reports this worker's memory; None before the first query
-    )
+    # True if the driver reports this worker's memory; None before the first query
+    is_told: bool | None = None
 
     def see(self, used_bytes: int) -> None:
         """Record the memory in use at this moment."""

@@ -133,7 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``argv``: arguments without the program's name. By default, the arguments of the process.
     """
     standard_streams.open_missing()
-    standard_streams.escape_unencodable()
     standard_streams.watch()
     try:
         parser = build_parser()

@@ -24,7 +24,7 @@ from flower_gpu.gpu.cuda_version import how_to_install, is_too_new, what_to_chan
 from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.lease import Lease
-from flower_gpu.printable import format_bytes
+from flower_gpu.printable import first_line, format_bytes
 
 _LIBRARY: Final = "libcuda.so.1"
 _LEASE_WAIT_S: Final = 1.0
@@ -187,5 +187,4 @@ def _above_cap(cap_bytes: int) -> Found:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {first_line(str(error))}"

@@ -34,6 +34,7 @@ from flwr.common.logger import log
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError, FlowerGPUError, shortened
 from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.printable import first_line
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.cluster.agent import Agent, News, packages_of
 from flower_gpu.simulation.cluster.models import PackedVisit, SentModels
@@ -95,7 +96,7 @@ def connected(address: str, app: object) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"--ray-address {address}: there is no Ray cluster that can be reached "
-            f"({_first_line(error)}). Start one with `ray start --head`"
+            f"({first_line(str(error))}). Start one with `ray start --head`"
         ) from error
     if threading.current_thread() is threading.main_thread():
         # Ray's own handlers would end the run without its summary.
@@ -165,7 +166,7 @@ class RemoteHost(Host):
         except ray.exceptions.RayTaskError as error:
             raise HostLostError(_cause(error)) from error
         except (ray.exceptions.RayError, ConnectionError) as error:
-            raise HostLostError(_first_line(error)) from error
+            raise HostLostError(first_line(str(error))) from error
         self.hear(news)
         answers: Answers = report
         return answers
@@ -210,7 +211,7 @@ class RemoteHost(Host):
         """Kill the agent, and report the loss in the trace and the log."""
         # The agent may only be unreachable. It must not go on beside the agent that replaces it.
         _kill(self)
-        reason = shortened(_first_line(error))
+        reason = shortened(first_line(str(error)))
         self._tell([trace.make("host_lost", host=self.name, host_id=self.node, reason=reason)])
         log(
             WARNING,
@@ -410,7 +411,7 @@ class RayHosts:
             except self._ray.exceptions.RayTaskError as error:
                 raise ConfigError(f"host {names[node]}: {_cause(error)}") from error
             except self._ray.exceptions.RayError as error:
-                dead.append(f"host {names[node]}: no agent can be started there: {_first_line(error)}")
+                dead.append(f"host {names[node]}: no agent can be started there: {first_line(str(error))}")
                 continue
             self._check(about)
             hosts.append(host)
@@ -503,10 +504,6 @@ def _check_is_there(address: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _cause(error: Any) -> str:
