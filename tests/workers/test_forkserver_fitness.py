@@ -34,6 +34,19 @@ PACKAGES = {
     "lists_variables": "import os, subprocess\nVALUE = len(dict(os.environ))\n",
 }
 
+LOADS_DATA = """
+import os
+from pathlib import Path
+
+DATA = []
+
+def load():
+    value = os.environ["READS_HOME"]
+    with Path(os.environ["LOADS_FOLDER"], "log").open("a") as file:
+        print(value, file=file)
+    DATA.append(value)
+"""
+
 
 @pytest.fixture(scope="module")
 def python(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -71,6 +84,18 @@ class TestVariables:
             assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "two"
             without.do("del os.environ['READS_HOME']")
             assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
+
+    def test_data_are_loaded_only_in_a_server_that_fits(self, learned: str, tmp_path: Path) -> None:
+        """Otherwise, a caller with another value of a variable would load its data twice."""
+        (tmp_path / "loads_data.py").write_text(LOADS_DATA)
+        for value in ("three", "four"):
+            env = {"READS_HOME": value, "LOADS_FOLDER": str(tmp_path)}
+            with Client(learned, env) as caller:
+                caller.do(f"sys.path.append({str(tmp_path)!r})")
+                task = ("tasks_forkserver:attribute", "loads_data", "DATA")
+                assert caller.call(*task, preload="loads_data:load") == [[value], True]
+                assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == value
+        assert (tmp_path / "log").read_text().splitlines() == ["three", "four"]
 
     def test_flowers_folder_which_launch_makes_anew_for_each_run(self, tmp_path: Path) -> None:
         """What Flower makes of it at import is for its command line only: one server is good for all runs."""

@@ -13,6 +13,9 @@ and send the record of the call. The server answers in one of these ways:
   a server with that name.
 - ``unfit``, or no answer because the server has ended: the caller tries again, up to ``_TRIES`` times.
 
+A server with preloaded data is a fork of a server without them. If it is missing, the caller first finds a
+server without them that fits, because loading the data may take hours (:func:`_connected`).
+
 Threads: every thread that makes calls may use this module. What the process has found out about servers is
 shared, behind a lock (:class:`_Memory`). A :class:`ServerPlace` belongs to one call at a time.
 
@@ -37,8 +40,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
@@ -394,23 +397,51 @@ def _connected(
             "preload= cannot be used with --confine: its functions run in the fork server, which is not "
             "confined. Remove one of the two"
         )
-    preload = list(call.preload)
-    name = kind.name(environ, [preload, inherited.path, os.getcwd()])
-    what = "preload " + ", ".join(function for function, _ in preload)
+    # A missing server is forked from another one. That server must fit the call before the functions run:
+    # otherwise, they would load the data into a server that no worker of this call can use.
+    with suppress(Gone):
+        name = _name_with_data(kind, call, inherited)
+        return name, sockets.connect(name, _ANSWER_S)
+    base = find(replace(call, preload=()), deadline, environ)
+    try:
+        # The base may have shown which variables its libraries read. Then the name is another one.
+        kind = _memory.known_kind()
+        kind.without |= call.without
+        name = _name_with_data(kind, call, inherited)
+        start = partial(
+            _load_data, base, kind.start(name, list(call.preload)), inherited, folder, deadline, wait
+        )
+        # The start has no time limit, because the user's functions may load data for hours.
+        return name, _connect_or(start, name, deadline, wait)
+    finally:
+        base.close()
 
-    def derive(lock: int) -> None:
-        message = {"op": "preload", "start": kind.start(name, preload)}
-        with (
-            open(messages.memory_file(asdict(inherited)), "rb") as settings,
-            program.said_ready(deadline, None, what, wait) as ready,
-            _connect_or_start(kind, environ, deadline, wait) as base,
-        ):
-            descriptors = [folder, ready, lock, settings.fileno()]
-            if not _ask_or_end(kind.name(environ), base, message, descriptors, deadline, wait):
-                raise Gone("the server with the libraries has ended")
 
-    # The start has no time limit, because the user's functions may load data for hours.
-    return name, _connect_or(derive, name, deadline, wait)
+def _name_with_data(kind: _ServerKind, call: Call, inherited: Inherited) -> str:
+    """Return the name of the server that holds the call's preloaded data."""
+    return kind.name(inherited.environ, [list(call.preload), inherited.path, os.getcwd()])
+
+
+def _load_data(
+    base: ServerPlace,
+    start: Mapping[str, Any],
+    inherited: Inherited,
+    folder: int,
+    deadline: float | None,
+    wait: Wait,
+    lock: int,
+) -> None:
+    """Have the server of ``base`` fork a server that calls the preload functions; wait until it is ready.
+
+    ``start``: fields of its :class:`~flower_gpu.workers.forkserver.forking.Start`.
+    ``lock``: descriptor of the start lock, which this process holds.
+    """
+    what = "preload " + ", ".join(function for function, _ in start["preload"])
+    with (
+        open(messages.memory_file(asdict(inherited)), "rb") as settings,
+        program.said_ready(deadline, None, what, wait) as ready,
+    ):
+        base.ask({"op": "preload", "start": start}, [folder, ready, lock, settings.fileno()])
 
 
 def _connect_or_start(
