@@ -1,6 +1,6 @@
-"""Processes that use the ledger as they are told: one command and one answer per line, in JSON.
+"""Processes that use the ledger on command: each line on stdin is a command and each line on stdout a reply.
 
-They are started as :class:`forked.Forked`.
+Both are JSON. :class:`forked.Forked` starts the processes.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ def claimant(
     **fields: Any,
 ) -> Claimant:
     def options(usable: Any) -> tuple[GPUNeed, ...]:
-        chosen = [gpu for gpu in usable if gpus is None or gpu.index in gpus]
-        return tuple(GPUNeed(gpu.uuid, memory, share, alone) for gpu in chosen)
+        allowed = [gpu for gpu in usable if gpus is None or gpu.index in gpus]
+        return tuple(GPUNeed(gpu.uuid, memory, share, alone) for gpu in allowed)
 
     needs = []
     if cores is not None:
         needs.append(HostNeed(CORES, cores, cores if least_cores is None else least_cores))
     if host_memory is not None:
         needs.append(HostNeed(MEMORY, host_memory, host_memory))
-    if guess is not None:  # of a task that nobody has measured, and of which one such call begins at a time
+    # The need of a task without a measured footprint. Its capacity admits one such call at a time.
+    if guess is not None:
         needs.append(HostNeed(card_of_task(os.getuid(), 1), guess, guess, capacity=guess))
     return Claimant(options, host_needs=lambda: tuple(needs), **fields)
 
@@ -65,7 +66,7 @@ def lease_of(ticket: Ticket) -> Lease:
     return Lease(ticket.entry.id, shares, ticket=str(ticket.entry.path))
 
 
-def described(state: State) -> dict[str, Any]:
+def describe_state(state: State) -> dict[str, Any]:
     granted = state.granted()
     return {
         "cards": {card.uuid: card.capacity_bytes for card in state.cards},
@@ -81,15 +82,15 @@ def described(state: State) -> dict[str, Any]:
 
 
 def _locks(folder: str) -> list[str]:
-    """Return the files in a folder that this process has open as if to lock them, not just to look."""
-    found = []
+    """Return the files in a folder that this process has open in a mode for locking."""
+    lockable = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             path = str(link.readlink())
             can_write = fcntl.fcntl(int(link.name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
             if path.startswith(folder) and (can_write or path.endswith(".mutex")):
-                found.append(path)
-    return found
+                lockable.append(path)
+    return lockable
 
 
 class Commands:
@@ -106,28 +107,28 @@ class Commands:
         assert self.ticket is not None
         self.ledger.release(self.ticket)
 
-    def is_asked(self, timeout_s: float) -> bool:
-        """Wait until somebody asks for what this process holds."""
+    def is_requested(self, timeout_s: float) -> bool:
+        """Return True if another claim asks for the lease of this process within ``timeout_s`` seconds."""
         assert self.ticket is not None
         return self.ticket.wait(timeout_s)
 
-    def use(self, gpu: int, nbytes: int, told: bool = True) -> None:
-        """Use memory in this process, as a worker with the lease would."""
+    def use(self, gpu: int, nbytes: int, is_reported: bool = True) -> None:
+        """Use GPU memory in this process, as a worker with the lease would, and report it by default."""
         assert self.ticket is not None
         allocate(gpu, nbytes)
-        if told:
+        if is_reported:
             os.environ[VARIABLE] = lease_of(self.ticket).to_text()
             uuid = self.ticket.entry.parts[0].uuid
             tickets.report({uuid: nbytes})
 
     def fork_worker(self) -> int:
-        """Fork a worker that has the lease, and lives until it is killed."""
+        """Fork a worker that shares the lease and lives until it is killed. Return its pid."""
         assert self.ticket is not None
         with files.passed_on(self.ticket.descriptor):
             return self._fork()
 
     def fork_in_thread(self) -> int:
-        """Fork something else in another thread, while this one passes its lease on."""
+        """Fork an unrelated process in another thread while this thread passes its lease on."""
         assert self.ticket is not None
         pids: list[int] = []
         with files.passed_on(self.ticket.descriptor):
@@ -137,8 +138,8 @@ class Commands:
         return pids[0]
 
     def fork_while_leasing(self, forks: int, memory: int) -> list[str]:
-        """Take leases and give them back while another thread forks; return what forks could lock."""
-        kept: list[str] = []
+        """Acquire and release leases while another thread forks. Return the files that forks could lock."""
+        lockable: list[str] = []
 
         def fork_all() -> None:
             for _ in range(forks):
@@ -148,8 +149,8 @@ class Commands:
                     os.write(write, "\n".join(_locks(str(self.ledger.folder.root))).encode())
                     os._exit(0)
                 os.close(write)
-                with open(read) as told:
-                    kept.extend(told.read().splitlines())
+                with open(read) as report:
+                    lockable.extend(report.read().splitlines())
                 os.waitpid(pid, 0)
 
         sys.setswitchinterval(1e-6)
@@ -158,7 +159,7 @@ class Commands:
         while thread.is_alive():
             self.ledger.release(self.ledger.acquire(claimant(memory=memory)))
         thread.join()
-        return kept
+        return lockable
 
     def _fork(self) -> int:
         pid = os.fork()
@@ -170,19 +171,19 @@ class Commands:
         return pid
 
     def status(self) -> Any:
-        return described(self.ledger.status())
+        return describe_state(self.ledger.status())
 
-    def patience(self, seconds: float) -> None:
-        """Wait only so long for NVML."""
+    def set_nvml_timeout(self, seconds: float) -> None:
+        """Wait at most this long for an answer of NVML."""
         inventory._START_S = inventory._ANSWER_S = seconds
 
     def pause_after_measuring(self, path: str) -> None:
-        """From now on, wait between the question to NVML and the mutex until there is a file."""
+        """Pause each later claim between its query of NVML and the mutex until the file ``path`` exists."""
         state_module._FRESH_S = 1000.0
         take = Readings.take
 
-        def paused(*entries: Any, **how: Any) -> Any:
-            measured = take(*entries, **how)
+        def paused(*entries: Any, **options: Any) -> Any:
+            measured = take(*entries, **options)
             Path(f"{path}.measured").touch()
             while not Path(path).exists():
                 time.sleep(0.005)
@@ -191,22 +192,22 @@ class Commands:
         Readings.take = paused  # type: ignore[method-assign]
 
     def hold_mutex(self) -> None:
-        """Take the mutex, and never give it back."""
-        self.held = self.ledger.folder.locked()
-        self.held.__enter__()
+        """Take the mutex and never release it."""
+        self.mutex = self.ledger.folder.locked()
+        self.mutex.__enter__()
 
-    def short_mutex(self, wait_s: float) -> None:
+    def set_mutex_wait(self, wait_s: float) -> None:
         self.ledger.folder = LedgerFolder(self.ledger.folder.root, mutex_wait_s=wait_s)
 
-    def few_files(self, left: int) -> None:
-        """Let this process open only so many more files."""
-        opened = {int(link.name) for link in Path("/proc/self/fd").iterdir()}
-        free = (number for number in range(1000) if number not in opened)
-        *_, last = (next(free) for _ in range(left + 1))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (last, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    def limit_open_files(self, remaining: int) -> None:
+        """Limit the number of files that this process can still open to ``left``."""
+        open_numbers = {int(link.name) for link in Path("/proc/self/fd").iterdir()}
+        free = (number for number in range(1000) if number not in open_numbers)
+        *_, limit = (next(free) for _ in range(remaining + 1))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
-    def attempt(self, what: str, path: str) -> str:
-        """Try something with a file, as somebody with bad intentions would; return how that went."""
+    def attempt(self, action: str, path: str) -> str:
+        """Try a hostile action on a file. Return "done" or the name of the error."""
         actions: dict[str, Callable[[], Any]] = {
             "read": lambda: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK)),
             "write": lambda: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)),
@@ -216,13 +217,13 @@ class Commands:
             "remove folder": lambda: Path(path).rename(f"{path}-gone"),
         }
         try:
-            actions[what]()
+            actions[action]()
         except OSError as error:
             return type(error).__name__
         return "done"
 
-    def clock_jumps(self, seconds: float) -> None:
-        """From now on, the time of day is another one here."""
+    def shift_clock(self, seconds: float) -> None:
+        """Shift the time of day of this process by ``seconds``."""
         real = time.time
         time.time = lambda: real() + seconds
 
@@ -230,11 +231,14 @@ class Commands:
 def main() -> None:
     user = os.environ.get("CLAIMANT_USER")
     if user:
-        inventory.take()  # imports what that account may have no right to read
+        # Take an inventory before the change of account, because that account may not be allowed to read the
+        # modules that it imports.
+        inventory.take()
         os.setgroups([])
         os.setgid(int(user))
         os.setuid(int(user))
-    os.umask(0o077)  # what some accounts have
+    # Some accounts have this umask.
+    os.umask(0o077)
     try:
         commands = Commands()
     except GPUError as error:

@@ -1,4 +1,4 @@
-"""Stub hosts with a ledger, and processes that use it."""
+"""Stub hosts with a ledger, and processes that use the ledger."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class RefusedError(Exception):
 
 
 class Claimant(Forked):
-    """A process that uses the ledger as it is told."""
+    """A process that uses the ledger on command."""
 
     def __init__(self, env: dict[str, str]) -> None:
         super().__init__(Path(__file__).with_name("claimant.py"), env)
 
     def tell(self, command: str, **fields: Any) -> None:
-        """Send a command; its answer is to be asked for."""
+        """Send a command without waiting. :meth:`answer` returns the result."""
         self.write(json.dumps([command, fields]))
 
     def answer(self) -> Any:
-        """Wait for the answer to the command that was sent."""
+        """Wait for the answer to the last command. Raises RefusedError if the command failed."""
         reply = json.loads(self.read())
         if "error" in reply:
             raise RefusedError(reply["error"], reply["message"])
@@ -49,7 +49,7 @@ class Claimant(Forked):
 
 
 class LedgerHost:
-    """A host of GPUs with 16 GiB for leases each, and the processes on it."""
+    """A host whose GPUs have 16 GiB for leases each, and its processes."""
 
     def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.stub = Host(folder / "host", gpus=gpus, total=17 * GIB)
@@ -62,12 +62,12 @@ class LedgerHost:
         self._observer: Claimant | None = None
 
     @property
-    def own(self) -> Path:
+    def account_folder(self) -> Path:
         """The ledger folder of this account."""
         return self.root / f"flower-gpu-leases-{os.getuid()}"
 
     def start(self, count: int, **env: str) -> list[Claimant]:
-        """Start processes, side by side."""
+        """Start processes in parallel and wait until each is ready."""
         started = [Claimant({**self.env, **env}) for _ in range(count)]
         self._started += started
         for claimant in started:
@@ -82,28 +82,28 @@ class LedgerHost:
         return refused.value
 
     def status(self) -> Any:
-        """What the ledger says, to a process of its own that takes the mutex."""
+        """Return the state of the ledger, as read by a separate process that takes the mutex."""
         if self._observer is None:
             [self._observer] = self.start(1)
         return self._observer("status")
 
     def until(self, condition: Callable[[Any], bool]) -> Any:
-        """Wait until the ledger says something."""
+        """Wait until the state of the ledger meets the condition, and return the state."""
 
-        def look() -> Any:
+        def matching_state() -> Any:
             state = self.status()
             return state if condition(state) else None
 
-        return until(look, timeout_s=WAIT_S)
+        return until(matching_state, timeout_s=WAIT_S)
 
     def line_up(self, *claims: tuple[Claimant, dict[str, Any]]) -> None:
-        """Have these wait, in this order."""
+        """Make claimants wait for their claims in this order."""
         for claimant, fields in claims:
             claimant.tell("acquire", **fields)
             self.until(lambda state, pid=claimant.pid: pid in state["waiting"])
 
-    def also_end(self, pid: int) -> None:
-        """End a process, too, that one of these has started."""
+    def kill_on_close(self, pid: int) -> None:
+        """Also kill this process, which a claimant has started, when the host is closed."""
         self._pids.append(pid)
 
     def close(self) -> None:

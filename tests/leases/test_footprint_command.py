@@ -43,7 +43,7 @@ def run(*arguments: str) -> int:
     return command.run(parser.parse_args(arguments))
 
 
-def test_nothing_learned(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
+def test_no_footprint_was_learned_yet(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
     assert run() == 0
     printed = capsys.readouterr()
     assert printed.out == "" and "no footprint was learned yet" in printed.err
@@ -52,9 +52,7 @@ def test_nothing_learned(capsys: pytest.CaptureFixture[str], state_dir: Path) ->
     assert json.loads(capsys.readouterr().out) == {"footprints": [], "contexts": []}
 
 
-def test_tables_and_json_are_those_of_the_reference(
-    learned: Footprints, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_and_json_match_the_reference(learned: Footprints, capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     footprints, contexts = capsys.readouterr().out.rstrip("\n").split("\n\n")
     head, *rows = [re.split(r" {2,}", line) for line in footprints.splitlines()]
@@ -65,8 +63,8 @@ def test_tables_and_json_are_those_of_the_reference(
         ["task:evaluate", *same, "-", "100 MiB", "164 MiB", "once"],
     ]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", row[-1]) for row in rows)
-    of_contexts, row = [re.split(r" {2,}", line) for line in contexts.splitlines()]
-    assert of_contexts == ["CUDA CONTEXT ON", "SIZE", "MEASURED", "LAST"]
+    context_head, row = [re.split(r" {2,}", line) for line in contexts.splitlines()]
+    assert context_head == ["CUDA CONTEXT ON", "SIZE", "MEASURED", "LAST"]
     assert row[:-1] == ["NVIDIA Stub 16GB", "400 MiB", "once"]
     assert run("--json") == 0
     printed = json.loads(capsys.readouterr().out)
@@ -90,7 +88,7 @@ def test_tables_and_json_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "left"),
+    ("arguments", "code", "remaining"),
     [
         ((), 0, set()),
         (("--task", "task:train"), 0, {EVALUATE}),
@@ -98,18 +96,18 @@ def test_tables_and_json_are_those_of_the_reference(
         (("--task", "task:other"), 1, {TRAIN, SAME_TASK, EVALUATE}),
     ],
 )
-def test_clear(
+def test_clear_removes_the_footprints_of_one_task_or_all(
     learned: Footprints,
     capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
     code: int,
-    left: set[Key],
+    remaining: set[Key],
 ) -> None:
     assert run("clear", *arguments) == code
-    assert set(Footprints().entries()) == left
+    assert set(Footprints().entries()) == remaining
     assert bool(Footprints().contexts()) == bool(arguments)
     printed = capsys.readouterr()
-    removed = 3 - len(left)
+    removed = 3 - len(remaining)
     assert printed.out == f"forgot {removed} footprint{'' if removed == 1 else 's'}\n"
     if code:
         assert printed.err == (

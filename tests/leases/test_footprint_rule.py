@@ -1,4 +1,4 @@
-"""By which rule a footprint follows from what calls took; the allocator is simulated by its numbers."""
+"""The rule that derives a footprint from the memory use of calls. The allocator is simulated by numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ amounts = st.integers(1, 40 * GIB)
 
 
 def torch_call(allocated: int, reserved: int, cap: int, retries: int = 0, *, first: bool = True) -> Measured:
-    """A call with half a GiB outside of the allocator."""
+    """Return the measurement of a call that uses half a GiB outside of the allocator."""
     return Measured(reserved + GIB // 2, GIB // 2, reserved, allocated, cap, retries, first)
 
 
@@ -42,18 +42,16 @@ spares = st.floats(LEAST_SPARE, MOST_SPARE)
 
 
 @given(calls, spares)
-def test_a_footprint_is_between_what_tensors_had_and_what_the_call_might_have_had(
-    call: Measured, spare: float
-) -> None:
+def test_a_footprint_is_at_least_the_tensors_and_at_most_the_cap(call: Measured, spare: float) -> None:
     assert call.allocated_bytes is not None and call.reserved_bytes is not None
-    found = footprint_bytes(call, spare)
-    assert call.outside_bytes + call.allocated_bytes <= found <= call.outside_bytes + call.cap_bytes
+    footprint = footprint_bytes(call, spare)
+    assert call.outside_bytes + call.allocated_bytes <= footprint <= call.outside_bytes + call.cap_bytes
     if not call.is_near_cap:
-        assert found <= call.outside_bytes + call.reserved_bytes
+        assert footprint <= call.outside_bytes + call.reserved_bytes
 
 
 @given(calls, spares)
-def test_a_call_near_its_cap_asks_for_more_than_it_had_and_the_share_never_shrinks(
+def test_a_call_near_its_cap_raises_the_footprint_and_the_spare_never_shrinks(
     call: Measured, spare: float
 ) -> None:
     assert spare <= spare_after(call, spare) <= MOST_SPARE
@@ -64,54 +62,57 @@ def test_a_call_near_its_cap_asks_for_more_than_it_had_and_the_share_never_shrin
 
 
 @given(amounts, st.integers(0, 40 * GIB))
-def test_where_no_allocator_tells_the_peak_is_the_footprint(peak: int, outside: int) -> None:
+def test_without_a_report_of_the_allocator_the_footprint_is_the_peak(peak: int, outside: int) -> None:
     assert footprint_bytes(Measured(peak)) == footprint_bytes(Measured(peak, outside)) == peak
 
 
-# With the margin: 85 % of what the allocator had, and half a GiB.
+# 85 % of the memory that the allocator had, plus half a GiB outside of it. These amounts include the margin.
 STEP_OF_10_GIB, STEP_OF_4_GIB = (GIB // 2 + 17 * size // 20 for size in (10 * GIB, 4 * GIB))
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        # Tensors of 2 GiB: an eighth and two blocks, if that much was there at all.
+        # For tensors of 2 GiB the spare is an eighth and two blocks, or less if the allocator had less.
         (torch_call(2 * GIB, 5 * GIB // 2, 15 * GIB), GIB // 2 + 2 * GIB + GIB // 4 + 40 * MIB),
         (torch_call(2 * GIB, 2 * GIB + 50 * MIB, 15 * GIB), GIB // 2 + 2 * GIB + 50 * MIB),
-        # The first call of a task on a whole GPU kept a lot: not all of it is taken away at once.
+        # The first call of a task had a whole GPU and its cache grew large. The footprint shrinks in steps.
         (torch_call(2 * GIB, 10 * GIB, 15 * GIB), STEP_OF_10_GIB),
-        # An earlier call of the same worker has kept it.
+        # The cache belongs to an earlier call of the same worker.
         (torch_call(2 * GIB, 10 * GIB, 15 * GIB, first=False), GIB // 2 + 2 * GIB + GIB // 4 + 40 * MIB),
-        # A full cache is no sign of want. Many retries are, and tensors that have nearly all.
+        # A full cache is no sign of a shortage. Many retries are, and so are tensors that fill nearly all of
+        # it.
         (torch_call(2 * GIB, 4 * GIB, 4 * GIB, 10), STEP_OF_4_GIB),
         (torch_call(2 * GIB, 4 * GIB, 4 * GIB, 11), GIB // 2 + 4 * GIB),
         (torch_call(39 * GIB // 10, 4 * GIB, 4 * GIB), GIB // 2 + 4 * GIB),
     ],
 )
-def test_footprints_of_calls(call: Measured, expected: int) -> None:
-    found = footprint_bytes(call)
+def test_the_footprint_of_a_call(call: Measured, expected: int) -> None:
+    footprint = footprint_bytes(call)
     if expected in (STEP_OF_10_GIB, STEP_OF_4_GIB):
-        found = needed_bytes(found)
-    assert abs(found - expected) <= 1
+        footprint = needed_bytes(footprint)
+    assert abs(footprint - expected) <= 1
 
 
 @pytest.mark.parametrize(
-    ("number", "plausible"),
+    ("size", "expected"),
     [(1, False), (63 * MIB, False), (64 * MIB, True), (500 * MIB, True), (2 * GIB, True), (10 * GIB, False)],
 )
-def test_what_can_be_a_context(number: int, plausible: bool) -> None:
-    assert is_context(number) == plausible
+def test_a_plausible_context_size(size: int, expected: bool) -> None:
+    assert is_context(size) == expected
 
 
-# What comes of it, call by call -----------------------------------------------------------------------------
+# Sequences of calls -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Task:
     """Calls of one task on a GPU that is large enough for it.
 
-    Its tensors have ``tensors`` bytes. With room for it the allocator keeps ``kept`` times that; it cannot do
-    with less than ``pieces`` times that, and within a tenth of that each step gives back what it keeps.
+    ``tensors``: size of the task's tensors in bytes.
+    ``kept``: memory that the allocator reserves if it has room, as a multiple of ``tensors``.
+    ``pieces``: least memory that the allocator can work with, as a multiple of ``tensors``. With less than
+    1.1 times that memory, the allocator has to empty its cache in each step.
     """
 
     tensors: int
@@ -122,21 +123,21 @@ class Task:
     ran_out: int = 0
     slow: int = 0
 
-    def asks_for(self) -> int:
+    def request_bytes(self) -> int:
         return min(WHOLE, needed_bytes(self.peaks.peak_bytes)) if self.peaks.recent_bytes else WHOLE
 
     def call(self) -> None:
-        lease = self.asks_for()
+        lease = self.request_bytes()
         while not self._fits(lease - self.outside):
             self.ran_out += 1
             needed = int(self.tensors * self.pieces)
             self.peaks = self.peaks.after_out_of_memory(needed + self.outside, (needed, self.tensors))
             lease = min(WHOLE, 2 * lease)
         cap = lease - self.outside
-        least, most = self.tensors * self.pieces, int(self.tensors * self.kept)
-        retries = 0 if cap >= most else 100 if cap < 1.1 * least else 3
+        minimum, maximum = self.tensors * self.pieces, int(self.tensors * self.kept)
+        retries = 0 if cap >= maximum else 100 if cap < 1.1 * minimum else 3
         self.slow += retries > 10
-        reserved = min(cap, most)
+        reserved = min(cap, maximum)
         peak = reserved + self.outside
         self.peaks = self.peaks.after(Measured(peak, self.outside, reserved, self.tensors, cap, retries))
 
@@ -153,19 +154,19 @@ tasks = st.builds(
 )
 
 
-@settings(max_examples=examples(30))  # of 600 calls each
+# Each example makes 600 calls.
+@settings(max_examples=examples(30))
 @given(tasks)
-def test_footprints_come_near_what_is_needed_and_stay_there(task: Task) -> None:
+def test_footprints_converge_to_the_need_and_stay_there(task: Task) -> None:
     for _ in range(16 * REMEMBERED):
         task.call()
-    settled, ran_out, slow = task.asks_for(), task.ran_out, task.slow
+    settled, ran_out, slow = task.request_bytes(), task.ran_out, task.slow
     for _ in range(3 * REMEMBERED):
         task.call()
-        assert task.asks_for() == settled
+        assert task.request_bytes() == settled
     assert (task.ran_out, task.slow) == (ran_out, slow)
-    assert (
-        ran_out <= 2
-    )  # a task whose memory is in pieces to an unusual degree, once; none before it is known
+    # Only a task with unusually fragmented memory runs out of memory.
+    assert ran_out <= 2
     need = task.tensors * max(LEAST_SPARE, task.pieces) + task.outside
     assert settled <= 1.35 * need + 256 * MIB
 
@@ -180,12 +181,12 @@ def test_an_ordinary_task_never_runs_out_of_memory(task: Task) -> None:
 
 @settings(max_examples=examples(30))
 @given(tasks, st.floats(0.2, 3.0))
-def test_a_task_that_changes_is_followed(task: Task, times: float) -> None:
+def test_footprints_follow_a_task_that_changes(task: Task, factor: float) -> None:
     for _ in range(8 * REMEMBERED):
         task.call()
-    task.tensors, ran_out = int(task.tensors * times), task.ran_out
+    task.tensors, ran_out = int(task.tensors * factor), task.ran_out
     for _ in range(17 * REMEMBERED):
         task.call()
     assert task.ran_out <= ran_out + 3
     share = max(task.peaks.spare, task.pieces)
-    assert task.asks_for() <= 1.35 * (task.tensors * share + task.outside) + 256 * MIB
+    assert task.request_bytes() <= 1.35 * (task.tensors * share + task.outside) + 256 * MIB

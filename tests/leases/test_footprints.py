@@ -1,4 +1,4 @@
-"""Learned footprints: what they are of, that they are kept, and that many processes can learn at once."""
+"""Learned footprints: their keys, their file, and many processes that learn at the same time."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ OTHER = Key("task:evaluate", "1.0k parameters f32 ab12cd34", "NVIDIA Stub 16GB")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file that is not there yet, in a folder that only this user can write to."""
+    """A path of a file that does not exist yet, in a folder that only this user can write to."""
     tmp_path.chmod(0o700)
     return tmp_path / "footprints.json"
 
 
-# What a footprint is of.
+# Keys of footprints.
 
 
-def test_a_key_is_of_the_task_the_gpu_the_sizes_and_the_shapes_of_weights() -> None:
+def test_a_key_depends_on_task_gpu_sizes_and_shapes_of_weights() -> None:
     usual = [np.zeros((3, 4), np.float32), np.zeros(5, np.float32)]
     key = key_of("t", usual, {"batch-size": 32, "lr": 0.1}, "gpu")
     assert key.weights.startswith("17 parameters f32 ")
@@ -61,19 +61,20 @@ def test_a_key_is_of_the_task_the_gpu_the_sizes_and_the_shapes_of_weights() -> N
     assert len({key, *others}) == 10
 
 
-def test_settings_that_are_about_memory_count() -> None:
-    counts = {"batch-size": 32, "batch_size": np.int64(32), "imageSize": 224, "image": "224x224", "len": 5}
-    counts |= {"input_resolution": "224, 224, 3", "precision": "bf16-mixed", "use-amp": True}
+def test_only_settings_that_affect_memory_are_part_of_a_key() -> None:
+    relevant = {"batch-size": 32, "batch_size": np.int64(32), "imageSize": 224, "image": "224x224", "len": 5}
+    relevant |= {"input_resolution": "224, 224, 3", "precision": "bf16-mixed", "use-amp": True}
     others = {"lr": 0.1, "server-round": 3, "silent": 1, "sample": True, "batch-norm": True}
-    others |= {"step-size": 0.1, "image-folder": "/data/client-3/images", "size": "1" * 5000}  # 0.1 is a rate
-    assert dict(sizes_of(counts | others)) == {**counts, "use-amp": "True"}
+    # A step size of 0.1 is a learning rate.
+    others |= {"step-size": 0.1, "image-folder": "/data/client-3/images", "size": "1" * 5000}
+    assert dict(sizes_of(relevant | others)) == {**relevant, "use-amp": "True"}
     assert sizes_of({"precision": "x" * 65}) == sizes_of({"precision": 0.5}) == ()
 
 
 # Learning.
 
 
-def test_what_was_learned_is_kept_for_others_and_asking_makes_no_file(path: Path) -> None:
+def test_footprints_are_shared_and_reading_creates_no_file(path: Path) -> None:
     others = Footprints(path)
     assert others.get(KEY) is None
     assert others.context("NVIDIA Stub 16GB") == DEFAULT_CONTEXT_BYTES
@@ -90,29 +91,29 @@ def test_what_was_learned_is_kept_for_others_and_asking_makes_no_file(path: Path
     assert others.entries()[KEY].measured == 1
 
 
-def test_the_default_file_is_in_the_state_folder_and_the_users_alone_whatever_the_umask(
+def test_the_default_file_is_private_to_the_user_with_any_umask(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "new" / "state"))
-    before = os.umask(0)
+    previous_umask = os.umask(0)
     try:
         Footprints().learn(KEY, GIB)
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     assert Footprints().get(KEY) == GIB
-    made = tmp_path / "new" / "state", state_folder.state_dir()
-    assert [stat.S_IMODE(folder.stat().st_mode) for folder in made] == [0o700, 0o700]
-    assert {stat.S_IMODE(file.stat().st_mode) for file in made[1].iterdir()} == {0o600}
+    folders = tmp_path / "new" / "state", state_folder.state_dir()
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700, 0o700]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folders[1].iterdir()} == {0o600}
 
 
-def test_task_that_grows_teaches_it_at_once(path: Path) -> None:
+def test_a_larger_peak_counts_at_once(path: Path) -> None:
     footprints = Footprints(path)
-    for peak, known in ((2 * GIB, 2 * GIB), (GIB, 2 * GIB), (3 * GIB, 3 * GIB), (GIB, 3 * GIB)):
+    for peak, expected in ((2 * GIB, 2 * GIB), (GIB, 2 * GIB), (3 * GIB, 3 * GIB), (GIB, 3 * GIB)):
         footprints.learn(KEY, peak)
-        assert footprints.get(KEY) == known
+        assert footprints.get(KEY) == expected
 
 
-def test_task_that_has_shrunk_is_believed_after_some_calls(path: Path) -> None:
+def test_smaller_peaks_count_after_some_calls(path: Path) -> None:
     footprints = Footprints(path)
     footprints.learn(KEY, 10 * GIB)
     for _ in range(REMEMBERED - 1):
@@ -124,7 +125,7 @@ def test_task_that_has_shrunk_is_believed_after_some_calls(path: Path) -> None:
 
 
 @pytest.mark.parametrize("peak", [0, -1, 1.5, True, None, "1"])
-def test_no_size_is_not_learned(path: Path, peak: Any) -> None:
+def test_an_invalid_size_is_refused(path: Path, peak: Any) -> None:
     for learn in (
         lambda: Footprints(path).learn(KEY, peak),
         lambda: Footprints(path).learn_context("gpu", peak),
@@ -136,26 +137,27 @@ def test_no_size_is_not_learned(path: Path, peak: Any) -> None:
 
 def test_the_smallest_of_several_contexts_counts(path: Path) -> None:
     footprints = Footprints(path)
-    for size, known in ((900, 900), (400, 400), (500, 400), (390, 390)):
+    for size, expected in ((900, 900), (400, 400), (500, 400), (390, 390)):
         footprints.learn_context("gpu", size * MIB)
-        assert footprints.context("gpu") == known * MIB
-    for _ in range(REMEMBERED):  # another driver
+        assert footprints.context("gpu") == expected * MIB
+    # A new driver may have a larger context.
+    for _ in range(REMEMBERED):
         footprints.learn_context("gpu", 600 * MIB)
     assert footprints.context("gpu") == 600 * MIB
 
 
-def test_a_call_that_failed_teaches_only_more(path: Path) -> None:
+def test_a_failed_call_can_only_raise_a_footprint(path: Path) -> None:
     footprints = Footprints(path)
     footprints.learn_call(KEY, Measured(5 * GIB), is_done=False)
     assert footprints.get(KEY) is None
-    for peak, is_done, known in ((2, True, 2), (1, False, 2), (3, False, 3)):
+    for peak, is_done, expected in ((2, True, 2), (1, False, 2), (3, False, 3)):
         footprints.learn_call(KEY, Measured(peak * GIB), is_done=is_done)
-        assert footprints.get(KEY) == known * GIB
+        assert footprints.get(KEY) == expected * GIB
     assert footprints.entries()[KEY].measured == 2
 
 
-def test_what_a_call_that_ran_out_would_have_needed_is_kept_for_good(path: Path) -> None:
-    """Not only for as long as it is one of the last: then the task would run out again."""
+def test_the_need_of_a_call_that_ran_out_of_memory_is_never_forgotten(path: Path) -> None:
+    """If the need were forgotten after some later calls, the task would run out of memory again."""
     footprints = Footprints(path)
     footprints.learn_need(KEY, 5 * GIB, (4 * GIB, 2 * GIB))
     assert footprints.get(KEY) == 5 * GIB
@@ -166,7 +168,7 @@ def test_what_a_call_that_ran_out_would_have_needed_is_kept_for_good(path: Path)
     assert footprints.get(OTHER) == 5 * GIB
 
 
-def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_footprints_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint, "_MAX_ENTRIES", 3)
     footprints = Footprints(path)
     keys = [Key(f"task-{number}", "no weights", "gpu") for number in range(5)]
@@ -175,7 +177,7 @@ def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(footprints.entries()) == keys[2:]
 
 
-def test_clear_one_task_or_all(path: Path) -> None:
+def test_clear_removes_one_task_or_all(path: Path) -> None:
     footprints = Footprints(path)
     footprints.learn(KEY, GIB)
     footprints.learn(OTHER, GIB)
@@ -194,15 +196,16 @@ def test_version_changes_with_the_file(path: Path) -> None:
         others.learn(KEY, peak)
         assert ours.version() not in seen
         seen.add(ours.version())
-        assert ours.version() in seen  # not by being asked
+        # The version does not change because it is read.
+        assert ours.version() in seen
         assert ours.get(KEY) == peak
 
 
-# Files that are not ours.
+# Files that flower-gpu has not written.
 
 
 def with_peaks(**fields: Any) -> bytes:
-    """A file of one footprint whose fields are not what they should be."""
+    """Return a file with one footprint that has the given invalid fields."""
     whole = {"recent_bytes": [1], "measured": 1, "updated_s": 1.0, "spare": 2.0, "outside_bytes": 0}
     peaks = {**vars(KEY), **whole, **fields}
     return json.dumps({"v": 2, "peaks": [peaks]}).encode()
@@ -227,7 +230,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
-def test_broken_file_is_put_aside_with_a_warning(path: Path, content: bytes) -> None:
+def test_a_broken_file_is_put_aside_with_a_warning(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     footprints = Footprints(path)
     with pytest.warns(RuntimeWarning, match=r"could not be read .* footprints.json.unreadable"):
@@ -235,12 +238,13 @@ def test_broken_file_is_put_aside_with_a_warning(path: Path, content: bytes) -> 
     assert (path.parent / "footprints.json.unreadable").read_bytes() == content
     footprints.learn(KEY, GIB)
     assert Footprints(path).get(KEY) == GIB
-    path.write_bytes(path.read_bytes()[:40])  # also one that breaks while it is used
+    # The file may also break while it is in use.
+    path.write_bytes(path.read_bytes()[:40])
     with pytest.warns(RuntimeWarning, match="could not be read"):
         assert footprints.get(KEY) is None
 
 
-def test_file_that_cannot_be_written_is_a_warning(path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_a_warning(path: Path) -> None:
     path.with_name("footprints.json.tmp").mkdir()
     with pytest.warns(RuntimeWarning, match=r"footprints cannot be kept in .*footprints\.json"):
         Footprints(path).learn(KEY, GIB)
@@ -248,7 +252,7 @@ def test_file_that_cannot_be_written_is_a_warning(path: Path) -> None:
 
 
 @pytest.mark.parametrize("unsafe", ["writable", "a file", "a link"])
-def test_folder_that_others_can_write_to_is_refused(tmp_path: Path, unsafe: str) -> None:
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, unsafe: str) -> None:
     folder = tmp_path / "state"
     if unsafe == "writable":
         folder.mkdir()
@@ -262,7 +266,7 @@ def test_folder_that_others_can_write_to_is_refused(tmp_path: Path, unsafe: str)
         Footprints(folder / "footprints.json").learn(KEY, GIB)
 
 
-# Several at once.
+# Several processes at the same time.
 
 LEARN = """
 import sys
@@ -281,10 +285,10 @@ for count in range(number):
 
 @pytest.fixture
 def start() -> Iterator[Any]:
-    """Start programs that wait for a line, and end them with the test."""
+    """A function that starts programs, which are killed at the end of the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def one(code: str, *arguments: str) -> subprocess.Popen[str]:
+    def start_program(code: str, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-W", "error", "-c", code, *arguments]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -292,28 +296,27 @@ def start() -> Iterator[Any]:
         started.append(process)
         return process
 
-    yield one
+    yield start_program
     for process in started:
         process.kill()
         process.communicate()
 
 
-def let_go(process: subprocess.Popen[str]) -> None:
-    """Wait until a program is ready, and let it begin."""
+def release_program(process: subprocess.Popen[str]) -> None:
+    """Wait until a program is ready, then let it begin."""
     assert process.stdout is not None and process.stdin is not None
     assert process.stdout.readline() == "ready\n"
     process.stdin.write("go\n")
     process.stdin.flush()
 
 
-@pytest.mark.filterwarnings("error")  # such as that the file could not be read
-def test_many_processes_learn_at_once_nothing_is_lost_and_readers_find_a_whole_file(
-    path: Path, start: Any
-) -> None:
+# One of the warnings would say that the file could not be read.
+@pytest.mark.filterwarnings("error")
+def test_processes_that_learn_at_once_lose_nothing_and_keep_the_file_whole(path: Path, start: Any) -> None:
     Footprints(path).learn(KEY, GIB)
     processes = [start(LEARN, str(path), f"task-{number}", "25") for number in range(4)]
     for process in processes:
-        let_go(process)
+        release_program(process)
     while any(process.poll() is None for process in processes):
         assert Footprints(path).get(KEY) == GIB
         json.loads(path.read_bytes())
@@ -328,7 +331,7 @@ def test_learners_that_are_killed_leave_a_whole_file_and_no_lock(path: Path, sta
     Footprints(path).learn(KEY, GIB)
     for number in range(6):
         process = start(LEARN, str(path), f"task-{number}", "1000000")
-        let_go(process)
+        release_program(process)
         version = Footprints(path).version()
         while Footprints(path).version() == version:
             assert process.poll() is None
@@ -341,7 +344,7 @@ def test_learners_that_are_killed_leave_a_whole_file_and_no_lock(path: Path, sta
     assert not path.with_name("footprints.json.unreadable").exists()
 
 
-def test_lock_that_is_not_given_back_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_released_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_LOCK_WAIT_S", 0.05)
     footprints = Footprints(path)
     footprints.learn(KEY, GIB)

@@ -1,4 +1,4 @@
-"""Whatever another account writes into its tickets, no call fails, and a request is granted."""
+"""Tickets of another account may have any content, but no call fails and a claim is still granted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flower_gpu.leases.wording import describe, what_is_held
 
 GIB = 1 << 30
 A = "GPU-a"
-# Another account, where this one can make its files.
+# Another account if this one can create files for it, otherwise this account.
 OTHER = 65534 if os.getuid() == 0 else os.getuid()
 
 anything = st.recursive(
@@ -37,16 +37,17 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-# Little, so that it leaves room for the request.
+# These amounts are small, so that they leave room for the claim.
 amounts = st.sampled_from([0, 1, 100])
 gpus = st.sampled_from([A, "GPU-b"])
 resources = st.sampled_from(
     [CORES, MEMORY, card_of_group(CORES, 7), card_of_group(MEMORY, 7), card_of_task(OTHER, 7)]
 )
-# What no ticket says; as an amount, an amount of much would keep the request waiting.
+# Values that no valid ticket contains. A large valid amount is not among them, because it would keep the
+# claim waiting.
 numbers = [-1, 1.5, True, 1 << 51, 10**400, float("nan"), float("inf")]
 texts = ["", "1", "\x1b[2J", "\ud800", CORES, A, "cores:x", "unknown-memory", card_of_task(3, 7), "x" * 101]
-wrong = st.sampled_from([None, *numbers, *texts]) | st.builds(list) | st.builds(dict)
+invalid_values = st.sampled_from([None, *numbers, *texts]) | st.builds(list) | st.builds(dict)
 sizes = {"memory_bytes": amounts, "alone": st.just(False)}
 parts = st.fixed_dictionaries({"uuid": gpus | resources, "budget_bytes": st.just(GIB), **sizes})
 options = st.fixed_dictionaries({"uuid": gpus, "share": st.sampled_from([None, 0.01]), **sizes})
@@ -76,57 +77,59 @@ reports = st.fixed_dictionaries(
 )
 
 
-def places(said: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield everything in it, by where it is."""
-    for place in list(said) if isinstance(said, dict) else range(len(said) if isinstance(said, list) else 0):
-        yield said, place
-        yield from places(said[place])
+def keys_of_containers(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each container in nested JSON values together with each of its keys or indices."""
+    for key in (
+        list(value) if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    ):
+        yield value, key
+        yield from keys_of_containers(value[key])
 
 
 @st.composite
-def spoiled(draw: Any, whole: st.SearchStrategy[Any]) -> Any:
-    """Draw something with up to two of its values changed, or left out."""
-    said = draw(whole)
+def corrupted(draw: Any, valid: st.SearchStrategy[Any]) -> Any:
+    """Draw a value with up to two of its nested values changed or removed."""
+    content = draw(valid)
     for _ in range(draw(st.integers(0, 2))):
-        holder, place = draw(st.sampled_from(list(places(said))))
+        container, key = draw(st.sampled_from(list(keys_of_containers(content))))
         if draw(st.booleans()):
-            holder[place] = draw(wrong)
+            container[key] = draw(invalid_values)
         else:
-            del holder[place]
-    return said
+            del container[key]
+    return content
 
 
-def in_bytes(said: Any) -> bytes:
-    return json.dumps(said).encode()
+def json_bytes(content: Any) -> bytes:
+    return json.dumps(content).encode()
 
 
-def report_of(said: Any) -> bytes:
-    text = in_bytes(said)
+def report_line(content: Any) -> bytes:
+    text = json_bytes(content)
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-contents = st.binary(max_size=200) | (anything | spoiled(tickets_of_others)).map(in_bytes)
-told = st.just(b"") | st.binary(max_size=200) | (anything | spoiled(reports)).map(report_of)
+contents = st.binary(max_size=200) | (anything | corrupted(tickets_of_others)).map(json_bytes)
+report_contents = st.just(b"") | st.binary(max_size=200) | (anything | corrupted(reports)).map(report_line)
 files = st.tuples(
     st.from_regex(r"[0-9]{1,16}-[0-9]{1,2}-[0-9a-z]{1,16}", fullmatch=True)
     | st.text(st.characters(codec="utf-8", exclude_characters="/\0"), max_size=40),
     contents,
-    told,
+    report_contents,
 )
 
 
-def ticket_of(**more: Any) -> bytes:
-    said = {"v": 1, "pid": 1, "pid_namespace": 1, "since": 0, "count": 0, "pack": False}
-    return in_bytes(said | {"gpu_needs": [], "parts": [], "host_needs": [], **more})
+def ticket_content(**more: Any) -> bytes:
+    content = {"v": 1, "pid": 1, "pid_namespace": 1, "since": 0, "count": 0, "pack": False}
+    return json_bytes(content | {"gpu_needs": [], "parts": [], "host_needs": [], **more})
 
 
-def holds(name: str, amount: int, budget: int) -> bytes:
+def granted_ticket(name: str, amount: int, budget: int) -> bytes:
     part = {"uuid": name, "memory_bytes": amount, "budget_bytes": budget, "alone": False}
-    return ticket_of(parts=[part])
+    return ticket_content(parts=[part])
 
 
-def waits(name: str, amount: int) -> bytes:
-    return ticket_of(host_needs=[{"resource": name, "amount": amount, "least": 0, "capacity": 0}])
+def waiting_ticket(name: str, amount: int) -> bytes:
+    return ticket_content(host_needs=[{"resource": name, "amount": amount, "least": 0, "capacity": 0}])
 
 
 @pytest.fixture
@@ -145,27 +148,29 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@example([("1-1-a", waits(CORES, 10**400), b"")])
-@example([("1-1-a", holds(CORES, 10**400, GIB), b"")])
-@example([("1-1-a", holds(card_of_task(OTHER, 7), 1, 0), b"")])
-@given(found=st.lists(files, min_size=1, max_size=4, unique_by=itemgetter(0)))
-def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple[str, bytes, bytes]]) -> None:
-    def needed() -> tuple[HostNeed, ...]:
+@example([("1-1-a", waiting_ticket(CORES, 10**400), b"")])
+@example([("1-1-a", granted_ticket(CORES, 10**400, GIB), b"")])
+@example([("1-1-a", granted_ticket(card_of_task(OTHER, 7), 1, 0), b"")])
+@given(ticket_files=st.lists(files, min_size=1, max_size=4, unique_by=itemgetter(0)))
+def test_no_ticket_of_another_account_makes_a_call_fail(
+    root: Path, ticket_files: list[tuple[str, bytes, bytes]]
+) -> None:
+    def host_needs() -> tuple[HostNeed, ...]:
         return (
             HostNeed(CORES, 500, 500),
             HostNeed(MEMORY, 1 << 20, 1 << 20),
             HostNeed(card_of_task(os.getuid(), 7), 1 << 20, 1 << 20, capacity=GIB),
         )
 
-    # Without a reserve: on a busy machine, all free memory may be within it.
+    # The ledger has no reserve here, because on a busy machine all free memory may be within the reserve.
     ledger = Ledger(LedgerFolder(root.parent), host_reserve_bytes=0)
-    claimant = Claimant(lambda gpus: tuple(GPUNeed(gpu.uuid, 8 * GIB) for gpu in gpus), host_needs=needed)
+    claimant = Claimant(lambda gpus: tuple(GPUNeed(gpu.uuid, 8 * GIB) for gpu in gpus), host_needs=host_needs)
     with ExitStack() as stack:
-        for name, data, report in found:
+        for name, data, report in ticket_files:
             path = root / f"{name}.ticket"
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            except OSError:  # too long a name
+            except OSError:  # the name is too long
                 continue
             stack.callback(path.unlink, missing_ok=True)
             stack.callback(os.close, descriptor)
@@ -176,7 +181,7 @@ def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple
         ticket = ledger.acquire(claimant, deadline=time.monotonic())
         stack.callback(ledger.release, ticket)
         got = {part.uuid: part.memory_bytes for part in ticket.entry.parts}
-        assert got == {A: 8 * GIB} | {need.resource: need.amount for need in needed()}
+        assert got == {A: 8 * GIB} | {need.resource: need.amount for need in host_needs()}
         state = ledger.status()
         assert ticket.entry.id in {entry.id for entry in state.holders}
         assert "\x1b" not in "\n".join([*leases._lines(state), *map(describe, state.waiting)])
@@ -187,28 +192,29 @@ def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple
 def test_a_grant_counts_only_if_the_mutex_was_not_replaced_meanwhile(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its owner can do that, and a third process then decides at the same time."""
-    seen: list[tuple[Part, ...]] = []
+    """The owner of the mutex can replace it, and then a third process decides at the same time."""
+    written_parts: list[tuple[Part, ...]] = []
     write = Ticket.write
 
-    def replaced(ticket: Ticket, entry: Entry) -> None:
+    def write_and_replace_mutex(ticket: Ticket, entry: Entry) -> None:
         write(ticket, entry)
-        seen.append(entry.parts)
-        if len(seen) in (1, 3):  # when it is made, and when it is granted later
+        written_parts.append(entry.parts)
+        # The first write creates the ticket, the third grants it later.
+        if len(written_parts) in (1, 3):
             mutex = root.parent / "flower-gpu-leases.mutex"
             mutex.unlink()
             mutex.touch()
 
-    monkeypatch.setattr(Ticket, "write", replaced)
+    monkeypatch.setattr(Ticket, "write", write_and_replace_mutex)
     ledger = Ledger(LedgerFolder(root.parent))
     claimant = Claimant(lambda gpus: tuple(GPUNeed(gpu.uuid, 8 * GIB) for gpu in gpus))
     ticket = ledger.acquire(claimant, deadline=time.monotonic() + 60)
-    assert [bool(parts) for parts in seen] == [True, False, True, False, True]
-    assert ticket.entry.parts == seen[-1]
+    assert [bool(parts) for parts in written_parts] == [True, False, True, False, True]
+    assert ticket.entry.parts == written_parts[-1]
     ledger.release(ticket)
 
 
-def test_what_is_no_ticket_is_said_once_with_its_path_and_owner(
+def test_invalid_tickets_are_logged_once_with_path_and_owner(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entries, "_warned_accounts", set())

@@ -1,4 +1,4 @@
-"""Several accounts share one ledger, and none can break what is another's."""
+"""Several accounts share one ledger, and no account can damage the leases of another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from flower_gpu.leases.ledger_folder import LedgerFolder
 
 OTHER = 65534
 
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of another account")
+requires_root = pytest.mark.skipif(
+    os.getuid() != 0, reason="only root can start processes of another account"
+)
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def open_host() -> Iterator[LedgerHost]:
     shutil.rmtree(folder)
 
 
-@as_root
+@requires_root
 def test_accounts_share_the_gpus(open_host: LedgerHost) -> None:
     [mine] = open_host.start(1)
     [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
@@ -57,27 +59,27 @@ def test_accounts_share_the_gpus(open_host: LedgerHost) -> None:
     assert mine.answer()
 
 
-@as_root
-def test_the_dead_of_another_account_take_nothing(open_host: LedgerHost) -> None:
-    """This account cannot remove what they have left."""
+@requires_root
+def test_dead_processes_of_another_account_hold_no_lease(open_host: LedgerHost) -> None:
+    """This account cannot remove the files that the other account's dead processes have left."""
     [theirs, *also_theirs] = open_host.start(3, CLAIMANT_USER=str(OTHER))
-    [mine, next_one] = open_host.start(2, CLAIMANT_USER=str(OTHER - 1))
+    [mine, next_claimant] = open_host.start(2, CLAIMANT_USER=str(OTHER - 1))
     whole = {"memory": 16 * GIB, "gpus": [0]}
     theirs("acquire", **whole)
     open_host.line_up(*((claimant, whole) for claimant in (*also_theirs, mine)))
     for claimant in (theirs, *also_theirs):
         claimant.kill()
     assert mine.answer()
-    open_host.line_up((next_one, whole))
+    open_host.line_up((next_claimant, whole))
     mine("release")
-    assert next_one.answer()
+    assert next_claimant.answer()
     state = open_host.status()
-    assert state["holders"] == [next_one.pid]
+    assert state["holders"] == [next_claimant.pid]
     assert state["waiting"] == []
 
 
-@as_root
-def test_an_account_can_wake_another_and_nothing_else(open_host: LedgerHost) -> None:
+@requires_root
+def test_an_account_can_only_wake_claims_of_another_account(open_host: LedgerHost) -> None:
     holder, waiter = open_host.start(2)
     [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
     holder("acquire", memory=16 * GIB, count=2, label="secret")
@@ -85,56 +87,56 @@ def test_an_account_can_wake_another_and_nothing_else(open_host: LedgerHost) -> 
     state = theirs("status")
     assert state["holders"] == [holder.pid]
     assert set(state["labels"].values()) == {""}
-    for path in open_host.own.iterdir():
-        outcome = {what: theirs("attempt", what=what, path=str(path)) for what in ("read", "write")}
+    for path in open_host.account_folder.iterdir():
+        outcome = {action: theirs("attempt", action=action, path=str(path)) for action in ("read", "write")}
         expected = {
             ".ticket": {"read": "done", "write": "PermissionError"},
             ".label": {"read": "PermissionError", "write": "PermissionError"},
             ".wake": {"read": "PermissionError", "write": "done"},
         }
         assert outcome == expected[path.suffix]
-        for what in ("remove", "rename"):
-            assert theirs("attempt", what=what, path=str(path)) == "PermissionError"
-    for what in ("add", "remove folder"):
-        assert theirs("attempt", what=what, path=str(open_host.own)) == "PermissionError"
+        for action in ("remove", "rename"):
+            assert theirs("attempt", action=action, path=str(path)) == "PermissionError"
+    for action in ("add", "remove folder"):
+        assert theirs("attempt", action=action, path=str(open_host.account_folder)) == "PermissionError"
     mutex = str(open_host.root / "flower-gpu-leases.mutex")
-    assert theirs("attempt", what="write", path=mutex) == "PermissionError"
-    assert theirs("attempt", what="remove", path=mutex) == "PermissionError"
+    assert theirs("attempt", action="write", path=mutex) == "PermissionError"
+    assert theirs("attempt", action="remove", path=mutex) == "PermissionError"
     assert set(open_host.status()["labels"].values()) == {"secret", "secret, too"}
 
 
-@as_root
+@requires_root
 def test_a_ticket_of_another_account_with_the_same_name_changes_no_grant(open_host: LedgerHost) -> None:
-    """It would be granted one byte of the other GPU, and is before this account's in the line."""
+    """That ticket asks for one byte of the other GPU and precedes this account's ticket in the queue."""
     holder, waiter = open_host.start(2)
     holder("acquire", memory=16 * GIB, count=2)
     open_host.line_up((waiter, {"memory": 8 * GIB, "gpus": [0]}))
-    [name] = [path.name for path in open_host.own.glob("*2-1-*.ticket")]
+    [name] = [path.name for path in open_host.account_folder.glob("*2-1-*.ticket")]
     theirs = open_host.root / f"flower-gpu-leases-{OTHER}"
     theirs.mkdir()
     os.chown(theirs, OTHER, -1)
-    one, other = open_host.stub.uuids
-    option = {"uuid": other, "memory_bytes": 1, "share": None, "alone": False}
+    first_uuid, second_uuid = open_host.stub.uuids
+    need = {"uuid": second_uuid, "memory_bytes": 1, "share": None, "alone": False}
     with ExitStack() as stack:
         for order in (0, 9):
-            said = json.dumps(fields(parts=[], gpu_needs=[option])).encode()
-            descriptor = put(theirs, f"{order:015d}{name[15:]}", said)
+            content = json.dumps(fields(parts=[], gpu_needs=[need])).encode()
+            descriptor = put(theirs, f"{order:015d}{name[15:]}", content)
             stack.callback(os.close, descriptor)
             os.fchown(descriptor, OTHER, -1)
             entries.lock(descriptor)
         assert open_host.status()["users"] == [0, OTHER]
         holder("release")
-        assert waiter.answer() == {one: 8 * GIB}
-        # Who holds nothing, and is first in the line for ever, is told to those who wait.
+        assert waiter.answer() == {first_uuid: 8 * GIB}
+        # The error names the claim that stays first in the queue although it holds nothing.
         with pytest.raises(RefusedError, match=f"first in line: process .pid 1 of user {OTHER}. for"):
             holder("acquire", memory=16 * GIB, timeout_s=0, gpus=[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there are no such locks")
-def test_who_can_only_read_a_ticket_does_not_keep_it_alive(open_host: LedgerHost) -> None:
+def test_a_lock_by_a_process_that_can_only_read_a_ticket_keeps_no_lease(open_host: LedgerHost) -> None:
     killed, waiter = open_host.start(2)
     killed("acquire", memory=16 * GIB, gpus=[0])
-    [path] = open_host.own.glob("*.ticket")
+    [path] = open_host.account_folder.glob("*.ticket")
     killed.kill()
     descriptor = os.open(path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -142,9 +144,9 @@ def test_who_can_only_read_a_ticket_does_not_keep_it_alive(open_host: LedgerHost
     os.close(descriptor)
 
 
-@as_root
-def test_a_folder_that_another_account_has_made_is_not_used(open_host: LedgerHost) -> None:
-    """The error says who has made the folder, and who alone can remove it."""
+@requires_root
+def test_a_ledger_folder_created_by_another_account_is_refused(open_host: LedgerHost) -> None:
+    """The error names the account that created the folder, and says who can remove it."""
     taken = open_host.root / f"flower-gpu-leases-{OTHER}"
     taken.mkdir(mode=0o777)
     [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
@@ -158,8 +160,10 @@ def test_a_folder_that_another_account_has_made_is_not_used(open_host: LedgerHos
         theirs("acquire", memory=GIB)
 
 
-@as_root
-def test_a_mutex_that_another_account_keeps_to_itself_needs_an_administrator(open_host: LedgerHost) -> None:
+@requires_root
+def test_a_mutex_file_that_only_another_account_can_open_needs_an_administrator(
+    open_host: LedgerHost,
+) -> None:
     mutex = open_host.root / "flower-gpu-leases.mutex"
     mutex.touch(0o600)
     [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
@@ -169,20 +173,20 @@ def test_a_mutex_that_another_account_keeps_to_itself_needs_an_administrator(ope
 
 @pytest.mark.parametrize("user", ["0{}", "00{}", "+{}", " {}", "\N{ARABIC-INDIC DIGIT ZERO}{}", "{}_0"])
 def test_an_account_has_one_folder_only(open_host: LedgerHost, user: str) -> None:
-    """In several folders it could have more tickets than count of one account."""
+    """With several folders, an account could have more tickets than the limit per account."""
     [mine] = open_host.start(1)
     assert mine("acquire", memory=GIB)
     second = open_host.root / f"flower-gpu-leases-{user.format(os.getuid())}"
-    shutil.copytree(open_host.own, second, ignore=shutil.ignore_patterns("*.wake"))
-    assert [path for _, path in LedgerFolder(open_host.root).all()] == [open_host.own]
+    shutil.copytree(open_host.account_folder, second, ignore=shutil.ignore_patterns("*.wake"))
+    assert [path for _, path in LedgerFolder(open_host.root).all()] == [open_host.account_folder]
 
 
-def test_a_folder_of_a_new_account_is_seen_at_once(open_host: LedgerHost) -> None:
-    """The list of folders is kept, but not beyond the next change."""
+def test_the_folder_of_a_new_account_is_listed_at_once(open_host: LedgerHost) -> None:
+    """The list of folders is cached, but only until the next change."""
     ledger = LedgerFolder(open_host.root)
     other = OTHER if os.getuid() == 0 else os.getuid()
     for _ in range(20):
-        # As if nothing had changed for a while, so that the list is kept.
+        # An old modification time makes the ledger cache the list.
         os.utime(open_host.root, (0, 0))
         assert ledger.all() == []
         path = open_host.root / f"flower-gpu-leases-{other}"
@@ -209,7 +213,7 @@ def lease():
     ledger.release(ledger.acquire(claimant))
 lease()
 before = listed.count(root)
-os.utime(root, (0, 0))  # as if no program had changed the folder for a while
+os.utime(root, (0, 0))  # an old modification time makes the ledger cache the list
 for _ in range(10):
     lease()
 print(before, listed.count(root) - before)
@@ -217,13 +221,13 @@ print(before, listed.count(root) - before)
 
 
 def test_the_files_of_other_programs_are_listed_once(open_host: LedgerHost, run_script: Any) -> None:
-    """The folder is ``/tmp``, where there may be 100,000 of them."""
-    before, then = map(int, run_script(_LEASES, env=open_host.env).stdout.split())
+    """The folder is ``/tmp`` by default, which may hold 100,000 files of other programs."""
+    before, later = map(int, run_script(_LEASES, env=open_host.env).stdout.split())
     assert before > 1, "the folder has just been changed"
-    assert then == 1
+    assert later == 1
 
 
-def test_a_ledger_folder_that_cannot_be_used_is_an_error(open_host: LedgerHost) -> None:
+def test_an_unusable_ledger_folder_is_an_error(open_host: LedgerHost) -> None:
     open_host.root.chmod(0o555)
     user = {"CLAIMANT_USER": str(OTHER)} if os.getuid() == 0 else {}
     refused = open_host.start_refused(**user)

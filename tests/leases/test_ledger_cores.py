@@ -17,32 +17,32 @@ from flower_gpu.leases import host
 ALL = 1000 * control_group.all_cores()
 
 
-def cores(amount: int, **fields: Any) -> dict[str, Any]:
+def core_claim(amount: int, **fields: Any) -> dict[str, Any]:
     return {"cores": amount, "count": 0, **fields}
 
 
-def test_cores_are_leased_first_come_first_served_and_back_when_a_holder_is_killed(
+def test_cores_are_leased_in_order_and_freed_when_a_holder_is_killed(
     ledger_host: LedgerHost,
 ) -> None:
-    one, two, three = ledger_host.start(3)
-    assert one("acquire", **cores(ALL)) == {"cores": ALL}
+    first, second, third = ledger_host.start(3)
+    assert first("acquire", **core_claim(ALL)) == {"cores": ALL}
     assert ledger_host.status()["host"]["cores"] == [ALL, ALL]
-    ledger_host.line_up((two, cores(ALL // 2)), (three, cores(ALL)))
-    os.kill(one.pid, signal.SIGKILL)
-    assert two.answer() == {"cores": ALL // 2}
-    assert three.pid in ledger_host.status()["waiting"]
-    two("release")
-    assert three.answer() == {"cores": ALL}
-    three("release")
-    # Who asks for all that is free never waits.
-    assert two("acquire", **cores(ALL - 300)) == {"cores": ALL - 300}
-    assert three("acquire", **cores(ALL, least_cores=0)) == {"cores": 300}
+    ledger_host.line_up((second, core_claim(ALL // 2)), (third, core_claim(ALL)))
+    os.kill(first.pid, signal.SIGKILL)
+    assert second.answer() == {"cores": ALL // 2}
+    assert third.pid in ledger_host.status()["waiting"]
+    second("release")
+    assert third.answer() == {"cores": ALL}
+    third("release")
+    # A claim for as many cores as are free never waits.
+    assert second("acquire", **core_claim(ALL - 300)) == {"cores": ALL - 300}
+    assert third("acquire", **core_claim(ALL, least_cores=0)) == {"cores": 300}
 
 
-def test_a_gpu_and_cores_are_one_ticket(one_gpu: LedgerHost) -> None:
-    """While its cores are not free it holds no GPU, and nobody gets that one meanwhile."""
+def test_a_claim_for_a_gpu_and_cores_gets_both_together(one_gpu: LedgerHost) -> None:
+    """While a claim waits for its cores, it holds no GPU, but its GPU is reserved for it."""
     busy, both, other = one_gpu.start(3)
-    busy("acquire", **cores(ALL))
+    busy("acquire", **core_claim(ALL))
     [uuid] = one_gpu.stub.uuids
     one_gpu.line_up((both, {"memory": 10 * GIB, "cores": ALL // 2}), (other, {"memory": 10 * GIB}))
     assert one_gpu.status()["leased"] == {uuid: 0}
@@ -52,28 +52,28 @@ def test_a_gpu_and_cores_are_one_ticket(one_gpu: LedgerHost) -> None:
     assert other.answer() == {uuid: 10 * GIB}
 
 
-def test_a_wait_that_ends_says_who_holds_the_cores(ledger_host: LedgerHost) -> None:
-    one, two = ledger_host.start(2)
-    one("acquire", **cores(ALL, label="fit of client 7"))
+def test_a_claim_that_times_out_names_the_holder_of_the_cores(ledger_host: LedgerHost) -> None:
+    holder, waiter = ledger_host.start(2)
+    holder("acquire", **core_claim(ALL, label="fit of client 7"))
     with pytest.raises(RefusedError) as refused:
-        two("acquire", timeout_s=0.2, **cores(1000))
+        waiter("acquire", timeout_s=0.2, **core_claim(1000))
     assert refused.value.kind == "LeaseTimeoutError"
     assert "held by fit of client 7" in refused.value.message
     assert "core" in refused.value.message
 
 
-def test_calls_of_a_task_that_wait_for_each_other_begin_one_after_the_other(ledger_host: LedgerHost) -> None:
-    """Nobody has measured what they take. What one takes after some seconds is what it needs."""
-    one, two = ledger_host.start(2)
-    one("acquire", **cores(0, guess=GIB))
-    [path] = ledger_host.own.glob("*.ticket")
-    ledger_host.line_up((two, cores(0, guess=GIB)))
+def test_calls_of_an_unmeasured_task_begin_one_after_the_other(ledger_host: LedgerHost) -> None:
+    """Their need was never measured. The use of the first call after some seconds is taken as its need."""
+    first, second = ledger_host.start(2)
+    first("acquire", **core_claim(0, guess=GIB))
+    [path] = ledger_host.account_folder.glob("*.ticket")
+    ledger_host.line_up((second, core_claim(0, guess=GIB)))
     text = path.read_bytes().partition(b"\n")[0]
     ticket = json.loads(text)
     ticket["since"] -= host.SETTLED_S
-    earlier = json.dumps(ticket).encode()
-    assert len(earlier) <= len(text)
+    settled = json.dumps(ticket).encode()
+    assert len(settled) <= len(text)
     with path.open("r+b") as file:
-        file.write(earlier + b"\n")
-    assert two.answer()
-    assert sorted(ledger_host.status()["holders"]) == sorted([one.pid, two.pid])
+        file.write(settled + b"\n")
+    assert second.answer()
+    assert sorted(ledger_host.status()["holders"]) == sorted([first.pid, second.pid])

@@ -1,4 +1,4 @@
-"""Whatever lies in the ledger's folder, nobody crashes, waits for it, or gets more than there is."""
+"""Foreign or broken files in the ledger's folder cause no crash, no wait and no grant beyond the capacity."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def fields(uuid: str = "GPU-x", **changes: Any) -> dict[str, Any]:
 
 
 def broken_tickets(uuid: str) -> dict[str, bytes]:
-    """Return contents of tickets that nobody should believe, by name; test_hostile_tickets.py draws more."""
+    """Return the contents of invalid tickets by file name.
+
+    The properties in test_hostile_tickets.py draw more of them.
+    """
     good = fields(uuid)
     [part], [option] = good["parts"], good["gpu_needs"]
     parts = [
@@ -50,12 +53,14 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
         {**part, "memory_bytes": 10**400},
         {**part, "uuid": "\x1b[2J"},
         {**part, "uuid": "cores:all"},
-        {**part, "uuid": f"unknown-memory:{1 << 60}", "budget_bytes": GIB},  # of tasks of another account
+        # The resource belongs to tasks of another account.
+        {**part, "uuid": f"unknown-memory:{1 << 60}", "budget_bytes": GIB},
         "part",
     ]
-    # Of the tasks of this account, and of the other one. Without a budget, there would be nothing in all.
+    # Resources of tasks of this account and of the other one. A budget of 0 would mean that the host has
+    # none.
     names = ("cores", "memory:7", *(admission.card_of_task(user, 7) for user in (os.getuid(), OTHER)))
-    of_host = [{**part, "uuid": name} for name in names]
+    host_parts = [{**part, "uuid": name} for name in names]
     options = [
         {**option, "memory_bytes": -GIB},
         {**option, "memory_bytes": None, "share": float("nan")},
@@ -65,7 +70,7 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
     contents: list[Any] = [
         *({**good, "parts": [value]} for value in parts),
         *({**good, "parts": [], "gpu_needs": [value]} for value in options),
-        *({**good, "parts": [value | {"budget_bytes": 0}]} for value in of_host),
+        *({**good, "parts": [value | {"budget_bytes": 0}]} for value in host_parts),
         {**good, "parts": [part, part]},
         {**good, "parts": [], "gpu_needs": [option, option]},
         {**good, "parts": [], "count": 2},
@@ -90,7 +95,7 @@ NAMES = ["x.ticket", "1-2.ticket", "-1-1-a.ticket", "a-b-c.ticket", "1-1-1-1.tic
 
 
 def put(folder: Path, name: str, data: bytes) -> int:
-    """Write a file, and return a descriptor of it."""
+    """Write a file and return an open descriptor of it."""
     descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
     os.write(descriptor, data)
     return descriptor
@@ -98,10 +103,10 @@ def put(folder: Path, name: str, data: bytes) -> int:
 
 @pytest.mark.parametrize("alive", [False, True])
 @pytest.mark.parametrize("account", ["own", "other"])
-def test_broken_tickets_stop_nobody(one_gpu: LedgerHost, account: str, alive: bool) -> None:
+def test_broken_tickets_block_no_claim(one_gpu: LedgerHost, account: str, alive: bool) -> None:
     if account == "other" and os.getuid() != 0:
         pytest.skip("only root can make files of another account")
-    one, other = one_gpu.start(2)
+    first, second = one_gpu.start(2)
     one_gpu.status()
     user = os.getuid() if account == "own" else OTHER
     folder = one_gpu.root / f"flower-gpu-leases-{user}"
@@ -116,24 +121,25 @@ def test_broken_tickets_stop_nobody(one_gpu: LedgerHost, account: str, alive: bo
             os.fchown(descriptor, user, -1)
             if alive:
                 entries.lock(descriptor)
-        one("acquire", **WHOLE)
-        one_gpu.line_up((other, {"memory": GIB}))
-        assert one_gpu.status()["ready"] == []  # none of them makes more room
-        one("release")
-        assert other.answer()
-        other("release")
-    left = {path.name for path in folder.iterdir()}
-    assert left == (set(files) if alive or account == "other" else set())
+        first("acquire", **WHOLE)
+        one_gpu.line_up((second, {"memory": GIB}))
+        # No broken ticket adds capacity.
+        assert one_gpu.status()["ready"] == []
+        first("release")
+        assert second.answer()
+        second("release")
+    remaining = {path.name for path in folder.iterdir()}
+    assert remaining == (set(files) if alive or account == "other" else set())
 
 
-def test_reports_that_are_garbage_count_as_none(one_gpu: LedgerHost) -> None:
+def test_invalid_reports_are_ignored(one_gpu: LedgerHost) -> None:
     holder, waiter = one_gpu.start(2)
     holder("acquire", memory=8 * GIB)
-    holder("use", gpu=0, nbytes=4 * GIB, told=False)
+    holder("use", gpu=0, nbytes=4 * GIB, is_reported=False)
     one_gpu.stub.set(0, hidden=1)
-    [ticket] = one_gpu.own.glob("*.ticket")
+    [ticket] = one_gpu.account_folder.glob("*.ticket")
     uuid = one_gpu.stub.uuids[0]
-    for told in (
+    for report in (
         b"[" * 5000,
         b'{"pid": 1}',
         json.dumps({"pid": 1, "used": {uuid: -8 * GIB}}).encode(),
@@ -142,7 +148,7 @@ def test_reports_that_are_garbage_count_as_none(one_gpu: LedgerHost) -> None:
         json.dumps({"pid": 10**400, "used": {uuid: GIB}}).encode(),
         b'{"pid": 1, "used": {"x": ' + b"9" * 5000 + b"}}",
     ):
-        for line in (told, b"%08x %s\n" % (zlib.crc32(told), told)):
+        for line in (report, b"%08x %s\n" % (zlib.crc32(report), report)):
             with ticket.open("r+b") as file:
                 file.seek(1 << 16)
                 file.write(line)
@@ -167,30 +173,31 @@ OBJECTS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_tickets_that_are_no_files_stop_nobody(one_gpu: LedgerHost) -> None:
-    one, other = one_gpu.start(2)
+def test_tickets_that_are_not_regular_files_block_no_claim(one_gpu: LedgerHost) -> None:
+    first, second = one_gpu.start(2)
     one_gpu.status()
-    one_gpu.own.mkdir(exist_ok=True)
+    one_gpu.account_folder.mkdir(exist_ok=True)
     for number, make in enumerate(OBJECTS.values()):
         for suffix in ("ticket", "wake", "label", "new"):
-            make(one_gpu.own / f"{number:015d}-1-{number}.{suffix}")
-    one("acquire", **WHOLE)
-    one_gpu.line_up((other, WHOLE))
-    one("release")
-    assert other.answer()
-    assert {path.is_dir() for path in one_gpu.own.glob("*-*-?.*")} == {True}  # folders are never removed
+            make(one_gpu.account_folder / f"{number:015d}-1-{number}.{suffix}")
+    first("acquire", **WHOLE)
+    one_gpu.line_up((second, WHOLE))
+    first("release")
+    assert second.answer()
+    # Only folders remain, because the ledger never removes a folder.
+    assert {path.is_dir() for path in one_gpu.account_folder.glob("*-*-?.*")} == {True}
 
 
-def test_a_label_or_wake_pipe_that_is_something_else_blocks_nobody(one_gpu: LedgerHost) -> None:
+def test_a_label_or_wake_pipe_of_another_file_type_blocks_no_claim(one_gpu: LedgerHost) -> None:
     holder, waiter = one_gpu.start(2)
     holder("acquire", **WHOLE)
     one_gpu.line_up((waiter, WHOLE))
     victim = one_gpu.root / "precious"
     victim.write_text("do not touch")
-    for path in one_gpu.own.glob("*.label"):
+    for path in one_gpu.account_folder.glob("*.label"):
         path.unlink()
         os.mkfifo(path)
-    for path in one_gpu.own.glob("*.wake"):
+    for path in one_gpu.account_folder.glob("*.wake"):
         path.unlink()
         os.link(victim, path)
     assert set(one_gpu.status()["labels"].values()) == {""}
@@ -199,28 +206,28 @@ def test_a_label_or_wake_pipe_that_is_something_else_blocks_nobody(one_gpu: Ledg
     assert victim.read_text() == "do not touch"
 
 
-def test_what_another_version_has_written_is_left_alone_while_it_is_alive(one_gpu: LedgerHost) -> None:
-    [one] = one_gpu.start(1)
-    one_gpu.own.mkdir()
+def test_a_ticket_of_another_version_is_kept_while_its_process_lives(one_gpu: LedgerHost) -> None:
+    [claimant] = one_gpu.start(1)
+    one_gpu.account_folder.mkdir()
     names = [f"{order:015d}-1-{order}.{suffix}" for order in (1, 2) for suffix in ("ticket",)]
     for name in names:
-        put(one_gpu.own, name, json.dumps(fields(v=2)).encode())
+        put(one_gpu.account_folder, name, json.dumps(fields(v=2)).encode())
     for order in (1, 2):
-        put(one_gpu.own, f"{order}.label", b"")
-    descriptor = os.open(one_gpu.own / names[0], os.O_RDWR)
+        put(one_gpu.account_folder, f"{order}.label", b"")
+    descriptor = os.open(one_gpu.account_folder / names[0], os.O_RDWR)
     entries.lock(descriptor)
-    one("acquire", **WHOLE)
-    one("release")
-    assert {path.name for path in one_gpu.own.iterdir()} == {names[0], "1.label"}
+    claimant("acquire", **WHOLE)
+    claimant("release")
+    assert {path.name for path in one_gpu.account_folder.iterdir()} == {names[0], "1.label"}
     os.close(descriptor)
 
 
-def test_places_at_the_very_end_of_the_line_are_places(one_gpu: LedgerHost) -> None:
-    """Somebody has written down an order that nobody could count on from."""
+def test_claims_behind_a_ticket_with_a_huge_order_are_granted(one_gpu: LedgerHost) -> None:
+    """A ticket has an order so high that the next order cannot be counted on from it."""
     holder, *waiting = one_gpu.start(3)
-    one_gpu.own.mkdir()
-    far = fields(one_gpu.stub.uuids[0], parts=[], gpu_needs=[])
-    descriptor = put(one_gpu.own, f"{10**30}-1-{'f' * 16}.ticket", json.dumps(far).encode())
+    one_gpu.account_folder.mkdir()
+    content = fields(one_gpu.stub.uuids[0], parts=[], gpu_needs=[])
+    descriptor = put(one_gpu.account_folder, f"{10**30}-1-{'f' * 16}.ticket", json.dumps(content).encode())
     entries.lock(descriptor)
     holder("acquire", **WHOLE)
     one_gpu.line_up(*((waiter, WHOLE) for waiter in waiting))
@@ -236,40 +243,42 @@ def test_places_at_the_very_end_of_the_line_are_places(one_gpu: LedgerHost) -> N
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_a_mutex_that_is_something_else_works_or_is_a_clear_error(one_gpu: LedgerHost, kind: str) -> None:
-    [one] = one_gpu.start(1)
+def test_a_mutex_of_another_file_type_works_or_is_a_clear_error(one_gpu: LedgerHost, kind: str) -> None:
+    [claimant] = one_gpu.start(1)
     mutex = one_gpu.root / "flower-gpu-leases.mutex"
     OBJECTS[kind](mutex)
-    if kind in ("huge", "pipe", "folder"):  # whatever can be opened can be locked
-        assert one("acquire", **WHOLE)
+    # These can be opened, so they can be locked.
+    if kind in ("huge", "pipe", "folder"):
+        assert claimant("acquire", **WHOLE)
     else:
         with pytest.raises(RefusedError, match="LeaseError") as refused:
-            one("acquire", **WHOLE)
+            claimant("acquire", **WHOLE)
         assert "flower-gpu-leases.mutex" in refused.value.message
         mutex.unlink()
-        assert one("acquire", **WHOLE)
+        assert claimant("acquire", **WHOLE)
 
 
-def test_a_ticket_that_was_removed_is_no_silent_wait(one_gpu: LedgerHost) -> None:
+def test_a_waiter_whose_ticket_was_removed_gets_an_error(one_gpu: LedgerHost) -> None:
     holder, waiter = one_gpu.start(2)
     holder("acquire", **WHOLE)
     one_gpu.line_up((waiter, {**WHOLE, "label": "fit of client 2"}))
-    for path in one_gpu.own.iterdir():
+    for path in one_gpu.account_folder.iterdir():
         path.unlink()
     with pytest.raises(RefusedError, match=r"LeaseError: fit of client 2: its ticket .* was removed"):
         waiter.answer()
 
 
-@pytest.mark.parametrize("left", range(6))
-def test_a_process_that_can_open_no_more_files_takes_nobodys_lease(one_gpu: LedgerHost, left: int) -> None:
-    holder, waiter, poor = one_gpu.start(3)
-    poor("status")  # loads what is loaded late
+@pytest.mark.parametrize("remaining", range(6))
+def test_a_process_without_free_descriptors_changes_no_lease(one_gpu: LedgerHost, remaining: int) -> None:
+    holder, waiter, limited = one_gpu.start(3)
+    # The first call loads the modules that are imported late.
+    limited("status")
     holder("acquire", **WHOLE)
     one_gpu.line_up((waiter, WHOLE))
-    files = sorted(path.name for path in one_gpu.own.iterdir())
-    poor("few_files", left=left)
+    files = sorted(path.name for path in one_gpu.account_folder.iterdir())
+    limited("limit_open_files", remaining=remaining)
     with pytest.raises(RefusedError, match=r"Lease(Timeout)?Error"):
-        poor("acquire", memory=GIB, timeout_s=0)
-    assert sorted(path.name for path in one_gpu.own.iterdir()) == files
+        limited("acquire", memory=GIB, timeout_s=0)
+    assert sorted(path.name for path in one_gpu.account_folder.iterdir()) == files
     state = one_gpu.status()
     assert (state["holders"], state["waiting"]) == ([holder.pid], [waiter.pid])

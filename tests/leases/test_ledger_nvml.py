@@ -1,4 +1,7 @@
-"""NVML is asked before the mutex is taken: one that hangs costs only who asked, old figures cost nobody."""
+"""The ledger queries NVML before it takes the mutex.
+
+So a driver that hangs delays only the process that queried it, and outdated readings harm no claim.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from waiting import until
 _FUNCTION = "nvmlDeviceGetMemoryInfo_v2"
 
 
-def test_who_asks_a_driver_that_hangs_is_told(one_gpu: LedgerHost) -> None:
+def test_a_claim_fails_if_the_driver_hangs(one_gpu: LedgerHost) -> None:
     [stuck] = one_gpu.start(1)
-    stuck("patience", seconds=0.3)
+    stuck("set_nvml_timeout", seconds=0.3)
     one_gpu.stub.hang(_FUNCTION, stuck.pid)
     with pytest.raises(RefusedError, match=r"asked about GPU 0, has not answered for \d+ s") as refused:
         stuck("acquire", memory=GIB, label="fit of client 3")
@@ -23,9 +26,9 @@ def test_who_asks_a_driver_that_hangs_is_told(one_gpu: LedgerHost) -> None:
     assert one_gpu.status()["waiting"] == []
 
 
-def test_the_line_does_not_wait_for_one_whose_driver_hangs(one_gpu: LedgerHost) -> None:
+def test_a_waiter_with_a_hanging_driver_does_not_block_the_queue(one_gpu: LedgerHost) -> None:
     holder, first, second = one_gpu.start(3)
-    first("patience", seconds=1.0)
+    first("set_nvml_timeout", seconds=1.0)
     holder("acquire", memory=16 * GIB, gpus=[0])
     one_gpu.line_up((first, {"memory": 16 * GIB, "gpus": [0]}), (second, {"memory": GIB, "gpus": [0]}))
     one_gpu.stub.hang(_FUNCTION, first.pid)
@@ -36,7 +39,7 @@ def test_the_line_does_not_wait_for_one_whose_driver_hangs(one_gpu: LedgerHost) 
     assert list(second.answer().values()) == [GIB]
 
 
-def test_a_lease_is_given_back_although_the_driver_hangs(one_gpu: LedgerHost) -> None:
+def test_a_lease_is_released_although_the_driver_hangs(one_gpu: LedgerHost) -> None:
     holder, waiter = one_gpu.start(2)
     holder("acquire", memory=16 * GIB, gpus=[0])
     one_gpu.line_up((waiter, {"memory": 16 * GIB, "gpus": [0]}))
@@ -47,13 +50,13 @@ def test_a_lease_is_given_back_although_the_driver_hangs(one_gpu: LedgerHost) ->
     holder.answer()
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_what_was_asked_before_a_worker_took_its_memory(
-    one_gpu: LedgerHost, told: bool, tmp_path: Path
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_reading_from_before_a_worker_allocated_its_memory(
+    one_gpu: LedgerHost, is_reported: bool, tmp_path: Path
 ) -> None:
-    """Another program has 4 of 16 GiB, a worker that gets 8 uses nothing yet when NVML is asked.
+    """Another program has 4 of 16 GiB. A worker with 8 GiB uses no memory yet when NVML is queried.
 
-    With what the worker uses since taken off what was used before, the other program would have nothing.
+    If the worker's later use were subtracted from that reading, the other program would seem to use none.
     """
     one_gpu.stub.program(0, 4 * GIB)
     go_on = tmp_path / "go-on"
@@ -63,7 +66,7 @@ def test_what_was_asked_before_a_worker_took_its_memory(
     late("pause_after_measuring", path=str(go_on))
     late.tell("acquire", memory=6 * GIB, gpus=[0], timeout_s=1.0)
     until(Path(f"{go_on}.measured").exists)
-    worker("use", gpu=0, nbytes=8 * GIB, told=told)
+    worker("use", gpu=0, nbytes=8 * GIB, is_reported=is_reported)
     go_on.touch()
     with pytest.raises(RefusedError) as refused:
         late.answer()
@@ -71,49 +74,49 @@ def test_what_was_asked_before_a_worker_took_its_memory(
     assert list(third("acquire", memory=4 * GIB, gpus=[0]).values()) == [4 * GIB]
 
 
-@pytest.mark.parametrize("asks", [{"memory": 16 * GIB}, {"share": 0.25}])
-def test_what_was_asked_before_a_lease_was_given_back(
-    one_gpu: LedgerHost, asks: dict[str, float], tmp_path: Path
+@pytest.mark.parametrize("need", [{"memory": 16 * GIB}, {"share": 0.25}])
+def test_a_reading_from_before_a_lease_was_released(
+    one_gpu: LedgerHost, need: dict[str, float], tmp_path: Path
 ) -> None:
-    """It looks used by another program, until the next look. A share does not shrink by that."""
+    """Until the next reading, the freed memory seems used by another program. A share must not shrink."""
     go_on = tmp_path / "go-on"
     worker, late, third = one_gpu.start(3)
     worker("acquire", memory=8 * GIB, gpus=[0])
     worker("use", gpu=0, nbytes=8 * GIB)
     late("pause_after_measuring", path=str(go_on))
-    late.tell("acquire", gpus=[0], **asks)
+    late.tell("acquire", gpus=[0], **need)
     until(Path(f"{go_on}.measured").exists)
     worker("use", gpu=0, nbytes=0)
     worker("release")
     go_on.touch()
     got = late.answer()
-    if "share" not in asks:
+    if "share" not in need:
         late("release")
-    assert third("acquire", gpus=[0], **asks) == got
+    assert third("acquire", gpus=[0], **need) == got
 
 
-# Cards for one process at a time ----------------------------------------------------------------------------
+# GPUs in compute mode EXCLUSIVE_PROCESS ---------------------------------------------------------------------
 
 EXCLUSIVE_PROCESS = 3
 
 
-def test_a_card_for_one_process_is_leased_as_a_whole(one_gpu: LedgerHost) -> None:
+def test_an_exclusive_gpu_is_leased_as_a_whole(one_gpu: LedgerHost) -> None:
     one_gpu.stub.set(0, compute_mode=EXCLUSIVE_PROCESS)
     first, second = one_gpu.start(2)
-    [had] = first("acquire", memory=GIB).values()
-    assert had > 15 * GIB
+    [leased_bytes] = first("acquire", memory=GIB).values()
+    assert leased_bytes > 15 * GIB
     one_gpu.line_up((second, {"share": 0.25}))
     assert one_gpu.status()["ready"] == []
     first("release")
-    assert list(second.answer().values()) == [had]
+    assert list(second.answer().values()) == [leased_bytes]
     second("release")
     with pytest.raises(RefusedError, match=r"asks for 17\.0 GiB of one GPU, more than any GPU has"):
         first("acquire", memory=17 * GIB)
 
 
-def test_a_card_for_one_process_that_another_program_has_is_waited_for(one_gpu: LedgerHost) -> None:
+def test_a_claim_waits_for_an_exclusive_gpu_of_another_program(one_gpu: LedgerHost) -> None:
     one_gpu.stub.set(0, compute_mode=EXCLUSIVE_PROCESS)
-    draws = one_gpu.stub.program(0, GIB, graphics=True)
+    desktop = one_gpu.stub.program(0, GIB, graphics=True)
     other = one_gpu.stub.program(0, GIB, name="train")
     [claimant] = one_gpu.start(1)
     with pytest.raises(RefusedError) as refused:
@@ -123,13 +126,13 @@ def test_a_card_for_one_process_that_another_program_has_is_waited_for(one_gpu: 
     )
     one_gpu.line_up((claimant, {"memory": GIB}))
     other.end()
-    [had] = claimant.answer().values()
-    assert had > 14 * GIB
-    draws.end()
+    [leased_bytes] = claimant.answer().values()
+    assert leased_bytes > 14 * GIB
+    desktop.end()
 
 
-def test_clients_of_mps_share_a_card_for_one_process(one_gpu: LedgerHost, tmp_path: Path) -> None:
-    """The server of MPS is that process. Its daemon is found as CUDA finds it."""
+def test_mps_clients_share_an_exclusive_gpu(one_gpu: LedgerHost, tmp_path: Path) -> None:
+    """The MPS server is the one process on the GPU. Its daemon is looked up in the same way as CUDA does."""
     one_gpu.stub.set(0, compute_mode=EXCLUSIVE_PROCESS)
     one_gpu.stub.program(0, GIB, name="nvidia-cuda-mps-server")
     pipes = tmp_path / "pipes"
@@ -138,7 +141,8 @@ def test_clients_of_mps_share_a_card_for_one_process(one_gpu: LedgerHost, tmp_pa
     first, second, without = one_gpu.start(3, CUDA_MPS_PIPE_DIRECTORY=str(pipes))
     assert list(first("acquire", memory=GIB).values()) == [GIB]
     assert list(second("acquire", memory=GIB).values()) == [GIB]
-    (pipes / "nvidia-cuda-mps-control.pid").write_text("4194305")  # no process has such a number
+    # No process can have this pid.
+    (pipes / "nvidia-cuda-mps-control.pid").write_text("4194305")
     with pytest.raises(RefusedError) as refused:
         without("acquire", memory=GIB, timeout_s=0.2)
     assert refused.value.kind == "LeaseTimeoutError"

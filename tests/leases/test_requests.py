@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them, and how much GPU a call asks for."""
+"""Memory sizes as users write them, and the amount of GPU that a call requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 SIZES = [
     (2_000_000_000, 2_000_000_000),
     (2e9, 2_000_000_000),
-    (1.5, 2),  # parts of a byte are rounded up
+    (1.5, 2),  # fractions of a byte are rounded up
     (np.int64(5), 5),
     ("2GiB", 2 * GIB),
     (" 2GIB ", 2 * GIB),
@@ -34,20 +34,21 @@ SIZES = [
     ("700", 700),
     ("2_000_000_000", 2_000_000_000),
     ("2e9", 2_000_000_000),
-    ("0.3 kB", 300),  # exact, where 0.3 * 1000 is not
+    ("0.3 kB", 300),  # exact, although 0.3 * 1000 is not
 ]
 
 
 @pytest.mark.parametrize(("value", "size"), SIZES)
-def test_size(value: Any, size: int) -> None:
-    found = SIZE.check(value, "gpu_memory")
-    assert found == size
-    assert type(found) is int
+def test_valid_sizes(value: Any, size: int) -> None:
+    checked = SIZE.check(value, "gpu_memory")
+    assert checked == size
+    assert type(checked) is int
 
 
-NO_SIZES: list[tuple[type[Exception], str, list[Any]]] = [
+INVALID_SIZES: list[tuple[type[Exception], str, list[Any]]] = [
     (ConfigError, "is not a memory size", ["", "GiB", "2 Gi", "2,5 GB", "2 G iB", "nan", "9" * 5000]),
-    (ConfigError, "is not a memory size", ["\u0663 GiB", math.nan]),  # a digit of another script
+    # The first text has a digit of another script.
+    (ConfigError, "is not a memory size", ["\u0663 GiB", math.nan]),
     (ConfigError, "must be more than 0 bytes", [0, "0 GiB", -1]),
     (ConfigError, "which no GPU has", [2**60, "2000 TiB", 10**400]),
     (TypeError, "must be a number of bytes or a text", [True, False, None, [1], b"2GiB", 1j]),
@@ -56,10 +57,10 @@ NO_SIZES: list[tuple[type[Exception], str, list[Any]]] = [
 
 @pytest.mark.parametrize(
     ("kind", "reason", "value"),
-    [(kind, reason, value) for kind, reason, values in NO_SIZES for value in values],
+    [(kind, reason, value) for kind, reason, values in INVALID_SIZES for value in values],
     ids=lambda value: str(value)[:30],
 )
-def test_no_size(kind: type[Exception], reason: str, value: Any) -> None:
+def test_invalid_sizes_are_refused(kind: type[Exception], reason: str, value: Any) -> None:
     with pytest.raises(kind, match=rf"^FLOWER_GPU_MEMORY.*{reason}"):
         SIZE.check(value, "FLOWER_GPU_MEMORY")
 
@@ -86,7 +87,7 @@ def request_of(code: dict[str, Any], environ: dict[str, str] | None = None) -> L
 
 
 REQUESTS = [
-    # what the code says, count, share, in words
+    # arguments in the code, count, share, description
     ({}, 1, None, "one GPU, as much of it as is needed (auto)"),
     ({"num_gpus": 0.25}, 1, 0.25, "0.25 of one GPU"),
     ({"num_gpus": 1 / 3}, 1, 1 / 3, "0.333 of one GPU"),
@@ -99,21 +100,23 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "count", "share", "words"), REQUESTS)
-def test_request(arguments: dict[str, Any], count: int, share: float | None, words: str) -> None:
+@pytest.mark.parametrize(("arguments", "count", "share", "description"), REQUESTS)
+def test_a_request_from_arguments(
+    arguments: dict[str, Any], count: int, share: float | None, description: str
+) -> None:
     request = request_of(arguments)
-    assert (request.count, request.share, request.describe()) == (count, share, words)
+    assert (request.count, request.share, request.describe()) == (count, share, description)
     assert request.is_auto == (arguments == {})
 
 
-NO_NUMBERS = [
+INVALID_NUMBERS = [
     *((ConfigError, number) for number in (0, -1, -0.25, math.nan, math.inf, 10**400, 1.5, 2.25, 1.001)),
     *((TypeError, number) for number in (True, False, "abc", "0.25", [1], 1j)),
 ]
 
 
-@pytest.mark.parametrize(("kind", "num_gpus"), NO_NUMBERS, ids=lambda value: str(value)[:9])
-def test_number_of_gpus_that_cannot_be(kind: type[Exception], num_gpus: Any) -> None:
+@pytest.mark.parametrize(("kind", "num_gpus"), INVALID_NUMBERS, ids=lambda value: str(value)[:9])
+def test_an_invalid_number_of_gpus_is_refused(kind: type[Exception], num_gpus: Any) -> None:
     with pytest.raises(kind, match=r"^num_gpus must be a share of one GPU .* whole number of GPUs"):
         request_of({"num_gpus": num_gpus})
 
@@ -128,7 +131,7 @@ def test_any_number_of_gpus_is_a_request_or_a_config_error(number: float) -> Non
     assert request.count * request.share == pytest.approx(number)
 
 
-def test_both_at_one_place_are_refused() -> None:
+def test_num_gpus_and_gpu_memory_at_the_same_place_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_gpus=1 and gpu_memory='2GiB' are both given"):
         request_of({"num_gpus": 1, "gpu_memory": "2GiB"})
     with pytest.raises(ConfigError, match="FLOWER_GPU_NUM_GPUS=1 and FLOWER_GPU_MEMORY=2GiB are both given"):
@@ -136,6 +139,6 @@ def test_both_at_one_place_are_refused() -> None:
 
 
 @pytest.mark.parametrize("gpu_memory", [4, "4", "512 kB"])
-def test_a_few_bytes_are_taken_for_a_slip(gpu_memory: Any) -> None:
+def test_a_size_of_a_few_bytes_is_refused_as_a_mistake(gpu_memory: Any) -> None:
     with pytest.raises(ConfigError, match='A number without a unit is bytes; for GiB write "4GiB"'):
         request_of({"gpu_memory": gpu_memory})
