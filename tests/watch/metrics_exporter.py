@@ -1,4 +1,4 @@
-"""`flower-gpu metrics` in a process of its own, and what it answers."""
+"""`flower-gpu metrics` in a separate process, and helpers to read its metrics."""
 
 from __future__ import annotations
 
@@ -13,33 +13,37 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def samples_of(text: str) -> Samples:
-    """Return the samples of an answer, each of which must be there once."""
-    found: Samples = {}
+    """Return the samples of a response. No sample may occur twice."""
+    samples: Samples = {}
     for family in parse(text):
         assert family.documentation, f"no HELP for {family.name}"
         for sample in family.samples:
             key = sample.name, frozenset(sample.labels.items())
-            assert key not in found
-            found[key] = sample.value
-    return found
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
 
 
 def value(samples: Samples, name: str, /, **labels: object) -> float | None:
-    """Return the one sample with at least these labels; None if there is none."""
+    """Return the value of the sample that has these labels and maybe others, or None."""
     wanted = {(label, str(text)) for label, text in labels.items()}
-    found = [value for (of, has), value in samples.items() if of == f"flower_gpu_{name}" and wanted <= has]
-    assert len(found) <= 1, found
-    return found[0] if found else None
+    values = [
+        value
+        for (sample_name, sample_labels), value in samples.items()
+        if sample_name == f"flower_gpu_{name}" and wanted <= sample_labels
+    ]
+    assert len(values) <= 1, values
+    return values[0] if values else None
 
 
 def counters(samples: Samples) -> Samples:
-    """Return what must never go down: counters, and the parts of the histogram."""
-    ends = ("_total", "_bucket", "_sum", "_count")
-    return {key: value for key, value in samples.items() if key[0].endswith(ends)}
+    """Return the samples that must never decrease: counters and the parts of the histogram."""
+    suffixes = ("_total", "_bucket", "_sum", "_count")
+    return {key: value for key, value in samples.items() if key[0].endswith(suffixes)}
 
 
 class Exporter:
-    """The command, started with these arguments."""
+    """A process of `flower-gpu metrics` with the given arguments."""
 
     def __init__(self, shell: Shell, *arguments: str) -> None:
         command = (sys.executable, "-m", "flower_gpu.cli", "metrics", "--port", "0", *arguments)
@@ -48,12 +52,12 @@ class Exporter:
         self.url = self.process.stdout.readline().strip()
 
     def get(self, accept: str = "*/*") -> str:
-        """Return an answer."""
+        """Return the text of a response."""
         request = urllib.request.Request(self.url, headers={"Accept": accept})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text: str = answer.read().decode()
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text: str = response.read().decode()
             return text
 
     def __call__(self) -> Samples:
-        """Return the samples of an answer."""
+        """Return the samples of a response."""
         return samples_of(self.get())

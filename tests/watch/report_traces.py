@@ -1,4 +1,4 @@
-"""Traces as runs leave them, for tests of reports: calls that wait, run and fail, and what GPUs tell."""
+"""Traces of complete runs for the tests of reports: calls that wait, run and fail, and GPU samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 def write(folder: Path, events: list[Event]) -> Path:
-    """Write events as processes do, into a folder that is made."""
+    """Create a folder and write events into its trace, as processes of a run do."""
     folder.mkdir(parents=True, exist_ok=True)
     for event in events:
         trace.write_to(folder, event["event"], **{k: v for k, v in event.items() if k != "event"})
@@ -38,31 +38,34 @@ def at(when: float, event: str, /, **fields: Any) -> Event:
 
 
 def on_hosts(events: list[Event], hosts: int, lost_at: float | None = None) -> list[Event]:
-    """Have the GPUs of a run, and what is done on them, on hosts of a Ray cluster, and lose the last one."""
+    """Distribute the GPUs of a run and their events over hosts of a Ray cluster.
+
+    With ``lost_at``, the last host is lost that many seconds after the start.
+    """
     uuids = [gpu["uuid"] for gpu in events[0]["gpus"]]
     host_of = {uuid: f"node{number % hosts}" for number, uuid in enumerate(uuids)}
     granted = [event for event in events if event["event"] == "lease_granted"]
     host_of_call = {event["call"]: host_of[event["gpus"][0]["uuid"]] for event in granted}
-    made = [{**events[0], "host": "driver", "gpus": []}]
+    host_events = [{**events[0], "host": "driver", "gpus": []}]
     for number in range(hosts):
-        gpus = [{**gpu, "index": place // hosts} for place, gpu in enumerate(events[0]["gpus"])]
-        own = [gpu for gpu in gpus if host_of[gpu["uuid"]] == f"node{number}"]
-        made.append(joined(0.5, f"node{number}", concurrency=8, cores=16, gpus=own))
+        gpus = [{**gpu, "index": index // hosts} for index, gpu in enumerate(events[0]["gpus"])]
+        host_gpus = [gpu for gpu in gpus if host_of[gpu["uuid"]] == f"node{number}"]
+        host_events.append(joined(0.5, f"node{number}", concurrency=8, cores=16, gpus=host_gpus))
     for event in events[1:]:
         if event["event"] == "gpu_sample":
             for host in sorted(set(host_of.values())):
-                own = [gpu for gpu in event["gpus"] if host_of[gpu["uuid"]] == host]
-                made.append({**event, "gpus": own, "host": host})
+                host_gpus = [gpu for gpu in event["gpus"] if host_of[gpu["uuid"]] == host]
+                host_events.append({**event, "gpus": host_gpus, "host": host})
             continue
         for gpu in event.get("gpus", []):
             if "index" in gpu:
                 gpu["index"] = uuids.index(gpu["uuid"]) // hosts
         host = host_of_call.get(event.get("call", ""))
-        made.append(event if host is None else {**event, "host": host})
+        host_events.append(event if host is None else {**event, "host": host})
     if lost_at is None:
-        return made
+        return host_events
     last = f"node{hosts - 1}"
-    kept = [event for event in made if event.get("host") != last or event["time"] < START + lost_at]
+    kept = [event for event in host_events if event.get("host") != last or event["time"] < START + lost_at]
     return sorted([*kept, lost(lost_at, last)], key=lambda event: event["time"])
 
 
@@ -76,10 +79,10 @@ def lost(when: float, host: str) -> Event:
 
 @dataclass
 class Run:
-    """A run of clients that share GPUs, each with leases of the same size, first come, first served.
+    """A run of clients that share GPUs. Leases have the same size, and are granted first come, first served.
 
-    Releases are written down ``late_s`` after they happen, as a busy process does: meanwhile another one may
-    have got its lease, and written that down.
+    A release is written ``late_s`` seconds after it happens, as by a busy process. Meanwhile another process
+    may get a lease and write its grant.
     """
 
     clients: int = 8
@@ -99,10 +102,11 @@ class Run:
         return [f"GPU-{number:08d}-0000" for number in range(self.gpus)]
 
     def events(self) -> list[Event]:
-        """Return all lines, in the order of their times."""
+        """Return all events in the order of their times."""
         self._random = random.Random(self.seed)
         self._events = [self._started()]
-        self._samples: list[tuple[float, str, float]] = []  # when memory is taken and given back
+        # Time, GPU and change of the used memory in bytes, for each allocation and release.
+        self._samples: list[tuple[float, str, float]] = []
         now = 1.0
         for number in range(1, self.rounds + 1):
             self._add(now, "round_started", round=number, task="train", messages=self.clients)
@@ -134,18 +138,18 @@ class Run:
         self._events.append(at(when, event, **fields))
 
     def _round(self, number: int, now: float) -> tuple[float, int]:
-        """Let each client do one call; return when the last one was over, and how many failed."""
+        """Let each client make one call. Return the end of the last call and the number of failed calls."""
         clients = self.names or [str(client) for client in range(self.clients)]
         free = dict.fromkeys(self.uuids, int(self.capacity_gib * GIB))
         running: list[tuple[float, str, int]] = []
         ends, failed = [now], 0
         nbytes = int(self.lease_gib * GIB)
-        for place, client in enumerate(clients):
-            call = {"call": f"{number}-{place}", "client": client, "task": "train", "round": number}
+        for index, client in enumerate(clients):
+            call = {"call": f"{number}-{index}", "client": client, "task": "train", "round": number}
             self._add(now, "lease_requested", **call, caller_pid=7, count=1, memory_bytes=nbytes)
         granted = now
-        for place, client in enumerate(clients):
-            call = {"call": f"{number}-{place}", "client": client, "task": "train", "round": number}
+        for index, client in enumerate(clients):
+            call = {"call": f"{number}-{index}", "client": client, "task": "train", "round": number}
             uuid = next((uuid for uuid in self.uuids if free[uuid] >= nbytes), None)
             while uuid is None:
                 end, released, size = heapq.heappop(running)
@@ -159,7 +163,7 @@ class Run:
         return max(ends), failed
 
     def _call(self, call: Event, uuid: str, nbytes: int, granted: float) -> tuple[float, bool]:
-        """Write down a call from its lease on; return when its memory was free, and whether it went well."""
+        """Write the events of a call after its request. Return the time of its release and its success."""
         draw = self._random
         lease, pid = f"lease-{call['call']}", draw.randrange(1000, 9999)
         gpus = [
@@ -175,7 +179,8 @@ class Run:
         outcome = "ok"
         if draw.random() < self.failing:
             outcome = draw.choice(["error", "died", "out of memory"])
-        if draw.random() < self.lost:  # killed with all that it had: nobody writes anything
+        # The worker and its caller were killed, so the trace has no further events of this call.
+        if draw.random() < self.lost:
             return finished, False
         if outcome == "out of memory":
             self._add(
@@ -196,7 +201,7 @@ class Run:
         return finished + 0.01, outcome == "ok"
 
     def _look(self, end: float) -> None:
-        """Write down what the driver would tell, every half second."""
+        """Write a GPU sample every half second, as the driver would report it."""
         for number in range(int(end / 0.5) + 1):
             gpus = []
             for uuid in self.uuids:

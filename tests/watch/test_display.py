@@ -1,4 +1,4 @@
-"""What a run shows: bars on a terminal that nothing tears, lines elsewhere."""
+"""The display of a run: progress bars on a terminal, which other output does not break, otherwise lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS, ROWS = 80, 200
 
 
 class Screen:
-    """A terminal, as far as rich and a log use one."""
+    """A terminal that knows the escape sequences that rich and a log use."""
 
     def __init__(self) -> None:
         self.lines = [[" "] * COLUMNS]
@@ -46,12 +46,12 @@ class Screen:
                     self._row -= int(code or 1)
                 elif char + code == "K2":
                     self.lines[self._row] = [" "] * COLUMNS
-                elif char in "hl":  # the cursor is shown, or not
+                elif char in "hl":  # show or hide the cursor
                     pass
                 elif char == "K":
                     self.lines[self._row][self._column :] = " " * (COLUMNS - self._column)
                 else:
-                    assert char == "m", f"a code this terminal does not know: {char}"
+                    assert char == "m", f"unknown escape code: {char}"
             else:
                 if self._column == COLUMNS:
                     self._row, self._column = self._row + 1, 0
@@ -68,25 +68,25 @@ class Screen:
             self.lines.append([" "] * COLUMNS)
 
 
-def shown_on_a_terminal(code: str) -> list[str]:
-    """Run Python code with a terminal of 80 columns; return what its screen shows at the end."""
-    ours, theirs = pty.openpty()
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+def screen_lines(code: str) -> list[str]:
+    """Run Python code on a terminal with 80 columns. Return the lines on its screen at the end."""
+    master, slave = pty.openpty()
+    ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     env = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=env
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=slave, stderr=slave, env=env
     ) as process:
-        os.close(theirs)
+        os.close(slave)
         written = b""
         while True:
             try:
-                part = os.read(ours, 4096)
-            except OSError:  # as Linux tells that nobody has the other end any more
+                part = os.read(master, 4096)
+            except OSError:  # Linux reports EIO once the other end is closed
                 break
             if not part:
                 break
             written += part
-        os.close(ours)
+        os.close(master)
         assert process.wait(timeout=60) == 0, written.decode(errors="replace")
     screen = Screen()
     screen.write(written.decode())
@@ -102,7 +102,7 @@ history = History(keep_finished=False)
 display = make_display(history, sys.stderr)
 lock = threading.Lock()
 def tell(event, **fields):
-    with lock:  # as a recorder does
+    with lock:  # a recorder does the same
         event = trace.make(event, **fields)
         history.feed([event])
         display.show(event)
@@ -134,40 +134,41 @@ print("after")
 """
 
 
-def test_log_lines_and_printed_ones_are_whole_above_the_bars() -> None:
-    lines = shown_on_a_terminal(ON_A_TERMINAL.replace("END", "pass"))
+def test_log_and_printed_lines_are_intact_above_the_bars() -> None:
+    lines = screen_lines(ON_A_TERMINAL.replace("END", "pass"))
     for server_round in (1, 2):
         for number in range(50):
             expected = int(number % 10 == 5)
             assert lines.count(f"printed {number} {server_round}") == expected
             text = f"log line {number} of round {server_round}, and"
-            found = [index for index, line in enumerate(lines) if text in line]
-            assert len(found) == int(number % 10 == 0)
-            for index in found:  # 80 columns are not enough for it
-                whole = lines[index] + lines[index + 1]
-                assert whole.replace(" ", "").endswith("asalinecanbethatdoesnotfit"), whole
+            indices = [index for index, line in enumerate(lines) if text in line]
+            assert len(indices) == int(number % 10 == 0)
+            # The log line is longer than 80 columns.
+            for index in indices:
+                joined_line = lines[index] + lines[index + 1]
+                assert joined_line.replace(" ", "").endswith("asalinecanbethatdoesnotfit"), joined_line
     assert lines[-2:] == ["after", ""]
     (bar,) = [line for line in lines if "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in line]
-    assert re.match("rounds +\N{BOX DRAWINGS HEAVY HORIZONTAL}", bar), "what stays is the bar over the rounds"
+    assert re.match("rounds +\N{BOX DRAWINGS HEAVY HORIZONTAL}", bar), "only the bar of the rounds stays"
     assert re.search(r" 2/2, \d", bar) and bar.endswith("loss 0.5")
 
 
-def test_within_a_round_both_bars_are_there_and_fit() -> None:
-    # The last reply is drawn for sure: it comes later than the least time between two drawings.
+def test_within_a_round_both_bars_are_shown_and_fit_the_screen() -> None:
+    # The last reply is certainly drawn, because it arrives after the minimum interval between two drawings.
     end = "import os, time; time.sleep(0.3); tell('reply', **which, error=None); os._exit(0)"
     code = ON_A_TERMINAL.replace("END", end).replace("messages=50", "messages=51", 1)
-    lines = [line for line in shown_on_a_terminal(code) if line]
+    lines = [line for line in screen_lines(code) if line]
     over_rounds, over_clients = lines[-2:]
     bars = {re.search("\N{BOX DRAWINGS HEAVY HORIZONTAL}", line) for line in lines[-2:]}
-    assert len({bar.start() for bar in bars if bar}) == 1, "they begin below each other"
+    assert len({bar.start() for bar in bars if bar}) == 1, "the bars are not aligned"
     assert over_rounds.startswith("rounds ") and re.search(r" 0/2, \d", over_rounds)
     assert over_clients.startswith("round 1 train ")
     assert " 51/51, 1 failed" in over_clients
     assert max(map(len, lines[-2:])) <= COLUMNS
 
 
-class Shown:
-    """A run that is shown on stderr."""
+class ShownRun:
+    """A run with a display on stderr."""
 
     def __init__(self, num_rounds: int | None = None, is_shown: bool = True) -> None:
         self.history = History(keep_finished=False)
@@ -175,12 +176,12 @@ class Shown:
         self.display = make_display(self.history, sys.stderr, is_shown)
 
     def tell(self, event: str, **fields: Any) -> None:
-        made = trace.make(event, **fields)
-        self.history.feed([made])
-        self.display.show(made)
+        record = trace.make(event, **fields)
+        self.history.feed([record])
+        self.display.show(record)
 
 
-def a_run(shown: Shown) -> None:
+def show_run(shown: ShownRun) -> None:
     shown.tell("strategy_started", strategy="FedAvg", num_rounds=2)
     shown.tell("round_finished", round=0, task="server-evaluate", messages=0, metrics={"loss": 2.5})
     for server_round in (1, 2):
@@ -194,17 +195,17 @@ def a_run(shown: Shown) -> None:
     shown.display.close()
 
 
-def test_elsewhere_there_are_lines_in_columns(capfd: pytest.CaptureFixture[str]) -> None:
-    a_run(Shown())
+def test_without_a_terminal_lines_with_columns_are_written(capfd: pytest.CaptureFixture[str]) -> None:
+    show_run(ShownRun())
     out, err = capfd.readouterr()
     assert out == ""
-    told = "    3/3 clients  0.50 s  1 failed, score 1.25"
+    figures = "    3/3 clients  0.50 s  1 failed, score 1.25"
     assert err.splitlines() == [
         "round 0/2  server-evaluate                           loss 2.5",
-        *[f"round {n}/2  {task:15}  {told}" for n in (1, 2) for task in ("train", "evaluate")],
+        *[f"round {n}/2  {task:15}  {figures}" for n in (1, 2) for task in ("train", "evaluate")],
     ]
-    # They stay aligned when figures grow.
-    shown = Shown()
+    # The columns stay aligned when the numbers grow.
+    shown = ShownRun()
     shown.tell("strategy_started", strategy="FedAvg", num_rounds=120)
     for server_round, messages, seconds in ((9, 5, 3.0), (10, 20_000, 3_700.0), (110, 5, 59.0)):
         fields = {"round": server_round, "task": "train", "metrics": {"loss": 0.5}}
@@ -216,10 +217,10 @@ def test_elsewhere_there_are_lines_in_columns(capfd: pytest.CaptureFixture[str])
     ]
 
 
-def test_within_a_long_round_there_is_a_line_now_and_then(
+def test_a_long_round_writes_a_line_from_time_to_time(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = Shown(3)
+    shown = ShownRun(3)
     which = {"round": 2, "task": "train"}
     shown.tell("round_started", **which, messages=4)
     shown.tell("reply", **which, error=None)
@@ -228,32 +229,32 @@ def test_within_a_long_round_there_is_a_line_now_and_then(
     monkeypatch.setattr(display_module, "_LINE_INTERVAL_S", 0.0)
     shown.tell("reply", **which, error=None)
     line = capfd.readouterr().err
-    # How fast they are says nothing yet.
+    # The first replies say nothing about the speed, so the line has no estimate.
     assert re.fullmatch(r"round 2/3  train                3/4 clients  [\d.]+ s  1 failed\n", line)
     shown.tell("reply", **which, error=None)
-    assert capfd.readouterr().err == "", "the line of the round's end has the last reply"
+    assert capfd.readouterr().err == "", "the last reply is reported by the line of the round's end"
 
 
-def test_a_notebook_has_bars(capfd: pytest.CaptureFixture[str]) -> None:
-    shown = Shown()
+def test_a_notebook_shows_bars(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = ShownRun()
     shown.display = Notebook(shown.history, sys.stderr)
-    a_run(shown)
+    show_run(shown)
     drawn = capfd.readouterr().err
     assert "rounds |" in drawn and "round 2 evaluate |" in drawn and "| 0/3" in drawn
     assert drawn.split("\r")[-1].rstrip().endswith("score 1.25") and "2/2, " in drawn.split("\r")[-1]
 
 
-def test_it_can_be_silent_and_a_resumed_run_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    a_run(Shown(is_shown=False))
+def test_a_display_can_be_silent_and_a_resumed_run_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    show_run(ShownRun(is_shown=False))
     assert capfd.readouterr() == ("", "")
-    shown = Shown()
+    shown = ShownRun()
     shown.tell("strategy_started", strategy="FedAvg", num_rounds=9)
     shown.tell("strategy_resumed", round=4)
     shown.display.close()
     assert capfd.readouterr().err == "resumed after round 4/9\n"
 
 
-def test_a_closed_stderr_ends_no_run() -> None:
+def test_a_closed_stderr_does_not_end_the_run() -> None:
     code = f"""{RUN}
 sys.stderr.close()
 tell("round_started", round=1, task="train", messages=1)
@@ -261,5 +262,5 @@ tell("round_finished", round=1, task="train", messages=1, failed=1, seconds=1.0,
 display.close()
 print("fine")
 """
-    done = run_python(code, check=True)
-    assert (done.stdout, done.stderr) == ("fine\n", "")
+    process = run_python(code, check=True)
+    assert (process.stdout, process.stderr) == ("fine\n", "")

@@ -1,4 +1,4 @@
-"""What is known of the hosts of a run on a Ray cluster, whose processes nobody can look for here."""
+"""Hosts of a run on a Ray cluster. This machine cannot check whether their processes are alive."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from flower_gpu.watch.spans import HOST_LOST
 from flower_gpu.watch.top.snapshot import WorkerRow, waiting_rows, worker_rows
 from flower_gpu.watch.trackers.points import Points
 
-NOBODY = 2**22 + 1  # more than any kernel counts to
-STARTED = 3  # lines of a call until its worker has started
+# This pid exceeds the limit of any kernel, so no process has it.
+DEAD_PID = 2**22 + 1
+# Number of lines of a call up to the start of its worker.
+STARTED = 3
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Trace:
     """The trace of a run of this process on a cluster of the hosts a and b."""
-    made = Trace(tmp_path, time.time())
-    made.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
+    cluster_trace = Trace(tmp_path, time.time())
+    cluster_trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
     for host in ("a", "b"):
-        made.join(host, gpus=2)
-    made.host = ""
-    return made
+        cluster_trace.join(host, gpus=2)
+    cluster_trace.host = ""
+    return cluster_trace
 
 
 def begin(trace: Trace, host: str, number: int, lines: int = STARTED, **fields: object) -> list[str]:
-    """Write the first lines of a call on a host, and return the others."""
+    """Write the first lines of a call on a host, and return the remaining lines."""
     trace.host = host
     call = list(trace.call(number, uuid=f"{host or 'c'}-0", **fields))  # type: ignore[arg-type]
     trace.write_text("".join(call[:lines]))
@@ -54,13 +56,13 @@ def read(trace: Trace) -> FollowedRun:
     return run
 
 
-def told_by(trace: Trace, *, keep_finished: bool) -> History:
+def history_of(trace: Trace, *, keep_finished: bool) -> History:
     history = History(keep_finished=keep_finished)
     history.feed(json.loads(line) for line in trace.path.read_text().splitlines())
     return history
 
 
-# What a host has done --------------------------------------------------------------------------------------
+# Calls of a host -------------------------------------------------------------------------------------------
 
 
 def test_calls_are_counted_by_host(trace: Trace) -> None:
@@ -72,8 +74,9 @@ def test_calls_are_counted_by_host(trace: Trace) -> None:
         trace.write("worker_finished", call=outcome, pid=5, client="1", task="fit", outcome=outcome)
     begin(trace, "b", 4)
     begin(trace, "b", 5, 1)
-    begin(trace, "", 7, 8)  # the server's
-    trace.write("host_joined")  # a host without a name is none
+    begin(trace, "", 7, 8)  # a call of the server
+    # Events without the name of a host are ignored.
+    trace.write("host_joined")
     trace.write("host_lost", host="")
     history = read(trace).history
     of_b = {"ok": 1, "error": 1, "out of memory": 1}
@@ -86,8 +89,8 @@ def test_calls_are_counted_by_host(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("keep_finished", [True, False])
-def test_all_that_a_host_had_ends_with_it(trace: Trace, keep_finished: bool) -> None:
-    rest = begin(trace, "b", 0)
+def test_calls_and_leases_end_with_a_lost_host(trace: Trace, keep_finished: bool) -> None:
+    late_lines = begin(trace, "b", 0)
     begin(trace, "b", 1, 1)
     begin(trace, "b", 2, 2)
     trace.host = "b"
@@ -95,20 +98,28 @@ def test_all_that_a_host_had_ends_with_it(trace: Trace, keep_finished: bool) -> 
     begin(trace, "a", 4)
     begin(trace, "", 5)
     trace.lose("b")
-    trace.write_text("".join(rest))  # its last words come late
-    history = told_by(trace, keep_finished=keep_finished)
-    assert [one.host for one in history.running] == ["a", ""]
+    # The last lines of the host arrive late.
+    trace.write_text("".join(late_lines))
+    history = history_of(trace, keep_finished=keep_finished)
+    assert [span.host for span in history.running] == ["a", ""]
     assert history.waiting == []
-    assert {one.host for one in history.leases if (one.released_at or one.refused_at) is None} == {"a", ""}
+    assert {span.host for span in history.leases if (span.released_at or span.refused_at) is None} == {
+        "a",
+        "",
+    }
     lost = history.hosts["b"]
     assert (lost.is_lost, lost.lost_reason, lost.concurrency) == (True, "its agent died", 0)
-    assert history.calls_done == {}, "another host handles the message"
+    assert history.calls_done == {}, "the call counts although another host handles its message"
     assert history.tally.workers_finished == history.tally.host_calls["b"] == {HOST_LOST: 1}
     if keep_finished:
-        assert [(one.host, one.outcome) for one in history.workers] == [("b", HOST_LOST), ("a", ""), ("", "")]
+        assert [(span.host, span.outcome) for span in history.workers] == [
+            ("b", HOST_LOST),
+            ("a", ""),
+            ("", ""),
+        ]
 
 
-def test_a_host_that_was_lost_may_join_again(trace: Trace) -> None:
+def test_a_lost_host_may_join_again(trace: Trace) -> None:
     begin(trace, "b", 0, 8)
     trace.lose("b")
     trace.join("b", host_id="another")
@@ -116,47 +127,47 @@ def test_a_host_that_was_lost_may_join_again(trace: Trace) -> None:
     history = read(trace).history
     host = history.hosts["b"]
     assert (host.is_lost, host.concurrency, history.tally.host_calls["b"]) == (False, 4, {"ok": 1})
-    assert [one.host for one in history.running] == ["b"]
-    # Two of a name: one of them stays.
+    assert [worker.host for worker in history.running] == ["b"]
+    # Of two hosts with the same name, one is lost and the other stays.
     trace.join("b", host_id="a third")
     trace.lose("b", host_id="another")
     host = read(trace).history.hosts["b"]
     assert (host.is_lost, host.concurrency) == (False, 4)
 
 
-def test_hosts_of_a_run_that_was_killed_are_not_those_of_the_run_that_goes_on_with_it(trace: Trace) -> None:
+def test_hosts_of_a_killed_run_do_not_belong_to_the_resumed_run(trace: Trace) -> None:
     trace.lose("b")
     trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
     trace.join("c")
     run = read(trace)
     assert [name for name, host in run.history.hosts.items() if host.nodes] == ["c"]
-    assert list(told_by(trace, keep_finished=True).hosts) == ["a", "b", "c"]
+    assert list(history_of(trace, keep_finished=True).hosts) == ["a", "b", "c"]
 
 
-# Whose processes they are ----------------------------------------------------------------------------------
+# Processes of this machine and of other hosts --------------------------------------------------------------
 
 
-def test_other_hosts_workers_are_neither_looked_for_here_nor_taken_for_processes_of_this_machine(
+def test_workers_of_other_hosts_are_not_taken_for_processes_of_this_machine(
     trace: Trace,
 ) -> None:
-    begin(trace, "a", 0, pid=NOBODY)
+    begin(trace, "a", 0, pid=DEAD_PID)
     begin(trace, "b", 1, pid=os.getpid())
-    begin(trace, "", 2, pid=NOBODY)
+    begin(trace, "", 2, pid=DEAD_PID)
     begin(trace, "", 3, pid=os.getpid())
     run = read(trace)
-    assert [one.call for one in run.workers()] == ["c0", "c1", "c3"]
-    # This machine is one of the hosts: its agent may be in a container.
+    assert [worker.call for worker in run.workers()] == ["c0", "c1", "c3"]
+    # This machine is also a host of the cluster. Its agent may be in a container, so its pids prove nothing.
     trace.join(platform.node())
-    begin(trace, platform.node(), 4, pid=NOBODY)
+    begin(trace, platform.node(), 4, pid=DEAD_PID)
     trace.lose("b")
     run = read(trace)
-    assert [one.call for one in run.workers()] == ["c0", "c3", "c4"]
+    assert [worker.call for worker in run.workers()] == ["c0", "c3", "c4"]
     trace.write("run_finished", outcome="failed", seconds=1.0)
-    assert [one.call for one in read(trace).workers()] == ["c3"]
+    assert [worker.call for worker in read(trace).workers()] == ["c3"]
 
 
-def test_with_a_killed_driver_all_is_over(trace: Trace) -> None:
-    trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=NOBODY)
+def test_all_workers_end_with_a_killed_driver(trace: Trace) -> None:
+    trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=DEAD_PID)
     trace.join("a", gpus=1)
     begin(trace, "a", 0, pid=os.getpid())
     begin(trace, "a", 1, 1)
@@ -165,18 +176,18 @@ def test_with_a_killed_driver_all_is_over(trace: Trace) -> None:
     assert rows_of(run, Seen(trace.time, Inventory((), None, "no driver"))) == []
 
 
-# What `top` shows ------------------------------------------------------------------------------------------
+# `flower-gpu top` ------------------------------------------------------------------------------------------
 
 
 def entry(ticket: str, pid: int = 7, **more: object) -> Entry:
-    """Return a ticket of this machine's ledger."""
-    made = {"order": 1, "path": Path(ticket), "user": os.getuid(), "since": time.time(), "gpu_needs": ()}
-    return Entry(ticket, pid=pid, pid_namespace=pid_namespace(), **made | more)  # type: ignore[arg-type]
+    """Return an entry of this machine's ledger."""
+    fields = {"order": 1, "path": Path(ticket), "user": os.getuid(), "since": time.time(), "gpu_needs": ()}
+    return Entry(ticket, pid=pid, pid_namespace=pid_namespace(), **fields | more)  # type: ignore[arg-type]
 
 
 def seen(trace: Trace, *holders: Entry, waiting: tuple[Entry, ...] = ()) -> Seen:
     gpu = GPU(5, "here-1", "NVIDIA Stub 16GB", 2**34, 0, 0, None, None, 0, None)
-    reports = {one.id: (one.pid, {"here-1": 3}) for one in holders}
+    reports = {holder.id: (holder.pid, {"here-1": 3}) for holder in holders}
     state = State((gpu,), (), (), holders, waiting)
     inventory = Inventory((gpu,), None, None)
     return Seen(trace.time, inventory, state=state, reports=reports)
@@ -186,18 +197,19 @@ def rows_of(run: FollowedRun, look: Seen) -> list[WorkerRow]:
     return list(worker_rows(look, [run], others=True))
 
 
-def test_workers_and_leases_of_other_hosts_are_as_their_trace_tells(trace: Trace) -> None:
+def test_workers_and_leases_of_other_hosts_come_from_the_trace(trace: Trace) -> None:
     begin(trace, "a", 0)
     begin(trace, "b", 1, 2)
-    begin(trace, "b", 2, 7)  # its worker waits for another message
-    begin(trace, "", 3, 2)  # the server's is over: it is not in the ledger
+    begin(trace, "b", 2, 7)  # the worker waits for its next message
+    # The call of the server is over, because its lease is not in the ledger.
+    begin(trace, "", 3, 2)
     trace.host = "b"
-    whose = {"call": "cpu", "client": "8", "task": "fit", "round": 1}
-    trace.write("cores_granted", **whose, lease="cores", cores=1.5, host_memory_bytes=9, waited_s=0.0)
-    trace.write("worker_started", **whose, pid=4, start_method="fork", cores_lease="cores")
+    call_fields = {"call": "cpu", "client": "8", "task": "fit", "round": 1}
+    trace.write("cores_granted", **call_fields, lease="cores", cores=1.5, host_memory_bytes=9, waited_s=0.0)
+    trace.write("worker_started", **call_fields, pid=4, start_method="fork", cores_lease="cores")
     rows = rows_of(read(trace), seen(trace, entry("another")))
-    told = [(row.run, row.host, row.client, row.phase, row.gpus, row.lease_bytes, row.cores) for row in rows]
-    assert told == [
+    shown = [(row.run, row.host, row.client, row.phase, row.gpus, row.lease_bytes, row.cores) for row in rows]
+    assert shown == [
         ("app", "a", "0", "starting", (0,), 2**32, None),
         ("app", "b", "8", "starting", (), None, 1.5),
         ("app", "b", "1", "starting", (0,), 2**32, None),
@@ -207,23 +219,25 @@ def test_workers_and_leases_of_other_hosts_are_as_their_trace_tells(trace: Trace
     assert {row.used_bytes for row in rows} == {None}
 
 
-def test_a_lease_of_a_host_that_is_this_machine_is_shown_once_with_what_the_ledger_knows(
+def test_a_lease_of_a_cluster_host_on_this_machine_is_shown_once(
     trace: Trace,
 ) -> None:
-    here = platform.node()
-    trace.join(here)
-    begin(trace, here, 0)
-    begin(trace, here, 1, 2)
+    this_host = platform.node()
+    trace.join(this_host)
+    begin(trace, this_host, 0)
+    begin(trace, this_host, 1, 2)
     part = Part("here-1", 2**31, 2**34)
     look = seen(trace, entry("l0", parts=(part, Part(CORES, 500, 8000))), entry("l1", parts=(part,)))
     rows = rows_of(read(trace), look)
-    told = [(row.run, row.host, row.lease, row.gpus, row.lease_bytes, row.used_bytes) for row in rows]
-    assert told == [("app", here, f"l{number}", (5,), 2**31, 3) for number in range(2)]
+    shown = [(row.run, row.host, row.lease, row.gpus, row.lease_bytes, row.used_bytes) for row in rows]
+    assert shown == [("app", this_host, f"l{number}", (5,), 2**31, 3) for number in range(2)]
     assert rows[0].cores == 0.5
 
 
-def test_a_request_on_another_host_is_none_of_those_that_wait_here(trace: Trace, tmp_path: Path) -> None:
-    """Though it has the number of a process that waits here for the same call."""
+def test_a_request_on_another_host_does_not_match_a_claim_of_this_machine(
+    trace: Trace, tmp_path: Path
+) -> None:
+    """The request has the pid of a process that waits on this machine for a call of the same name."""
     begin(trace, "a", 1, 1)
     (tmp_path / "w.label").write_text("fit of client 1")
     look = seen(trace, waiting=(entry("w", path=tmp_path / "w.ticket"),))
@@ -236,7 +250,7 @@ def test_a_request_on_another_host_is_none_of_those_that_wait_here(trace: Trace,
 # Trackers --------------------------------------------------------------------------------------------------
 
 
-def test_gpus_of_other_hosts_have_figures_of_their_own(trace: Trace) -> None:
+def test_gpus_of_each_host_have_separate_points(trace: Trace) -> None:
     history, points = History(keep_finished=False), []
     follow = Points(history)
     for host in ("a", "b"):

@@ -1,4 +1,4 @@
-"""What `flower-gpu metrics` answers, about stub GPUs, real leases and runs."""
+"""The metrics that `flower-gpu metrics` serves for stub GPUs, real leases and runs."""
 
 from __future__ import annotations
 
@@ -33,121 +33,124 @@ def test_gpus_and_leases(shell: Shell, host: Host) -> None:
     shell.holder("fit of client 0", 4 * GIB)
     shell.holder("fit of client 1", 12 * GIB)
     shell.waiter("fit of client 2", "alone")
-    ask = Exporter(shell)
-    found = ask()
+    scrape = Exporter(shell)
+    samples = scrape()
     first = {"gpu": 0, "uuid": host.uuids[0], "name": "NVIDIA Stub 16GB"}
-    leased = [value(found, "memory_leased_bytes", uuid=uuid) for uuid in host.uuids]
-    assert value(found, "gpus") == 2
-    assert value(found, "ledger_up") == 1
-    assert (value(found, "leases_held"), value(found, "leases_waiting")) == (2, 1)
+    leased = [value(samples, "memory_leased_bytes", uuid=uuid) for uuid in host.uuids]
+    assert value(samples, "gpus") == 2
+    assert value(samples, "ledger_up") == 1
+    assert (value(samples, "leases_held"), value(samples, "leases_waiting")) == (2, 1)
     assert sorted(leased, key=str) == [12 * GIB, 4 * GIB]
-    assert value(found, "usable", **first) == 1
-    assert value(found, "memory_total_bytes", **first) == 16 * GIB
-    assert value(found, "memory_used_bytes", **first) == GIB
-    assert value(found, "memory_capacity_bytes", **first) == CAPACITY - GIB
-    assert value(found, "utilization_ratio", **first) == 0.37
-    assert value(found, "temperature_celsius", **first) == 61
-    # A GPU is lost, and comes back.
+    assert value(samples, "usable", **first) == 1
+    assert value(samples, "memory_total_bytes", **first) == 16 * GIB
+    assert value(samples, "memory_used_bytes", **first) == GIB
+    assert value(samples, "memory_capacity_bytes", **first) == CAPACITY - GIB
+    assert value(samples, "utilization_ratio", **first) == 0.37
+    assert value(samples, "temperature_celsius", **first) == 61
+    # A GPU is lost and later usable again.
     host.set(1, lost=True)
-    found = ask()
-    assert value(found, "gpus") == 1
-    assert (value(found, "usable", gpu=0), value(found, "usable", gpu=1)) == (1, 0)
-    assert value(found, "memory_used_bytes", gpu=1) is None
+    samples = scrape()
+    assert value(samples, "gpus") == 1
+    assert (value(samples, "usable", gpu=0), value(samples, "usable", gpu=1)) == (1, 0)
+    assert value(samples, "memory_used_bytes", gpu=1) is None
     host.set(1, lost=False)
-    # MIG devices take the place of their card.
+    # MIG devices replace their GPU.
     devices = host.mig(0, [5 * GIB, 10 * GIB])
-    found = ask()
-    assert value(found, "gpus") == 3
-    assert (value(found, "usable", uuid=host.uuids[0]), value(found, "usable", gpu=1)) == (None, 1)
-    assert [value(found, "usable", gpu=0, uuid=uuid) for uuid in devices] == [1, 1]
-    assert [value(found, "memory_total_bytes", uuid=uuid) for uuid in devices] == [5 * GIB, 10 * GIB]
-    # OpenMetrics is spoken as well.
-    text = ask.get(accept="application/openmetrics-text; version=1.0.0")
+    samples = scrape()
+    assert value(samples, "gpus") == 3
+    assert (value(samples, "usable", uuid=host.uuids[0]), value(samples, "usable", gpu=1)) == (None, 1)
+    assert [value(samples, "usable", gpu=0, uuid=uuid) for uuid in devices] == [1, 1]
+    assert [value(samples, "memory_total_bytes", uuid=uuid) for uuid in devices] == [5 * GIB, 10 * GIB]
+    # The exporter also serves OpenMetrics.
+    text = scrape.get(accept="application/openmetrics-text; version=1.0.0")
     names = {family.name for family in openmetrics.text_string_to_metric_families(text)}
     assert {"flower_gpu_workers_started", "flower_gpu_lease_wait_seconds"} <= names
-    ask.process.send_signal(signal.SIGINT)
-    assert ask.process.wait(60) == 128 + signal.SIGINT
-    assert ask.process.stderr is not None and ask.process.stderr.read() == ""
+    scrape.process.send_signal(signal.SIGINT)
+    assert scrape.process.wait(60) == 128 + signal.SIGINT
+    assert scrape.process.stderr is not None and scrape.process.stderr.read() == ""
 
 
 def test_without_gpus_and_ledger_the_rest_is_served(shell: Shell, tmp_path: Path) -> None:
     shell.ledger.rmdir()
-    with run_of(shell, tmp_path / "runs" / "one") as one:
-        one.worker("a", "ok")
-        ask = Exporter(shell)
+    with run_of(shell, tmp_path / "runs" / "one") as trace:
+        trace.worker("a", "ok")
+        scrape = Exporter(shell)
         for _ in range(2):
-            found = ask()
-            assert value(found, "gpus") == 0
-            assert value(found, "ledger_up") == 0
-            assert value(found, "leases_held") is None
-            assert value(found, "workers_finished_total", outcome="ok") == 1
+            samples = scrape()
+            assert value(samples, "gpus") == 0
+            assert value(samples, "ledger_up") == 0
+            assert value(samples, "leases_held") is None
+            assert value(samples, "workers_finished_total", outcome="ok") == 1
     shell.ledger.mkdir()
     shell.ledger.chmod(0o1777)
-    assert value(ask(), "leases_held") == 0
-    ask.process.terminate()
-    assert ask.process.wait(60) == 128 + signal.SIGTERM
-    assert ask.process.stderr is not None
-    (told,) = ask.process.stderr.read().splitlines()  # once, not for each answer
-    assert "the ledger cannot be read" in told and str(shell.ledger) in told
+    assert value(scrape(), "leases_held") == 0
+    scrape.process.terminate()
+    assert scrape.process.wait(60) == 128 + signal.SIGTERM
+    assert scrape.process.stderr is not None
+    # The warning is written once, not for each response.
+    (warning,) = scrape.process.stderr.read().splitlines()
+    assert "the ledger cannot be read" in warning and str(shell.ledger) in warning
 
 
-def test_what_a_run_does(shell: Shell, tmp_path: Path) -> None:
-    with run_of(shell, tmp_path / "runs" / "one", "digits", "simulate") as one:
-        one.write("run_started", host="another host", num_rounds=5)
-        one.worker("a")
-        one.worker("b")
-        one.write("task_started", call="b", pid=1, client="3")
-        one.worker("c", round=2)
-        one.write("task_started", call="c", pid=1, client="3")
-        one.worker("d")
-        one.write("task_started", call="d", pid=1, client="3")
-        one.write("worker_result", call="d", pid=1, client="3")
-        one.write("lease_granted", call="b", waited_s=0.3)
-        one.write("lease_granted", call="b", waited_s=20)
-        one.write("lease_not_granted", call="c", waited_s=5)
-        one.write("out_of_memory", call="a", then="on the CPU")
+def test_metrics_of_a_run(shell: Shell, tmp_path: Path) -> None:
+    with run_of(shell, tmp_path / "runs" / "one", "digits", "simulate") as trace:
+        trace.write("run_started", host="another host", num_rounds=5)
+        trace.worker("a")
+        trace.worker("b")
+        trace.write("task_started", call="b", pid=1, client="3")
+        trace.worker("c", round=2)
+        trace.write("task_started", call="c", pid=1, client="3")
+        trace.worker("d")
+        trace.write("task_started", call="d", pid=1, client="3")
+        trace.write("worker_result", call="d", pid=1, client="3")
+        trace.write("lease_granted", call="b", waited_s=0.3)
+        trace.write("lease_granted", call="b", waited_s=20)
+        trace.write("lease_not_granted", call="c", waited_s=5)
+        trace.write("out_of_memory", call="a", then="on the CPU")
         metrics = {"accuracy": 0.5, "nan": float("nan"), "text": "0.5", "flag": True, "list": [1.0]}
-        one.write("round_finished", round=1, task="evaluate", metrics=metrics)
-        ask = Exporter(shell)
-        found = ask()
-        phases = {phase: value(found, "workers", run="one", phase=phase) for phase in
+        trace.write("round_finished", round=1, task="evaluate", metrics=metrics)
+        scrape = Exporter(shell)
+        samples = scrape()
+        phases = {phase: value(samples, "workers", run="one", phase=phase) for phase in
                   ("starting", "running", "exiting")}  # fmt: skip
         assert phases == {"starting": 1, "running": 2, "exiting": 1}
-        assert value(found, "runs", kind="simulate") == 1
-        assert value(found, "run_info", run="one", kind="simulate", app="digits") == 1
-        assert (value(found, "run_round", run="one"), value(found, "run_rounds", run="one")) == (2, 5)
-        assert value(found, "evaluation", run="one", task="evaluate", metric="accuracy") == 0.5
-        assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 1
-        assert value(found, "evaluation_round", run="one", task="evaluate") == 1
-        assert value(found, "rounds_finished_total") == 1
-        assert value(found, "out_of_memory_total", then="on the CPU") == 1
-        assert value(found, "leases_granted_total") == value(found, "lease_wait_seconds_count") == 2
-        assert value(found, "leases_not_granted_total") == 1
-        assert value(found, "lease_wait_seconds_sum") == 20.3
-        assert value(found, "lease_wait_seconds_bucket", le="0.5") == 1
-        assert value(found, "lease_wait_seconds_bucket", le="+Inf") == 2
-        one.write("round_finished", round=2, task="evaluate", metrics={"loss": 0.25})
-    # The end of a run comes between two looks: what it has told last is shown once more.
-    found = ask()
-    assert value(found, "evaluation", run="one") == 0.25
-    assert value(found, "runs", kind="simulate") == 0
-    assert [value(found, "workers", phase=phase) for phase in phases] == [0, 0, 0]
-    assert not [key for key in ask() if dict(key[1]).get("run")]
+        assert value(samples, "runs", kind="simulate") == 1
+        assert value(samples, "run_info", run="one", kind="simulate", app="digits") == 1
+        assert (value(samples, "run_round", run="one"), value(samples, "run_rounds", run="one")) == (2, 5)
+        assert value(samples, "evaluation", run="one", task="evaluate", metric="accuracy") == 0.5
+        assert len([name for name, _ in samples if name == "flower_gpu_evaluation"]) == 1
+        assert value(samples, "evaluation_round", run="one", task="evaluate") == 1
+        assert value(samples, "rounds_finished_total") == 1
+        assert value(samples, "out_of_memory_total", then="on the CPU") == 1
+        assert value(samples, "leases_granted_total") == value(samples, "lease_wait_seconds_count") == 2
+        assert value(samples, "leases_not_granted_total") == 1
+        assert value(samples, "lease_wait_seconds_sum") == 20.3
+        assert value(samples, "lease_wait_seconds_bucket", le="0.5") == 1
+        assert value(samples, "lease_wait_seconds_bucket", le="+Inf") == 2
+        trace.write("round_finished", round=2, task="evaluate", metrics={"loss": 0.25})
+    # The run ends between two scrapes, so its last metrics are served once more.
+    samples = scrape()
+    assert value(samples, "evaluation", run="one") == 0.25
+    assert value(samples, "runs", kind="simulate") == 0
+    assert [value(samples, "workers", phase=phase) for phase in phases] == [0, 0, 0]
+    assert not [key for key in scrape() if dict(key[1]).get("run")]
 
 
-def test_what_others_have_named_breaks_nothing(shell: Shell, tmp_path: Path) -> None:
-    with run_of(shell, tmp_path / "runs" / 'a "run"\n', name="\ud800\\") as one:
-        one.write("round", round=1, metrics={'x"} 1\nflower_gpu_gpus 99\n': 4.0})
-        one.write("round", round=10**400, num_rounds=10**400, metrics={"loss": 1.0})
-        one.write("round", round=1, metrics={"\ud800": 1.0, "\x00": 2.0, "huge": 10**400, "long" * 100: 3.0})
-        ask = Exporter(shell)
-        found = ask()
-        assert value(found, "gpus") == 0
-        assert value(found, "evaluation", metric='x"} 1?flower_gpu_gpus 99?') == 4.0
-        assert value(found, "evaluation", metric=r"\ud800") == 1.0
-        assert value(found, "evaluation", metric="?") == 2.0
-        assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 4
-        assert ask.process.poll() is None
+def test_arbitrary_names_do_not_break_the_exposition_format(shell: Shell, tmp_path: Path) -> None:
+    with run_of(shell, tmp_path / "runs" / 'a "run"\n', name="\ud800\\") as trace:
+        trace.write("round", round=1, metrics={'x"} 1\nflower_gpu_gpus 99\n': 4.0})
+        trace.write("round", round=10**400, num_rounds=10**400, metrics={"loss": 1.0})
+        trace.write(
+            "round", round=1, metrics={"\ud800": 1.0, "\x00": 2.0, "huge": 10**400, "long" * 100: 3.0}
+        )
+        scrape = Exporter(shell)
+        samples = scrape()
+        assert value(samples, "gpus") == 0
+        assert value(samples, "evaluation", metric='x"} 1?flower_gpu_gpus 99?') == 4.0
+        assert value(samples, "evaluation", metric=r"\ud800") == 1.0
+        assert value(samples, "evaluation", metric="?") == 2.0
+        assert len([name for name, _ in samples if name == "flower_gpu_evaluation"]) == 4
+        assert scrape.process.poll() is None
 
 
 @pytest.mark.parametrize(
@@ -160,12 +163,15 @@ def test_what_others_have_named_breaks_nothing(shell: Shell, tmp_path: Path) -> 
         ("--port TAKEN", ": Address already in use. Take another, or --port 0\n"),
     ],
 )
-def test_what_cannot_be_listened_on(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, suppress(SystemExit):  # as argparse ends
-        port = str(taken.getsockname()[1])
+def test_an_unusable_address_is_an_error(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # argparse raises SystemExit.
+    with socket.create_server(("127.0.0.1", 0)) as server, suppress(SystemExit):
+        port = str(server.getsockname()[1])
         assert cli.main(["metrics", *arguments.replace("TAKEN", port).split()]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("flower-gpu metrics: ") and message in told and told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("flower-gpu metrics: ") and message in error and error.count("\n") == 1
 
 
 # The table --------------------------------------------------------------------------------------------------
@@ -175,7 +181,7 @@ def name_of(row: MetricRow) -> str:
     return f"{PREFIX}{row.name}{'_total' if row.kind == 'counter' else ''}"
 
 
-def test_what_is_served_has_the_types_and_help_texts_of_the_documentation() -> None:
+def test_served_types_and_help_texts_match_the_documentation() -> None:
     registry = CollectorRegistry()
     registry.register(Collector(partial(look_at_host, 1.0, 0), list))
     text = generate_latest(registry).decode()
@@ -191,14 +197,14 @@ def test_what_is_served_has_the_types_and_help_texts_of_the_documentation() -> N
     assert re.findall(pattern, PAGE.read_text(), re.MULTILINE) == rows
 
 
-def test_the_documentation_has_the_commands_own_options() -> None:
+def test_the_documentation_lists_the_options_of_the_command() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     COMMAND.add_arguments(parser)
     rows = dict(re.findall(r"^\| `(--[a-z-]+)(?: \w+)?` \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
     assert rows == {action.option_strings[0]: action.help for action in parser._actions}
 
 
-def test_examples_name_metrics_that_there_are() -> None:
+def test_examples_in_the_documentation_use_existing_metrics() -> None:
     blocks = re.findall(r"```(?:text|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     named = set(re.findall(r"flower_gpu_\w+", " ".join(blocks)))
     assert len(named) >= 4

@@ -1,4 +1,4 @@
-"""Whatever is in traces, and however they are cut: counters are exact, and memory is bounded."""
+"""Counters are exact and memory is bounded, whatever traces contain and wherever they are cut."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from flower_gpu.watch.metrics import Collector
 from flower_gpu.watch.spans import OUTCOMES, Tally
 
 
-def no_host() -> Seen:
-    """See a host of which nothing is known."""
+def unknown_host() -> Seen:
+    """Return the look at a host without a driver and a ledger."""
     return Seen(0.0, Inventory((), None, "no driver"))
 
 
@@ -56,23 +56,23 @@ EVENTS = st.fixed_dictionaries(
 )
 
 
-class Looks:
-    """A collector in this process that looks again and again."""
+class Scraper:
+    """A collector in this process that is scraped repeatedly."""
 
     def __init__(self) -> None:
         self.running: dict[str, RunningRun] = {}
         self.registry = CollectorRegistry()
-        collector: Any = Collector(no_host, lambda: list(self.running.values()))
+        collector: Any = Collector(unknown_host, lambda: list(self.running.values()))
         self.registry.register(collector)
-        self.before: Samples = {}
+        self.previous: Samples = {}
 
     def __call__(self) -> Samples:
-        """Look, and see that no counter is gone or less than it was."""
-        found = samples_of(generate_latest(self.registry).decode())
-        for key, number in counters(self.before).items():
-            assert found[key] >= number
-        self.before = found
-        return found
+        """Scrape the collector. No counter may disappear or decrease."""
+        samples = samples_of(generate_latest(self.registry).decode())
+        for key, number in counters(self.previous).items():
+            assert samples[key] >= number
+        self.previous = samples
+        return samples
 
 
 @settings(max_examples=examples(40))
@@ -87,48 +87,49 @@ class Looks:
 )
 def test_counters_are_exact_and_never_go_down(steps: Iterable[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        looks, made = Looks(), Trace(Path(folder))
+        scrape, trace_writer = Scraper(), Trace(Path(folder))
         written: list[dict[str, Any]] = []
-        held_back = [b"", b""]  # of a line that is being written
+        # The end of the line that each run is still writing.
+        held_back = [b"", b""]
 
         def append(number: int, data: bytes) -> None:
             path = Path(folder, str(number))
             path.mkdir(exist_ok=True)
-            looks.running.setdefault(str(path), RunningRun(str(path), "launch", "app", 1, 0.0))
+            scrape.running.setdefault(str(path), RunningRun(str(path), "launch", "app", 1, 0.0))
             with (path / trace.FILE_NAME).open("ab") as file:
                 file.write(data)
 
         for step in steps:
             if step == "look":
-                looks()
+                scrape()
             elif isinstance(step, str):
                 number = int(step[-1])
                 append(number, held_back[number])
                 held_back[number] = b""
-                del looks.running[str(Path(folder, str(number)))]
-                looks()
+                del scrape.running[str(Path(folder, str(number)))]
+                scrape()
             else:
                 number, events, cut = step
                 written += events
-                data = held_back[number] + b"".join(made.line(**event).encode() for event in events)
+                data = held_back[number] + b"".join(trace_writer.line(**event).encode() for event in events)
                 held_back[number] = data[len(data) - cut :] if cut else b""
                 append(number, data[: len(data) - cut] if cut else data)
         for number in (0, 1):
             append(number, held_back[number])
-        found = looks()
+        samples = scrape()
     finished = Counter(
         event["outcome"] if event.get("outcome") in OUTCOMES else "other"
         for event in written
         if event["event"] == "worker_finished"
     )
     for outcome in (*OUTCOMES, "other"):
-        assert value(found, "workers_finished_total", outcome=outcome) == finished[outcome]
+        assert value(samples, "workers_finished_total", outcome=outcome) == finished[outcome]
     granted = sum(event["event"] == "lease_granted" for event in written)
-    assert value(found, "leases_granted_total") == value(found, "lease_wait_seconds_count") == granted
+    assert value(samples, "leases_granted_total") == value(samples, "lease_wait_seconds_count") == granted
 
 
 def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with what is over, nor with workers whose end nobody has told, nor with names of metrics."""
+    """Memory is bounded for finished calls, for workers without a reported end and for metric names."""
     monkeypatch.setattr(history, "_MOST_OPEN", 500)
     monkeypatch.setattr(history, "_MOST_PARTS", 200)
     monkeypatch.setattr(history, "MOST_HOSTS", 50)
@@ -137,19 +138,19 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def feed(calls: range) -> None:
         for call in calls:
-            told = {"time": 1.0 + call, "call": f"{call}", "pid": call, "client": f"{call}", "round": call}
+            base = {"time": 1.0 + call, "call": f"{call}", "pid": call, "client": f"{call}", "round": call}
             events = [
-                {"event": "lease_requested", **told},
-                {"event": "lease_granted", **told, "call": f"r{call}", "lease": f"{call}", "waited_s": call},
-                {"event": "worker_started", **told},
-                *([{"event": "worker_finished", **told, "outcome": f"{call}"}] if call % 2 else []),
-                {"event": "out_of_memory", **told, "then": f"{call}"},
-                {"event": "round", **told, "round": 1, "metrics": {f"{call}": 1.0}},
-                {"event": "round_finished", **told, "task": f"{call}", "messages": 1, "failed": 0,
+                {"event": "lease_requested", **base},
+                {"event": "lease_granted", **base, "call": f"r{call}", "lease": f"{call}", "waited_s": call},
+                {"event": "worker_started", **base},
+                *([{"event": "worker_finished", **base, "outcome": f"{call}"}] if call % 2 else []),
+                {"event": "out_of_memory", **base, "then": f"{call}"},
+                {"event": "round", **base, "round": 1, "metrics": {f"{call}": 1.0}},
+                {"event": "round_finished", **base, "task": f"{call}", "messages": 1, "failed": 0,
                  "metrics": dict.fromkeys("abcdef", 1.0)},
-                {"event": "host_joined", **told, "host": f"{call}", "host_id": f"{call}", "concurrency": 1},
-                {"event": "host_joined", **told, "host": "a", "host_id": f"{call}"},
-                *([{"event": "host_lost", **told, "host": f"{call}"}] if call % 2 else []),
+                {"event": "host_joined", **base, "host": f"{call}", "host_id": f"{call}", "concurrency": 1},
+                {"event": "host_joined", **base, "host": "a", "host_id": f"{call}"},
+                *([{"event": "host_lost", **base, "host": f"{call}"}] if call % 2 else []),
             ]  # fmt: skip
             run.feed(events)
 
@@ -170,20 +171,20 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run.tally.out_of_memory.keys() == {"other"}
 
 
-def test_a_run_that_is_over_before_anybody_asks_is_counted(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_the_first_scrape_is_counted(tmp_path: Path) -> None:
     running = [RunningRun(str(tmp_path), "launch", "app", 1, 0.0)]
     runs = FollowedRuns(0.0, Tally(), lambda: running)
     runs.notice()
     Trace(tmp_path).write("worker_finished", outcome="ok")
     running.clear()
     runs.notice()
-    for goes_on in ([False], [], []):
-        assert [followed.is_registered for followed in runs.look()] == goes_on
+    for expected in ([False], [], []):
+        assert [followed.is_registered for followed in runs.look()] == expected
         runs.read_on(math.inf)
         assert runs.tally is not None and runs.tally.workers_finished == {"ok": 1}
 
 
-def test_many_runs_leave_little_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_finished_runs_use_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_gpu.watch.followed_run._MOST_GONE", 5)
     running: list[RunningRun] = []
     runs = FollowedRuns(0.0, running=lambda: running)
@@ -194,35 +195,37 @@ def test_many_runs_leave_little_behind(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_hosts_of_a_run_and_their_calls(tmp_path: Path) -> None:
-    folder, looks = str(tmp_path), Looks()
-    looks.running[folder] = RunningRun(folder, "simulate", "app", os.getpid(), time.time())
-    made = Trace(tmp_path, time.time())
+    folder, scrape = str(tmp_path), Scraper()
+    scrape.running[folder] = RunningRun(folder, "simulate", "app", os.getpid(), time.time())
+    written = Trace(tmp_path, time.time())
 
-    def host_figures(found: Samples, host: str) -> list[float | None]:
+    def host_figures(samples: Samples, host: str) -> list[float | None]:
         names = ("up", "messages", "messages_capacity")
-        return [value(found, f"run_host_{name}", run=tmp_path.name, host=host) for name in names]
+        return [value(samples, f"run_host_{name}", run=tmp_path.name, host=host) for name in names]
 
-    made.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
+    written.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
     for number, host in enumerate(("a", "b")):
-        made.join(host)
-        made.write_text("".join(made.call(number)))
-        made.write_text("".join(list(made.call(10 + number, pid=os.getpid()))[:4]))
-    made.host = ""
-    made.worker("killed", pid=2**22 + 1)  # no kernel counts that far; nobody has written its end down
-    found = looks()
-    assert host_figures(found, "a") == host_figures(found, "b") == [1, 1, 4]
-    assert [value(found, "workers", phase=phase) for phase in ("starting", "running")] == [0, 2]
-    assert value(found, "host_calls_total", host="a", outcome="ok") == 1
-    assert value(found, "host_calls_total", host="a", outcome="error") == 0  # from zero on
-    made.lose("b")
-    found = looks()
-    assert (host_figures(found, "a"), host_figures(found, "b")) == ([1, 1, 4], [0, 0, 0])
-    assert value(found, "workers", phase="running") == 1
+        written.join(host)
+        written.write_text("".join(written.call(number)))
+        written.write_text("".join(list(written.call(10 + number, pid=os.getpid()))[:4]))
+    written.host = ""
+    # The pid exceeds the kernel's limit, so this worker is gone, although its end is not in the trace.
+    written.worker("killed", pid=2**22 + 1)
+    samples = scrape()
+    assert host_figures(samples, "a") == host_figures(samples, "b") == [1, 1, 4]
+    assert [value(samples, "workers", phase=phase) for phase in ("starting", "running")] == [0, 2]
+    assert value(samples, "host_calls_total", host="a", outcome="ok") == 1
+    # The counter starts with 0.
+    assert value(samples, "host_calls_total", host="a", outcome="error") == 0
+    written.lose("b")
+    samples = scrape()
+    assert (host_figures(samples, "a"), host_figures(samples, "b")) == ([1, 1, 4], [0, 0, 0])
+    assert value(samples, "workers", phase="running") == 1
     for name, labels in (("host_calls_total", {"host": "b"}), ("workers_finished_total", {})):
-        assert value(found, name, outcome="host lost", **labels) == 1
-    # What was counted stays when the run is over.
-    looks.running.clear()
-    looks()
-    found = looks()
-    assert value(found, "host_calls_total", host="b", outcome="ok") == 1
-    assert host_figures(found, "a") == [None] * 3
+        assert value(samples, name, outcome="host lost", **labels) == 1
+    # The counters stay after the end of the run.
+    scrape.running.clear()
+    scrape()
+    samples = scrape()
+    assert value(samples, "host_calls_total", host="b", outcome="ok") == 1
+    assert host_figures(samples, "a") == [None] * 3

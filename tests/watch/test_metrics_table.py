@@ -1,4 +1,4 @@
-"""The table of a run's metrics: it grows by rows, and is whole again after whatever happened to it."""
+"""The table of a run's metrics: rows are appended, and a damaged table is written again as a whole."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flower_gpu.watch.spans import RoundPart
 
 
 class Rounds:
-    """A run whose rounds are over one after the other, with a table that is extended after each."""
+    """A run that finishes round after round, and its table."""
 
     def __init__(self, folder: RunFolder, history: History | None = None) -> None:
         self.history = history or History(keep_finished=False, keep_rounds=True)
         self.table = MetricsTable(folder)
 
     def finish(self, number: int | None, task: str = "train", **metrics: Any) -> None:
-        told = {"round": number, "task": task, "messages": 1, "failed": 0, "metrics": metrics}
-        self.history.feed([trace.make("round_finished", **told)])
+        fields = {"round": number, "task": task, "messages": 1, "failed": 0, "metrics": metrics}
+        self.history.feed([trace.make("round_finished", **fields)])
         part = self.history.part(number, task)
         assert part is not None
         self.table.note(part)
@@ -51,36 +51,36 @@ def test_a_round_appends_its_rows_and_nothing_else(folder: RunFolder) -> None:
     rounds.table.extend(rounds.history)
     with folder.metrics.open("rb") as opened:
         for number in range(2, 200):
-            before = folder.metrics.read_bytes()
+            previous_bytes = folder.metrics.read_bytes()
             rounds.finish(number, loss=0.5 / number)
             rounds.finish(number, "evaluate", accuracy=None)
             rounds.table.extend(rounds.history)
-            assert folder.metrics.read_bytes().startswith(before)
+            assert folder.metrics.read_bytes().startswith(previous_bytes)
         rounds.table.extend(rounds.history)
-        # The number of the inode would not show that: a new file may have the number of a removed one.
-        assert opened.read() == folder.metrics.read_bytes(), "it is the same file, which grew"
-    found = rows(folder)
-    assert found[:3] == [
+        # Inode numbers would not prove that, because a new file may reuse the number of a removed one.
+        assert opened.read() == folder.metrics.read_bytes(), "the file was replaced instead of extended"
+    table_rows = rows(folder)
+    assert table_rows[:3] == [
         ["round", "kind", "loss", "accuracy"],
         ["1", "train", "0.5", ""],
         ["1", "evaluate", "", "0.25"],
     ]
-    assert found[-1] == ["199", "evaluate", "", "nan"] and len(found) == 1 + 2 * 199
+    assert table_rows[-1] == ["199", "evaluate", "", "nan"] and len(table_rows) == 1 + 2 * 199
     written = folder.metrics.read_bytes()
     rounds.table.write(rounds.history.rounds)
-    assert folder.metrics.read_bytes() == written, "the same table is written at the end of the run"
+    assert folder.metrics.read_bytes() == written, "the table at the end of the run differs"
 
 
 class CountingHistory(History):
-    """Counts the parts at which others look."""
+    """A history that counts how many of its parts are read."""
 
     parts_seen = 0
 
     @property
     def rounds(self) -> list[RoundPart]:
-        found = super().rounds
-        self.parts_seen += len(found)
-        return found
+        parts = super().rounds
+        self.parts_seen += len(parts)
+        return parts
 
     def newest_parts(self) -> Iterator[RoundPart]:
         for part in super().newest_parts():
@@ -88,34 +88,35 @@ class CountingHistory(History):
             yield part
 
 
-def test_a_round_looks_at_its_own_rows_only(folder: RunFolder) -> None:
-    """Its cost does not grow with the number of rounds before it."""
+def test_a_round_reads_only_its_new_parts(folder: RunFolder) -> None:
+    """The cost of a round does not grow with the number of earlier rounds."""
     history = CountingHistory(keep_finished=False, keep_rounds=True)
     rounds = Rounds(folder, history)
-    seen = []
+    counts = []
     for number in range(1, 100):
         rounds.finish(number, loss=0.5)
         rounds.finish(number, "evaluate", loss=0.25)
         rounds.table.extend(history)
-        seen.append(history.parts_seen)
-    assert {after - before for before, after in pairwise(seen)} == {3}, "two new parts, and the last one"
+        counts.append(history.parts_seen)
+    # Each extension reads the two new parts and the last one before them.
+    assert {after - previous for previous, after in pairwise(counts)} == {3}
 
 
-def test_a_full_disk_leaves_no_half_row(folder: RunFolder) -> None:
-    """A limit on the size of files takes its place."""
+def test_a_full_disk_leaves_no_partial_row(folder: RunFolder) -> None:
+    """A limit on the size of files stands in for the full disk."""
     rounds = Rounds(folder)
     rounds.finish(1, loss=0.5)
     rounds.table.extend(rounds.history)
-    before = folder.metrics.read_bytes()
+    intact = folder.metrics.read_bytes()
     rounds.finish(2, loss=0.125)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(intact) + 5, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
             rounds.table.extend(rounds.history)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert folder.metrics.read_bytes() == before
+    assert folder.metrics.read_bytes() == intact
     rounds.table.extend(rounds.history)
     assert rows(folder)[1:] == [["1", "train", "0.5"], ["2", "train", "0.125"]]
 
@@ -138,7 +139,7 @@ def test_a_new_metric_gets_a_column(folder: RunFolder) -> None:
     ]
 
 
-def test_metrics_that_are_told_later_change_their_row(folder: RunFolder) -> None:
+def test_metrics_reported_later_change_their_row(folder: RunFolder) -> None:
     rounds = Rounds(folder)
     for number in (1, 2):
         rounds.finish(number, loss=0.5)
@@ -149,22 +150,22 @@ def test_metrics_that_are_told_later_change_their_row(folder: RunFolder) -> None
     assert rows(folder)[1:] == [["1", "train", "0.75", ""], ["", "query", "", "2"], ["2", "train", "0.5", ""]]
 
 
-@pytest.mark.parametrize("left", [b"", b"round,ki", b"round,kind,loss\n1,train,0.5\n2,tra", None])
-def test_a_run_that_goes_on_has_each_round_once_whatever_the_killed_one_left(
-    folder: RunFolder, left: bytes | None
+@pytest.mark.parametrize("leftover", [b"", b"round,ki", b"round,kind,loss\n1,train,0.5\n2,tra", None])
+def test_a_resumed_run_has_each_round_once_whatever_the_killed_run_left(
+    folder: RunFolder, leftover: bytes | None
 ) -> None:
-    """Rounds after the checkpoint are done again."""
-    before = Rounds(folder)
+    """A resumed run repeats the rounds after its checkpoint."""
+    killed = Rounds(folder)
     for number in (1, 2, 3):
-        before.finish(number, loss=float(number))
-        before.table.extend(before.history)
-    if left is not None:
-        folder.metrics.write_bytes(left)
-    before.history.feed([trace.make("strategy_resumed", round=2)])
-    again = Rounds(folder, before.history)
+        killed.finish(number, loss=float(number))
+        killed.table.extend(killed.history)
+    if leftover is not None:
+        folder.metrics.write_bytes(leftover)
+    killed.history.feed([trace.make("strategy_resumed", round=2)])
+    resumed = Rounds(folder, killed.history)
     for number in (3, 4):
-        again.finish(number, loss=10.0 * number)
-        again.table.extend(again.history)
+        resumed.finish(number, loss=10.0 * number)
+        resumed.table.extend(resumed.history)
     assert rows(folder)[1:] == [
         ["1", "train", "1.0"],
         ["2", "train", "2.0"],
@@ -173,7 +174,7 @@ def test_a_run_that_goes_on_has_each_round_once_whatever_the_killed_one_left(
     ]
 
 
-def test_a_table_that_somebody_has_changed_is_written_anew(folder: RunFolder) -> None:
+def test_a_table_changed_by_another_program_is_written_again(folder: RunFolder) -> None:
     rounds = Rounds(folder)
     rounds.finish(1, loss=0.5)
     rounds.table.extend(rounds.history)
@@ -185,7 +186,7 @@ def test_a_table_that_somebody_has_changed_is_written_anew(folder: RunFolder) ->
         assert [row[0] for row in rows(folder)] == ["round", *map(str, range(1, number + 1))]
 
 
-def test_odd_texts_stay_in_their_cells(folder: RunFolder) -> None:
+def test_special_characters_stay_in_their_cells(folder: RunFolder) -> None:
     rounds = Rounds(folder)
     texts = ["a\rb", "c\nd", 'e"f', "g,h", "\udcff"]
     rounds.finish(0, note="")

@@ -1,4 +1,4 @@
-"""What the pictures and sums of a report are made of."""
+"""The data of the pictures and tables of a report."""
 
 from __future__ import annotations
 
@@ -50,77 +50,77 @@ def read(events: list[Event]) -> tuple[Any, RunClock, list[CallTry], dict[str, l
     return history, clock, tries, holdings, Totals(history, clock, tries, holdings)
 
 
-# Leases
+# Leases.
 
 
 @settings(max_examples=examples(25))
 @given(run=RUNS, least_s=st.sampled_from([1e-9, 0.02, 1.0]))
-def test_what_is_drawn_is_what_was_leased_and_never_more_than_there_is(run: Run, least_s: float) -> None:
-    """Though releases are written late, or never, and memory is given away before that."""
+def test_drawn_leases_match_the_granted_ones_and_never_exceed_the_capacity(run: Run, least_s: float) -> None:
+    """This holds even if releases are written late or never, after their memory was granted again."""
     history, clock, tries, holdings, totals = read(run.events())
     for gpu in totals.gpus:
         held, capacity = holdings[gpu.gpu.uuid], history.gpus[gpu.gpu.uuid].capacity_bytes
         assert max(leased_steps(held)[1], default=0) <= capacity
         pieces = [
-            (begin, end, low, low + one.memory_bytes) for one, begin, end, low in stacked(held, least_s)
+            (begin, end, low, low + first.memory_bytes) for first, begin, end, low in stacked(held, least_s)
         ]
         for begin_s, end_s, _, top in pieces:
             assert begin_s < end_s and top <= capacity
-        for one, other in itertools.combinations(pieces, 2):
-            beside = one[1] <= other[0] or other[1] <= one[0]
-            assert beside or one[3] <= other[2] or other[3] <= one[2]
+        for first, second in itertools.combinations(pieces, 2):
+            is_apart_in_time = first[1] <= second[0] or second[1] <= first[0]
+            assert is_apart_in_time or first[3] <= second[2] or second[3] <= first[2]
         if least_s < 1e-6:
             area = sum((end_s - begin_s) * (top - low) for begin_s, end_s, low, top in pieces)
             assert area == pytest.approx(gpu.leased_byte_s)
         assert 0 <= gpu.leased_s <= totals.duration_s
         assert 0 <= (gpu.capacity_share(totals.duration_s) or 0) <= 1
-    # The parts of a call follow one another.
+    # The parts of a call are adjacent.
     assert totals.calls == run.clients * run.rounds
     for call in tries:
-        for before, after in itertools.pairwise(call.parts):
-            assert before.end_s == after.begin_s
-            assert PHASES.index(before.phase) < PHASES.index(after.phase)
+        for earlier, later in itertools.pairwise(call.parts):
+            assert earlier.end_s == later.begin_s
+            assert PHASES.index(earlier.phase) < PHASES.index(later.phase)
         assert 0 <= call.begin_s <= call.end_s <= clock.duration_s
     assert [row["client"] for row in client_rows(tries)] == [str(number) for number in range(run.clients)]
-    assert totals.workers == sum(one.worker is not None for one in tries)
+    assert totals.workers == sum(first.worker is not None for first in tries)
 
 
-def test_a_lease_whose_holder_was_killed_ends_where_its_memory_is_needed() -> None:
+def test_a_lease_of_a_killed_holder_ends_when_its_memory_is_granted_again() -> None:
     events = Run(clients=2, lease_gib=10, late_s=0).events()
     first = next(event["lease"] for event in events if event["event"] == "lease_granted")
     events = [e for e in events if (e["event"], e.get("lease")) != ("lease_released", first)]
     _, _, _, holdings, _ = read(events)
-    one, other = holdings[Run().uuids[0]]
-    assert one.end_s == other.begin_s > one.begin_s
+    killed, next_lease = holdings[Run().uuids[0]]
+    assert killed.end_s == next_lease.begin_s > killed.begin_s
 
 
-# Calls
+# Calls.
 
 
 def lease_events(call: str, seconds: float, **fields: Any) -> list[Event]:
-    whose = {"call": call, "client": call, "task": "fit", "round": 1}
+    call_fields = {"call": call, "client": call, "task": "fit", "round": 1}
     gpus = [{"uuid": "G", "index": 0, "name": "A100", "memory_bytes": GIB}]
     return [
-        at(seconds, "lease_requested", **whose, count=1, memory_bytes=GIB),
-        at(seconds + 2, "lease_granted", **whose, lease=f"lease-{call}", gpus=gpus),
+        at(seconds, "lease_requested", **call_fields, count=1, memory_bytes=GIB),
+        at(seconds + 2, "lease_granted", **call_fields, lease=f"lease-{call}", gpus=gpus),
     ]
 
 
 def worker_events(call: str, seconds: float, lease: str | None = None, outcome: str = "ok") -> list[Event]:
-    """A worker that starts for one second, runs for four, and exits for half a one."""
-    whose = {"call": call, "client": call, "task": "fit", "round": 1, "pid": 5, "start_method": "fork"}
+    """Return the events of a worker that starts for 1 s, runs for 4 s, and exits for 0.5 s."""
+    call_fields = {"call": call, "client": call, "task": "fit", "round": 1, "pid": 5, "start_method": "fork"}
     if lease is not None:
-        whose["lease"] = lease
+        call_fields["lease"] = lease
     return [
-        at(seconds, "worker_started", **whose),
+        at(seconds, "worker_started", **call_fields),
         at(seconds + 1, "task_started", call=call, pid=5),
         at(seconds + 5, "worker_result", call=call, pid=5),
-        at(seconds + 5.5, "worker_finished", **whose, outcome=outcome, error="no\nmore"),
+        at(seconds + 5.5, "worker_finished", **call_fields, outcome=outcome, error="no\nmore"),
     ]
 
 
-def spent(one: CallTry) -> list[tuple[str, float]]:
-    return [(part.phase, round(part.seconds, 3)) for part in one.parts]
+def spent(call: CallTry) -> list[tuple[str, float]]:
+    return [(part.phase, round(part.seconds, 3)) for part in call.parts]
 
 
 def test_phases_of_a_call() -> None:
@@ -137,18 +137,18 @@ def test_phases_of_a_call() -> None:
     assert totals.idle_share == pytest.approx(2 / 9)
 
 
-def test_a_worker_that_is_used_again_waits_once() -> None:
+def test_a_reused_worker_waits_once() -> None:
     first = [*lease_events("a", 0), *worker_events("a", 2, "lease-a")]
-    again = worker_events("b", 8, "lease-a")
-    events = [*first, *again, at(20, "run_finished", outcome="completed")]
-    _, _, [one, other], holdings, totals = read(events)
-    assert spent(other) == [(STARTING, 1.0), (RUNNING, 4.0), (EXITING, 0.5)]
-    assert one.gpus == other.gpus == ("G",)
-    assert lanes_of([one, other]) == [0, 0]
-    # The lease is each client's while the worker serves that client.
+    second_events = worker_events("b", 8, "lease-a")
+    events = [*first, *second_events, at(20, "run_finished", outcome="completed")]
+    _, _, [first_call, second_call], holdings, totals = read(events)
+    assert spent(second_call) == [(STARTING, 1.0), (RUNNING, 4.0), (EXITING, 0.5)]
+    assert first_call.gpus == second_call.gpus == ("G",)
+    assert lanes_of([first_call, second_call]) == [0, 0]
+    # The lease belongs to each client while the worker serves that client.
     held = [(part.client, part.begin_s, part.end_s) for part in holdings["G"]]
     assert [client for client, _, _ in held] == ["a", "b"]
-    assert held[0][2] == held[1][1] == other.begin_s
+    assert held[0][2] == held[1][1] == second_call.begin_s
     assert (totals.calls, totals.workers, totals.unfinished) == (2, 2, 0)
 
 
@@ -162,8 +162,8 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
         at(7, "cores_granted", call="6", client="6", task="fit", round=1, lease="cores", waited_s=3),
     ]
     _, _, tries, _, totals = read([*refused, *granted, *on_cpu, *waiting, *for_cores, at(10, "progress")])
-    found = {call.whose.client: (spent(call), call.outcome) for call in tries}
-    assert found == {
+    spent_and_outcome = {call.whose.client: (spent(call), call.outcome) for call in tries}
+    assert spent_and_outcome == {
         "1": ([(WAITING, 3.0)], NO_LEASE),
         "2": ([(WAITING, 2.0), (STARTING, 8.0)], ""),
         "4": ([(STARTING, 1.0), (RUNNING, 8.0)], ""),
@@ -171,7 +171,9 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
         "6": ([(WAITING, 3.0), (STARTING, 3.0)], ""),
     }
     assert (totals.unfinished, dict(totals.outcomes)) == (4, {NO_LEASE: 1})
-    assert [(one.what, one.count, one.clients) for one in totals.errors] == [(NO_LEASE, 1, {"1"})]
+    assert [(failure.what, failure.count, failure.clients) for failure in totals.errors] == [
+        (NO_LEASE, 1, {"1"})
+    ]
 
 
 def test_calls_end_with_their_host_and_have_not_failed() -> None:
@@ -186,45 +188,46 @@ def test_calls_end_with_their_host_and_have_not_failed() -> None:
         **dict.fromkeys("1234", ("a", HOST_LOST, 5.0)),
         "5": ("", "error", 6.5),
     }
-    assert [one.end_s for one in holdings["G"]] == [5.0, 5.0]
+    assert [item.end_s for item in holdings["G"]] == [5.0, 5.0]
     assert (totals.failures, totals.unfinished) == ({"error": 1}, 0)
-    assert [one.clients for one in totals.errors] == [{"5"}]
+    assert [item.clients for item in totals.errors] == [{"5"}]
     assert sum(row["failures"] for row in client_rows(tries)) == 1
     (host,) = totals.hosts
     assert (host.calls, host.failed, host.workers, host.gpus) == (4, 0, 2, {"A100": 1})
     assert (host.joined_s, host.lost_s, host.host.is_lost) == (0.0, 5.0, False)
-    assert host.busy_s == pytest.approx(3.0 + 4.0 + 3.0)  # the first, the second, and one that waits to start
+    # The sum has the first call, the second one, and the third, whose worker has not started.
+    assert host.busy_s == pytest.approx(3.0 + 4.0 + 3.0)
 
 
-def test_a_worker_is_over_with_its_lease() -> None:
-    """Though nobody wrote that down."""
+def test_a_worker_ends_with_its_lease() -> None:
+    """The end of the worker is not in the trace, but the release of its lease is."""
     events = [*lease_events("1", 0), *worker_events("1", 2, "lease-1")[:2]]
     _, _, [call], _, _ = read([*events, at(6, "lease_released", lease="lease-1"), at(20, "progress")])
     assert (spent(call)[-1], call.outcome) == ((RUNNING, 3.0), "")
 
 
-def test_a_run_that_goes_on_after_a_night_has_no_night_in_it() -> None:
+def test_a_resumed_run_does_not_count_the_pause() -> None:
     started = {"kind": "simulate", "name": "app", "gpus": []}
     events = [
         at(0, "run_started", **started),
-        *worker_events("1", 2)[:2],  # killed with the run
+        *worker_events("1", 2)[:2],  # this worker was killed with the run
         at(4, "progress"),
         at(40_000, "run_started", **started),
         *worker_events("2", 40_001),
         at(40_008, "run_finished", outcome="completed"),
     ]
-    _, clock, [killed, other], _, totals = read(events)
+    _, clock, [killed, resumed], _, totals = read(events)
     assert clock.duration_s == totals.duration_s == 12
     assert [clock.seconds(begin) for begin, _ in clock.pauses] == [4.0]
     assert (killed.begin_s, killed.end_s, killed.outcome) == (2, 4, "")
-    assert (other.begin_s, other.end_s) == (5, 10.5)
-    # Two hosts that share a folder are no pause.
+    assert (resumed.begin_s, resumed.end_s) == (5, 10.5)
+    # If two hosts share a folder, the start of the second one is no pause.
     started["kind"] = "supernodes"
     events = [at(0, "run_started", **started), at(5, "run_started", **started), at(9, "progress")]
     assert read(events)[1].pauses == ()
 
 
-# Lanes
+# Lanes.
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda s: (float(s[0]), float(sum(s)))), max_size=40
@@ -235,15 +238,17 @@ SPANS = st.lists(
 @given(spans=SPANS)
 def test_lanes_are_as_few_as_possible(spans: list[tuple[float, float]]) -> None:
     lanes = pack(spans)
-    for (one, lane), (other, other_lane) in itertools.combinations(zip(spans, lanes, strict=True), 2):
-        if lane == other_lane:
-            assert one[1] <= other[0] or other[1] <= one[0]
-    most = max((sum(b <= at_s < e for b, e in spans) for at_s, _ in spans), default=0)
+    for (first, first_lane), (second, second_lane) in itertools.combinations(
+        zip(spans, lanes, strict=True), 2
+    ):
+        if first_lane == second_lane:
+            assert first[1] <= second[0] or second[1] <= first[0]
+    busiest = max((sum(b <= at_s < e for b, e in spans) for at_s, _ in spans), default=0)
     if all(begin < end for begin, end in spans):
-        assert len(set(lanes)) == most
+        assert len(set(lanes)) == busiest
 
 
-# Pictures and names
+# Pictures and names.
 
 
 def pictures_of(events: list[Event]) -> tuple[TimeAxis, Picture | None, Picture | None]:
@@ -266,25 +271,25 @@ def test_every_colour_of_a_lease_is_in_the_legend(clients: int) -> None:
     assert {bar.title.partition(":")[0] for bar in bars} == {f"client {number}" for number in range(clients)}
 
 
-def test_the_time_before_the_first_call() -> None:
+def test_work_begins_with_the_first_call() -> None:
     events = [at(0, "run_started", kind="simulate", name="app", gpus=[])]
     late = [*events, *worker_events("1", 20), at(40, "run_finished", outcome="completed")]
-    for told, expected in ((late, 20.0), (events, 0.0), (late[:1] + worker_events("1", 0), 0.0)):
-        axis, _, _ = pictures_of(told)
+    for trace_events, expected in ((late, 20.0), (events, 0.0), (late[:1] + worker_events("1", 0), 0.0)):
+        axis, _, _ = pictures_of(trace_events)
         assert axis.work_x == axis.x(expected)
 
 
-def test_many_short_calls_are_drawn_as_how_many_run_and_a_worker_counts_once() -> None:
-    """Calls of two workers, each with one of 50 ms in 200 ms; and one of the server's."""
+def test_many_short_calls_are_drawn_as_counts_and_a_worker_counts_once() -> None:
+    """Each of two workers makes a call of 50 ms every 200 ms, and the server makes one call."""
     count = 2400
     events = [at(0, "run_started", kind="simulate", name="app", gpus=[])]
     for number in range(count + 1):
         client, pid = ("server", 9) if number == count else (str(number % 7), 5 + number % 2)
-        whose = {"call": str(number), "client": client, "task": "fit", "round": 1, "pid": pid}
-        whose |= {"start_method": "forkserver", "used_again": 2 <= number < count}
-        begins = at(number / 10, "worker_started", **whose)
-        of_end = {"task_at": begins["time"], "result_at": begins["time"] + 0.05, "outcome": "ok"}
-        events += [begins, at(number / 10 + 0.05, "worker_finished", **whose, **of_end)]
+        call_fields = {"call": str(number), "client": client, "task": "fit", "round": 1, "pid": pid}
+        call_fields |= {"start_method": "forkserver", "used_again": 2 <= number < count}
+        start = at(number / 10, "worker_started", **call_fields)
+        end_fields = {"task_at": start["time"], "result_at": start["time"] + 0.05, "outcome": "ok"}
+        events += [start, at(number / 10 + 0.05, "worker_finished", **call_fields, **end_fields)]
     history, _, tries, _, totals = read(events)
     assert (totals.calls, totals.workers, totals.server_workers) == (count + 1, 2, 1)
     assert history.tally.workers_started == 3
@@ -292,22 +297,22 @@ def test_many_short_calls_are_drawn_as_how_many_run_and_a_worker_counts_once() -
     assert picture is not None and picture.caption == "How many calls were in which phase."
     [panel] = picture.panels
     assert panel.bars[0].kind == "running" and len(panel.bars[0].path) < 20_000
-    means = axis.means((part.begin_s, part.end_s, 1) for one in tries for part in one.parts)
+    means = axis.means((part.begin_s, part.end_s, 1) for call in tries for part in call.parts)
     assert sum(means) / len(means) * axis.length_s == pytest.approx((count + 1) * 0.05, rel=0.01)
 
 
 @settings(max_examples=examples(40))
-@given(most=st.floats(1e-3, 1e12), count=st.integers(3, 12))
-def test_numbers_beside_an_axis_are_round_and_not_too_many(most: float, count: int) -> None:
-    found = ticks(most, count)
-    assert found[0] == 0 and found[-1] <= most * (1 + 1e-9)
-    assert 2 <= len(found) <= count + 1
+@given(maximum=st.floats(1e-3, 1e12), count=st.integers(3, 12))
+def test_ticks_of_an_axis_are_few_round_numbers(maximum: float, count: int) -> None:
+    numbers = ticks(maximum, count)
+    assert numbers[0] == 0 and numbers[-1] <= maximum * (1 + 1e-9)
+    assert 2 <= len(numbers) <= count + 1
 
 
-def test_gpus_are_told_apart_by_host_and_number() -> None:
+def test_gpu_names_are_unique_by_host_and_number() -> None:
     def names(*gpus: tuple[str, int]) -> list[str]:
-        made = [GPUInfo(f"MIG-{place}", index, host=host) for place, (host, index) in enumerate(gpus)]
-        return [gpu_name(gpu, made) for gpu in made]
+        infos = [GPUInfo(f"MIG-{position}", index, host=host) for position, (host, index) in enumerate(gpus)]
+        return [gpu_name(gpu, infos) for gpu in infos]
 
     assert names(("a", 0), ("a", 1)) == ["GPU 0", "GPU 1"]
     assert names(("a", 0), ("a", 0)) == ["GPU 0 (MIG-0)", "GPU 0 (MIG-1)"]
@@ -322,12 +327,12 @@ def test_workers_on_cpus_are_in_the_lanes_of_their_host() -> None:
     events = [*worker_events("1", 0), *worker_events("2", 0)]
     for event in events[:4]:
         event["host"] = "a"
-    for told, labels in ((events, ["CPU on a", "CPU"]), (events[:4], ["CPU"]), (events[4:], ["CPU"])):
-        _, picture, _ = pictures_of(told)
+    for trace_events, labels in ((events, ["CPU on a", "CPU"]), (events[:4], ["CPU"]), (events[4:], ["CPU"])):
+        _, picture, _ = pictures_of(trace_events)
         assert picture is not None and [panel.title for panel in picture.panels] == labels
 
 
-def test_accuracy_and_loss_come_first_and_clients_are_sorted_as_people_do() -> None:
+def test_accuracy_and_loss_come_first_and_clients_are_sorted_naturally() -> None:
     names = ("recall", "test_precision_macro", "time", "train-loss", "val_acc_top5", "lossy", "F1-score")
     order = ["val_acc_top5", "train-loss", "F1-score", "test_precision_macro", "recall", "time", "lossy"]
     assert sorted(names, key=metric_rank) == order
@@ -335,14 +340,15 @@ def test_accuracy_and_loss_come_first_and_clients_are_sorted_as_people_do() -> N
     assert sorted(clients, key=client_key) == ["server", "9", "10", "a", "client-10"]
 
 
-def test_a_round_that_a_resumed_run_does_again_counts_once() -> None:
+def test_a_round_repeated_by_a_resumed_run_counts_once() -> None:
     def finished(when: float, number: int | None, failed: int) -> Event:
         return at(when, "round_finished", round=number, task="train", messages=4, failed=failed, seconds=1.0)
 
     history = history_of(
         [
             *(finished(0, None, 0), finished(1, 1, 0), finished(2, 2, 3)),
-            *(at(3, "run_started", kind="simulate"), finished(3, None, 2)),  # what is of no round, too
+            # A part without a round also counts once.
+            *(at(3, "run_started", kind="simulate"), finished(3, None, 2)),
             at(3, "strategy_resumed", round=1),
             finished(4, 2, 1),
         ]

@@ -1,4 +1,4 @@
-"""The page of a report: that there is one for any trace, and what is in it."""
+"""The page of a report: any trace gives a valid page, and the page has the expected contents."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from flower_gpu.watch.result import result_of, write_results
 from flower_gpu.watch.top.snapshot import run_row, waiting_rows, worker_rows
 from flower_gpu.watch.top.view import Size, draw
 
-#: A run with everything in it: a line, failures, several rounds, a worker that nobody heard of again.
+#: A run with all features: claims that wait, failures, several rounds and a worker without a reported end.
 RICH = Run(clients=7, gpus=2, rounds=3, lease_gib=7.0, failing=0.3, lost=0.05, seed=3)
 
 
 class Page(HTMLParser):
-    """A page, read strictly: all elements are closed in their order."""
+    """A page in which each element must be closed in the right order."""
 
     VOID = ("meta", "br")
 
@@ -46,18 +46,18 @@ class Page(HTMLParser):
         super().__init__()
         self.text = text
         self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
         self.feed(self.text)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
         if tag not in self.VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -67,17 +67,17 @@ class Page(HTMLParser):
 
     @property
     def pictures(self) -> list[xml.etree.ElementTree.Element]:
-        """The pictures over time, without their legends."""
-        return self._drawn(r'<svg height=\S+ class="picture".*?</svg>(?=</div>)')
+        """The pictures with a time axis, without their legends."""
+        return self._svg_elements(r'<svg height=\S+ class="picture".*?</svg>(?=</div>)')
 
     @property
     def charts(self) -> list[xml.etree.ElementTree.Element]:
-        """The curves of metrics, one picture for each."""
-        return self._drawn(r'<svg viewBox="[^"]*" class="chart".*?</svg>')
+        """The charts of metrics."""
+        return self._svg_elements(r'<svg viewBox="[^"]*" class="chart".*?</svg>')
 
-    def _drawn(self, pattern: str) -> list[xml.etree.ElementTree.Element]:
-        found = re.findall(pattern, self.text, re.DOTALL)
-        return [xml.etree.ElementTree.fromstring(one) for one in found]
+    def _svg_elements(self, pattern: str) -> list[xml.etree.ElementTree.Element]:
+        texts = re.findall(pattern, self.text, re.DOTALL)
+        return [xml.etree.ElementTree.fromstring(text) for text in texts]
 
     @property
     def plain(self) -> str:
@@ -91,12 +91,12 @@ def page_of(folder: Path) -> Page:
     return Page(report.write_report(folder).read_text(encoding="utf-8"))
 
 
-def words_of(picture: xml.etree.ElementTree.Element) -> list[str]:
-    return [one.text or "" for one in picture.iter("text")]
+def texts_of(picture: xml.etree.ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in picture.iter("text")]
 
 
-def kinds_of(picture: xml.etree.ElementTree.Element) -> set[str]:
-    return {word for one in picture.iter() for word in (one.get("class") or "").split()}
+def classes_of(picture: xml.etree.ElementTree.Element) -> set[str]:
+    return {word for element in picture.iter() for word in (element.get("class") or "").split()}
 
 
 def headings(page: Page) -> list[str]:
@@ -105,15 +105,17 @@ def headings(page: Page) -> list[str]:
 
 @pytest.fixture(scope="module")
 def rich_trace(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Return a trace that has hosts, too."""
+    """The trace of the rich run on two hosts, of which one is lost."""
     events = on_hosts(RICH.events(), 2, lost_at=6.0)
     return write(tmp_path_factory.mktemp("rich"), events).read_bytes()
 
 
-# Any trace
+# Any trace.
 
 
-def test_a_whole_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_complete_and_loads_no_other_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "run", RICH.events())
     assert cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "mine.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
@@ -122,22 +124,24 @@ def test_a_whole_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.Cap
     assert headings(page) == ["Metrics", "Workers", "GPU memory", *tables]
     assert page.text.index('class="chart"') < page.text.index('class="picture"')
     names = ["accuracy", "loss", "train_loss", "f1", "num-examples"]
-    assert [words_of(chart)[0] for chart in page.charts] == names
+    assert [texts_of(chart)[0] for chart in page.charts] == names
     assert [len(list(chart.iter("circle"))) for chart in page.charts] == [3] * len(names)
-    assert "server-evaluate" in kinds_of(page.charts[0]) and "train" in kinds_of(page.charts[2])
+    assert "server-evaluate" in classes_of(page.charts[0]) and "train" in classes_of(page.charts[2])
     workers, memory = page.pictures
-    assert {"waiting", "starting", "running", "exiting", "failed", "no-end"} <= kinds_of(workers)
-    assert {"c0", "c6", "used", "limit", "before"} <= kinds_of(memory)
-    assert "GPU 1, NVIDIA A100" in words_of(memory)
+    assert {"waiting", "starting", "running", "exiting", "failed", "no-end"} <= classes_of(workers)
+    assert {"c0", "c6", "used", "limit", "before"} <= classes_of(memory)
+    assert "GPU 1, NVIDIA A100" in texts_of(memory)
     assert page.has("digits") and page.has("flower-gpu simulate") and page.has("node7")
     assert page.has("completed") and page.has("3 of 3")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["trace.jsonl"]
-    assert not [one for _, one in page.seen if {"src", "srcset", "href"} & one.keys()]
-    assert not {"script", "link", "iframe", "object", "img"} & {tag for tag, _ in page.seen}
+    assert not [
+        attributes for _, attributes in page.elements if {"src", "srcset", "href"} & attributes.keys()
+    ]
+    assert not {"script", "link", "iframe", "object", "img"} & {tag for tag, _ in page.elements}
     assert not re.search(r"@import|url\(", page.text)
 
 
-def test_a_line_that_is_cut_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_cut_line_is_skipped_and_reported(tmp_path: Path) -> None:
     path = write(tmp_path, Run(clients=2, seed=3).events())
     whole = path.read_bytes()
     assert not page_of(tmp_path).has("cut, and left out")
@@ -148,16 +152,16 @@ def test_a_line_that_is_cut_is_left_out_and_said(tmp_path: Path) -> None:
 
 @settings(max_examples=examples(25))
 @given(cut=st.integers(0, 100_000), other=st.integers(0, 100_000))
-def test_a_trace_with_a_part_missing_is_shown(rich_trace: bytes, cut: int, other: int) -> None:
+def test_a_trace_with_a_missing_part_is_shown(rich_trace: bytes, cut: int, other: int) -> None:
     begin, end = sorted((cut % len(rich_trace), other % len(rich_trace)))
     check_sums(parsed(rich_trace[:begin] + rich_trace[end:]))
 
 
 @settings(max_examples=examples(25))
-@given(seed=st.integers(0, 1 << 30), often=st.sampled_from([0.002, 0.02, 0.2]))
-def test_a_trace_with_anything_in_it_is_shown(rich_trace: bytes, seed: int, often: float) -> None:
+@given(seed=st.integers(0, 1 << 30), probability=st.sampled_from([0.002, 0.02, 0.2]))
+def test_a_trace_with_arbitrary_values_is_shown(rich_trace: bytes, seed: int, probability: float) -> None:
     draw = random.Random(seed)
-    check_sums([spoiled(event, draw, often) for event in parsed(rich_trace)])
+    check_sums([corrupted(event, draw, probability) for event in parsed(rich_trace)])
 
 
 def parsed(data: bytes) -> list[dict[str, Any]]:
@@ -167,33 +171,33 @@ def parsed(data: bytes) -> list[dict[str, Any]]:
 ANYTHING = [10**400, 10**30, -5, 1e300, -1e300, float("nan"), None, True, 0, "", "\ud800", [], {}, [{}]]
 
 
-def spoiled(value: Any, draw: random.Random, often: float) -> Any:
-    """Put something else in the place of some values."""
+def corrupted(value: Any, draw: random.Random, probability: float) -> Any:
+    """Replace some of the values with arbitrary ones."""
     if isinstance(value, dict):
-        kept = ("v", "event")
+        unchanged = ("v", "event")
         return {
             name: draw.choice(ANYTHING)
-            if name not in kept and draw.random() < often
-            else spoiled(each, draw, often)
-            for name, each in value.items()
+            if name not in unchanged and draw.random() < probability
+            else corrupted(item, draw, probability)
+            for name, item in value.items()
         }
-    return [spoiled(each, draw, often) for each in value] if isinstance(value, list) else value
+    return [corrupted(item, draw, probability) for item in value] if isinstance(value, list) else value
 
 
 def check_sums(events: list[dict[str, Any]]) -> None:
     history = history_of(events)
     page = Page(report.page(history, folder="f", is_going_on=False))
-    assert page.text.endswith("</html>\n") and all(words_of(one) for one in page.pictures)
+    assert page.text.endswith("</html>\n") and all(texts_of(call) for call in page.pictures)
     clock = RunClock.of(history)
-    for one in tries_of(history, clock):
-        assert all(0 <= part.seconds <= clock.duration_s for part in one.parts)
+    for call in tries_of(history, clock):
+        assert all(0 <= part.seconds <= clock.duration_s for part in call.parts)
     with tempfile.TemporaryDirectory() as folder:
         write_results(RunFolder(Path(folder)), history.rounds, result_of(history))
         check_top(Path(folder), events)
 
 
 def check_top(folder: Path, events: list[dict[str, Any]]) -> None:
-    """See that the live view shows a run, whatever its trace says."""
+    """Check that the live view can show the run of this trace."""
     run, seen = FollowedRun(folder), Seen(time.time(), Inventory((), None, "no driver"))
     run.history.feed(events)
     rows = {
@@ -206,12 +210,12 @@ def check_top(folder: Path, events: list[dict[str, Any]]) -> None:
     assert all(line.plain.isprintable() for line in draw(shown, Size(100)))
 
 
-def test_without_a_gpu(tmp_path: Path) -> None:
-    whose = {"call": "c", "client": "0", "task": "fit", "round": 1, "pid": 5, "start_method": "fork"}
+def test_a_run_without_a_gpu(tmp_path: Path) -> None:
+    fields = {"call": "c", "client": "0", "task": "fit", "round": 1, "pid": 5, "start_method": "fork"}
     events = [
         at(0, "run_started", kind="launch", name="app", clients=1, num_rounds=1, host="n", cores=2, gpus=[]),
-        at(1, "worker_started", **whose),
-        at(3, "worker_finished", **whose, task_at=None, result_at=None, outcome="ok", error=None),
+        at(1, "worker_started", **fields),
+        at(3, "worker_finished", **fields, task_at=None, result_at=None, outcome="ok", error=None),
         at(4, "run_finished", outcome="completed", seconds=4),
     ]
     write(tmp_path, events)
@@ -230,38 +234,38 @@ def test_hosts_of_a_cluster(tmp_path: Path) -> None:
     assert re.search(r"node1 .* 16 2 NVIDIA A100 0\.50 s after 3\.00 s: The <actor> died ", page.plain)
     names = {f"GPU {number} on {host}" for number in (0, 1) for host in ("node0", "node1")}
     workers, memory = page.pictures
-    assert names <= set(words_of(workers)) and {f"{name}, NVIDIA A100" for name in names} <= set(
-        words_of(memory)
+    assert names <= set(texts_of(workers)) and {f"{name}, NVIDIA A100" for name in names} <= set(
+        texts_of(memory)
     )
-    assert "host-lost" in kinds_of(workers)
+    assert "host-lost" in classes_of(workers)
 
 
 def test_thousands_of_workers(tmp_path: Path) -> None:
-    """Each has a row, and pictures are of a size that a browser can show."""
+    """Each client has a row, and the pictures stay small enough for a browser."""
     write(tmp_path, Run(clients=2100, gpus=8, lease_gib=2, failing=0.01).events())
     page = page_of(tmp_path)
-    assert sum(tag == "tr" for tag, _ in page.seen) > 2100
+    assert sum(tag == "tr" for tag, _ in page.elements) > 2100
     assert sum(len(list(picture.iter())) for picture in page.pictures) < 2000
 
 
-def test_texts_of_pictures_keep_their_size_on_a_telephone(tmp_path: Path) -> None:
-    """Shapes are compressed with the axis of time, and texts and marks are outside of that."""
+def test_texts_of_pictures_keep_their_size_on_a_phone(tmp_path: Path) -> None:
+    """Only shapes are compressed with the time axis. Texts and marks are outside of the scaled element."""
     write(tmp_path, RICH.events())
     for picture in page_of(tmp_path).pictures:
         assert picture.get("viewBox") is None and picture.get("width") is None
-        shapes = [one for one in picture if one.get("preserveAspectRatio") == "none"]
+        shapes = [element for element in picture if element.get("preserveAspectRatio") == "none"]
         assert len(shapes) == 1 and shapes[0].get("width") == "100%"
-        within = {one.tag for one in shapes[0].iter()}
-        assert "rect" in within and not {"text", "circle"} & within
-        assert not [one for one in shapes[0].iter() if "mark" in (one.get("class") or "").split()]
-        places = [one.get("x") or "" for one in picture.iter("text")]
-        assert all(place.endswith("%") or float(place) <= 0 for place in places)
-        # Every other number of the axis has no room there, and the one with the unit has.
-        labels = [one for one in picture.iter("text") if (one.text or "").endswith(" s")]
-        assert labels and not [one for one in labels if "wide-only" in (one.get("class") or "")]
+        scaled_tags = {element.tag for element in shapes[0].iter()}
+        assert "rect" in scaled_tags and not {"text", "circle"} & scaled_tags
+        assert not [element for element in shapes[0].iter() if "mark" in (element.get("class") or "").split()]
+        positions = [element.get("x") or "" for element in picture.iter("text")]
+        assert all(position.endswith("%") or float(position) <= 0 for position in positions)
+        # A narrow screen hides every other number of the axis, but never the number with the unit.
+        labels = [element for element in picture.iter("text") if (element.text or "").endswith(" s")]
+        assert labels and not [element for element in labels if "wide-only" in (element.get("class") or "")]
 
 
-# What others have written
+# Texts from other accounts and apps.
 
 NASTY = [
     "</td><script>alert(1)</script>",
@@ -274,7 +278,7 @@ NASTY = [
 ]
 
 
-def test_names_are_shown_and_do_nothing(tmp_path: Path) -> None:
+def test_names_with_markup_are_escaped(tmp_path: Path) -> None:
     events = Run(clients=len(NASTY), names=NASTY, failing=0.5, rounds=2).events()
     for event in events:
         if event["event"] == "run_started":
@@ -284,16 +288,16 @@ def test_names_are_shown_and_do_nothing(tmp_path: Path) -> None:
             event["metrics"] = dict.fromkeys(NASTY, 0.5)
     write(tmp_path, events)
     page = page_of(tmp_path)
-    assert "script" not in {tag for tag, _ in page.seen}
-    assert not [name for _, attributes in page.seen for name in attributes if name.startswith("on")]
+    assert "script" not in {tag for tag, _ in page.elements}
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert page.has("<script>alert(1)</script>") and page.has("?[2J??") and page.has("_hidden")
     assert {letter for letter in page.text if not letter.isprintable()} == {"\n"}
 
 
-# What is in it
+# Contents.
 
 
-def test_failures_are_told_once_with_their_traceback_folded(tmp_path: Path) -> None:
+def test_equal_failures_are_listed_once_with_a_folded_traceback(tmp_path: Path) -> None:
     write(tmp_path, Run(clients=30, failing=0.6, seed=2).events())
     page = page_of(tmp_path)
     assert re.search(r"[2-9] times error: ValueError: no <i>error</i> clients \d+, \d+", page.plain)
@@ -307,17 +311,17 @@ def test_failures_are_told_once_with_their_traceback_folded(tmp_path: Path) -> N
     assert "bad" not in re.sub(r"<style>.*?</style>", "", page.text, flags=re.DOTALL)
 
 
-# The command
+# The command.
 
 
-def test_a_report_is_written_again(tmp_path: Path) -> None:
+def test_a_report_replaces_the_previous_one(tmp_path: Path) -> None:
     with recorded_run(tmp_path, "launch", "the app"):
         assert page_of(tmp_path).has("still going on when this report was made")
     assert page_of(tmp_path).has("completed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "trace.jsonl"]
 
 
-def test_what_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_folders_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert re.fullmatch(
         r"flower-gpu report: \S+trace\.jsonl is not there: .*Give the folder of a run.*\n",

@@ -1,4 +1,4 @@
-"""The result of a run, as it is made of its history, and as it is shown at the end."""
+"""The result of a run: how it follows from the history, and how it is printed at the end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def summary(failures: list[Event], **facts: Any) -> dict[str, Any]:
     return result_of(history)
 
 
-def test_the_wait_of_a_resumed_run_is_that_since_it_went_on() -> None:
+def test_the_wait_of_a_resumed_run_counts_since_its_resumption() -> None:
     history = History(keep_finished=False)
     started = trace.make("run_started", kind="simulate", clients=2)
     waits = [trace.make("run_waited", seconds=seconds) for seconds in (41.5, 2.5)]
@@ -56,7 +56,7 @@ def test_the_wait_of_a_resumed_run_is_that_since_it_went_on() -> None:
     assert history.waited_s == 2.5
 
 
-def test_the_summary_has_what_one_wants_to_know() -> None:
+def test_the_summary_of_a_run() -> None:
     lines = result_lines(
         summary([], workers_started=12, peak_worker_bytes=300 << 20, model_sha256="0f3c"),
         places=[("results", "runs/2026-01-31_12-00-00")],
@@ -76,7 +76,7 @@ def test_the_summary_has_what_one_wants_to_know() -> None:
     }
 
 
-def test_a_reason_is_told_once_with_its_clients() -> None:
+def test_each_reason_is_listed_once_with_its_clients() -> None:
     failures = [
         failed(server_round, kind, client, f"{kind} of client {client}: ValueError: no data")
         for server_round in (1, 2)
@@ -84,7 +84,8 @@ def test_a_reason_is_told_once_with_its_clients() -> None:
         for kind in ("train", "evaluate")
     ]
     failures.append(failed(2, "train", 3, "no reply within 60 s"))
-    for client in range(7):  # each has a worker of its own, which takes its own time
+    # Each client has its own worker, with its own pid and duration.
+    for client in range(7):
         how = "exited with code 0 (sys.exit in task.py, line 3)"
         text = f"the worker (pid {100 + client}) {how} after {client}.5 s"
         failures.append(failed(1, "train", client, f"train of client {client}: {text}, before it returned"))
@@ -98,8 +99,8 @@ def test_a_reason_is_told_once_with_its_clients() -> None:
     ]
 
 
-def test_a_reason_is_not_cut_before_what_is_wrong() -> None:
-    """Some errors begin with a line that only announces the next one, or with an empty one; some are long."""
+def test_a_reason_includes_the_informative_line_of_the_error() -> None:
+    """Some errors begin with an empty line or with a line that only announces the next one. Some are long."""
     shapes = "size mismatch for conv.weight: the shape in current model is torch.Size([4, 4])"
     reasons = [
         f"RuntimeError: Error(s) in loading state_dict for Net:\n\t{shapes}.\nmore",
@@ -115,27 +116,27 @@ def test_a_reason_is_not_cut_before_what_is_wrong() -> None:
     assert " ... " in third and len(third) < 300
 
 
-def test_the_last_lines_say_where_the_results_are_also_below_failures() -> None:
-    found = summary([failed(1, "train", client, "no data") for client in range(3)], model_sha256="0f3c")
-    *_, before, results, report = result_lines(found, places=places_of(RunFolder(Path("/runs/one"))))
-    assert before == "  clients 0, 1, 2, train in round 1: no data"
+def test_the_last_lines_name_the_results_even_below_failures() -> None:
+    result = summary([failed(1, "train", client, "no data") for client in range(3)], model_sha256="0f3c")
+    *_, last_failure, results, report = result_lines(result, places=places_of(RunFolder(Path("/runs/one"))))
+    assert last_failure == "  clients 0, 1, 2, train in round 1: no data"
     assert (results, report) == ("results          /runs/one", "report           flower-gpu report /runs/one")
 
 
 @given(st.integers(1, 400), st.integers(1, 300))
-def test_of_many_reasons_ten_are_named_and_all_failures_are_counted(clients: int, reasons: int) -> None:
+def test_ten_reasons_are_named_and_all_failures_are_counted(clients: int, reasons: int) -> None:
     failures = [failed(1, "train", client, f"reason {client % reasons}") for client in range(clients)]
-    found = summary(failures)
-    lines = result_lines(found)
+    result = summary(failures)
+    lines = result_lines(result)
     named = lines[lines.index("failed:") + 1 :]
-    more = sum(reason["count"] for reason in found["failures"][10:])
-    if more > 0:
-        assert named.pop() == f"  and {more} more failed messages"
+    remaining = sum(reason["count"] for reason in result["failures"][10:])
+    if remaining > 0:
+        assert named.pop() == f"  and {remaining} more failed messages"
     assert len(named) == min(clients, reasons, 10)
-    assert found["failed"] == clients == sum(reason["count"] for reason in found["failures"])
+    assert result["failed"] == clients == sum(reason["count"] for reason in result["failures"])
 
 
-# Made of a trace
+# Results of traces.
 
 
 def event(name: str, time: float, **fields: Any) -> dict[str, Any]:
@@ -143,8 +144,8 @@ def event(name: str, time: float, **fields: Any) -> dict[str, Any]:
 
 
 def worker(name: str, time: float, pid: int, **fields: Any) -> dict[str, Any]:
-    known = {"pid": pid, "client": "0", "task": "fit", "start_method": "spawn"}
-    return event(name, time, **known, **fields)
+    worker_fields = {"pid": pid, "client": "0", "task": "fit", "start_method": "spawn"}
+    return event(name, time, **worker_fields, **fields)
 
 
 METRICS = {"loss": 0.5, "accuracy": 0.75, "precision": 0.7, "recall": 0.6, "f1": 0.65, "num_examples": 9}
@@ -155,7 +156,7 @@ EVENTS = [
     worker("worker_finished", 101.0, 11, seconds=0.5, outcome="ok", error=None),
     worker("worker_started", 101.5, 12),
     event("round", 102.25, round=1, num_rounds=2, metrics=METRICS),
-    worker("worker_started", 102.5, 11),  # the kernel gives out a pid again
+    worker("worker_started", 102.5, 11),  # the kernel has reused the pid
     worker("worker_finished", 103.0, 11, seconds=0.25, outcome="died", error="KilledError: gone\nmore"),
     event("round", 104.0, round=2, num_rounds=2, metrics={"loss": float("nan"), "accuracy": True}),
 ]
@@ -164,19 +165,19 @@ NOTHING = dict.fromkeys(("loss", "accuracy", "precision", "recall", "f1"))
 NO_MESSAGES = {"messages": 0, "failed": 0}
 
 
-def row(number: int, seconds: float | None, told: dict[str, Any], **figures: float) -> dict[str, Any]:
-    counted = {**NO_MESSAGES, "metrics": {"server-evaluate": told}}
-    return {"round": number, **NOTHING, **figures, "seconds": seconds, **counted}
+def row(number: int, seconds: float | None, metrics: dict[str, Any], **figures: float) -> dict[str, Any]:
+    message_fields = {**NO_MESSAGES, "metrics": {"server-evaluate": metrics}}
+    return {"round": number, **NOTHING, **figures, "seconds": seconds, **message_fields}
 
 
-def of(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def result_of_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     history = History()
     history.feed(events)
     return result_of(history)
 
 
 def test_result_of_a_trace() -> None:
-    result = of(EVENTS)
+    result = result_of_events(EVENTS)
     assert result["initial"] == row(0, None, {"loss": 2.5}, loss=2.5)
     assert result["rounds"] == [row(1, 2.25, METRICS, **NUMBERS), row(2, 1.75, {"loss": None})]
     assert (result["rounds_finished"], result["num_rounds"], result["workers_started"]) == (2, 2, 3)
@@ -186,7 +187,7 @@ def test_result_of_a_trace() -> None:
 
 
 def test_numbers_that_are_not_finite_reach_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace is JSON, which has no such numbers, and so is the result: there they are null."""
+    """JSON has no such numbers, so they are null in the trace and in the result."""
     values = {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": None, "e": 1.5}
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
     write_event(event("round_finished", 1.0, round=1, task="train", messages=1, failed=0, metrics=values))
@@ -205,13 +206,13 @@ def test_numbers_that_are_not_finite_reach_the_table(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("torn", ['{"v": 1, "time": 105.0, "ev', "\x00\x00", "[1]\n", '"text"\n', "\n"])
 def test_torn_lines_change_nothing(torn: str, tmp_path: Path) -> None:
     path = tmp_path / trace.FILE_NAME
-    path.write_text("".join(json.dumps(each) + "\n" for each in EVENTS) + torn)
-    result = of(EVENTS)
-    assert of(trace.read(path)) == result
-    assert of(trace.Follower(path).read_new()) == result
+    path.write_text("".join(json.dumps(event_) + "\n" for event_ in EVENTS) + torn)
+    result = result_of_events(EVENTS)
+    assert result_of_events(trace.read(path)) == result
+    assert result_of_events(trace.Follower(path).read_new()) == result
 
 
-def test_events_nobody_knows_are_skipped() -> None:
+def test_unknown_events_are_skipped() -> None:
     strange = [
         event("later", 1.0),
         event("round", 1.0),
@@ -220,9 +221,9 @@ def test_events_nobody_knows_are_skipped() -> None:
         event("round_finished", 1.0, metrics=[]),
         {"v": 1},
     ]
-    assert of(strange) == of([])
-    # The end of a worker without its start.
-    assert of([worker("worker_finished", 1.0, 5, seconds=2.0)])["workers_started"] == 1
+    assert result_of_events(strange) == result_of_events([])
+    # A worker may have an end without a start.
+    assert result_of_events([worker("worker_finished", 1.0, 5, seconds=2.0)])["workers_started"] == 1
 
 
 def test_a_round_reported_twice_counts_once() -> None:
@@ -231,7 +232,7 @@ def test_a_round_reported_twice_counts_once() -> None:
         event("round", 2.0, round=1, metrics={"loss": 1}),
         event("round", 5.0, round=2, metrics={"loss": 1}),
     ]
-    first, second = of(events)["rounds"]
+    first, second = result_of_events(events)["rounds"]
     assert (first["loss"], second["seconds"]) == (1.0, 3.0)
 
 
@@ -244,7 +245,7 @@ def answer(time: float, task: str, error: str | None = None) -> dict[str, Any]:
     return event("reply", time, round=1, task=task, node=2**63 + 1, error=error, metrics={})
 
 
-#: Of an app that knows nothing of flower_gpu, with Flower's own FedAvg and an evaluation on the clients.
+#: Events of an app that does not use flower_gpu, with Flower's own FedAvg and an evaluation on the clients.
 RECORDED = [
     event("strategy_started", 10.0, strategy="FedAvg", num_rounds=1),
     event("round_started", 10.5, round=1, task="train", messages=2),
@@ -261,7 +262,7 @@ RECORDED = [
 
 
 def test_rounds_of_any_app() -> None:
-    assert of(RECORDED)["rounds"] == [
+    assert result_of_events(RECORDED)["rounds"] == [
         {
             "round": 1,
             **{**NOTHING, "loss": 0.25, "accuracy": 0.75, "f1": 0.5},
@@ -295,7 +296,7 @@ LEASE_EVENTS = [
 
 def test_leases_are_summed_up() -> None:
     cores = [event("cores_granted", 1.0, lease=f"c{waited_s}", waited_s=waited_s) for waited_s in (0.0, 8.0)]
-    result = of([*EVENTS[:1], *LEASE_EVENTS, *cores])
+    result = result_of_events([*EVENTS[:1], *LEASE_EVENTS, *cores])
     assert result["cores"] == {"count": 2, "waited_s": 8.0, "longest_wait_s": 8.0}
     assert result["leases"] == {
         "count": 3,
@@ -308,8 +309,8 @@ def test_leases_are_summed_up() -> None:
     assert shown["memory"] == "ran out 2 times: 1 ran again, 1 ran on the CPU"
 
 
-def test_what_displays_ask_for_is_that_of_all_rounds() -> None:
-    """The latest metrics of each task and the end of the last round are known without a walk over all."""
+def test_latest_metrics_and_round_end_match_all_rounds() -> None:
+    """The history keeps the latest metrics and the end of the last round, so displays read no other parts."""
     history = History(keep_finished=False, keep_rounds=True)
     parts: dict[tuple[int, str], tuple[float, dict[str, Any]]] = {}
     time = 0.0
@@ -318,10 +319,10 @@ def test_what_displays_ask_for_is_that_of_all_rounds() -> None:
         assert history.highest_round == highest
         ends = [at for (number, _), (at, _) in parts.items() if number <= highest]
         assert history.rounds_ended_at == max(ends, default=None)
-        told = sorted(((at, task, metrics) for (_, task), (at, metrics) in parts.items() if metrics))
-        last = {task: metrics for _, task, metrics in told}
+        reported = sorted(((at, task, metrics) for (_, task), (at, metrics) in parts.items() if metrics))
+        last = {task: metrics for _, task, metrics in reported}
         assert history.last_metrics == last
-        tasks = list(dict.fromkeys(task for _, task, _ in reversed(told)))
+        tasks = list(dict.fromkeys(task for _, task, _ in reversed(reported)))
         assert list(history.last_metrics) == tasks[::-1]
 
     def finish(number: int, task: str, **metrics: Any) -> None:

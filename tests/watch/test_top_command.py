@@ -1,4 +1,4 @@
-"""What `flower-gpu top` tells of leases, workers and runs that are there."""
+"""`flower-gpu top` lists the GPUs, runs, workers and waiting claims of a host."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ PAGE = HERE.parents[1] / "docs/reference/top.md"
 RESERVE = 256 * 2**20
 
 
-def look(shell: Shell, *arguments: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(shell("top", "--json", *arguments))
-    return told
+def top_json(shell: Shell, *arguments: str) -> dict[str, Any]:
+    output: dict[str, Any] = json.loads(shell("top", "--json", *arguments))
+    return output
 
 
-def look_until(shell: Shell, is_so: Callable[[dict[str, Any]], bool], *arguments: str) -> dict[str, Any]:
-    """Look again and again until it is as it should become."""
-    return until(lambda: told if is_so(told := look(shell, *arguments)) else {})
+def wait_for_top(
+    shell: Shell, condition: Callable[[dict[str, Any]], bool], *arguments: str
+) -> dict[str, Any]:
+    """Repeat `flower-gpu top --json` until its output meets the condition."""
+    return until(lambda: output if condition(output := top_json(shell, *arguments)) else {})
 
 
 def client(shell: Shell, folder: Path) -> subprocess.Popen[str]:
-    """Start a client whose call goes on until a file is there."""
+    """Start a client with a call that runs until the file "go-on" exists."""
     env = {"FLOWER_GPU_RUN_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}:{HERE.parents[1]}"}
     return shell.start(sys.executable, str(HERE / "top_client.py"), str(folder), env=env)
 
 
-def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
-    shell: Shell, host: Host, tmp_path: Path
-) -> None:
+def test_gpus_leases_and_the_order_of_waiting_claims(shell: Shell, host: Host, tmp_path: Path) -> None:
     shell.on(host)
     host.set(0, util=35, temp=61)
     host.program(0, 2 * GIB)
@@ -53,8 +53,8 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
         shell.waiter("fit of client \x1b[2J4", 12 * GIB),
     ]
     with run_of(shell, tmp_path / "a"), run_of(shell, tmp_path / "b"):
-        told = look(shell)
-    first, second = told["gpus"]
+        view = top_json(shell)
+    first, second = view["gpus"]
     assert (first["index"], first["uuid"]) == (0, host.uuids[0])
     assert (first["total_bytes"], first["used_bytes"]) == (16 * GIB, 2 * GIB)
     assert (first["utilization_percent"], first["temperature_c"]) == (35, 61)
@@ -62,21 +62,21 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
     assert first["capacity_bytes"] == 14 * GIB - RESERVE
     assert first["own_leased_bytes"] == second["own_leased_bytes"] == 12 * GIB
     assert {gpu["other_leased_bytes"] for gpu in (first, second)} == {0}
-    (held,) = told["workers"]
-    assert (held["label"], held["phase"], held["pid"]) == ("fit of client 0", "held", holder.pid)
-    assert (held["gpus"], held["lease_bytes"], held["user"]) == ([0, 1], 24 * GIB, told["account"])
-    assert (held["used_bytes"], held["run"]) == (None, "")
-    assert [row["pid"] for row in told["waiting"]] == [waiter.pid for waiter in waiters]
-    asked = [[row[f"asked_{how}"] for how in ("bytes", "share", "alone")] for row in told["waiting"]]
-    assert asked == [[None, None, True], [None, 1.0, False], [12 * GIB, None, False]]
-    assert [row["count"] for row in told["waiting"]] == [1, 2, 1]
-    # Runs of one name are told apart.
-    one, other = told["runs"]
-    assert one["run"].startswith("quickstart:") and one["folder"] != other["folder"]
+    (worker,) = view["workers"]
+    assert (worker["label"], worker["phase"], worker["pid"]) == ("fit of client 0", "held", holder.pid)
+    assert (worker["gpus"], worker["lease_bytes"], worker["user"]) == ([0, 1], 24 * GIB, view["account"])
+    assert (worker["used_bytes"], worker["run"]) == (None, "")
+    assert [row["pid"] for row in view["waiting"]] == [waiter.pid for waiter in waiters]
+    needs = [[row[f"asked_{field}"] for field in ("bytes", "share", "alone")] for row in view["waiting"]]
+    assert needs == [[None, None, True], [None, 1.0, False], [12 * GIB, None, False]]
+    assert [row["count"] for row in view["waiting"]] == [1, 2, 1]
+    # Runs with the same name are distinguished by their folder.
+    first_run, second_run = view["runs"]
+    assert first_run["run"].startswith("quickstart:") and first_run["folder"] != second_run["folder"]
     # Every key is documented.
-    keys = [list(told), *(list(told[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
-    keys.append(list(told["resources"]))
-    assert told["resources"]["cores_leased"] == 0 < told["resources"]["cores"]
+    keys = [list(view), *(list(view[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
+    keys.append(list(view["resources"]))
+    assert view["resources"]["cores_leased"] == 0 < view["resources"]["cores"]
     _, _, page = PAGE.read_text().partition("## JSON")
     tables = [
         re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?`) \|", part, re.MULTILINE)))
@@ -89,60 +89,62 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
     assert "\x1b" not in text
 
 
-def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) -> None:
+def test_a_worker_with_its_progress_and_memory(shell: Shell, host: Host, tmp_path: Path) -> None:
     shell.on(host)
     folder = tmp_path / "run"
     with run_of(shell, folder):
-        ends = client(shell, folder)
+        finishing = client(shell, folder)
 
-        def is_in_the_middle(told: dict[str, Any]) -> bool:
-            rows = told["workers"]
+        def is_in_the_middle(view: dict[str, Any]) -> bool:
+            rows = view["workers"]
             return bool(rows) and rows[0]["progress_done"] == 13 and bool(rows[0]["used_bytes"])
 
-        told = look_until(shell, is_in_the_middle)
-        (run,), (row,) = told["runs"], told["workers"]
+        view = wait_for_top(shell, is_in_the_middle)
+        (run,), (row,) = view["runs"], view["workers"]
         assert (run["run"], run["kind"], run["folder"]) == ("quickstart", "launch", str(folder))
         assert (row["run"], row["client"], row["task"]) == ("quickstart", "7", "train")
         assert (row["phase"], row["progress"], row["progress_total"]) == ("running", "epoch \x1b[2J1", 40)
         assert (row["lease_bytes"], row["used_bytes"]) == (4 * GIB, GIB)
-        (used,) = [gpu for gpu in told["gpus"] if gpu["own_leased_bytes"]]
-        assert row["gpus"] == [used["index"]]
-        assert (used["own_used_bytes"], used["programs_bytes"]) == (GIB, 0)
+        (gpu,) = [gpu for gpu in view["gpus"] if gpu["own_leased_bytes"]]
+        assert row["gpus"] == [gpu["index"]]
+        assert (gpu["own_used_bytes"], gpu["programs_bytes"]) == (GIB, 0)
         text = shell("top", "--once", env={"COLUMNS": "120"})
         assert re.search(r"quickstart +7 +train .* 4\.0 +1\.0 .* running epoch \?\[2J1 13/40", text)
         shell.waiter("fit of client 8", "alone", count=2)
-        asks = client(shell, folder)
-        # The run alone, and the whole line: what others wait for is before what it asks. In the ledger that
-        # waits a moment before its run's trace says so.
-        told = look_until(shell, lambda told: any(row["run"] for row in told["waiting"]), str(folder))
-        first, second = told["waiting"]
+        asking = client(shell, folder)
+        # The view of one run still shows the whole queue, because earlier claims come before the run's claim.
+        # The claim is in the ledger a moment before the trace of its run reports it.
+        view = wait_for_top(shell, lambda view: any(row["run"] for row in view["waiting"]), str(folder))
+        first, second = view["waiting"]
         assert (first["label"], first["run"]) == ("fit of client 8", "")
         assert (second["run"], second["pid"], second["label"]) == (
-            "run", asks.pid, "train of client 7",
+            "run", asking.pid, "train of client 7",
         )  # fmt: skip
         assert second["asked_bytes"] == 4 * GIB
-        asks.kill()
+        asking.kill()
         folder.joinpath("go-on").touch()
-        assert ends.wait(60) == 0
-        told = look(shell)
-        assert not any(row["run"] for row in told["workers"])
-        assert told["runs"][0]["calls_done"] == {}  # it was of no round
-    assert look(shell)["runs"] == []
+        assert finishing.wait(60) == 0
+        view = top_json(shell)
+        assert not any(row["run"] for row in view["workers"])
+        # The call did not belong to a round.
+        assert view["runs"][0]["calls_done"] == {}
+    assert top_json(shell)["runs"] == []
 
 
-def test_a_ledger_that_is_held_is_told_and_the_rest_is_shown(shell: Shell, host: Host) -> None:
-    shell.on(host)("leases")  # makes it
+def test_a_locked_ledger_is_reported_and_the_rest_is_shown(shell: Shell, host: Host) -> None:
+    # The first command creates the ledger.
+    shell.on(host)("leases")
     with open(shell.ledger / "flower-gpu-leases.mutex") as mutex:
         fcntl.flock(mutex, fcntl.LOCK_EX)
-        told = look(shell)
-    assert "has been locked for 1 s by process" in told["ledger_problem"]
-    assert [gpu["capacity_bytes"] for gpu in told["gpus"]] == [None, None]
-    assert told["gpus"][0]["total_bytes"] == 16 * GIB
+        view = top_json(shell)
+    assert "has been locked for 1 s by process" in view["ledger_problem"]
+    assert [gpu["capacity_bytes"] for gpu in view["gpus"]] == [None, None]
+    assert view["gpus"][0]["total_bytes"] == 16 * GIB
 
 
-def test_without_a_terminal_it_is_one_look_and_a_hint(shell: Shell, host: Host) -> None:
+def test_without_a_terminal_one_view_and_a_hint_are_printed(shell: Shell, host: Host) -> None:
     shell.on(host).holder("fit of client é", "0.5")
-    # An output that knows few letters gets these.
+    # An ASCII output gets ASCII characters only.
     done = shell.run("top", env={"PYTHONIOENCODING": "ascii", "COLUMNS": "120"})
     assert (done.returncode, done.stdout.splitlines()[0].split()[:2]) == (0, ["flower-gpu", "top"])
     assert done.stderr.count("\n") == 1
@@ -152,20 +154,20 @@ def test_without_a_terminal_it_is_one_look_and_a_hint(shell: Shell, host: Host) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("nowhere",), "nowhere is not the folder of a run"),
         (("--interval", "0"), "--interval: must be a number of seconds, 0.1 to 1e+09, not '0'"),
     ],
 )
-def test_bad_input_is_one_line(
-    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_an_error_of_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         status: object = cli.main(["top", *arguments])
-    except SystemExit as ended:  # as argparse does
-        status = ended.code
+    except SystemExit as exit_:  # raised by argparse
+        status = exit_.code
     assert status == 2
     errors = capsys.readouterr().err
-    assert told in errors
+    assert message in errors
     assert errors.count("\n") == 1

@@ -1,4 +1,4 @@
-"""How `flower-gpu top` follows runs: long ones, killed ones, ones that go on in an old folder."""
+"""`flower-gpu top` follows long runs, killed runs and runs that resume in an old folder."""
 
 from __future__ import annotations
 
@@ -44,35 +44,35 @@ def row_of(watch: FollowedRun, now: float) -> RunRow:
     return run_row(Seen(now, Inventory((), None, "no driver")), watch)
 
 
-def started(trace: Trace, **fields: object) -> None:
+def write_start(trace: Trace, **fields: object) -> None:
     trace.write("run_started", kind="launch", name="app", host=platform.node(), pid=os.getpid(), **fields)
 
 
-# What is over is forgotten --------------------------------------------------------------------------------
+# Finished calls are forgotten -----------------------------------------------------------------------------
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(0, 400))
 @settings(max_examples=examples(15))
-def test_what_goes_on_is_the_same_without_what_is_over(seed: int, calls: int, cut: int) -> None:
-    """Calls side by side, fed in pieces, up to any event."""
-    dice = random.Random(seed)
-    written = Trace(Path("nowhere"))
-    left = [list(written.call(number, pid=100 + number)) for number in range(calls)]
+def test_a_live_history_has_the_same_active_calls_as_a_full_history(seed: int, calls: int, cut: int) -> None:
+    """The events of concurrent calls arrive in pieces and may end at any event."""
+    random_ = random.Random(seed)
+    writer = Trace(Path("nowhere"))
+    remaining = [list(writer.call(number, pid=100 + number)) for number in range(calls)]
     lines = []
-    while any(left):
-        lines.append(dice.choice([one for one in left if one]).pop(0))
+    while any(remaining):
+        lines.append(random_.choice([span for span in remaining if span]).pop(0))
     events = [json.loads(line) for line in lines][:cut]
     whole, live = History(), History(keep_finished=False)
     whole.feed(events)
-    at = 0
-    while at < len(events):
-        step = dice.randint(1, 30)
-        live.feed(events[at : at + step])
-        at += step
-    assert [asdict(one) for one in live.running] == [asdict(one) for one in whole.running]
-    assert [asdict(one) for one in live.waiting] == [asdict(one) for one in whole.waiting]
-    held = {one.id for one in whole.leases if one.granted_at and not one.released_at}
-    assert {one.id for one in live.leases if one.id} == held
+    position = 0
+    while position < len(events):
+        step = random_.randint(1, 30)
+        live.feed(events[position : position + step])
+        position += step
+    assert [asdict(span) for span in live.running] == [asdict(span) for span in whole.running]
+    assert [asdict(span) for span in live.waiting] == [asdict(span) for span in whole.waiting]
+    held = {span.id for span in whole.leases if span.granted_at and not span.released_at}
+    assert {span.id for span in live.leases if span.id} == held
     assert len(live.workers) == len(live.running)
     assert len(live.leases) == len(held) + len(live.waiting)
     assert all(len(samples) == 1 for samples in live.samples.values())
@@ -81,12 +81,12 @@ def test_what_goes_on_is_the_same_without_what_is_over(seed: int, calls: int, cu
     assert live.last_at == whole.last_at
 
 
-def test_a_run_that_begins_again_has_nothing_of_the_one_that_was_killed(trace: Trace) -> None:
-    started(trace)
+def test_a_restarted_run_has_no_calls_of_the_killed_run(trace: Trace) -> None:
+    write_start(trace)
     for line in list(trace.call(0))[:5]:
         trace.write_text(line)
     trace.write("lease_requested", call="w", client="8", task="fit", round=1, caller_pid=7)
-    started(trace)
+    write_start(trace)
     history = read(trace.path.parent).history
     assert (history.running, history.leases, history.waiting) == ([], [], [])
 
@@ -106,19 +106,19 @@ def test_a_long_trace_is_read_in_pieces(trace: Trace) -> None:
     assert len(parts) > 2
     assert watch.read_part == 1.0
     assert watch.history.workers == []
-    # What is written meanwhile is read the next time.
+    # Later lines are read by the next call. A partly written line is read once it is complete.
     text = "".join(list(trace.call(5000, pid=os.getpid()))[:4])
-    trace.write_text(text[:-40])  # a line that is half written waits for its end
+    trace.write_text(text[:-40])
     assert watch.read_on(-math.inf)
     trace.write_text(text[-40:])
     assert watch.read_on(-math.inf)
     assert [(worker.call, worker.phase) for worker in watch.workers()] == [("c5000", "running")]
 
 
-def test_a_folder_that_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    started(Trace(folder, time.time()))
+    write_start(Trace(folder, time.time()))
     watch = read(folder)
     (folder / "trace.jsonl").unlink()
     folder.rmdir()
@@ -126,7 +126,7 @@ def test_a_folder_that_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
     assert row_of(watch, time.time()).read_part == 1.0
 
 
-# Who is there ---------------------------------------------------------------------------------------------
+# Processes that are alive ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -136,13 +136,13 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_a_worker_whose_process_is_gone_is_not_shown(trace: Trace, dead_pid: int) -> None:
+def test_a_worker_with_a_dead_process_is_not_shown(trace: Trace, dead_pid: int) -> None:
     trace.write_text("".join(list(trace.call(0, pid=dead_pid))[:3]))
     trace.write_text("".join(list(trace.call(1, pid=os.getpid()))[:3]))
     assert [worker.call for worker in read(trace.path.parent).workers()] == ["c1"]
 
 
-def test_processes_of_another_host_cannot_be_looked_for(trace: Trace, dead_pid: int) -> None:
+def test_workers_of_another_host_count_as_alive(trace: Trace, dead_pid: int) -> None:
     trace.write("run_started", kind="launch", name="app", host="elsewhere.example", pid=dead_pid)
     trace.write_text("".join(list(trace.call(0, pid=dead_pid))[:3]))
     watch = read(trace.path.parent)
@@ -153,17 +153,18 @@ def test_processes_of_another_host_cannot_be_looked_for(trace: Trace, dead_pid: 
     assert (watch.workers(), watch.outcome()) == ([], "failed")
 
 
-def test_a_process_is_there_until_it_ends() -> None:
+def test_a_process_counts_as_alive_until_it_ends() -> None:
     began = time.time()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert is_there(process.pid, began)
-        # One that was there long before had this number, which is another one's now.
+        # A worker that started long before must have been another process with the same pid.
         assert not is_there(process.pid, began - 3600)
     finally:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        is_zombie_there = is_there(process.pid, began)  # it has ended, and nobody has waited for it
+        # The process is a zombie now: it has ended, and its parent has not waited for it.
+        is_zombie_there = is_there(process.pid, began)
         process.communicate()
     assert not is_zombie_there
     assert not is_there(process.pid, began)
@@ -171,11 +172,11 @@ def test_a_process_is_there_until_it_ends() -> None:
     assert not is_there(2**40, began)
 
 
-# How far it is --------------------------------------------------------------------------------------------
+# Progress of a run ----------------------------------------------------------------------------------------
 
 
 def test_rounds_of_a_simulation(trace: Trace) -> None:
-    started(trace, num_rounds=5)
+    write_start(trace, num_rounds=5)
     trace.write("round_started", round=3, task="train", messages=100)
     for number in range(40):
         trace.write_text("".join(trace.call(number, round=3)))
@@ -192,10 +193,10 @@ def test_rounds_of_a_simulation(trace: Trace) -> None:
     assert (row.metrics, row.metrics_round) == ({"accuracy": 0.5}, 3)
 
 
-def test_cores_of_a_simulation_are_the_runs_and_no_worker_of_it(
+def test_cores_of_a_simulation_are_shown_with_the_run_and_not_as_a_worker(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds them for all its messages. Those of another process are shown as a lease."""
+    """The run holds its cores for all of its messages. Cores of other processes are shown as a lease."""
     monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
     trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
     watch, ledger = read(trace.path.parent), Ledger()
@@ -212,24 +213,26 @@ def test_cores_of_a_simulation_are_the_runs_and_no_worker_of_it(
     assert (row.run, row.label, row.phase, row.cores) == ("", label, "held", 1.0)
     resources = host_row(seen)
     assert resources is not None and resources.cores_leased == 1.0
-    gone = Seen(trace.time, Inventory((), None, "no driver"), state=ledger.status())
-    assert cores_of(gone, watch) is None
+    later = Seen(trace.time, Inventory((), None, "no driver"), state=ledger.status())
+    assert cores_of(later, watch) is None
 
 
 def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None:
-    started(trace, num_rounds=5)
+    write_start(trace, num_rounds=5)
     trace.write("round_started", round=3, task="train", messages=1)
     trace.write("round_grew", round=3, task="train", messages=2)
-    for number, task in ((3, "train"), (2, "train"), (3, "evaluate")):  # two of them are late
+    # Only the first reply belongs to the current task. The other two replies must not count.
+    for number, task in ((3, "train"), (2, "train"), (3, "evaluate")):
         trace.write("reply", round=number, task=task, node=7, error=None, metrics={})
     row = row_of(read(trace.path.parent), trace.time)
     assert (row.messages_done, row.messages) == (1, 2)
 
 
-def test_calls_of_a_round_that_tells_no_messages(trace: Trace) -> None:
+def test_calls_of_a_round_without_a_number_of_messages(trace: Trace) -> None:
     for number in range(5):
         trace.write_text("".join(trace.call(number, round=1)))
-    late = list(trace.call(21, round=1))  # of a slow client that nobody waits for
+    # A call of a slow client, which ends after its round.
+    late = list(trace.call(21, round=1))
     trace.write_text("".join(late[:3]))
     for number in range(3):
         trace.write_text("".join(trace.call(10 + number, round=2)))
@@ -239,9 +242,9 @@ def test_calls_of_a_round_that_tells_no_messages(trace: Trace) -> None:
     assert (row.round, row.calls_done) == (2, {"fit": 3, "evaluate": 1})
 
 
-def test_how_a_run_has_ended(trace: Trace, dead_pid: int) -> None:
+def test_outcome_of_a_run(trace: Trace, dead_pid: int) -> None:
     folder = trace.path.parent
-    started(trace)
+    write_start(trace)
     assert read(folder).outcome() == ""
     trace.write("run_finished", outcome="interrupted", seconds=9.0)
     watch = read(folder)
@@ -251,6 +254,7 @@ def test_how_a_run_has_ended(trace: Trace, dead_pid: int) -> None:
     assert read(folder).outcome() == "gone"
     of_registry = FollowedRun(folder, RunningRun(str(folder), "launch", "app", dead_pid, trace.time))
     of_registry.read_on(math.inf)
-    assert of_registry.outcome() == ""  # it is locked, so it is there
+    # The registered run holds its lock, so it is alive.
+    assert of_registry.outcome() == ""
     of_registry.is_registered = False
     assert of_registry.outcome() == "gone"

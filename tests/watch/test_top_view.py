@@ -1,4 +1,4 @@
-"""How `flower-gpu top` draws a snapshot, for terminals of any size."""
+"""`flower-gpu top` draws snapshots for terminals of any size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs/reference/top.md"
 SIZES = [(80, 24), (200, 50)]
 SECTIONS = ["flower-gpu top", "GPU 0", "Runs", "Workers", "Waiting"]
 
-#: What others may have written: anything, and what a terminal obeys more often than by chance.
+#: Texts of other accounts and apps may be anything. Escape sequences of terminals are more frequent here.
 OBEYED = st.sampled_from("\x1b[2J\x9b\x07\r\n\t\u202e\u200b\u0301\U0001f600個")
 NASTY = st.text(st.one_of(st.characters(), OBEYED), max_size=30)
 
@@ -36,7 +36,7 @@ def texts(
     browsing: Browsing | None = None,
     is_ascii: bool = False,
 ) -> list[str]:
-    """Return the lines without their styles."""
+    """Return the drawn lines without their styles. They must fit the terminal."""
     lines = [line.plain for line in draw(shown, Size(width, height, is_ascii), browsing)]
     assert height is None or len(lines) <= height
     assert all(cell_len(line) <= width for line in lines)
@@ -44,19 +44,19 @@ def texts(
 
 
 @pytest.mark.parametrize("height", [24, None])
-def test_the_frame_is_that_of_the_documentation(height: int | None) -> None:
+def test_the_frame_matches_the_documentation(height: int | None) -> None:
     (shown,) = re.findall(r"```text\n(flower-gpu top .*?)```", PAGE.read_text(), re.DOTALL)
     first, *lines = texts(snapshot(resources=RESOURCES), 80, height, browsing=Browsing())
     documented_first, *documented = shown.splitlines()
-    if height is None:  # nobody presses keys
+    if height is None:  # the line with the keys is missing
         del documented[0]
     assert re.sub(r"\d\d:\d\d:\d\d", "12:00:00", first) == documented_first
-    # As many lines as there are: the rest is there without empty ones.
+    # Empty lines depend on the height, so only the other lines are compared.
     assert [line for line in lines if line] == documented
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_all_sections_are_there_however_much_there_is(width: int, height: int) -> None:
+def test_all_sections_are_shown_however_many_rows_there_are(width: int, height: int) -> None:
     full = snapshot(
         gpus=tuple(gpu(index) for index in range(8)),
         runs=(replace(RUN, run="first"),) * 9,
@@ -67,12 +67,12 @@ def test_all_sections_are_there_however_much_there_is(width: int, height: int) -
     assert len(shown) == height
     for section in SECTIONS:
         assert sum(line.startswith(section) for line in shown) == 1, section
-    # What is left out is counted.
-    of_workers = sum(bool(re.match(r"  quickstart +\d+ +fit", line)) for line in shown)
-    of_waiting = sum(bool(re.match(r" +\d+\.", line)) for line in shown)
-    assert 1 <= of_waiting <= of_workers
-    assert any(line.startswith(f"Workers  1-{of_workers} of 300") for line in shown)
-    assert f"  ... {300 - of_waiting} more" in shown
+    # Rows without room are counted.
+    worker_count = sum(bool(re.match(r"  quickstart +\d+ +fit", line)) for line in shown)
+    waiting_count = sum(bool(re.match(r" +\d+\.", line)) for line in shown)
+    assert 1 <= waiting_count <= worker_count
+    assert any(line.startswith(f"Workers  1-{worker_count} of 300") for line in shown)
+    assert f"  ... {300 - waiting_count} more" in shown
 
 
 ARROWS = [b"\x1b[A", b"\x1bOB", b"\x1b[5~", b"\x1b[6~", b"\x1b[H", b"\x1b[F"]
@@ -88,7 +88,7 @@ LOOK = st.tuples(
 
 @settings(max_examples=examples(50))
 @given(st.lists(LOOK, min_size=1, max_size=3), st.integers(0, 2000))
-def test_whatever_keys_are_pressed_the_window_is_within_the_rows_and_the_terminal(
+def test_any_keys_keep_the_window_within_the_rows_and_the_terminal(
     looks: list[tuple[list[bytes], int, int, int, int]], first: int
 ) -> None:
     browsing = Browsing()
@@ -105,12 +105,12 @@ def test_whatever_keys_are_pressed_the_window_is_within_the_rows_and_the_termina
         )
         lines = "\n".join(texts(shown, width, height, browsing=browsing))
         count = {"Workers": working, "Waiting": queued}[browsing.table]
-        if told := re.search(rf"^{browsing.table}  (\d+)-(\d+) of (\d+)( |$)", lines, re.MULTILINE):
-            start, stop, of = map(int, told.groups()[:3])
-            assert (start, of) == (browsing.first + 1, count) and start <= stop <= count
+        if title := re.search(rf"^{browsing.table}  (\d+)-(\d+) of (\d+)( |$)", lines, re.MULTILINE):
+            start, stop, total = map(int, title.groups()[:3])
+            assert (start, total) == (browsing.first + 1, count) and start <= stop <= count
             assert stop - start < height
         elif width >= 40 and height >= 20:
-            assert browsing.first == 0, "all rows are there"
+            assert browsing.first == 0, "the table is scrolled although all rows have room"
 
 
 def rows_of(shown: Snapshot, browsing: Browsing, pressed: bytes, height: int = 40) -> list[str]:
@@ -119,7 +119,7 @@ def rows_of(shown: Snapshot, browsing: Browsing, pressed: bytes, height: int = 4
     return texts(shown, 100, height, browsing=browsing)
 
 
-def test_tables_are_sorted_by_the_column_that_is_marked() -> None:
+def test_tables_are_sorted_by_the_marked_column() -> None:
     clients = [("17", 3, GIB), ("3", 1, None), ("server", 2, 3 * GIB), ("21", None, 2 * GIB)]
     shown = snapshot(
         gpus=(),
@@ -137,9 +137,9 @@ def test_tables_are_sorted_by_the_column_that_is_marked() -> None:
 
     def workers_after(pressed: bytes) -> tuple[list[str], list[str]]:
         lines = rows_of(shown, browsing, pressed)
-        heads = lines[1 + next(place for place, line in enumerate(lines) if line.startswith("Workers"))]
-        found = [re.findall(r"  quickstart +(\S+) +fit", line) for line in lines]
-        return re.findall(r"\S+[▲▼]", heads), [client for line in found for client in line]
+        heads = lines[1 + next(index for index, line in enumerate(lines) if line.startswith("Workers"))]
+        clients_by_line = [re.findall(r"  quickstart +(\S+) +fit", line) for line in lines]
+        return re.findall(r"\S+[▲▼]", heads), [client for line in clients_by_line for client in line]
 
     assert workers_after(b"") == ([], ["17", "3", "server", "21"])
     assert workers_after(b"r") == ([], ["21", "server", "3", "17"])
@@ -148,67 +148,67 @@ def test_tables_are_sorted_by_the_column_that_is_marked() -> None:
     assert workers_after(b"r") == (["client▼"], ["server", "21", "17", "3"])
     assert workers_after(b">") == (["round▼"], ["17", "server", "3", "21"])
     assert workers_after(b">>") == (["used▼"], ["server", "21", "17", "3"])
-    assert workers_after(b"R") == (["used▲"], ["17", "21", "server", "3"]), "what is not known stays last"
-    # A column without values is left out, and the sorted one stays on a narrow terminal.
+    assert workers_after(b"R") == (["used▲"], ["17", "21", "server", "3"]), "unknown values are not last"
+    # A column without values is omitted. A narrow terminal keeps the column by which the table is sorted.
     assert workers_after(b">")[0] == ["age▼"]
     rows_of(shown, browsing, b"<<")
     assert not any("share▼" in line for line in texts(snapshot(), 40, 24, browsing=Browsing()))
     assert any("share▼" in line for line in texts(shown, 40, 24, browsing=browsing))
-    # The line of those who wait keeps its numbers.
+    # Waiting claims keep their numbers in the queue.
     lines = rows_of(shown, browsing, b"\t>", height=24)
     assert [line.split()[0] for line in lines[-3:]] == ["2.", "1.", "3."] and "for▲" in lines[-4]
     lines = rows_of(shown, browsing, b">>", height=24)
     assert [line.split()[0] for line in lines[-3:]] == ["2.", "1.", "3."] and "age▼" in lines[-4]
 
 
-def test_a_long_table_is_scrolled_and_says_which_of_its_rows_are_shown() -> None:
+def test_a_long_table_scrolls_and_states_its_shown_rows() -> None:
     shown = snapshot(workers=workers(1000), waiting=waiting(30))
     browsing = Browsing()
 
-    def at(pressed: bytes) -> tuple[str, list[int]]:
+    def rows_after(pressed: bytes) -> tuple[str, list[int]]:
         lines = rows_of(shown, browsing, pressed, height=24)
         (title,) = [line for line in lines if line.startswith("Workers")]
         return title, [
             int(client) for line in lines for client in re.findall(r"^  quickstart +(\d+) +fit", line)
         ]
 
-    page = len(at(b"")[1])
+    page = len(rows_after(b"")[1])
     assert page >= 5
-    assert at(b"\x1b[6~")[1][0] == page
-    title, clients = at(b"\x1b[H\x1b[B")
+    assert rows_after(b"\x1b[6~")[1][0] == page
+    title, clients = rows_after(b"\x1b[H\x1b[B")
     assert title.startswith(f"Workers  2-{page + 1} of 1000") and clients == list(range(1, page + 1))
-    assert at(b"\x1b[6~\x1bOA")[1][0] == page
-    assert at(b"\x1b[F")[1] == list(range(1000 - page, 1000))
-    assert at(b"\x1b[B")[1][-1] == 999
-    assert at(b"\x1b[5~")[1][-1] == 999 - page
-    # When rows go, the last ones are there.
-    at(b"\x1b[4~")
+    assert rows_after(b"\x1b[6~\x1bOA")[1][0] == page
+    assert rows_after(b"\x1b[F")[1] == list(range(1000 - page, 1000))
+    assert rows_after(b"\x1b[B")[1][-1] == 999
+    assert rows_after(b"\x1b[5~")[1][-1] == 999 - page
+    # When the table shrinks, its last rows are shown.
+    rows_after(b"\x1b[4~")
     shown = snapshot(workers=workers(500))
-    assert at(b"")[1][-1] == 499
-    # The other table gets the lines with Tab, and this one is at its beginning.
+    assert rows_after(b"")[1][-1] == 499
+    # Tab gives the lines to the other table, and this table returns to its beginning.
     shown = snapshot(workers=workers(1000), waiting=waiting(30))
-    assert 1 <= len(at(b"\t")[1]) < page
+    assert 1 <= len(rows_after(b"\t")[1]) < page
     assert any(line.startswith("Waiting  1-") for line in rows_of(shown, browsing, b"", height=24))
-    assert at(b"\t\x1b[1~")[1][0] == 0
+    assert rows_after(b"\t\x1b[1~")[1][0] == 0
 
 
 @settings(max_examples=examples(40))
 @given(st.integers(20, 120), NASTY, NASTY, NASTY)
-def test_no_text_of_others_can_command_the_terminal(width: int, name: str, client: str, told: str) -> None:
-    worker = replace(WORKER, run=name, host=told, client=client, task=told, progress=told)
+def test_no_text_contains_terminal_commands(width: int, name: str, client: str, text: str) -> None:
+    worker = replace(WORKER, run=name, host=text, client=client, task=text, progress=text)
     shown = snapshot(
-        runs=(replace(RUN, run=name, kind=told, folder=told, task=told, metrics={told: 1.0}),),
-        workers=(worker, replace(worker, run="", client="", label=told, user=name)),
-        waiting=(replace(WAITING, label=told, run=name, user=client), WAITING),
-        gpus=(replace(gpu(), name=told), replace(gpu(1), problem=told)),
-        gpu_problem=told,
-        ledger_problem=told,
+        runs=(replace(RUN, run=name, kind=text, folder=text, task=text, metrics={text: 1.0}),),
+        workers=(worker, replace(worker, run="", client="", label=text, user=name)),
+        waiting=(replace(WAITING, label=text, run=name, user=client), WAITING),
+        gpus=(replace(gpu(), name=text), replace(gpu(1), problem=text)),
+        gpu_problem=text,
+        ledger_problem=text,
         host=name,
     )
     assert all(line.isprintable() for line in texts(shown, width, 24))
 
 
-def test_another_accounts_leases_are_named_by_the_account_only() -> None:
+def test_leases_of_another_account_show_only_the_account() -> None:
     secret = replace(WORKER, run="", client="", label="secret", user="alice", phase="held")
     shown = snapshot(workers=(secret,), waiting=(replace(WAITING, user="alice", label="secret"),))
     text = "\n".join(texts(shown, 200, 50))
@@ -216,7 +216,7 @@ def test_another_accounts_leases_are_named_by_the_account_only() -> None:
     assert text.count("user alice") == 2
 
 
-def test_what_is_not_known_and_a_lost_gpu_are_told() -> None:
+def test_unknown_values_and_a_lost_gpu_are_shown() -> None:
     broken = replace(gpu(), capacity_bytes=None, own_leased_bytes=0, other_leased_bytes=0)
     lost = replace(gpu(1), name="", total_bytes=None, problem="it is lost: see dmesg")
     shown = texts(snapshot(gpus=(broken, lost), ledger_problem="it has been locked for 1 s"), 80, 40)
@@ -225,24 +225,24 @@ def test_what_is_not_known_and_a_lost_gpu_are_told() -> None:
     assert "GPU 1 model unknown: it is lost: see dmesg" in "\n".join(shown)
 
 
-def test_a_terminal_without_unicode_gets_none() -> None:
+def test_a_terminal_without_unicode_gets_ascii_only() -> None:
     text = "\n".join(texts(snapshot(workers=workers(300)), 150, 24, is_ascii=True))
     assert text.isascii()
 
 
-def test_who_uses_more_than_its_lease_stands_out() -> None:
+def test_a_worker_that_uses_more_than_its_lease_is_highlighted() -> None:
     lines = draw(snapshot(workers=(replace(WORKER, used_bytes=5 * GIB),)), Size(80, 24))
     assert any("\x1b[31m5.0\x1b[0m" in coloured(line) for line in lines)
 
 
 @settings(max_examples=examples(40))
 @given(st.integers(0, 100), st.lists(st.integers(0, 2**40), min_size=1, max_size=6), st.integers(1, 2**40))
-def test_a_bar_is_divided_as_memory_is(cells: int, parts: list[int], total: int) -> None:
+def test_a_bar_is_divided_in_proportion_to_memory(cells: int, parts: list[int], total: int) -> None:
     lengths = divided(cells, parts, total)
     whole = max(total, sum(parts))
     assert sum(lengths) <= cells
     assert all(length >= 0 for length in lengths)
     for part, length in zip(parts, lengths, strict=True):
         assert part > 0 or length == 0
-        # One cell off by rounding, and one for each part that is made visible at the others' cost.
+        # A length is off by one cell from rounding, and by one for each part that is made visible.
         assert abs(length - cells * part / whole) <= 1 + len(parts)

@@ -1,4 +1,4 @@
-"""Trackers that refuse something, or are out of reach for a while: what the run's copy there lacks."""
+"""Trackers that refuse points or are unreachable for a while, and the points that their copy then lacks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def begin(folder: Path) -> None:
 
 
 def add_round(folder: Path, number: int, error: str | None = None, **metrics: Any) -> None:
-    which = {"round": number, "task": "train"}
-    trace.write_to(folder, "round_started", **which, messages=1)
+    round_fields = {"round": number, "task": "train"}
+    trace.write_to(folder, "round_started", **round_fields, messages=1)
     if error is not None:
-        trace.write_to(folder, "reply", **which, node=1, error=error, metrics={}, aggregated=True)
-    trace.write_to(folder, "round_finished", **which, messages=1, failed=0, metrics=metrics)
+        trace.write_to(folder, "reply", **round_fields, node=1, error=error, metrics={}, aggregated=True)
+    trace.write_to(folder, "round_finished", **round_fields, messages=1, failed=0, metrics=metrics)
 
 
 def finish(folder: Path) -> None:
@@ -46,22 +46,22 @@ def warnings_in(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if "warning: tracker" in line]
 
 
-def test_a_tracker_goes_on_where_it_was_after_an_outage(
+def test_a_tracker_resumes_after_an_outage_without_duplicates(
     mlflow: MLflowServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its run is made once, and each figure is sent once, whatever was the first request to fail."""
+    """The tracker's run is created once and each point is sent once, whichever request failed first."""
     with Tracking(["mlflow"]).following(tmp_path, "app", {"a": 1}):
         mlflow.is_down = True
         begin(tmp_path)
         add_round(tmp_path, 1, x=1.0)
-        until(lambda: mlflow.failures, "the run could not be made")
+        until(lambda: mlflow.failures, "the request to create the run has failed")
         mlflow.is_down = False
-        until(lambda: ("train/x", 1) in mlflow.metrics, "the first round is there")
+        until(lambda: ("train/x", 1) in mlflow.metrics, "the first round has arrived")
         mlflow.is_down = True
         failures = mlflow.failures
         for number in range(2, 7):
             add_round(tmp_path, number, x=1.0)
-        until(lambda: mlflow.failures > failures, "rounds could not be sent")
+        until(lambda: mlflow.failures > failures, "the request with the later rounds has failed")
         mlflow.is_down = False
         finish(tmp_path)
     assert sorted(step for key, step in mlflow.metrics if key == "train/x") == [*range(1, 7)]
@@ -71,7 +71,7 @@ def test_a_tracker_goes_on_where_it_was_after_an_outage(
 
 
 @pytest.mark.parametrize("refused", [(2,), (1, 2, 3), (4,)])
-def test_a_refused_point_costs_that_point(
+def test_only_the_refused_points_are_missing(
     refused: tuple[int, ...], mlflow: MLflowServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mlflow.refused.add("train/bad")
@@ -87,7 +87,7 @@ def test_a_refused_point_costs_that_point(
     assert f"{count} point{'s are' if count > 1 else ' is'} missing there" in warnings_in(capsys)[-1]
 
 
-def test_event_files_begin_once_their_folder_can_be_made(
+def test_event_files_are_written_once_their_folder_can_be_created(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -101,19 +101,19 @@ def test_event_files_begin_once_their_folder_can_be_made(
         folder.unlink()
         add_round(tmp_path, 2, x=2.0)
         finish(tmp_path)
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    assert {event.step: event.value for event in found.Scalars("train/x")} == {1: 1.0, 2: 2.0}
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    assert {event.step: event.value for event in accumulator.Scalars("train/x")} == {1: 1.0, 2: 2.0}
 
 
 ODD = "bad file im\udcffage.png"
 LONG = "x" * 300
 
 
-def test_odd_texts_long_names_and_numbers_that_are_not_finite(
+def test_invalid_texts_long_names_and_nonfinite_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file name that is not UTF-8, and names that MLflow's store has no room for."""
+    """One name is not valid UTF-8, and others are longer than MLflow's store allows."""
     from mlflow.tracking import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -128,15 +128,15 @@ def test_odd_texts_long_names_and_numbers_that_are_not_finite(
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     [run] = client.search_runs([client.get_experiment_by_name("app").experiment_id])
-    cut = {name: value for name, value in run.data.metrics.items() if name.startswith("train/xxx")}
-    assert sorted(cut.values()) == [1.0, 2.0] and {len(name) for name in cut} == {250}
+    shortened = {name: value for name, value in run.data.metrics.items() if name.startswith("train/xxx")}
+    assert sorted(shortened.values()) == [1.0, 2.0] and {len(name) for name in shortened} == {250}
     assert math.isnan(run.data.metrics["train/nan"]) and run.data.metrics["train/inf"] > 1e300
     shown = r"bad file im\udcffage.png"
     assert run.data.tags["failures"].endswith(f"ValueError: {shown}") and run.data.params["path"] == shown
 
-    found = EventAccumulator(str(RunFolder(tmp_path).tensorboard))
-    found.Reload()
-    values = {name: found.Scalars(f"train/{name}")[0].value for name in ("nan", "inf", "least", LONG)}
+    accumulator = EventAccumulator(str(RunFolder(tmp_path).tensorboard))
+    accumulator.Reload()
+    values = {name: accumulator.Scalars(f"train/{name}")[0].value for name in ("nan", "inf", "least", LONG)}
     assert math.isnan(values.pop("nan")) and list(values.values()) == [math.inf, -math.inf, 1.0]
-    [failure] = found.Tensors("failures")
+    [failure] = accumulator.Tensors("failures")
     assert failure.tensor_proto.string_val[0].decode().endswith(shown)

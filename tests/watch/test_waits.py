@@ -1,4 +1,4 @@
-"""What a run says that has no worker, since others have what its calls need."""
+"""The message of a run without workers when other processes hold the cores that its calls need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flower_gpu.watch.waits import WorkerWaits
 ALL = 1000 * all_cores()
 
 
-def test_after_five_seconds_without_a_worker_it_says_who_has_the_cores(
+def test_after_five_seconds_without_a_worker_the_holder_of_the_cores_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
@@ -39,47 +39,47 @@ def test_after_five_seconds_without_a_worker_it_says_who_has_the_cores(
 
     waits = WorkerWaits(tell)
     ledger = Ledger()
-    held = ledger.acquire(claimant)
-    asks, is_over = threading.Event(), threading.Event()
+    ticket = ledger.acquire(claimant)
+    has_asked, is_over = threading.Event(), threading.Event()
 
     def deadline() -> float:
-        asks.set()
+        has_asked.set()
         if is_over.is_set():
             raise KeyboardInterrupt
         return float("inf")
 
-    def ask() -> None:
+    def acquire_until_over() -> None:
         with pytest.raises(KeyboardInterrupt):
             Ledger().acquire(claimant, deadline=deadline)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    thread = threading.Thread(target=acquire_until_over)
+    thread.start()
     try:
-        assert asks.wait(60)
+        assert has_asked.wait(60)
         pids = (os.getpid(),)
         assert waits.look(100.0, 104.0, pids) == 4.0 and not stream.getvalue()
         assert waits.look(100.0, 106.0, pids) == 6.0
         assert waits.look(100.0, 107.0, pids) == 7.0
     finally:
         is_over.set()
-        asking.join()
-        ledger.release(held)
-    who = f"messages of other (pid {os.getpid()}) of account {account_name(os.getuid())}"
-    text = f"waiting for cores: {ALL / 1000:g} of {ALL / 1000:g} are leased to {who} since "
+        thread.join()
+        ledger.release(ticket)
+    holder = f"messages of other (pid {os.getpid()}) of account {account_name(os.getuid())}"
+    text = f"waiting for cores: {ALL / 1000:g} of {ALL / 1000:g} are leased to {holder} since "
     (line,) = stream.getvalue().splitlines()
     assert line.startswith(text) and re.fullmatch(r"\d\d:\d\d:\d\d", line.removeprefix(text)), line
     assert waits.look(None, 108.0, pids) == 7.0 and history.waited_s == 7.0
     assert waits.look(200.0, 202.0, pids) == 9.0
-    assert waits.look(None, 203.0, pids) == 9.0 and history.waited_s == 7.0, "what nobody was told of"
+    assert waits.look(None, 203.0, pids) == 9.0 and history.waited_s == 7.0, "the short wait was reported"
 
 
-def test_calls_of_a_trace_are_stuck_from_the_end_of_the_last_worker_on() -> None:
-    """So that a launch says it as well."""
-    of_call = {"client": "1", "task": "train", "round": 1}
+def test_calls_of_a_trace_are_stuck_since_the_end_of_the_last_worker() -> None:
+    """A launched run uses the same time to report its wait."""
+    call_fields = {"client": "1", "task": "train", "round": 1}
     history = History(keep_finished=False)
 
     def feed(time: float, name: str, call: str, **fields: Any) -> float | None:
-        history.feed([{**trace.make(name, call=call, **of_call, **fields), "time": time}])
+        history.feed([{**trace.make(name, call=call, **call_fields, **fields), "time": time}])
         return history.stuck_since
 
     assert feed(10.0, "cores_requested", "a", caller_pid=7) == 10.0

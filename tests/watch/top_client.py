@@ -1,4 +1,4 @@
-"""A client whose calls wait for files in the folder that is given: for tests that look at them meanwhile."""
+"""A client with a call that waits for a file in the given folder, so that tests can observe it meanwhile."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import flower_gpu
 
 
 def train(folder: str) -> None:
-    """Use 1 GiB of the GPU, and stop in the middle."""
+    """Use 1 GiB of the GPU, and wait in the middle until the file "go-on" exists."""
     lease = json.loads(os.environ["FLOWER_GPU_LEASE"])
     nvml_stub.allocate(lease["shares"][0]["uuid"], nvml_stub.GIB)
     for item in flower_gpu.progress(range(40), desc="epoch \x1b[2J1"):
         if item == 12:
-            # More than a moment after the item before: that is told at once then.
+            # Progress is reported at once if the last report is long enough ago.
             time.sleep(0.6)
         if item == 13:
             until(Path(folder, "go-on").exists)

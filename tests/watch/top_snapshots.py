@@ -1,4 +1,4 @@
-"""Snapshots for tests of how they are drawn."""
+"""Snapshots for the tests that draw them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WORKER = WorkerRow(
     progress_done=12,
     progress_total=40,
 )
-#: What is not known of a worker that holds a lease, starts, or is on the CPU.
-UNTOLD: dict[str, Any] = {"used_bytes": None}
-UNTOLD |= {"progress": "", "progress_done": None, "progress_total": None}
-HELD = replace(WORKER, run="", client="", task="", round=None, lease="2f", phase="held", **UNTOLD)
+#: Fields that are unknown for a worker that only holds a lease, is starting, or runs on the CPU.
+UNKNOWN: dict[str, Any] = {"used_bytes": None}
+UNKNOWN |= {"progress": "", "progress_done": None, "progress_total": None}
+HELD = replace(WORKER, run="", client="", task="", round=None, lease="2f", phase="held", **UNKNOWN)
 WAITING = WaitingRow(
     lease="3f",
     run="quickstart",
@@ -88,7 +88,7 @@ ON_CPU = replace(
     lease="",
     lease_bytes=None,
     seconds=1.0,
-    **UNTOLD,
+    **UNKNOWN,
 )
 
 
@@ -124,8 +124,8 @@ def waiting(count: int) -> tuple[WaitingRow, ...]:
 
 
 def snapshot(**changes: object) -> Snapshot:
-    """Return one with a little of everything."""
-    made = Snapshot(
+    """Return a snapshot with rows of each kind."""
+    default = Snapshot(
         time=0.0,
         host="gpubox",
         account="me",
@@ -135,7 +135,7 @@ def snapshot(**changes: object) -> Snapshot:
         runs=(RUN, SIMULATION),
         workers=(
             WORKER,
-            replace(WORKER, client="5", seconds=3.0, phase="starting", **UNTOLD),
+            replace(WORKER, client="5", seconds=3.0, phase="starting", **UNKNOWN),
             ON_CPU,
             replace(HELD, label="evaluate of client 1", lease_bytes=GIB, seconds=600.0),
             replace(HELD, user="alice", lease_bytes=2 * GIB, seconds=7200.0),
@@ -145,4 +145,4 @@ def snapshot(**changes: object) -> Snapshot:
             replace(WAITING, run="", label="", user="alice", asked_bytes=None, asked_alone=True),
         ),
     )
-    return replace(made, **changes)  # type: ignore[arg-type]
+    return replace(default, **changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Traces of runs that never were, for what follows them."""
+"""Traces of invented runs, for the tests of code that follows traces."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ GPU_UUID = "GPU-1"
 
 
 class Trace:
-    """A trace that is being written; its clock goes on by a second with each event."""
+    """A trace that is being written. Its clock advances by a second with each event."""
 
     def __init__(self, folder: Path, began: float = 1000.0) -> None:
         self.path = folder / trace.FILE_NAME
         self.time = began
-        self.host = ""  # of a Ray cluster, that the next lines are of
+        # Host of a Ray cluster that writes the next lines.
+        self.host = ""
 
     def line(self, event: str, **fields: Any) -> str:
         self.time += 1
-        of_host = {"host": self.host} if self.host else {}
-        return json.dumps({"v": VERSION, "time": self.time, "event": event, **of_host, **fields}) + "\n"
+        host_field = {"host": self.host} if self.host else {}
+        return json.dumps({"v": VERSION, "time": self.time, "event": event, **host_field, **fields}) + "\n"
 
     def join(self, host: str, gpus: int = 0, **more: Any) -> None:
-        """Have a host join, of which the next lines are."""
+        """Write that a host joins the run. The next lines belong to this host."""
         self.host = host
-        told = [
+        gpu_fields = [
             {"uuid": f"{host}-{number}", "index": number, "name": "NVIDIA Stub 16GB", "total_bytes": 2**34}
             for number in range(gpus)
         ]
-        fields = {"host_id": f"id of {host}", "concurrency": 4, "cores": 8, "gpus": told, **more}
+        fields = {"host_id": f"id of {host}", "concurrency": 4, "cores": 8, "gpus": gpu_fields, **more}
         self.write("host_joined", **fields)
 
     def lose(self, host: str, **more: Any) -> None:
-        """Have the driver say that a host is lost."""
+        """Write that the driver has lost a host. The next lines belong to the driver."""
         self.host = ""
         self.write("host_lost", host=host, **{"host_id": f"id of {host}", "reason": "its agent died", **more})
 
@@ -55,32 +56,33 @@ class Trace:
             file.write(text)
 
     def worker(self, call: str, outcome: str | None = None, pid: int = 1, **fields: Any) -> None:
-        """Append what a worker tells, up to its end if an outcome is given."""
-        told = {"call": call, "client": "3", "task": "fit", "round": 1, "pid": pid, **fields}
-        self.write("worker_started", **told, start_method="forkserver")
+        """Write the start of a worker, and also its end if an outcome is given."""
+        fields = {"call": call, "client": "3", "task": "fit", "round": 1, "pid": pid, **fields}
+        self.write("worker_started", **fields, start_method="forkserver")
         if outcome is not None:
-            self.write("worker_finished", **told, start_method="forkserver", outcome=outcome)
+            self.write("worker_finished", **fields, start_method="forkserver", outcome=outcome)
 
     def call(self, number: int, pid: int = 1, uuid: str = GPU_UUID, **more: Any) -> Iterator[str]:
-        """Yield the lines of a call with a lease, from its request to its end."""
-        of = {"call": f"c{number}", "client": str(number % 100), "task": "fit", "round": 1 + number // 1000}
-        of |= more
+        """Yield the lines of a call with a lease, from its request to its release."""
+        call = f"c{number}"
+        call_fields = {"call": call, "client": str(number % 100), "task": "fit", "round": 1 + number // 1000}
+        call_fields |= more
         lease = f"l{number}"
-        worker = {**of, "pid": pid, "start_method": "forkserver", "lease": lease}
+        worker = {**call_fields, "pid": pid, "start_method": "forkserver", "lease": lease}
         gpus = [{"uuid": uuid, "index": 0, "name": "NVIDIA Stub 16GB", "memory_bytes": 2**32}]
-        yield self.line("lease_requested", **of, caller_pid=7, count=1, memory_bytes=2**32)
-        yield self.line("lease_granted", **of, lease=lease, gpus=gpus, alone=False, waited_s=0.5)
+        yield self.line("lease_requested", **call_fields, caller_pid=7, count=1, memory_bytes=2**32)
+        yield self.line("lease_granted", **call_fields, lease=lease, gpus=gpus, alone=False, waited_s=0.5)
         yield self.line("worker_started", **worker)
-        yield self.line("task_started", call=of["call"], pid=pid, client=of["client"])
-        yield self.line("progress", call=of["call"], pid=pid, desc="epoch 1", n=1, total=2)
+        yield self.line("task_started", call=call_fields["call"], pid=pid, client=call_fields["client"])
+        yield self.line("progress", call=call_fields["call"], pid=pid, desc="epoch 1", n=1, total=2)
         yield self.line("gpu_sample", gpus=[{"uuid": uuid, "used_bytes": number}])
         yield self.line("worker_finished", **worker, outcome="ok", error=None, seconds=1.0)
-        yield self.line("lease_released", **of, lease=lease, held_s=2.0)
+        yield self.line("lease_released", **call_fields, lease=lease, held_s=2.0)
 
 
 @contextmanager
 def run_of(shell: Shell, folder: Path, name: str = "quickstart", kind: str = "launch") -> Iterator[Trace]:
-    """Register a run where the shell's commands look, as long as the context is open."""
+    """Register a run in the state folder of the shell's commands while the context is open."""
     folder.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOWER_GPU_STATE_DIR", str(shell.state))
