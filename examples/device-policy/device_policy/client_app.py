@@ -1,4 +1,4 @@
-"""The client: `context=context` is all it takes for node config and run config to be obeyed."""
+"""The client. With `context=context`, GPUClient obeys the node config and the run config."""
 
 from flwr.client import ClientApp
 

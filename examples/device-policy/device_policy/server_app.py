@@ -1,4 +1,4 @@
-"""The server: prints where each node's call ran, and why."""
+"""The server. It prints where each node's call ran, and why."""
 
 import numpy as np
 from flwr.common import ndarrays_to_parameters

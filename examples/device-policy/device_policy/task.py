@@ -1,4 +1,4 @@
-"""What a worker does: nothing but to say where it runs. No framework is needed for that."""
+"""The task of a worker. It only reports where it runs, so it needs no framework."""
 
 import os
 
@@ -22,8 +22,8 @@ ON_CPU = {
 
 
 def train(weights, config, name, policy, use_gpu):
-    """Train on nothing; the metrics are what this example is about."""
-    lease = Lease.from_environment(os.environ)  # what this worker holds; None: every GPU is hidden from it
+    """Return metrics that say where this worker runs and why. There is no real training."""
+    lease = Lease.from_environment(os.environ)  # None if every GPU is hidden from this worker
     where, reasons = "CPU", ON_CPU
     if lease is not None:
         share = lease.shares[0]

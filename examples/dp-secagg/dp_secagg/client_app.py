@@ -1,4 +1,4 @@
-"""The client: Flower's mods in the client's own process, training in a worker."""
+"""The client. Flower's mods run in the client's own process, and the training runs in a worker."""
 
 from flwr.client.mod import fixedclipping_mod, secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -7,10 +7,11 @@ from flower_gpu import gpu_mod
 
 
 def client_fn(context):
-    from dp_secagg.task import Client  # torch is imported by the worker only
+    from dp_secagg.task import Client  # imports torch, so only the worker may import it
 
     return Client({**context.run_config, **context.node_config}).to_client()
 
 
-# From outside to inside; a reply comes back the other way: trained in a worker, then clipped, then masked.
+# The mods are listed from the outermost to the innermost. A reply passes them in reverse order: the update is
+# trained in a worker, then clipped, then masked.
 app = ClientApp(client_fn, mods=[secaggplus_mod, fixedclipping_mod, gpu_mod])

@@ -1,4 +1,4 @@
-"""The server: it sees the sum of the clients' masked models only, and adds noise to it."""
+"""The server. It sees only the sum of the clients' masked models, and adds noise to this sum."""
 
 import numpy as np
 from flwr.server import LegacyContext, ServerConfig
@@ -27,8 +27,8 @@ def main(grid, context):
         averaging, config["noise-multiplier"], config["clipping-norm"], num_sampled_clients=num_clients
     )
     masked = SecAggPlusWorkflow(
-        num_shares=1.0,  # each client's keys are shared among all of them
-        reconstruction_threshold=0.67,  # so many of the shares open them, should their owner drop out
+        num_shares=1.0,  # each client's keys are shared among all clients
+        reconstruction_threshold=0.67,  # fraction of the shares that recovers the keys of a lost client
         timeout=600,
     )
     legacy = LegacyContext(context, ServerConfig(num_rounds=num_rounds), with_noise)

@@ -1,4 +1,4 @@
-"""Data, model, training and evaluation: ordinary PyTorch, only ever imported by workers."""
+"""Data, model, training and evaluation in ordinary PyTorch. Only workers import this module."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ def load_data():
 
 
 def load_partition(partition_id, num_partitions):
-    """Return what one client has: as much as any other, since the noise is for clients that count alike."""
+    """Return the data of one client. All clients have the same number of examples, as the noise assumes."""
     images, labels = (part[HELD_OUT:] for part in load_data())
     size = len(labels) // num_partitions
     mine = slice(partition_id * size, (partition_id + 1) * size)
@@ -31,12 +31,12 @@ def load_partition(partition_id, num_partitions):
 
 def build_model(weights):
     model = nn.Linear(64, 10)
-    set_weights(model, [array.astype(np.float32) for array in weights])  # SecAgg+ makes float64 of them
+    set_weights(model, [array.astype(np.float32) for array in weights])  # SecAgg+ converts them to float64
     return model.to(device())
 
 
 class Client(NumPyClient):
-    """An ordinary NumPyClient: it knows nothing of clipping, masks, or workers."""
+    """An ordinary NumPyClient, without any code for clipping, masks or workers."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -54,10 +54,11 @@ class Client(NumPyClient):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        return get_weights(model), len(data), {}  # metrics would be sent without noise and without a mask
+        # Metrics would be sent without noise and without a mask, so there are none.
+        return get_weights(model), len(data), {}
 
 
 def evaluate(server_round, weights, config):
-    """Evaluate on the digits that no client has."""
+    """Evaluate on the digits that are held out from all clients."""
     images, labels = (part[:HELD_OUT] for part in load_data())
     return classification_metrics(build_model(weights), [(images, labels)])

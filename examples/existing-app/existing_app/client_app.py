@@ -1,4 +1,4 @@
-"""The client, as it was but for `gpu_mod`."""
+"""The client. The only change is `gpu_mod`."""
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ def answer(message: Message, metrics: dict, **arrays: ArrayRecord):
 @app.train()
 def train(message: Message, context: Context):
     config = message.content["config"]
-    # Own to each client and round, so that the same run gives the same model again.
+    # Each client and round has its own seed, so the same run gives the same model again.
     call = context.run_config["seed"], config["server-round"], context.node_config["partition-id"]
     torch.manual_seed(int(np.random.SeedSequence(call).generate_state(1)[0]))
     net, loader, _ = load(message, context)

@@ -1,4 +1,4 @@
-"""The server, unchanged: Flower's own FedAvg."""
+"""The server. It is unchanged and uses Flower's own FedAvg."""
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord

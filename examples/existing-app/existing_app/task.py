@@ -1,4 +1,4 @@
-"""The model, the data, training and testing. Nothing here knows of flower-gpu."""
+"""The model, the data, training and testing. This module does not use flower-gpu."""
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 def load_data():
-    """Return all digits in the same random order, and how many of the last ones are for testing only."""
+    """Return all digits in the same random order, and the number of held-out digits at their end."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     images = torch.from_numpy(images[order]).float().reshape(-1, 1, 8, 8) / 16
@@ -32,7 +32,7 @@ def load_data():
 
 
 def load_partition(partition_id, num_partitions, batch_size):
-    """Return one client's images: four fifths of them to train on, the others to test with."""
+    """Return one client's images: four fifths for training and one fifth for testing."""
     data, held_out = load_data()
     mine = range(partition_id, len(data) - held_out, num_partitions)
     cut = len(mine) * 4 // 5
@@ -42,7 +42,7 @@ def load_partition(partition_id, num_partitions, batch_size):
 
 
 def load_held_out():
-    """Return the images that no client has."""
+    """Return the images that are held out from all clients."""
     data, held_out = load_data()
     return DataLoader(torch.utils.data.Subset(data, range(len(data) - held_out, len(data))), 128)
 

@@ -1,4 +1,4 @@
-"""The client. It need not know whether others are waited for. Torch is imported by its workers only."""
+"""The client. It is the same for FedBuff and FedAvg. Only its workers import torch."""
 
 from flwr.clientapp import ClientApp
 

@@ -1,4 +1,4 @@
-"""The server: FedBuff, or FedAvg to compare."""
+"""The server. It runs FedBuff, or FedAvg for comparison."""
 
 from flwr.serverapp import ServerApp
 

@@ -1,4 +1,4 @@
-"""Data, model, training and evaluation: ordinary PyTorch, only ever imported by workers."""
+"""Data, model, training and evaluation in ordinary PyTorch. Only workers import this module."""
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ def initial_model(seed):
 
 
 def train(message, context):
-    """Train on this client's digits, from the version of the model that it was sent."""
+    """Train on this client's digits, starting from the model version in the message."""
     settings, node = context.run_config, context.node_config
     call = settings["seed"], message.content["config"]["server-round"], node["partition-id"]
     torch.manual_seed(int(np.random.SeedSequence(call).generate_state(1)[0]))
@@ -59,7 +59,7 @@ def train(message, context):
 
 
 def evaluate(server_round, arrays):
-    """Evaluate on the digits that no client has."""
+    """Evaluate on the digits that are held out from all clients."""
     model = build_model()
     model.load_state_dict(arrays.to_torch_state_dict())
     images, labels = (part[:HELD_OUT] for part in load_data())

@@ -1,4 +1,4 @@
-"""The client. JAX is imported by its workers only."""
+"""The client. Only its workers import JAX."""
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

@@ -1,4 +1,4 @@
-"""The server: it averages arrays; initial weights and evaluation come from workers."""
+"""The server. It averages arrays. Workers create the initial weights and evaluate."""
 
 from flwr.app import ArrayRecord
 from flwr.serverapp import ServerApp

@@ -1,4 +1,4 @@
-"""Data, model, training and evaluation: ordinary JAX and Optax, only ever imported by workers."""
+"""Data, model, training and evaluation in ordinary JAX and Optax. Only workers import this module."""
 
 from functools import partial
 
@@ -65,7 +65,7 @@ def fit(params, images, labels, key, epochs, batch_size, learning_rate):
 
 
 def train(weights, settings):
-    """Train on one client's partition; return the new weights, and metrics."""
+    """Train on one client's partition, and return the new weights and metrics."""
     mine = slice(HELD_OUT + settings["partition-id"], None, settings["num-partitions"])
     images, labels = (part[mine] for part in load_data())
     call = settings["seed"], settings["server-round"], settings["partition-id"]
@@ -76,7 +76,7 @@ def train(weights, settings):
 
 
 def evaluate(server_round, arrays):
-    """Evaluate on the digits that no client has."""
+    """Evaluate on the digits that are held out from all clients."""
     images, labels = (part[:HELD_OUT] for part in load_data())
     loss, logits = loss_and_logits(load_params(arrays.to_numpy_ndarrays()), images, labels)
     return {"loss": float(loss), "accuracy": float((logits.argmax(axis=1) == labels).mean())}

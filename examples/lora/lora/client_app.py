@@ -1,4 +1,4 @@
-"""A client: it gets adapters, trains them, and sends them back."""
+"""The client. It receives adapters, trains them, and sends them back."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The server: it averages adapters, and evaluates them in a worker, too."""
+"""The server. It averages adapters and evaluates them, also in a worker."""
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import ServerApp

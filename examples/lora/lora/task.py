@@ -1,4 +1,4 @@
-"""A transformer that reads an image as a text, and its adapters. Nothing here knows of flower-gpu."""
+"""A transformer that reads an image as a text, and its adapters. This module does not use flower-gpu."""
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ def device():
 
 
 def base_model(config):
-    """Return the model that no client changes. All have the same one, so it need not travel."""
+    """Return the frozen model. All clients have the same one, so it is never sent."""
     if config["base-model"]:
         return AutoModelForSequenceClassification.from_pretrained(config["base-model"], num_labels=10)
     size = BertConfig(
-        vocab_size=17,  # a word is a grey from 0 to 16
+        vocab_size=17,  # a word is a grey level from 0 to 16
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -33,7 +33,7 @@ def base_model(config):
 
 
 def with_adapters(config, arrays=None):
-    """Return the base model, frozen, with the global adapters, or with new ones."""
+    """Return the frozen base model with the adapters in ``arrays``, or with new adapters."""
     lora = LoraConfig(
         TaskType.SEQ_CLS, r=config["rank"], lora_alpha=2 * config["rank"], target_modules="all-linear"
     )
@@ -44,12 +44,12 @@ def with_adapters(config, arrays=None):
 
 
 def adapters(model):
-    """Return what travels: the adapters, and the new last layer."""
+    """Return the weights that are sent: the adapters and the new last layer."""
     return {name: tensor.cpu() for name, tensor in get_peft_model_state_dict(model).items()}
 
 
 def load_data():
-    """Return all digits as texts of 16 words, each the grey of 2 x 2 pixels, in the same random order."""
+    """Return all digits as texts of 16 words, the grey levels of 2 x 2 pixels, in the same random order."""
     images, labels = load_digits(return_X_y=True)
     texts = images.reshape(-1, 4, 2, 4, 2).mean((2, 4)).round().reshape(-1, 16)
     order = np.random.default_rng(0).permutation(len(labels))
@@ -57,7 +57,7 @@ def load_data():
 
 
 def load_partition(partition_id, num_partitions, batch_size):
-    """Return one client's texts. The last 360 of all are for testing only."""
+    """Return one client's texts. The last 360 texts are held out for testing."""
     mine = (one[:-360][partition_id::num_partitions] for one in load_data())
     return DataLoader(TensorDataset(*mine), batch_size, shuffle=True)
 

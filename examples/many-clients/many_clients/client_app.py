@@ -1,4 +1,4 @@
-"""The client: one function trains the models of all messages that it is given."""
+"""The client. One function trains the models of several messages together."""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -23,7 +23,7 @@ def train(messages: list[Message], contexts: list[Context]) -> list[Message]:
 
 
 def load(message: Message, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the client's images and labels in a new order, from a generator of this message alone."""
+    """Return the client's images and labels, shuffled by a generator that depends only on this message."""
     node = context.node_config
     images, labels = task.load_partition(node["partition-id"], node["num-partitions"])
     generator = torch.Generator().manual_seed(flower_gpu.message_seed(message))

@@ -1,4 +1,4 @@
-"""The server: FedAvg with all clients in each round. Torch is imported by workers only."""
+"""The server. It runs FedAvg with all clients in each round. Only workers import torch."""
 
 from flwr.app import Array, ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp

@@ -1,4 +1,4 @@
-"""Networks, data, and training as a pure function, which ``torch.func.vmap`` runs for several clients."""
+"""Networks, data, and training as a pure function that ``torch.func.vmap`` runs for several clients."""
 
 from functools import cache, partial
 
@@ -46,9 +46,9 @@ def load_partition(partition_id, num_partitions):
 
 
 def train_many(network, models, data, learning_rate):
-    """Train the models of several clients for an epoch; clients with the same shapes share each step.
+    """Train the models of several clients for an epoch. Clients with data of the same shape share each step.
 
-    ``models``: a state dict for each client. ``data``: its images and labels.
+    ``models``: a state dict for each client. ``data``: images and labels of each client.
     """
     train_one = partial(train_epoch, build_model(network), learning_rate=learning_rate)
     trained = [None] * len(models)
@@ -61,11 +61,11 @@ def train_many(network, models, data, learning_rate):
 
 
 def train_epoch(module, model, images, labels, *, learning_rate):
-    """Train one model by SGD and return it; ``module`` has the layers, and its own weights are not used."""
+    """Train one model by SGD and return it. Only the layers of ``module`` are used, and not its weights."""
 
     def loss(parameters, buffers, images, labels):
         outputs = functional_call(module, (parameters, buffers), (images,))
-        # BatchNorm changes its buffers in place: they are a second result.
+        # BatchNorm changes its buffers in place, so they are returned as a second result.
         return nn.functional.cross_entropy(outputs, labels), buffers
 
     names = {name for name, _ in module.named_parameters()}
@@ -84,7 +84,7 @@ def initial_model(network, seed):
 
 
 def evaluate(server_round, arrays, network):
-    """Evaluate on the digits that no client has."""
+    """Evaluate on the digits that are held out from all clients."""
     model = build_model(network)
     model.load_state_dict(arrays.to_torch_state_dict())
     images, labels = (part[:HELD_OUT] for part in load_data())

@@ -1,4 +1,4 @@
-"""The client: a training on several GPUs. Torch is imported by its workers only."""
+"""The client. It trains on several GPUs. Only its workers import torch."""
 
 from flwr.clientapp import ClientApp
 
@@ -9,5 +9,5 @@ app = ClientApp(mods=[gpu_mod(resources=lambda context: {"num_gpus": context.run
 
 @app.train()
 def train(message, context):
-    """Train in one process for each GPU; with one GPU in this one."""
+    """Train in one process for each GPU, or in this process if there is only one GPU."""
     return distributed("multi_gpu.training:train")(message, context)

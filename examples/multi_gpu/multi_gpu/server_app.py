@@ -1,4 +1,4 @@
-"""The server: FedAvg; initial weights and evaluation come from workers with one GPU."""
+"""The server. It runs FedAvg. Workers create the initial weights and evaluate, with one GPU."""
 
 from flwr.app import Array, ArrayRecord
 from flwr.serverapp import ServerApp

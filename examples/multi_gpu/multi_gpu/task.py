@@ -1,4 +1,4 @@
-"""Data, models and evaluation: ordinary PyTorch, only ever imported by workers."""
+"""Data, models and evaluation in ordinary PyTorch. Only workers import this module."""
 
 import os
 from functools import partial
@@ -13,7 +13,7 @@ from flower_gpu.pytorch.weights import get_state, save_model
 
 
 def load_data(config, train):
-    """Return images (uint8: examples, channels, height, width) and labels; put your own data here."""
+    """Return images (uint8: examples, channels, height, width) and labels. Load your own data here."""
     if config["dataset"] == "digits":
         from sklearn.datasets import load_digits  # a worker imports only what its call needs
 
@@ -31,7 +31,7 @@ def load_data(config, train):
 
 
 def load_partition(config):
-    """Return what one client has: an equal part, drawn at random."""
+    """Return the data of one client, a random part of the same size for each client."""
     images, labels = load_data(config, train=True)
     order = np.random.default_rng(config["seed"]).permutation(len(labels))
     mine = order[config["partition-id"] :: config["num-partitions"]]
@@ -43,7 +43,7 @@ def to_dataset(images, labels):
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, channels, out, stride, norm):
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 def resnet(blocks, norm, image_channels):
-    """Return a ResNet for small images: three stages of so many blocks (He et al., 2015, section 4.2)."""
+    """Return a ResNet for small images with three stages of ``blocks`` blocks (He et al., 2015, 4.2)."""
     parts = [nn.Conv2d(image_channels, 16, 3, padding=1, bias=False), norm(16), nn.ReLU()]
     channels = 16
     for out in (16, 32, 64):
@@ -77,7 +77,7 @@ def build_model(config, image_channels):
         from torchvision.models import resnet18
 
         model = resnet18(num_classes=10, norm_layer=norm)
-        model.conv1 = nn.Conv2d(image_channels, 64, 3, padding=1, bias=False)  # a stem for small images
+        model.conv1 = nn.Conv2d(image_channels, 64, 3, padding=1, bias=False)  # stem for small images
         model.maxpool = nn.Identity()
         return model
     return resnet({"resnet8": 1, "resnet14": 2}[config["model"]], norm, image_channels)

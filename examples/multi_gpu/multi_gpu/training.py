@@ -1,4 +1,4 @@
-"""One round of one client: this runs in each of its ranks."""
+"""One round of one client. This code runs in each rank."""
 
 import hashlib
 import os
@@ -19,26 +19,26 @@ from flower_gpu.pytorch.distributed import rank, world_size
 from flower_gpu.pytorch.weights import get_state
 from multi_gpu import task
 
-# A checkpoint has the whole model, so that it does not depend on the number of ranks.
+# A checkpoint holds the whole model, so a later attempt may use another number of ranks.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def train(message, context):
-    """Train on one client's partition; rank 0's reply is the client's, with the mean of all metrics."""
+    """Train on one client's partition. The reply of rank 0 is sent, with the mean of all metrics."""
     config = {**context.run_config, **context.node_config}
     server_round, client = message.content["config"]["server-round"], config["partition-id"]
     arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
-    # The same number in each rank, another one for each client and round.
+    # All ranks of a call have the same seed, and each client and round has another one.
     config["seed-of-call"] = seed_of(config["seed"], server_round, client)
     data = task.to_dataset(*task.load_partition(config))
     trained, metrics = learn(arrays, data, config, checkpoint_of(arrays, server_round, config))
-    metrics["num-examples"] = len(data)  # of this client, not of this rank
+    metrics["num-examples"] = len(data)  # examples of the client, not of the rank
     record = ArrayRecord({name: Array(array) for name, array in trained.items()})
     return Message(RecordDict({"arrays": record, "metrics": MetricRecord(metrics)}), reply_to=message)
 
 
 def learn(arrays, data, config, checkpoint=None):
-    """Return the weights after some epochs, and metrics; all ranks have the same arguments."""
+    """Train for some epochs, and return weights and metrics. All ranks must pass the same arguments."""
     torch.manual_seed(config["seed-of-call"])
     print(f"process {os.getpid()} is rank {rank()} of {world_size()}", flush=True)
     model = task.build_model(config, data[0][0].shape[0])
@@ -55,7 +55,7 @@ def learn(arrays, data, config, checkpoint=None):
         if rank() == 0:
             print(f"goes on after epoch {done} of {epochs}", flush=True)
     for epoch in range(done + 1, epochs + 1):
-        sampler.set_epoch(epoch)  # the order of an epoch is the same if others were before a stop
+        sampler.set_epoch(epoch)  # a resumed training sees the same order in each epoch
         for x, y in progress(loader, desc=f"epoch {epoch}/{epochs}"):
             x, y = to_device((x, y))
             loss = cross_entropy(model(x), y)
@@ -65,32 +65,32 @@ def learn(arrays, data, config, checkpoint=None):
             losses.append(loss.detach())
         if checkpoint and epoch < epochs:
             save(checkpoint, model, optimizer, epoch, losses)
-    trained = get_state(model)  # in rank 0; the others need not have them
+    trained = get_state(model)  # only rank 0 needs the weights
     if checkpoint and rank() == 0:
         checkpoint.unlink(missing_ok=True)
     return trained, {"train_loss": torch.stack(losses).mean().item()}
 
 
 def in_ranks(model, config):
-    """Bring a model to the device of this rank, and let backward passes average gradients over the ranks."""
+    """Move a model to the device of this rank, and make backward passes average gradients over all ranks."""
     if world_size() == 1:
         return to_device(model)
-    if config["sync-batchnorm"] and torch.cuda.is_available():  # there is none for the CPU
+    if config["sync-batchnorm"] and torch.cuda.is_available():  # it does not support the CPU
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return fully_shard(model) if config["strategy"] == "fsdp" else DistributedDataParallel(to_device(model))
 
 
 def save(path, model, optimizer, *more):
-    """Write a checkpoint: all ranks put it together, and rank 0 writes it."""
+    """Write a checkpoint. All ranks contribute their part, and rank 0 writes the file."""
     state = [*get_state_dict(model, optimizer, options=WHOLE), *more]
     if rank() == 0:
         new = path.with_suffix(".new")
         torch.save(state, new)
-        new.replace(path)  # it appears when it is complete
+        new.replace(path)  # atomic, so the checkpoint is never incomplete
 
 
 def load(path, model, optimizer):
-    """Load a checkpoint into all ranks; return what else was written."""
+    """Load a checkpoint into all ranks, and return the additional values in it."""
     of_model, of_optimizer, *more = torch.load(path, map_location="cpu", weights_only=True)
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=WHOLE)
     return more
@@ -101,9 +101,10 @@ def seed_of(*numbers):
 
 
 def checkpoint_of(arrays, server_round, config):
-    """Return where this call keeps its checkpoint; None: nowhere.
+    """Return the path of this call's checkpoint, or None if checkpoints are off.
 
-    A training that was killed goes on only from the same model in the same round: the name says which.
+    Its name contains the round and a digest of the model, so a killed training resumes only with the same
+    ones.
     """
     if not config["checkpoint-dir"]:
         return None

@@ -1,4 +1,4 @@
-"""The client: it names the function its workers run, and never imports torch itself."""
+"""The client. It names the function that its workers run, and never imports torch itself."""
 
 from flwr.client import ClientApp
 

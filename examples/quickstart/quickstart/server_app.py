@@ -1,4 +1,4 @@
-"""The server: it averages numpy weights; initial weights and evaluation come from workers."""
+"""The server. It averages NumPy weights. Workers create the initial weights and evaluate."""
 
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 

@@ -1,4 +1,4 @@
-"""Data, models, training and evaluation: ordinary PyTorch, only ever imported by workers."""
+"""Data, models, training and evaluation in ordinary PyTorch. Only workers import this module."""
 
 import os
 
@@ -13,7 +13,7 @@ from flower_gpu.pytorch.weights import get_weights, save_model, set_weights
 
 
 def load_data(settings, train):
-    """Return images (uint8: examples, channels, height, width) and labels; put your own data here."""
+    """Return images (uint8: examples, channels, height, width) and labels. Load your own data here."""
     if settings["dataset"] == "digits":
         from sklearn.datasets import load_digits  # a worker imports only what its call needs
 
@@ -26,7 +26,7 @@ def load_data(settings, train):
 
     if settings["dataset"] == "cifar10":
         folder = settings["data-dir"] or torch.hub.get_dir()
-        data = datasets.CIFAR10(folder, train, download=True)  # not if it is there already
+        data = datasets.CIFAR10(folder, train, download=True)  # downloads only missing files
         return torch.from_numpy(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
     if settings["dataset"] == "synthetic":
         first, to_tensor = 0 if train else 512, transforms.PILToTensor()
@@ -62,7 +62,7 @@ def build_model(name, image_shape):
         from torchvision.models import resnet18
 
         model = resnet18(num_classes=10)
-        model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)  # a stem for small images
+        model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)  # stem for small images
         model.maxpool = nn.Identity()
         return model
     raise ValueError(f"unknown model {name!r}")

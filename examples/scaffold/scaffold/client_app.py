@@ -1,4 +1,4 @@
-"""The client. Torch is imported by its workers only."""
+"""The client. Only its workers import torch."""
 
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -17,5 +17,5 @@ def train(message, context):
 
 @app.query()
 def query(message, context):
-    """Return what this client has kept; the server could add it up from what it was sent."""
+    """Return this client's kept variables, which the server could also compute from earlier replies."""
     return Message(RecordDict(dict(context.state)), reply_to=message)

@@ -1,4 +1,4 @@
-"""The server: FedAvg whose messages carry the server's control variate as well."""
+"""The server. It runs FedAvg with messages that also contain the server's control variate."""
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
@@ -28,7 +28,7 @@ class Scaffold(FedAvg):
     def aggregate_train(self, server_round, replies):
         replies = list(replies)
         for reply in replies:
-            if reply.has_content():  # a client that failed has not changed its control variate either
+            if reply.has_content():  # a failed client has not changed its control variate
                 for name, array in reply.content.pop("control-change").items():
                     self.control[name] = self.control[name] + array.numpy() / self.num_clients
         return super().aggregate_train(server_round, replies)
@@ -63,7 +63,7 @@ def main(grid, context):
 
 
 def compare_control_variates(grid, strategy):
-    """Print what is left between the server's control variate and the mean of those that clients keep."""
+    """Print the difference between the server's control variate and the mean of the clients' variates."""
     questions = [
         Message(RecordDict(), dst_node_id=node_id, message_type=MessageType.QUERY)
         for node_id in grid.get_node_ids()
@@ -73,7 +73,7 @@ def compare_control_variates(grid, strategy):
         if reply.has_error():
             print(f"a client did not tell what it kept: {reply.error.reason}")
             return
-    # Who never trained has none, which stands for zeros.
+    # A client that never trained has no control variate, which counts as zeros.
     kept = [reply.content for reply in replies if "control" in reply.content]
     rounds = sorted(state["rounds"]["trained"] for state in kept)
     largest = max(np.abs(array).max() for array in strategy.control.values())

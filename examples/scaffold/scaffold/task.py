@@ -1,4 +1,4 @@
-"""Data, model and evaluation: ordinary PyTorch, only ever imported by workers."""
+"""Data, model and evaluation in ordinary PyTorch. Only workers import this module."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def load_data():
 
 
 def load_partition(partition_id, num_partitions):
-    """Return what one client has: sorted by label, so that each has seen few of the ten digits."""
+    """Return the data of one client. The data is split by label, so each client has few of the ten digits."""
     images, labels = (part[HELD_OUT:] for part in load_data())
     mine = labels.argsort(stable=True).tensor_split(num_partitions)[partition_id]
     return images[mine], labels[mine]
@@ -35,7 +35,7 @@ def initial_weights(seed):
 
 
 def evaluate(server_round, arrays):
-    """Evaluate on the digits that no client has."""
+    """Evaluate on the digits that are held out from all clients."""
     model = build_model()
     model.load_state_dict(arrays.to_torch_state_dict())
     images, labels = (part[:HELD_OUT] for part in load_data())

@@ -10,13 +10,13 @@ from scaffold import task
 
 
 def train(message, context):
-    """Train from where the server is; `context.state` keeps what the next round of this client needs."""
+    """Train from the server's model. `context.state` keeps this client's variables for its next round."""
     config, settings, node = message.content["config"], context.run_config, context.node_config
     steps, learning_rate = settings["local-steps"], settings["learning-rate"]
     call = settings["seed"], config["server-round"], node["partition-id"]
     generator = torch.Generator().manual_seed(int(np.random.SeedSequence(call).generate_state(1)[0]))
 
-    # Whatever device these were on when they were kept or sent, all of them are on one now.
+    # Model, data and kept tensors may come from different devices, so move all to the device of this call.
     model = to_device(task.build_model())
     data = to_device(task.load_partition(node["partition-id"], node["num-partitions"]))
     start = tensors(message.content["arrays"])
@@ -41,7 +41,7 @@ def train(message, context):
         generator=generator,
     )
 
-    # Clients count alike, as in the paper, whatever they have of examples.
+    # All clients have the same weight, as in the paper, regardless of their number of examples.
     metrics = MetricRecord({"train_loss": loss, "weight": 1})
     reply = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
     if uses_control:
@@ -54,15 +54,15 @@ def train(message, context):
 
 
 def tensors(record):
-    """Return a record's tensors on the GPU of this call's lease, or on the CPU where it has none."""
+    """Return a record's tensors on the GPU of this call's lease, or on the CPU without a lease."""
     return to_device(record.to_torch_state_dict())
 
 
 def take_steps(model, data, *, steps, batch_size, learning_rate, correction, momentum, beta, generator):
     """Take steps of SGD on random batches, and return the mean loss.
 
-    The correction is added to each gradient. The momentum is changed in place; it is an average of gradients
-    and not their sum, so that a step is as long as without it: control variates are made of steps.
+    The correction is added to each gradient. The momentum is changed in place. It is an average of gradients
+    and not their sum, so steps are as long as without momentum. Control variates depend on this length.
     """
     images, labels = data
     losses = []
@@ -80,8 +80,8 @@ def take_steps(model, data, *, steps, batch_size, learning_rate, correction, mom
 
 
 def change_of_control(start, end, servers, distance):
-    """Return by how much the client's control variate changes: the paper's option II.
+    """Return the change of the client's control variate, by option II of the paper.
 
-    It becomes its own value - the server's + (start - end) / (steps * learning rate).
+    The new variate is the old one - the server's + (start - end) / (steps * learning rate).
     """
     return {name: (start[name] - end[name]) / distance - servers[name] for name in start}

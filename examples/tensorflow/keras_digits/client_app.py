@@ -1,4 +1,4 @@
-"""The client: it names the function its workers run, and never imports TensorFlow itself."""
+"""The client. It names the function that its workers run, and never imports TensorFlow itself."""
 
 from flwr.client import ClientApp
 
@@ -10,7 +10,7 @@ def client_fn(context):
     return GPUClient(
         "keras_digits.task:train",
         kwargs={"settings": settings},
-        preload="keras_digits.task:load_data",  # once for all workers, where they are forked from
+        preload="keras_digits.task:load_data",  # runs once, in the fork server of all workers
         context=context,
     ).to_client()
 

@@ -1,4 +1,4 @@
-"""Data, model, training and evaluation: ordinary Keras, only ever imported by workers."""
+"""Data, model, training and evaluation in ordinary Keras. Only workers import this module."""
 
 import os
 
@@ -13,7 +13,7 @@ data = None
 
 
 def load_data():
-    """Return images and labels of all digits, always in the same random order; numpy arrays only."""
+    """Return images and labels of all digits as NumPy arrays, always in the same random order."""
     global data
     if data is None:
         images, labels = load_digits(return_X_y=True)
@@ -64,7 +64,7 @@ def train(weights, config, settings):
 
 
 def evaluate(server_round, weights, config):
-    """Evaluate on the digits that no client has, as ``evaluate_fn`` of a Flower strategy."""
+    """Evaluate on the held-out digits, as ``evaluate_fn`` of a Flower strategy."""
     images, labels = (part[:HELD_OUT] for part in load_data())
     model = compiled(weights)
     loss, accuracy = model.evaluate(images, labels, verbose=0)
