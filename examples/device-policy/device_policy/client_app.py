@@ -7,12 +7,12 @@ from flower_gpu import GPUClient
 
 def client_fn(context):
     node = context.node_config
-    told = {
+    arguments = {
         "name": node.get("name", f"node {node.get('partition-id')}"),
         "policy": node.get("gpu", "offer"),
         "use_gpu": context.run_config["use-gpu"],
     }
-    client = GPUClient("device_policy.task:train", kwargs=told, gpu_memory="1GiB", context=context)
+    client = GPUClient("device_policy.task:train", kwargs=arguments, gpu_memory="1GiB", context=context)
     return client.to_client()
 
 

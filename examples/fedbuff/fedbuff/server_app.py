@@ -11,12 +11,12 @@ app = ServerApp()
 def main(grid, context):
     config = context.run_config
     num_clients = config["num-clients"]
-    of_a_round = min(config["clients-per-round"], num_clients)
+    clients_per_round = min(config["clients-per-round"], num_clients)
     if config["strategy"] == "fedbuff":
         concurrency = min(config["concurrency"], num_clients)
-        strategy = FedBuff(buffer_size=of_a_round, concurrency=concurrency)
+        strategy = FedBuff(buffer_size=clients_per_round, concurrency=concurrency)
     else:
-        strategy = FedAvg(of_a_round / num_clients, of_a_round, num_clients)
+        strategy = FedAvg(clients_per_round / num_clients, clients_per_round, num_clients)
     strategy.start(
         grid,
         run_in_worker("fedbuff.task:initial_model", seed=config["seed"], gpu="never"),

@@ -58,17 +58,17 @@ def load_data():
 
 def load_partition(partition_id, num_partitions, batch_size):
     """Return one client's texts. The last 360 texts are held out for testing."""
-    mine = (one[:-360][partition_id::num_partitions] for one in load_data())
+    mine = (part[:-360][partition_id::num_partitions] for part in load_data())
     return DataLoader(TensorDataset(*mine), batch_size, shuffle=True)
 
 
 def load_held_out(batch_size):
-    return DataLoader(TensorDataset(*(one[-360:] for one in load_data())), batch_size)
+    return DataLoader(TensorDataset(*(part[-360:] for part in load_data())), batch_size)
 
 
 def train(model, loader, epochs, lr):
     model.train()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=lr)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     total = 0.0
     for _ in range(epochs):
         for words, labels in loader:
