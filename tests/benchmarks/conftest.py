@@ -1,4 +1,4 @@
-"""The benchmarks run, tiny, and write rows of the shape that is promised. No time is asserted."""
+"""Fixtures that run tiny benchmarks. The tests check the shape of their rows, and never a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from flower_gpu import run_in_worker
 
 REPOSITORY = Path(__file__).parents[2]
 
-sys.path.insert(0, str(REPOSITORY))  # where `python -m benchmarks.NAME` is to be started
+# `python -m benchmarks.NAME` must be started in this folder.
+sys.path.insert(0, str(REPOSITORY))
 
 
 @pytest.fixture(scope="session")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Run a benchmark in a process of its own, and return what it has written down.
+    """A function that runs a benchmark in a separate process and returns the figures that it writes.
 
-    They use one fork server, which is started here: a benchmark ends those that it has started.
+    All benchmarks use one fork server. It is started here, because a benchmark stops a server that it starts.
     """
     if sys.platform != "linux":
         pytest.skip("the benchmarks read /proc")
@@ -38,15 +39,16 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
 
     def run(name: str, *options: object, env: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         file = tmp_path_factory.mktemp(name) / "figures.json"
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file), *map(str, options)],
             cwd=REPOSITORY,
-            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", **env},  # tests run beside each other
+            # Tests run in parallel, so each benchmark uses one thread.
+            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", **env},
             capture_output=True,
             text=True,
             timeout=450,
         )
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
         result: dict[str, Any] = json.loads(file.read_text())
         assert result["failed"] == {} and result["machine"]["cpus"] >= 1
         assert {"python", "torch", "flwr", "ray", "kernel", "gpus"} <= result["machine"].keys()
@@ -56,12 +58,14 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
 
 
 @pytest.fixture
-def refused(
+def run_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Start a benchmark in this process with wrong options. Return its exit status and what it says.
+    """A function that starts a benchmark in this process with invalid options.
 
-    What gets past its options would become the parent of orphans, and take variables out of the environment.
+    It returns the exit status and the output on stderr.
+
+    A benchmark that accepted its options would make this process adopt orphans and remove its variables.
     """
 
     def start(name: str, *options: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Benchmarks of calls: isolation, gpu_mod, ranks, the trace. And options that no benchmark takes."""
+"""Benchmarks of calls: isolation, gpu_mod, ranks and the trace, and options that are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Figures = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.timeout(480)
 
 
-def test_isolation_measures_calls(figures: Figures) -> None:
+def test_isolation_measures_each_kind_of_call(figures: Figures) -> None:
     ways = ["in-process", "ours-forkserver"]
     rows = figures("isolation", "--quick", "--only", "calls", "--ways", ",".join(ways))["calls"]
     assert all(list(row) == CALL_KEYS for row in rows)
@@ -26,13 +26,13 @@ def test_isolation_measures_calls(figures: Figures) -> None:
         assert row["caller_peak_mb"] > 10
 
 
-def test_a_way_whose_calls_lose_something_gets_no_figure() -> None:
+def test_wrong_weights_are_an_error_instead_of_a_figure() -> None:
     from benchmarks.shared import weights
 
-    made = weights.make(0.1)
-    weights.check(made, 0.1, added=0)
+    arrays = weights.make(0.1)
+    weights.check(arrays, 0.1, added=0)
     with pytest.raises(ValueError, match="array 0 has wrong values"):
-        weights.check(made, 0.1, added=1)
+        weights.check(arrays, 0.1, added=1)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_a_way_whose_calls_lose_something_gets_no_figure() -> None:
         ("simulation", ["--engines", "spark"], "'spark' is not one of ours, ray, loop"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused(
-    refused: Callable[..., tuple[int, str]], name: str, options: list[str], message: str
+def test_invalid_options_are_refused(
+    run_refused: Callable[..., tuple[int, str]], name: str, options: list[str], message: str
 ) -> None:
-    status, said = refused(name, *options)
+    status, stderr = run_refused(name, *options)
     assert status == 2
-    assert message in said
+    assert message in stderr
 
 
 def test_mod_measures_each_start_method(figures: Figures) -> None:
@@ -66,12 +66,13 @@ def test_mod_measures_each_start_method(figures: Figures) -> None:
 
 def test_tracing_compares_with_and_without(figures: Figures) -> None:
     [row] = figures("tracing", "--quick", "--only", "no-op")["rows"]
-    # A start, the task's, a result and an end of each worker, and six lines of the run.
+    # Each worker writes four lines: its start, the start of the task, the result and its end. The run writes
+    # six.
     assert (row["part"], row["clients"], row["lines"]) == ("no-op", 4, 4 * 4 + 6)
     assert row["on_s"] > 0 and row["off_s"] > 0 and row["line_us"] > 0
 
 
-def test_ranks_are_measured_beside_the_plain_function(figures: Figures) -> None:
+def test_ranks_are_compared_with_the_plain_function(figures: Figures) -> None:
     result = figures("ranks", "--quick")
     assert [(row["way"], row["ranks"]) for row in result["start"]] == [("plain", 1), ("one", 1), ("ranks", 2)]
     assert [(row["way"], row["ranks"]) for row in result["train"]] == [

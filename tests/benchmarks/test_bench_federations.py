@@ -19,16 +19,16 @@ Figures = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.timeout(480)
 
 
-def test_a_message_to_supernodes(figures: Figures) -> None:
-    """That all clients answered, the benchmark itself checks."""
+def test_supernode_measures_a_message(figures: Figures) -> None:
+    """The benchmark itself checks that all clients have replied."""
     [row] = figures("supernode", "--quick", "--only", "no-op", "--ways", "ours")["rows"]
     assert (row["app"], row["way"], row["supernodes"]) == ("no-op", "ours", 1)
     assert 0 < row["round_s"] <= row["strategy_s"] < row["total_s"] <= row["whole_s"]
     assert row["cpu_s_per_message"] > 0
 
 
-def test_simulations(figures: Figures) -> None:
-    """That all clients answered, and that the model is right, the apps themselves check."""
+def test_simulation_measures_each_engine(figures: Figures) -> None:
+    """The apps themselves check that all clients have replied and that the model is correct."""
     result = figures("simulation", "--quick", "--only", "no-op,order,batches", "--engines", "ours")
 
     [ours] = result["no-op"]
@@ -50,8 +50,8 @@ def test_simulations(figures: Figures) -> None:
 
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
 @pytest.mark.skipif(NO_NETWORK, reason="needs root, and ip: hosts have network interfaces")
-def test_what_goes_between_two_hosts_is_counted(figures: Figures) -> None:
-    """That all clients answered, and that the model is right, the app itself checks."""
+def test_cluster_counts_the_bytes_between_two_hosts(figures: Figures) -> None:
+    """The app itself checks that all clients have replied and that the model is correct."""
     (wire,) = figures("cluster", "--quick", "--only", "wire")["wire"]
     assert wire["down_bytes"] > 0 and wire["up_bytes"] > wire["sum_bytes"] == 2 * wire["model_bytes"]
     assert wire["driver_peak_rss_mb"] > 20 and wire["agent_peak_rss_mb"] > 20

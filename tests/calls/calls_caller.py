@@ -1,4 +1,4 @@
-"""A client process that makes calls as it is told: a JSON list of command and fields on each line."""
+"""A client process that makes calls on command. Each line on stdin is a command as a JSON list."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
 from flower_gpu.leases.ledger import Ledger
 
 
-class Logged(logging.Handler):
-    """Keeps what is logged."""
+class LogLines(logging.Handler):
+    """Keeps the lines that are logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class Logged(logging.Handler):
         self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
-logged = Logged()
+log_lines = LogLines()
 
 
 def run(task: str, *args: Any, weights: list[list[int]] | None = None, **options: Any) -> Any:
-    """Run one call; the weights are zeros of these shapes."""
+    """Run one call. ``weights``: shapes of the arrays of zeros that are passed as weights."""
     if weights is not None:
         options["weights"] = [np.zeros(shape, np.float32) for shape in weights]
         value = flower_gpu.run_in_worker(task, *args, **options)
@@ -48,7 +48,7 @@ def run(task: str, *args: Any, weights: list[list[int]] | None = None, **options
 
 
 def run_confined(task: str, *args: Any, write: list[str], **options: Any) -> Any:
-    """Run one call in a confined worker that can also write into these folders."""
+    """Run one call in a confined worker. ``write``: folders that the worker can also write into."""
     from flower_gpu.calls.runner import run_call
     from flower_gpu.calls.settings import call_settings
     from flower_gpu.flower.confine import Allowed, for_message
@@ -64,11 +64,11 @@ def run_in_threads(*calls: tuple[str, list[Any], dict[str, Any]]) -> list[Any]:
     """Run several calls at the same time."""
     values: list[Any] = [None] * len(calls)
 
-    def one(number: int) -> None:
+    def run_call_number(number: int) -> None:
         task, args, options = calls[number]
         values[number] = answer_to("run", [task, *args], options)
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(calls))]
+    threads = [threading.Thread(target=run_call_number, args=(number,)) for number in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -83,7 +83,7 @@ def fit(
     shapes: tuple[tuple[int, ...], ...] = ((2, 3),),
     **options: Any,
 ) -> Any:
-    """Let a client of a ClientApp train once; return its metrics and the code of its status."""
+    """Let a GPUClient train once, and return its metrics."""
     from flwr.app import Context, RecordDict
 
     context = Context(1, 1, node_config or {}, RecordDict(), run_config or {})
@@ -93,7 +93,7 @@ def fit(
 
 
 def app(config: dict[str, Any], **options: Any) -> Any:
-    """Let a ClientApp answer a message of the server; return its error, or the status of its result."""
+    """Let a ClientApp handle a message of the server. Return the status and the metrics of its result."""
     from flwr.app import Context, Message, RecordDict
     from flwr.client import ClientApp
     from flwr.common import FitIns, ndarrays_to_parameters
@@ -112,8 +112,8 @@ def app(config: dict[str, Any], **options: Any) -> Any:
     return {"code": result.status.code.name, "message": result.status.message, **result.metrics}
 
 
-def as_start_client() -> None:
-    """Be a process that has called ``start_client``."""
+def look_like_start_client() -> None:
+    """Look like a process that has called ``start_client``."""
     import flwr.compat.client.app  # noqa: F401
 
 
@@ -123,10 +123,10 @@ def evaluate(**options: Any) -> Any:
 
 
 def footprints() -> list[Any]:
-    found = Footprints().entries()
+    peaks_by_key = Footprints().entries()
     return [
-        [key.task, key.weights, list(key.sizes), one.peak_bytes]
-        for key, one in found.items()
+        [key.task, key.weights, list(key.sizes), peaks.peak_bytes]
+        for key, peaks in peaks_by_key.items()
         if key.gpu not in (ON_CPU, BESIDE_GPU)
     ]
 
@@ -139,23 +139,23 @@ def environment(variables: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def nvml_fails_once_granted() -> None:
-    """Let the GPU be lost at the moment the next lease is granted."""
+def lose_gpu_once_granted() -> None:
+    """Make the GPU lost at the moment the next lease is granted."""
     acquire = Ledger.acquire
 
-    def acquired(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+    def acquire_and_lose_gpu(self: Ledger, *args: Any, **kwargs: Any) -> Any:
         ticket = acquire(self, *args, **kwargs)
         with open(f"{os.environ['NVML_STUB_DIR']}/gpu-0", "a") as file:
             file.write("error 15\n")
         return ticket
 
-    Ledger.acquire = acquired  # type: ignore[method-assign]
+    Ledger.acquire = acquire_and_lose_gpu  # type: ignore[method-assign]
 
 
 def lines() -> list[str]:
-    """Return what was logged since the last time, and whether this process is left as it was."""
-    found, logged.lines = logged.lines, []
-    return found
+    """Return the lines that were logged since the last call."""
+    new_lines, log_lines.lines = log_lines.lines, []
+    return new_lines
 
 
 _COMMANDS = {
@@ -166,11 +166,11 @@ _COMMANDS = {
         run_in_threads,
         fit,
         app,
-        as_start_client,
+        look_like_start_client,
         evaluate,
         footprints,
         environment,
-        nvml_fails_once_granted,
+        lose_gpu_once_granted,
         lines,
         calls_tasks.seen,
     )
@@ -193,9 +193,10 @@ def main() -> None:
     os.setsid()
     calls_tasks.use_light_servers()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what workers print comes here, too
+    # Workers print to stdout too, and their output must not mix with the answers.
+    os.dup2(2, 1)
     logger = logging.getLogger("flwr.flower_gpu")
-    logger.addHandler(logged)
+    logger.addHandler(log_lines)
     print(json.dumps({"value": os.getpid()}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer_to(*json.loads(line))), file=answers, flush=True)

@@ -21,7 +21,7 @@ from flower_gpu.leases.ledger_folder import LedgerFolder
 
 FOLDER = Path(__file__).parent
 
-#: Start methods by which a worker inherits what its caller has, or is sent what it needs.
+#: A forked worker inherits the state of its caller. A worker of a fork server receives all that it needs.
 METHODS = ["fork", "forkserver"]
 
 
@@ -41,34 +41,34 @@ class Caller(Forked):
     def __init__(self, env: dict[str, str]) -> None:
         super().__init__(FOLDER / "calls_caller.py", env)
 
-    def tell(self, command: str, *arguments: Any, **options: Any) -> None:
-        """Send a command; its answer is to be asked for."""
+    def send(self, command: str, *arguments: Any, **options: Any) -> None:
+        """Send a command without waiting. :meth:`answer` returns the result."""
         self.write(json.dumps([command, arguments, options]))
 
     def answer(self) -> Any:
-        """Wait for the answer to the command that was sent."""
+        """Wait for the answer to the last command. Raises CallError if it failed."""
         return value_of(json.loads(self.read()))
 
     def __call__(self, command: str, *arguments: Any, **options: Any) -> Any:
-        self.tell(command, *arguments, **options)
+        self.send(command, *arguments, **options)
         return self.answer()
 
     def follow(self, *steps: list[Any], **options: Any) -> Any:
-        """Run a call that does these steps."""
+        """Run a call with these steps."""
         return self("run", "calls_tasks:follow", steps, **options)
 
     def fails(self, command: str, *arguments: Any, **options: Any) -> CallError:
-        """Send a command that fails; return its error."""
-        self.tell(command, *arguments, **options)
+        """Send a command that must fail, and return its error."""
+        self.send(command, *arguments, **options)
         return self.failure()
 
     def failure(self) -> CallError:
-        """Wait for the error of the command that was sent."""
+        """Wait for the error of the last command."""
         try:
             value = self.answer()
         except CallError as error:
             return error
-        raise AssertionError(f"it did not fail: {value}")
+        raise AssertionError(f"the command did not fail, it returned {value}")
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
@@ -89,9 +89,9 @@ class CallsHost:
     Parameters
     ----------
     folder : Path
-        Of this test.
+        Folder of this test.
     library, state : Path
-        Of all tests: where the stub's library is, and what is there once for a user.
+        Folders of all tests: the stub's library, and the state folder of the user.
     """
 
     def __init__(self, folder: Path, library: Path, state: Path) -> None:
@@ -126,9 +126,9 @@ class CallsHost:
         self._pids: list[int] = []
 
     def add_gpu(self) -> str:
-        """Put a second GPU into the host; return its UUID."""
-        two = nvml_stub.Host(self.folder / "stub", gpus=2)
-        return two.uuids[1]
+        """Add a second GPU to the host, and return its UUID."""
+        host = nvml_stub.Host(self.folder / "stub", gpus=2)
+        return host.uuids[1]
 
     def start(self, **env: str) -> Caller:
         """Start a client process."""
@@ -138,7 +138,7 @@ class CallsHost:
         return caller
 
     def status(self) -> Any:
-        """What the ledger says, to whoever takes its mutex."""
+        """Return the holders and waiting claims of the ledger."""
         state = Ledger(LedgerFolder(self.ledger)).status()
         holders = [
             {
@@ -154,11 +154,11 @@ class CallsHost:
         return {"holders": holders, "waiting": [entry.label() for entry in state.waiting]}
 
     def holders(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.status()["holders"]
-        return found
+        entries: list[dict[str, Any]] = self.status()["holders"]
+        return entries
 
     def until(self, condition: Callable[[Any], bool]) -> Any:
-        """Wait until the ledger says something."""
+        """Wait until the status of the ledger meets the condition, and return the status."""
         deadline = time.monotonic() + WAIT_S
         while not condition(state := self.status()):
             assert time.monotonic() < deadline, state
@@ -169,52 +169,54 @@ class CallsHost:
         self.until(lambda state: not state["holders"])
 
     def until_waiting(self, caller: Caller) -> None:
-        """Wait until a process waits in line, and fail with its error if it does not."""
+        """Wait until a claim waits in the queue. Fails with the error of the caller if its call fails."""
         self.until(lambda state: state["waiting"] or caller.has_answer())
         assert not caller.has_answer(), caller.answer()
 
-    def reached(self, name: str) -> int:
-        """Wait until a task tells that it is somewhere; return its process."""
+    def wait_until_reached(self, name: str) -> int:
+        """Wait until a task announces that it has reached this step, and return its pid."""
         path = self.folder / name
         deadline = time.monotonic() + WAIT_S
         while not path.exists():
-            assert time.monotonic() < deadline, f"nobody reached {name}"
+            assert time.monotonic() < deadline, f"no task has reached {name}"
             time.sleep(0.01)
         pid = int(path.read_text())
         self._pids.append(pid)
         return pid
 
-    def tell(self, name: str) -> list[Any]:
-        """The step by which a task tells that it is somewhere."""
-        return ["tell", str(self.folder / name)]
+    def announce(self, name: str) -> list[Any]:
+        """Return a step that announces itself to :meth:`wait_until_reached`."""
+        return ["announce", str(self.folder / name)]
 
     def wait(self, name: str) -> list[Any]:
-        """The step in which a task waits for :meth:`go`."""
+        """Return a step that waits for :meth:`go`."""
         return ["wait", str(self.folder / name)]
 
     def go(self, name: str) -> None:
         (self.folder / name).touch()
 
-    def trace(self, *events: str, **fields: Any) -> list[dict[str, Any]]:
-        """Return what the trace has of these events (all), with these values."""
+    def trace(self, *kinds: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return the events of these kinds with these fields in the trace. By default, return all events."""
         path = self.run_dir / "trace.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        all_events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [
-            one for one in found if (not events or one["event"] in events) and fields.items() <= one.items()
+            event
+            for event in all_events
+            if (not kinds or event["event"] in kinds) and fields.items() <= event.items()
         ]
 
     def events(self, **fields: Any) -> list[str]:
-        """Return the names of all events so far, but for how far workers were, and those of cores."""
-        names = [one["event"] for one in self.trace(**fields) if one["event"] not in PHASES]
+        """Return the names of all events so far, without the phases of workers and the leases of cores."""
+        names = [event["event"] for event in self.trace(**fields) if event["event"] not in PHASES]
         return [name for name in names if not name.startswith("cores_")]
 
     def granted(self) -> list[float]:
-        """Return the sizes of all leases so far in GiB, those of a whole GPU as 0."""
+        """Return the sizes of all leases so far in GiB. A lease of a whole GPU counts as 0."""
         return [
             0.0
-            if one["alone"] and one["gpus"][0]["memory_bytes"] > 15 * GIB
-            else round(one["gpus"][0]["memory_bytes"] / GIB, 2)
-            for one in self.trace("lease_granted")
+            if event["alone"] and event["gpus"][0]["memory_bytes"] > 15 * GIB
+            else round(event["gpus"][0]["memory_bytes"] / GIB, 2)
+            for event in self.trace("lease_granted")
         ]
 
     def close(self) -> None:
@@ -226,9 +228,9 @@ class CallsHost:
 
 
 def is_gone(pid: int) -> bool:
-    """Tell whether a process has ended: runs no more, whatever the kernel still has to clear away.
+    """Return True if a process has ended or is exiting.
 
-    It lets go of files, and so of locks, shortly before it takes a process for dead.
+    The kernel closes files, and so releases their locks, shortly before it marks a process as dead.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

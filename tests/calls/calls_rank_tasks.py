@@ -1,4 +1,4 @@
-"""What ranks do on a host with stub GPUs: they take memory of theirs, and say what they see."""
+"""Tasks of ranks on a host with stub GPUs: they allocate memory and report their view."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GIB = 1 << 30
 
 @distributed(num_gpus=2)
 def hold(folder: str, until: str) -> Any:
-    """Take 2 GiB of the first rank's GPU, 3 of the second's, and wait for a file."""
-    own = os.environ["CUDA_VISIBLE_DEVICES"]
-    nvml_stub.allocate(own, (2 + rank()) * GIB)
-    Path(folder, f"told-{rank()}").write_text(
-        json.dumps({"pid": os.getpid(), "visible": own, "lease": os.environ["FLOWER_GPU_LEASE"]})
+    """Allocate 2 GiB in the first rank and 3 GiB in the second, and wait for a file."""
+    uuid = os.environ["CUDA_VISIBLE_DEVICES"]
+    nvml_stub.allocate(uuid, (2 + rank()) * GIB)
+    Path(folder, f"report-{rank()}").write_text(
+        json.dumps({"pid": os.getpid(), "visible": uuid, "lease": os.environ["FLOWER_GPU_LEASE"]})
     )
     total(1)
     while not Path(folder, until).exists():

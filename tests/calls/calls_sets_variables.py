@@ -1,4 +1,4 @@
-"""A task whose module sets variables as scripts for one GPU do, before anything heavy is imported."""
+"""A task in a module that sets variables before any heavy import, as scripts for one GPU do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import calls_tasks
 
 
 def seen() -> dict[str, Any]:
-    """Return what is seen, after the function has tried it, too."""
+    """Change the variables in several ways, and return the values that remain."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     os.environ.pop("CUDA_VISIBLE_DEVICES")
     with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0", "OWN": "1"}, clear=True):
         patched = dict(os.environ)
-    before = dict(os.environ)
+    unchanged = dict(os.environ)
     os.environ.clear()
     cleared = dict(os.environ)
-    os.environ.update(before)
+    os.environ.update(unchanged)
     return {**calls_tasks.seen(), "patched": patched, "cleared": cleared}

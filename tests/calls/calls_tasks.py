@@ -1,4 +1,4 @@
-"""What the workers of these tests do: a task is told step by step. Nothing heavy is imported here."""
+"""Tasks of the workers in these tests, most of which run a list of steps. Imports no heavy library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from flower_gpu.workers import events
 from flower_gpu.workers.forkserver import client
 
 GIB = 1 << 30
-WAIT_S = 60  # for what should take an instant; the machine may be busy
+# The waits should take an instant, but the machine may be busy.
+WAIT_S = 60
 SLEEP = "import time; time.sleep(600)"
 
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "FLOWER_GPU_LEASE", "PYTORCH_ALLOC_CONF")
@@ -32,44 +33,44 @@ Steps = Sequence[Sequence[Any]]
 
 
 def seen() -> dict[str, Any]:
-    """Return what this worker sees of its lease."""
+    """Return the pid of this worker and the variables that describe its lease."""
     return {"pid": os.getpid(), **{name: os.environ.get(name) for name in _VARIABLES}}
 
 
-def tell(*told: dict[str, Any]) -> str:
-    """Send the caller any events, many times, and return something."""
-    for event in told * 100:
+def send_events(*sent: dict[str, Any]) -> str:
+    """Send the events to the caller 100 times."""
+    for event in sent * 100:
         events.send(**event)
     return "done"
 
 
 def follow(steps: Steps, weights: Any = None) -> dict[str, Any]:
-    """Do these steps, and return what was seen at the end."""
+    """Run the steps. Return their answers, and what :func:`seen` returns at the end."""
     answers = [_STEPS[name](*arguments, **_weights(name, weights)) for name, *arguments in steps]
     return {**seen(), "answers": answers}
 
 
 def train(weights: list[Any], config: dict[str, Any], steps: Steps = ()) -> tuple[list[Any], int, Any]:
-    """Train as Flower wants it; the steps may come from the server."""
-    told = json.loads(config.get("steps", "[]")) or steps
-    found = follow(told, weights)
-    return weights, 1, {"visible": found["CUDA_VISIBLE_DEVICES"], "leased": bool(found["FLOWER_GPU_LEASE"])}
+    """Run steps with the signature of a Flower training function. The server's config may contain them."""
+    all_steps = json.loads(config.get("steps", "[]")) or steps
+    result = follow(all_steps, weights)
+    return weights, 1, {"visible": result["CUDA_VISIBLE_DEVICES"], "leased": bool(result["FLOWER_GPU_LEASE"])}
 
 
 def evaluate(server_round: int, weights: Any, config: Any, steps: Steps = ()) -> dict[str, Any]:
-    """Evaluate as a strategy wants it."""
-    found = follow(steps)
-    return {"loss": 1.0, "leased": float(bool(found["FLOWER_GPU_LEASE"])), "pid": found["pid"]}
+    """Run the steps with the signature of a strategy's ``evaluate_fn``."""
+    result = follow(steps)
+    return {"loss": 1.0, "leased": float(bool(result["FLOWER_GPU_LEASE"])), "pid": result["pid"]}
 
 
 def use_light_servers() -> None:
-    """Have this process use fork servers without torch, if it is told to: importing it takes seconds."""
+    """Use fork servers without torch if LIGHT_SERVERS is set, because the import of torch takes seconds."""
     if "LIGHT_SERVERS" in os.environ:
         client._memory.kind.without.add("torch")
 
 
 def nested(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run another call from within a worker."""
+    """Make another call from within a worker."""
     use_light_servers()
     return [seen(), flower_gpu.run_in_worker("calls_tasks:seen", **options)]
 
@@ -78,24 +79,24 @@ PREPARED: list[int] = []
 
 
 def prepare() -> None:
-    """Load what all workers need."""
+    """Record the process in which this preloaded function runs."""
     PREPARED.append(os.getpid())
 
 
 def prepared() -> dict[str, Any]:
-    """Return where what was loaded comes from."""
+    """Return the processes that have run :func:`prepare` for this worker."""
     return {**seen(), "prepared_by": PREPARED}
 
 
 def _weights(name: str, weights: Any) -> dict[str, Any]:
-    return {"weights": weights} if name in ("spoil", "check") else {}
+    return {"weights": weights} if name in ("modify", "check") else {}
 
 
 # Steps ----------------------------------------------------------------------------------------------------
 
 
-def _tell(path: str) -> None:
-    """Say that this step was reached, and in which process."""
+def _announce(path: str) -> None:
+    """Write the pid of this process into a file, to announce that this step was reached."""
     temporary = Path(f"{path}.{os.getpid()}")
     temporary.write_text(str(os.getpid()))
     temporary.rename(path)
@@ -105,78 +106,80 @@ def _wait(path: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not Path(path).exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody made {path}")
+            raise TimeoutError(f"{path} was not created")
         time.sleep(0.01)
 
 
-def _take(size: float, text: str = "torch") -> str:
-    """Take so many GiB more, as a framework does: in its lease, and of what the GPU has free."""
+def _allocate(size: float, text: str = "torch") -> str:
+    """Allocate this many GiB more, as a framework does, if the lease and the free memory allow it."""
     lease = Lease.from_environment(os.environ)
     if lease is None or not lease.shares:
         return "on the CPU"
     (share,) = lease.shares
-    asked = int(size * GIB)
-    reserved = _TAKEN.get("reserved", 0)
+    requested_bytes = int(size * GIB)
+    reserved = _ALLOCATED.get("reserved", 0)
     used = nvml_stub.used(share.uuid)
     if not reserved:
-        nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES)  # CUDA starts
+        # CUDA creates its context first.
+        nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES)
     free = share.total_bytes - nvml_stub.used(share.uuid)
-    if reserved + asked > share.cap_bytes or asked > free:
-        raise _out_of_memory(text, asked, free, share.total_bytes)
-    _TAKEN["reserved"] = reserved + asked
-    nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES + reserved + asked)
+    if reserved + requested_bytes > share.cap_bytes or requested_bytes > free:
+        raise _out_of_memory(text, requested_bytes, free, share.total_bytes)
+    _ALLOCATED["reserved"] = reserved + requested_bytes
+    nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES + reserved + requested_bytes)
     return f"{used / GIB:.1f}"
 
 
-_TAKEN: dict[str, int] = {}
+_ALLOCATED: dict[str, int] = {}
 
 
 def _train(tensors: float, kept: float, pieces: float = 1.0, beside: float = 0.0) -> float:
-    """Be a training with PyTorch, by the figures of its allocator; return the GiB that it might have.
+    """Simulate the allocator of a training with PyTorch. Return the cap of this process in GiB.
 
-    Tensors have so many GiB. The allocator keeps ``kept`` times that where it may, and can do with ``pieces``
-    times that. Another library has ``beside`` GiB.
+    ``tensors``: size of the tensors in GiB.
+    ``kept``: memory that the allocator reserves if the cap allows it, as a multiple of ``tensors``.
+    ``pieces``: least memory that the allocator can work with, as a multiple of ``tensors``.
+    ``beside``: memory of another library in GiB.
     """
-
     from flower_gpu import frameworks
 
     lease = Lease.from_environment(os.environ)
     assert lease is not None
     (share,) = lease.shares
-    least, cap = int(tensors * pieces * GIB), share.cap_bytes
+    minimum, cap = int(tensors * pieces * GIB), share.cap_bytes
     reserved = min(int(tensors * kept * GIB), cap)
     nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES + reserved + int(beside * GIB))
     free = share.total_bytes - nvml_stub.used(share.uuid)
-    allocated = int(tensors * GIB) if cap >= least else int(cap / pieces)
+    allocated = int(tensors * GIB) if cap >= minimum else int(cap / pieces)
     figures = frameworks.Figures(reserved, reserved, allocated, allocated, free, share.total_bytes, 0)
     frameworks.reserved_bytes = lambda: [reserved]  # type: ignore[assignment]
     frameworks.figures = lambda: (figures,)  # type: ignore[assignment]
-    if cap < least:
+    if cap < minimum:
         raise _out_of_memory("torch class", int(tensors * GIB) - allocated, free, share.total_bytes)
     return round(cap / GIB, 2)
 
 
-def _out_of_memory(text: str, asked: int, free: int, total: int) -> Exception:
-    """Return the error, in the words of those who raise it."""
-    size = f"Tried to allocate {asked / GIB:.2f} GiB"
-    there = f"GPU 0 has a total capacity of {total / GIB:.2f} GiB of which {free / GIB:.2f} GiB is free."
+def _out_of_memory(text: str, requested_bytes: int, free: int, total: int) -> Exception:
+    """Return the error that the named source would raise."""
+    size = f"Tried to allocate {requested_bytes / GIB:.2f} GiB"
+    capacity = f"GPU 0 has a total capacity of {total / GIB:.2f} GiB of which {free / GIB:.2f} GiB is free."
     if text == "raw":
         return RuntimeError(f"CUDA error: out of memory. {size}")
     if text == "torch class":
         import torch
 
-        return torch.OutOfMemoryError(f"CUDA out of memory. {size}. {there}")
-    return RuntimeError(f"CUDA out of memory. {size}. {there}")
+        return torch.OutOfMemoryError(f"CUDA out of memory. {size}. {capacity}")
+    return RuntimeError(f"CUDA out of memory. {size}. {capacity}")
 
 
-def _spoil(weights: Any) -> None:
-    """Change the weights in place, as a training does before it runs out of memory."""
+def _modify(weights: Any) -> None:
+    """Modify the weights in place, as a training does before it runs out of memory."""
     for array in weights:
         array += 1
 
 
 def _check(weights: Any) -> list[float]:
-    """Return what the weights are."""
+    """Return the first value of each array of the weights."""
     return [float(np.asarray(array).ravel()[0]) for array in weights]
 
 
@@ -185,10 +188,10 @@ def _fail(kind: str, text: str) -> None:
 
 
 def _child(path: str) -> None:
-    """Start a process as a DataLoader starts its workers: it has all that this one has open."""
+    """Fork a process as a DataLoader does. The child inherits all open files of this process."""
     pid = os.fork()
     if pid == 0:
-        _tell(path)
+        _announce(path)
         os.execv(sys.executable, [sys.executable, "-c", SLEEP]) if path.endswith("exec") else time.sleep(600)
 
 
@@ -197,24 +200,24 @@ def _sleep(seconds: float) -> None:
 
 
 def _fill(mib: float, seconds: float) -> None:
-    """Take main memory, and keep it for a while."""
-    taken = np.ones(int(mib * (1 << 17)))
+    """Allocate main memory and keep it for some seconds."""
+    array = np.ones(int(mib * (1 << 17)))
     time.sleep(seconds)
-    del taken
+    del array
 
 
 def _map(path: str) -> None:
-    """Read a file that is mapped, as data sets are, and keep it mapped."""
+    """Read a memory-mapped file, as data sets do, and keep it mapped."""
     with open(path, "rb") as file:
-        _mapped.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    assert sum(_mapped[-1][:: mmap.PAGESIZE]) == 0
+        _mapped_files.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    assert sum(_mapped_files[-1][:: mmap.PAGESIZE]) == 0
 
 
-_mapped: list[mmap.mmap] = []
+_mapped_files: list[mmap.mmap] = []
 
 
 def _unlock() -> None:
-    """Give up every lock that this process can."""
+    """Release every file lock of this process."""
     for path in list(Path("/proc/self/fd").iterdir()):
         with suppress(OSError):
             fcntl.flock(int(path.name), fcntl.LOCK_UN)
@@ -224,11 +227,11 @@ _STEPS = {
     "unlock": _unlock,
     "fill": _fill,
     "map": _map,
-    "tell": _tell,
+    "announce": _announce,
     "wait": _wait,
-    "take": _take,
+    "allocate": _allocate,
     "train": _train,
-    "spoil": _spoil,
+    "modify": _modify,
     "check": _check,
     "fail": _fail,
     "child": _child,

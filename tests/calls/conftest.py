@@ -1,4 +1,4 @@
-"""Hosts for the tests of calls: one fork server for all of them, everything else for each test."""
+"""Hosts for the tests of calls. All hosts share one fork server, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Calls under the GPU guard beside a network disk that does not answer, mounted directly below ``/``.
+"""Makes calls under the GPU guard while a network disk directly below ``/`` does not respond.
 
-Runs in a mount namespace of its own, and prints how each call went.
+Runs in its own mount namespace, and prints the result of each call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_S = 60
 
 
 def mount_dead_disk() -> str:
-    """Mount a FUSE disk whose requests nobody reads, and return its folder."""
+    """Mount a FUSE disk without a process that handles its requests, and return its folder."""
     folder = next(path for path in map(Path, ("/mnt", "/srv", "/media", "/opt")) if path.is_dir())
     requests = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={requests},rootmode=40000,user_id=0,group_id=0,allow_other"
@@ -33,7 +33,7 @@ def mount_dead_disk() -> str:
 
 
 def result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a call returned, or its error."""
+    """Return the result of a call, or its error as text."""
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -48,18 +48,19 @@ def main() -> None:
     except OSError as error:
         print(json.dumps({"skip": str(error)}))
         return
-    os.open(disk, os.O_PATH)  # forks of this process have a file of the disk open
+    # Forks of this process inherit an open file of the disk.
+    os.open(disk, os.O_PATH)
     limits = {"gpu": "never", "timeout_s": TIMEOUT_S}
     task = "guard_tasks:can_open"
-    found = {
+    results = {
         method: result(run_in_worker, task, device, start_method=method, **limits)
         for method in ("forkserver", "spawn", "fork")
     }
     with for_message(Allowed((str(Path(device).parent), disk)), []) as confinement:
         settings = call_settings({"start_method": "spawn", **limits}).with_worker(confinement=confinement)
         confined = {"settings": settings, "kind": "train", "by_name": True}
-        found["confined"] = result(run_call, task, (device,), **confined)
-    print(json.dumps(found))
+        results["confined"] = result(run_call, task, (device,), **confined)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

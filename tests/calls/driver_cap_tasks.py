@@ -1,4 +1,4 @@
-"""Tasks that ask CUDA itself for memory, as code does that knows nothing of leases."""
+"""Tasks that allocate memory directly from CUDA, as code without knowledge of leases does."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 OUT_OF_MEMORY = 2
 
 
-def take(*sizes: int) -> list[int]:
-    """Take memory of the GPU piece by piece; returns CUDA's answers."""
+def allocate(*sizes: int) -> list[int]:
+    """Allocate pieces of GPU memory, and return CUDA's status codes."""
     cuda = ctypes.CDLL(None)
     return [cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size)) for size in sizes]
 
 
 def fail_beyond(size: int) -> None:
-    """Ask for so much, and raise the error that CuPy or Numba raise where there is none."""
-    if take(size) == [OUT_OF_MEMORY]:
+    """Allocate this many bytes. If CUDA has too little, raise the same error as CuPy and Numba."""
+    if allocate(size) == [OUT_OF_MEMORY]:
         raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory")
 
 
@@ -28,14 +28,14 @@ def group() -> str:
     return Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
 
 
-def take_and_wait(size: int, seconds: float) -> str:
-    """Take memory, and keep it until it was looked at."""
-    take(size)
+def allocate_and_wait(size: int, seconds: float) -> str:
+    """Allocate memory and keep it for some seconds. Return the control group."""
+    allocate(size)
     time.sleep(seconds)
     return group()
 
 
 def kill_itself() -> None:
-    """End as by the kernel."""
-    take(1 << 20)
+    """Allocate memory, and end as if the kernel had killed this process."""
+    allocate(1 << 20)
     os.kill(os.getpid(), signal.SIGKILL)

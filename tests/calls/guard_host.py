@@ -1,4 +1,4 @@
-"""Calls on a host with device files of two GPUs, in mounts of its own; prints what they could open."""
+"""Makes calls in a mount namespace with device files of two GPUs, and prints which files they could open."""
 
 from __future__ import annotations
 
@@ -17,60 +17,62 @@ from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.gpu import guard
 
 METHODS = ("forkserver", "spawn", "fork")
-#: Not the file of kmsg, which takes a right of root's that a confined worker has given up.
+#: The file of kmsg is missing, because it needs a capability of root that a confined worker has dropped.
 CONFINED = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-caps/nvidia-cap1"]
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     paths = sys.argv[2:]
-    found: dict[str, object] = {}
+    report: dict[str, object] = {}
     for method in METHODS:
         for name, options in {"never": {"gpu": "never"}, "GPU 1": {"gpu_ids": 1, "num_gpus": 0.25}}.items():
-            found[f"{name}, {method}"] = run_in_worker(
-                "guard_tasks:opened", paths, start_method=method, **options
+            report[f"{name}, {method}"] = run_in_worker(
+                "guard_tasks:paths_opened", paths, start_method=method, **options
             )
             if method != "fork":
-                found[f"confined, {name}, {method}"] = confined(start_method=method, **options)
+                report[f"confined, {name}, {method}"] = run_confined(start_method=method, **options)
     device = os.open("/dev/nvidia0", os.O_RDONLY)
-    found["left open"] = run_in_worker("guard_tasks:read", device, start_method="fork", gpu="never")
-    found["made"] = run_in_worker(
+    report["descriptor of the caller"] = run_in_worker(
+        "guard_tasks:read_descriptor", device, start_method="fork", gpu="never"
+    )
+    report["new file of the device"] = run_in_worker(
         "guard_tasks:make_device", "/dev/nvidia0", str(folder / "nvidia0"), gpu="never"
     )
-    found["else"] = run_in_worker("guard_tasks:everything_else", str(folder), gpu="never")
-    found["rules left open"] = run_in_worker("guard_tasks:rulesets", gpu="never")
+    report["other work with files"] = run_in_worker("guard_tasks:work_with_files", str(folder), gpu="never")
+    report["open rulesets"] = run_in_worker("guard_tasks:count_rulesets", gpu="never")
     subprocess.run(["mount", "--rbind", "/dev", "/mnt"], check=True)
-    found["elsewhere"] = run_in_worker(
-        "guard_tasks:opened", [path.replace("/dev", "/mnt") for path in paths], gpu="never"
+    report["another mount of /dev"] = run_in_worker(
+        "guard_tasks:paths_opened", [path.replace("/dev", "/mnt") for path in paths], gpu="never"
     )
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("flwr.flower_gpu")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for _ in range(2):
-        run_in_worker("guard_tasks:seven", gpu="never", start_method="in-process")
-    found["said"] = [line for line in said if "guard:" in line]
-    found["outside of workers"] = guard.outside_of_workers()
+        run_in_worker("guard_tasks:return_seven", gpu="never", start_method="in-process")
+    report["guard messages"] = [line for line in messages if "guard:" in line]
+    report["outside of workers"] = guard.outside_of_workers()
     os.environ["FLOWER_GPU_GUARD"] = "off"
-    found["off"] = run_in_worker("guard_tasks:opened", paths, gpu="never")
+    report["off"] = run_in_worker("guard_tasks:paths_opened", paths, gpu="never")
     os.environ["FLOWER_GPU_GUARD"] = "require"
     try:
-        run_in_worker("guard_tasks:opened", paths, gpu="never", start_method="in-process")
+        run_in_worker("guard_tasks:paths_opened", paths, gpu="never", start_method="in-process")
     except errors.ConfigError as error:
-        found["without a worker"] = str(error)
-    print(json.dumps(found))
+        report["without a worker"] = str(error)
+    print(json.dumps(report))
 
 
-def confined(**options: Any) -> Any:
-    """Make the call as ``flower-gpu supernode --confine`` does."""
+def run_confined(**options: Any) -> Any:
+    """Make the call in a confined worker, as ``flower-gpu supernode --confine`` does."""
     settings = call_settings(options)
-    with for_message(Allowed(), []) as found:
+    with for_message(Allowed(), []) as confinement:
         return run_call(
-            "guard_tasks:opened",
+            "guard_tasks:paths_opened",
             (CONFINED,),
-            settings=settings.with_worker(confinement=found),
+            settings=settings.with_worker(confinement=confinement),
             kind="train",
             by_name=True,
         )

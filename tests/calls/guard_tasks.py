@@ -1,4 +1,4 @@
-"""Tasks that try to open devices, and what else they may do."""
+"""Tasks that try to open device files, and tasks that do other things which the guard must allow."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pathlib import Path
 _READ = "import sys; open(sys.argv[1], 'rb').close()"
 
 
-def opened(paths: list[str]) -> dict[str, list[str]]:
-    """Return which of these paths can be opened, by each way to try."""
+def paths_opened(paths: list[str]) -> dict[str, list[str]]:
+    """Return the paths that can be opened by each kind of attempt."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
     for name in [name for name in os.environ if name.startswith("FLOWER_GPU_")]:
         del os.environ[name]
-    found: dict[str, list[str]] = {"here": [path for path in paths if can_open(path)], "thread": []}
-    thread = threading.Thread(target=lambda: found["thread"].extend(filter(can_open, paths)))
+    opened_paths: dict[str, list[str]] = {"process": [path for path in paths if can_open(path)], "thread": []}
+    thread = threading.Thread(target=lambda: opened_paths["thread"].extend(filter(can_open, paths)))
     thread.start()
     thread.join()
-    found["program"] = [
+    opened_paths["program"] = [
         path
         for path in paths
         if subprocess.run([sys.executable, "-S", "-c", _READ, path], check=False).returncode == 0
     ]
-    found["link"] = [path for path in paths if can_open(f"/proc/self/root{path}")]
-    return found
+    opened_paths["link"] = [path for path in paths if can_open(f"/proc/self/root{path}")]
+    return opened_paths
 
 
 def can_open(path: str) -> bool:
@@ -41,25 +41,26 @@ def can_open(path: str) -> bool:
         return False
 
 
-def read(descriptor: int) -> str:
-    """Read from what this process was left open."""
+def read_descriptor(descriptor: int) -> str:
+    """Read from a descriptor that this process has inherited."""
     try:
         return str(len(os.read(descriptor, 1)))
     except OSError as error:
         return errno.errorcode[error.errno or 0]
 
 
-def rulesets() -> int:
-    """Count the rulesets of Landlock that this process has open: it could add to them."""
-    found = []
+def count_rulesets() -> int:
+    """Return the number of open Landlock rulesets, to which this process could add rules."""
+    links = []
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # what lists them
-            found.append(str(entry.readlink()))
-    return len([link for link in found if "landlock" in link or "mountinfo" in link])
+        # The descriptor that lists the folder is closed by now.
+        with suppress(FileNotFoundError):
+            links.append(str(entry.readlink()))
+    return len([link for link in links if "landlock" in link or "mountinfo" in link])
 
 
 def make_device(like: str, path: str) -> str:
-    """Make another file for the same device."""
+    """Create another file for the same device."""
     try:
         os.mknod(path, stat.S_IFCHR | 0o600, Path(like).stat().st_rdev)
     except OSError as error:
@@ -67,26 +68,26 @@ def make_device(like: str, path: str) -> str:
     return "made"
 
 
-def everything_else(folder: str) -> str:
-    """Do with files what programs do."""
-    one, two = Path(folder, "one"), Path(folder, "two")
-    one.mkdir()
-    two.mkdir()
-    (one / "file").write_text("text")
-    (one / "file").replace(two / "file")
-    os.link(two / "file", one / "again")
-    (one / "link").symlink_to(two / "file")
-    one.rename(two / "one")
-    os.mkfifo(two / "fifo")
+def work_with_files(folder: str) -> str:
+    """Work with files as ordinary programs do. Return the text of a file."""
+    first, second = Path(folder, "one"), Path(folder, "two")
+    first.mkdir()
+    second.mkdir()
+    (first / "file").write_text("text")
+    (first / "file").replace(second / "file")
+    os.link(second / "file", first / "again")
+    (first / "link").symlink_to(second / "file")
+    first.rename(second / "one")
+    os.mkfifo(second / "fifo")
     with open("/dev/null", "w") as null:
         null.write("text")
     memory = os.memfd_create("any")
-    with open(f"/proc/self/fd/{memory}", "wb") as again:
-        again.write(b"text")
+    with open(f"/proc/self/fd/{memory}", "wb") as copy:
+        copy.write(b"text")
     Path("/dev/shm", f"flower-gpu-guard-{os.getpid()}").touch()
     Path("/dev/shm", f"flower-gpu-guard-{os.getpid()}").unlink()
     subprocess.run("true", check=True)
-    return (two / "one" / "link").read_text()
+    return (second / "one" / "link").read_text()
 
 
 def nested() -> dict[str, object]:
@@ -94,13 +95,13 @@ def nested() -> dict[str, object]:
     from flower_gpu import run_in_worker
     from flower_gpu.errors import WorkerStartError
 
-    found: dict[str, object] = {"auto": run_in_worker("guard_tasks:seven")}
+    results: dict[str, object] = {"auto": run_in_worker("guard_tasks:return_seven")}
     try:
-        found["forkserver"] = run_in_worker("guard_tasks:seven", start_method="forkserver")
+        results["forkserver"] = run_in_worker("guard_tasks:return_seven", start_method="forkserver")
     except WorkerStartError as error:
-        found["forkserver"] = str(error)
-    return found
+        results["forkserver"] = str(error)
+    return results
 
 
-def seven() -> int:
+def return_seven() -> int:
     return 7

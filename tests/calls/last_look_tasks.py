@@ -1,4 +1,4 @@
-"""Calls of a worker that has several, and a driver that hangs when they have ended."""
+"""Several calls of one worker, on a driver that hangs after the end of a call."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from flower_gpu.leases.lease import Lease, Share
 MIB = 2**20
 
 
-def train(patience_s: float | None = None) -> int:
-    """Take memory of the GPU; ``patience_s``: how long last looks of this process may take from now on."""
+def train(limit_s: float | None = None) -> int:
+    """Allocate GPU memory. ``limit_s``: limit for later last queries of this process, in seconds."""
     import torch
 
-    if patience_s is not None:
-        leased_worker._LAST_LOOK_S = inventory._START_S = inventory._ANSWER_S = patience_s
+    if limit_s is not None:
+        leased_worker._LAST_LOOK_S = inventory._START_S = inventory._ANSWER_S = limit_s
     torch.ones(8 * MIB, device="cuda")
     return os.getpid()
 
 
 def main(uuid: str) -> None:
-    """Run calls in one worker, one for each line that is read; print what each has told."""
+    """Run a call in the worker for each line on stdin, and print its pid and its memory figures."""
     share = Share(uuid, 0, "A GPU", 16 << 30, 2 << 30, 1 << 30)
     env = environment.of_worker(Lease("ab12", (share,)), os.environ)
     caller = Caller("spawn", without=frozenset())
     options: dict[str, Any] = {"setup": leased_worker.SETUP, "env": env, "calls": 100, "timeout_s": 100}
     for line in sys.stdin:
-        told: list[dict[str, Any]] = []
-        pid = caller.run("last_look_tasks:train", *json.loads(line), on_event=told.append, **options)
-        [figures] = [event["gpus"][0] for event in told if event["event"] == "gpu_memory"]
+        events: list[dict[str, Any]] = []
+        pid = caller.run("last_look_tasks:train", *json.loads(line), on_event=events.append, **options)
+        [figures] = [event["gpus"][0] for event in events if event["event"] == "gpu_memory"]
         print(json.dumps([pid, figures]), flush=True)
     caller.close()
 

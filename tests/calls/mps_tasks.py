@@ -1,4 +1,4 @@
-"""What a client of an MPS daemon does in the folder of its pipes, and what none may do."""
+"""Actions in the pipe folder of an MPS daemon: those that its clients need, and those that are forbidden."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def uses(folder: str) -> dict[str, str]:
-    """Try each; return "done", or the error."""
+def try_actions(folder: str) -> dict[str, str]:
+    """Try each action. Return "done" or the name of its error for each."""
     path = Path(folder)
-    tries: dict[str, Callable[[], object]] = {
+    actions: dict[str, Callable[[], object]] = {
         "connect": lambda: _connect(path / "control"),
         "list": lambda: list(path.iterdir()),
         "read and write": lambda: os.close(os.open(path / "log", os.O_RDWR)),
@@ -21,7 +21,7 @@ def uses(folder: str) -> dict[str, str]:
         "replace": lambda: (path / "log").rename(path / "control"),
         "empty": lambda: os.truncate(path / "log", 0),
     }
-    return {name: _tried(attempt) for name, attempt in tries.items()}
+    return {name: _outcome(action) for name, action in actions.items()}
 
 
 def _connect(path: Path) -> None:
@@ -29,9 +29,9 @@ def _connect(path: Path) -> None:
         client.connect(str(path))
 
 
-def _tried(attempt: Callable[[], object]) -> str:
+def _outcome(action: Callable[[], object]) -> str:
     try:
-        attempt()
+        action()
     except OSError as error:
         return errno.errorcode[error.errno or 0]
     return "done"

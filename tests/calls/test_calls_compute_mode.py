@@ -1,4 +1,4 @@
-"""Calls on a card that one process at a time can compute on: real PyTorch, on the stand-in for CUDA."""
+"""Calls on a GPU in compute mode EXCLUSIVE_PROCESS, with real PyTorch on the stand-in for CUDA."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(180)
 
 EXCLUSIVE_PROCESS = 3
 
-# Reads numbers of clients that call side by side, as threads, and prints what came of their calls. With 0 a
-# fork of it becomes another program that has the card.
+# Reads numbers of clients, makes their calls in concurrent threads, and prints the results. For a 0, it forks
+# another program that uses the GPU.
 CLIENTS = """
 import json, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -52,10 +52,10 @@ for line in sys.stdin:
 """
 
 
-def test_each_call_on_a_card_for_one_process_has_it_to_itself_or_is_told_what_to_set(
+def test_each_call_on_an_exclusive_gpu_runs_alone_or_gets_advice(
     cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path
 ) -> None:
-    """There is room for seven; CUDA would refuse all but one of them, and all beside a program unseen."""
+    """Seven calls would fit, but CUDA admits only one process, and none next to a program that NVML hides."""
     host = cuda_host(gpus=1)
     host.set(0, compute_mode=EXCLUSIVE_PROCESS)
     ledger = tmp_path / "ledger"
@@ -69,7 +69,7 @@ def test_each_call_on_a_card_for_one_process_has_it_to_itself_or_is_told_what_to
         start_new_session=True,
     )
 
-    def answer(count: int) -> str:
+    def reply_to(count: int) -> str:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{count}\n")
         process.stdin.flush()
@@ -77,12 +77,12 @@ def test_each_call_on_a_card_for_one_process_has_it_to_itself_or_is_told_what_to
 
     with process:
         try:
-            for is_right, alone, memory_bytes in json.loads(answer(2)):
-                assert is_right is alone is True
+            for is_correct, alone, memory_bytes in json.loads(reply_to(2)):
+                assert is_correct is alone is True
                 assert isinstance(memory_bytes, int) and memory_bytes > 15 * GIB
             host.set(0, unlisted=1)
-            assert answer(0) == "has it\n"
-            [[kind, text]] = json.loads(answer(1))
+            assert reply_to(0) == "has it\n"
+            [[kind, text]] = json.loads(reply_to(1))
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     assert kind == "GPUUnavailableError"

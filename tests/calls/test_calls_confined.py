@@ -1,4 +1,4 @@
-"""A confined worker has its lease as any other, and can neither give it up nor write into its ticket."""
+"""A confined worker has a lease like any other worker, but cannot release it or write into its ticket."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ pytestmark = [
 
 
 def start(host: CallsHost, *steps: list[Any], **options: Any) -> Any:
-    """Have a client make a call in a confined worker."""
+    """Start a client that makes a call in a confined worker."""
     caller = host.start()
     folders = [str(host.folder), host.env["NVML_STUB_DIR"]]
-    caller.tell("run_confined", "calls_tasks:follow", steps, write=folders, gpu_memory="4GiB", **options)
+    caller.send("run_confined", "calls_tasks:follow", steps, write=folders, gpu_memory="4GiB", **options)
     return caller
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_what_it_uses_is_in_its_ticket_and_its_lease_lasts_as_long_as_it(
+def test_the_ticket_has_the_use_of_a_confined_worker_until_it_ends(
     calls_host: CallsHost, method: str
 ) -> None:
-    steps = (["unlock"], ["take", 2.0], calls_host.tell("here"), calls_host.wait("go"))
+    steps = (["unlock"], ["allocate", 2.0], calls_host.announce("here"), calls_host.wait("go"))
     caller = start(calls_host, *steps, start_method=method)
-    calls_host.reached("here")
+    calls_host.wait_until_reached("here")
     state = calls_host.until(
-        lambda state: any(one["used"].get(calls_host.uuid, 0) >= 2 * GIB for one in state["holders"])
+        lambda state: any(holder["used"].get(calls_host.uuid, 0) >= 2 * GIB for holder in state["holders"])
     )
     [holder] = state["holders"]
     assert holder["parts"] == {calls_host.uuid: 4 * GIB}
@@ -44,8 +44,8 @@ def test_what_it_uses_is_in_its_ticket_and_its_lease_lasts_as_long_as_it(
     calls_host.until_free()
 
 
-def test_it_gets_more_when_it_has_run_out_of_memory(calls_host: CallsHost) -> None:
-    caller = start(calls_host, ["take", 6.0])
+def test_a_confined_worker_that_ran_out_of_memory_gets_a_larger_lease(calls_host: CallsHost) -> None:
+    caller = start(calls_host, ["allocate", 6.0])
     assert caller.answer()["answers"] == ["0.0"]
     events = calls_host.events()
     assert "out_of_memory" in events
@@ -54,7 +54,7 @@ def test_it_gets_more_when_it_has_run_out_of_memory(calls_host: CallsHost) -> No
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_client_of_an_mps_daemon_reaches_it(
+def test_a_confined_client_of_an_mps_daemon_can_connect(
     calls_host: CallsHost, tmp_path_factory: pytest.TempPathFactory, method: str
 ) -> None:
     pipes = tmp_path_factory.mktemp("pipes")
@@ -63,33 +63,35 @@ def test_a_client_of_an_mps_daemon_reaches_it(
         daemon.bind(str(pipes / "control"))
         daemon.listen()
         caller = calls_host.start(CUDA_MPS_PIPE_DIRECTORY=str(pipes))
-        ask = ("run_confined", "mps_tasks:uses", str(pipes))
+        command = ("run_confined", "mps_tasks:try_actions", str(pipes))
         options = {"write": [calls_host.env["NVML_STUB_DIR"]], "start_method": method}
-        found = caller(*ask, gpu_memory="1GiB", **options)
-        refused = dict.fromkeys(("make", "remove", "replace", "empty"), "EACCES")
-        assert found == {"connect": "done", "list": "done", "read and write": "done", **refused}
-        found = caller(*ask, gpu="never", **options)
-        assert found == {"connect": "done", "list": "EACCES", "read and write": "EACCES", **refused}
+        outcomes = caller(*command, gpu_memory="1GiB", **options)
+        forbidden = dict.fromkeys(("make", "remove", "replace", "empty"), "EACCES")
+        assert outcomes == {"connect": "done", "list": "done", "read and write": "done", **forbidden}
+        outcomes = caller(*command, gpu="never", **options)
+        assert outcomes == {"connect": "done", "list": "EACCES", "read and write": "EACCES", **forbidden}
     (pipes / "control").unlink()  # the daemon has ended
-    assert caller(*ask, gpu_memory="1GiB", **options)["read and write"] == "EACCES"
+    assert caller(*command, gpu_memory="1GiB", **options)["read and write"] == "EACCES"
 
 
-def test_no_event_of_an_app_takes_the_place_of_its_result_or_fills_the_trace(calls_host: CallsHost) -> None:
-    """Also not a version of PyTorch that is no version."""
-    told = [
-        {"event": "no_cuda", "reason": "CUDA is absent", "torch": "\x1b[2J", "torch_cuda": odd}
-        for odd in ("x", "\x1b[2J", "9" * 300)
+def test_events_of_an_app_neither_replace_its_result_nor_flood_the_trace(calls_host: CallsHost) -> None:
+    """Some events report an invalid version of PyTorch."""
+    events = [
+        {"event": "no_cuda", "reason": "CUDA is absent", "torch": "\x1b[2J", "torch_cuda": version}
+        for version in ("x", "\x1b[2J", "9" * 300)
     ]
-    told += [{"event": "progress", "desc": "a", "n": 0, "total": 0}, {"event": "task_started"}]
+    events += [{"event": "progress", "desc": "a", "n": 0, "total": 0}, {"event": "task_started"}]
     caller = calls_host.start()
     write = [calls_host.env["NVML_STUB_DIR"]]
-    assert caller("run_confined", "calls_tasks:tell", *told, write=write, gpu_memory="1GiB") == "done"
+    assert (
+        caller("run_confined", "calls_tasks:send_events", *events, write=write, gpu_memory="1GiB") == "done"
+    )
     assert len(calls_host.trace("task_started")) == 1
     seconds = calls_host.trace("worker_finished")[0]["seconds"]
     assert 1 <= len(calls_host.trace("progress")) <= 2 + seconds / 0.5
 
 
-def test_what_it_says_is_believed_of_its_own_gpus_and_up_to_their_size() -> None:
+def test_reported_use_counts_only_for_leased_gpus_and_up_to_their_size() -> None:
     share = Share(index=0, uuid="GPU-1", name="a", memory_bytes=GIB, cap_bytes=GIB, total_bytes=16 * GIB)
     lease = Lease(id="x", shares=(share,), ticket=str(Path("/somewhere")))
     assert used_of_lease({"GPU-1": 99 * GIB, "GPU-2": 1}, lease) == {"GPU-1": 16 * GIB}

@@ -1,4 +1,4 @@
-"""Whatever code does with the environment of a worker, it returns, and the fixed variables stay."""
+"""Code may change the environment of a worker in any way without an error, but the fixed variables stay."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MERGED = "MERGED"
 
 @pytest.fixture(autouse=True)
 def _variables() -> Iterator[None]:
-    """Have two fixed variables, one that others are put together with, and one that is free."""
+    """Two fixed variables, one that is merged with new values, and one that is free."""
 
     def merged(text: str) -> str:
         return text if text.endswith(",ours") else f"{text},ours"
 
-    before = dict(os.environ)
+    original = dict(os.environ)
     os.environ.update({"FIXED": "ours", MERGED: "first,ours", "FREE": "1"})
     os.environ.pop("ABSENT", None)
     kind = type(os.environ)
@@ -35,18 +35,20 @@ def _variables() -> Iterator[None]:
     finally:
         assert type(os.environ) is type(os.environb) is kind
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(original)
 
 
-def kept() -> bool:
-    """Whether all who read the environment find what is fixed: mappings, the C library, programs."""
+def is_kept() -> bool:
+    """Return True if mappings, the C library and child programs all see the fixed variables."""
     program = "import os; print(os.environ.get('FIXED'), os.environ.get('MERGED', '').endswith('ours'))"
-    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
-    here = os.environ["FIXED"], os.environb[b"FIXED"], os.environ[MERGED].endswith("ours")
-    return here == ("ours", b"ours", True) and done.stdout == "ours True\n"
+    process = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True
+    )
+    seen_here = os.environ["FIXED"], os.environb[b"FIXED"], os.environ[MERGED].endswith("ours")
+    return seen_here == ("ours", b"ours", True) and process.stdout == "ours True\n"
 
 
-def empty() -> None:
+def pop_all_items() -> None:
     with pytest.raises(KeyError):
         while True:
             os.environ.popitem()
@@ -66,7 +68,7 @@ def set_bytes() -> None:
     os.environb.clear()
 
 
-def past_the_mapping() -> None:
+def bypass_the_mapping() -> None:
     os.putenv("FIXED", "theirs")
     os.putenv(b"FIXED", b"theirs")
     os.unsetenv("FIXED")
@@ -75,7 +77,7 @@ def past_the_mapping() -> None:
 def patch_all() -> None:
     with mock.patch.dict(os.environ, {"FIXED": "theirs", "OWN": "1"}, clear=True):
         assert "FREE" not in os.environ and os.environ["OWN"] == "1"
-        assert kept()
+        assert is_kept()
     assert os.environ["FREE"] == "1" and "OWN" not in os.environ
 
 
@@ -88,11 +90,11 @@ def clear() -> None:
     "change",
     [
         clear,
-        empty,
+        pop_all_items,
         delete,
         update_in_place,
         set_bytes,
-        past_the_mapping,
+        bypass_the_mapping,
         patch_all,
         lambda: os.environ.pop("FIXED"),
         lambda: os.environ.pop("FIXED", None),
@@ -102,12 +104,12 @@ def clear() -> None:
         lambda: os.environ.copy().clear(),
     ],
 )
-def test_what_is_fixed_stays(change: Callable[[], object]) -> None:
+def test_fixed_variables_stay(change: Callable[[], object]) -> None:
     change()
-    assert kept()
+    assert is_kept()
 
 
-def test_what_is_not_there_is_missing() -> None:
+def test_absent_variables_raise_the_usual_errors() -> None:
     assert os.environ.pop("ABSENT", "nothing") == "nothing"
     with pytest.raises(KeyError, match="ABSENT"):
         del os.environ["ABSENT"]
@@ -115,16 +117,16 @@ def test_what_is_not_there_is_missing() -> None:
         os.environ[1] = "1"  # type: ignore[index, assignment]
 
 
-def test_copies_are_free() -> None:
-    own = os.environ.copy()
-    own["FIXED"] = "theirs"
-    own.pop(MERGED)
-    assert (own["FIXED"], {**os.environ, "FIXED": "theirs"}["FIXED"]) == ("theirs", "theirs")
+def test_copies_can_be_changed_freely() -> None:
+    copied = os.environ.copy()
+    copied["FIXED"] = "theirs"
+    copied.pop(MERGED)
+    assert (copied["FIXED"], {**os.environ, "FIXED": "theirs"}["FIXED"]) == ("theirs", "theirs")
     assert (os.environ | {"FIXED": "theirs"})["FIXED"] == "theirs"
-    assert kept()
+    assert is_kept()
 
 
-def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_change_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("theirs", "others"):
         os.environ["FIXED"] = value
     assert capsys.readouterr().err == (
@@ -132,19 +134,19 @@ def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_block_within_another_one_has_the_rules_of_both() -> None:
+def test_nested_blocks_apply_the_rules_of_both() -> None:
     with fixed({"FREE": lambda _: "1"}):
         os.environ.update(FREE="2", FIXED="theirs")
-        assert (os.environ["FREE"], kept()) == ("1", True)
+        assert (os.environ["FREE"], is_kept()) == ("1", True)
     os.environ.update(FREE="2", FIXED="theirs")
-    assert (os.environ["FREE"], kept()) == ("2", True)
+    assert (os.environ["FREE"], is_kept()) == ("2", True)
 
 
 GIB = 2**30
 SHARES = tuple(Share(f"GPU-{number}", number, "A GPU", 16 * GIB, 5 * GIB, 4 * GIB) for number in range(2))
 
 
-def test_a_worker_sees_the_gpus_of_its_lease_in_order_and_can_read_it() -> None:
+def test_a_worker_sees_the_gpus_of_its_lease_in_order() -> None:
     both = Lease("ab12", SHARES)
     variables = environment.of_worker(both, {})
     assert variables["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
@@ -153,7 +155,7 @@ def test_a_worker_sees_the_gpus_of_its_lease_in_order_and_can_read_it() -> None:
     assert float(variables["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == 0.25
 
 
-def test_a_worker_without_gpu_sees_none_and_has_no_lease() -> None:
+def test_a_worker_without_a_gpu_sees_no_gpu_and_no_lease() -> None:
     variables = environment.of_worker(None, {})
     assert variables["CUDA_VISIBLE_DEVICES"] == ""
     assert Lease.from_environment(variables) is None

@@ -1,6 +1,6 @@
-"""Footprints of calls that train with PyTorch, from the figures of the worker to the next call's lease.
+"""Footprints of calls that train with PyTorch, from a worker's measurement to the next call's lease.
 
-The allocator is simulated by its figures; all the rest is real but the GPU.
+The figures of the allocator and the GPU are simulated, and everything else is real.
 """
 
 from __future__ import annotations
@@ -26,41 +26,40 @@ def lease_for(gib: float) -> float:
     return round(needed_bytes(int(gib * GIB)) / GIB, 2)
 
 
-def test_a_footprint_is_what_tensors_had_and_not_what_the_allocator_kept(calls_host: CallsHost) -> None:
+def test_a_footprint_counts_tensors_and_not_the_cache_of_the_allocator(calls_host: CallsHost) -> None:
     caller = calls_host.start()
     for _ in range(2):
         caller.follow(["train", 4.0, 1.3], **OPTIONS)
     assert calls_host.granted() == [0.0, lease_for(CONTEXT + 4.0 * 1.125 + 40 / 1024)]
-    [told, _] = [one["gpus"][0] for one in calls_host.trace("worker_finished")]
-    assert (told["allocated_peak_bytes"], told["reserved_peak_bytes"]) == (4 * GIB, int(5.2 * GIB))
-    assert told["context_bytes"] == told["outside_bytes"] == GIB // 2
+    [gpu, _] = [finished["gpus"][0] for finished in calls_host.trace("worker_finished")]
+    assert (gpu["allocated_peak_bytes"], gpu["reserved_peak_bytes"]) == (4 * GIB, int(5.2 * GIB))
+    assert gpu["context_bytes"] == gpu["outside_bytes"] == GIB // 2
 
 
-def test_a_task_in_pieces_runs_out_once(calls_host: CallsHost) -> None:
-    """It needs twice what its tensors have, and nobody could know."""
+def test_a_task_with_fragmented_memory_runs_out_of_memory_once(calls_host: CallsHost) -> None:
+    """Its memory is fragmented, so it needs twice the size of its tensors, unlike earlier calls."""
     caller = calls_host.start()
     caller.follow(["train", 2.0, 1.1], **OPTIONS)
     for _ in range(3):
         caller.follow(["train", 2.0, 3.0, 2.0], **OPTIONS)
     assert len(calls_host.trace("out_of_memory")) == 1
-    [told] = calls_host.trace("out_of_memory")
-    assert told["kind"] == "over_cap" and told["allocated_bytes"] < 2 * GIB
-    first, second, again, *later = calls_host.granted()
-    assert first == 0.0 and second < 4 < again
-    assert all(CONTEXT + 4.0 < size < again for size in later)
+    [event] = calls_host.trace("out_of_memory")
+    assert event["kind"] == "over_cap" and event["allocated_bytes"] < 2 * GIB
+    first, second, third, *later = calls_host.granted()
+    assert first == 0.0 and second < 4 < third
+    assert all(CONTEXT + 4.0 < size < third for size in later)
 
 
-def test_another_library_beside_pytorch_counts_for_its_task_only(calls_host: CallsHost) -> None:
-    """It was taken for the size of every context on this model of GPU, until somebody cleared it by hand."""
+def test_memory_of_another_library_counts_for_its_task_only(calls_host: CallsHost) -> None:
+    """Its memory once counted for all contexts on this GPU model until footprints were cleared by hand."""
     caller = calls_host.start()
     steps = ["train", 2.0, 1.1, 1.0, 4.0]
     [cap] = caller.follow(steps, name="a", **OPTIONS)["answers"]
     assert cap > 15
     [cap] = caller.follow(steps, name="a", **OPTIONS)["answers"]
     assert calls_host.granted()[1] == lease_for(CONTEXT + 4.0 + 2.2)
-    assert cap == round(
-        calls_host.granted()[1] - CONTEXT - 4.0, 2
-    )  # or the two would take more than the lease
+    # With a larger cap, PyTorch and the other library could exceed the lease together.
+    assert cap == round(calls_host.granted()[1] - CONTEXT - 4.0, 2)
     [cap] = caller.follow(["train", 1.0, 1.1], gpu_memory="4GiB", **OPTIONS)["answers"]
     assert cap == 4.0 - CONTEXT
 
@@ -91,17 +90,17 @@ if __name__ == "__main__":
 MODULE = "import calls_tasks\n\ndef train(gib):\n    calls_tasks.follow([['train', gib, 1.0]])\n"
 
 
-def test_functions_of_one_name_in_two_programs_have_two_footprints(calls_host: CallsHost) -> None:
-    """In scripts, and in modules beside them, as ``train`` of task.py is in many projects."""
+def test_functions_of_the_same_name_in_two_programs_have_separate_footprints(calls_host: CallsHost) -> None:
+    """The functions are in scripts and in modules next to them. Many projects have a ``train`` in task.py."""
     folders = [calls_host.folder / "small", calls_host.folder / "large"]
     for folder, gib in zip(folders, (1.0, 6.0), strict=True):
         folder.mkdir()
         (folder / "client.py").write_text(SCRIPT.format(gib=gib))
         (folder / "task.py").write_text(MODULE)
-    for folder in folders * 2:  # from another folder, too
-        line = [sys.executable, str(folder / "client.py")]
-        done = subprocess.run(line, env=calls_host.env, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
+    for folder in folders * 2:
+        command = [sys.executable, str(folder / "client.py")]
+        process = subprocess.run(command, env=calls_host.env, capture_output=True, text=True, timeout=100)
+        assert process.returncode == 0, process.stderr
     small, large = lease_for(CONTEXT + 1.0), lease_for(CONTEXT + 6.0)
     assert calls_host.granted() == [0.0] * 8 + [small] * 4 + [large] * 4
 

@@ -1,4 +1,4 @@
-"""What a node refuses, the kernel refuses: device files of GPUs that are not of a worker's lease."""
+"""The kernel refuses device files of GPUs that are not part of a worker's lease."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flower_gpu.workers import confinement
 pytestmark = pytest.mark.timeout(180)
 
 
-def why_not() -> str:
+def landlock_problem() -> str:
     try:
         landlock.version()
     except landlock.LandlockUnavailableError as error:
@@ -31,9 +31,10 @@ def why_not() -> str:
     return ""
 
 
-needs_landlock = pytest.mark.skipif(bool(why_not()), reason=why_not())
+needs_landlock = pytest.mark.skipif(bool(landlock_problem()), reason=landlock_problem())
 
-# Device files with the names of GPUs' (zero, full, random, kmsg), beside those that programs need.
+# Creates device files of zero, full, random and kmsg under the names of GPU device files, and the files in
+# /dev that programs need.
 DEV = """
 set -e
 mount -t tmpfs -o mode=755 none "$1/dev"
@@ -59,8 +60,8 @@ FILES = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what calls on such a host have found."""
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of calls on a host with such device files."""
     folder = tmp_path_factory.mktemp("guard")
     for name in ("dev", "files", "state", "ledger"):
         (folder / name).mkdir(mode=0o700)
@@ -77,65 +78,67 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     script = [sys.executable, str(tests / "guard_host.py"), str(folder / "files"), *FILES]
     command = ["unshare", "--mount", "sh", "-c", DEV, "sh", str(folder), *script]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
+        process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
     except FileNotFoundError:
         pytest.skip("there is no unshare")
-    if done.returncode and "unshare failed" in done.stderr:
+    if process.returncode and "unshare failed" in process.stderr:
         pytest.skip("needs the right to make a mount namespace")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @needs_landlock
 class TestWorker:
     @pytest.mark.parametrize("method", METHODS)
-    def test_never_is_no_device_at_all(self, found: dict[str, Any], method: str) -> None:
-        assert found[f"never, {method}"] == {"here": [], "thread": [], "program": [], "link": []}
+    def test_a_worker_without_a_gpu_can_open_no_device(self, report: dict[str, Any], method: str) -> None:
+        assert report[f"never, {method}"] == {"process": [], "thread": [], "program": [], "link": []}
 
     @pytest.mark.parametrize("method", METHODS)
-    def test_a_lease_is_its_own_gpu(self, found: dict[str, Any], method: str) -> None:
-        own = ["/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"]
-        assert found[f"GPU 1, {method}"] == dict.fromkeys(("here", "thread", "program", "link"), own)
+    def test_a_worker_can_open_only_the_gpu_of_its_lease(self, report: dict[str, Any], method: str) -> None:
+        expected = ["/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"]
+        assert report[f"GPU 1, {method}"] == dict.fromkeys(("process", "thread", "program", "link"), expected)
 
     @pytest.mark.skipif(bool(confinement.problem()), reason=f"no confinement: {confinement.problem()}")
     @pytest.mark.parametrize(
         "call", ["never, forkserver", "never, spawn", "GPU 1, forkserver", "GPU 1, spawn"]
     )
-    def test_a_confined_worker_has_the_same(self, found: dict[str, Any], call: str) -> None:
-        ways = found[call].items()
-        assert found[f"confined, {call}"] == {
-            way: [path for path in paths if path in CONFINED] for way, paths in ways
+    def test_a_confined_worker_can_open_the_same_devices(self, report: dict[str, Any], call: str) -> None:
+        attempts = report[call].items()
+        assert report[f"confined, {call}"] == {
+            attempt: [path for path in paths if path in CONFINED] for attempt, paths in attempts
         }
 
     @pytest.mark.parametrize(
-        ("tried", "came"),
+        ("action", "expected"),
         {
-            "left open": "EBADF",  # a descriptor of its caller
-            "made": "EACCES",  # another file for a device
-            "else": "text",  # is as before
-            "rules left open": 0,  # to add to
-            "elsewhere": {"here": [], "thread": [], "program": [], "link": []},  # devices at another place
+            "descriptor of the caller": "EBADF",
+            "new file of the device": "EACCES",
+            "other work with files": "text",  # is allowed
+            "open rulesets": 0,  # the worker could add rules to an open ruleset
+            "another mount of /dev": {"process": [], "thread": [], "program": [], "link": []},
         }.items(),
     )
-    def test_what_else_a_worker_can(self, found: dict[str, Any], tried: str, came: object) -> None:
-        assert found[tried] == came
-        assert found["off"]["here"] == FILES
+    def test_other_actions_of_a_guarded_worker(
+        self, report: dict[str, Any], action: str, expected: object
+    ) -> None:
+        assert report[action] == expected
+        assert report["off"]["process"] == FILES
 
-    def test_it_is_said_where_there_is_none(self, found: dict[str, Any]) -> None:
-        [said] = found["said"]
-        assert said.startswith("no GPU guard:") and "it runs in its caller's own process" in said
-        assert "a plain flwr-clientapp imports" in str(found["outside of workers"])
-        assert "this call has no worker of its own" in found["without a worker"]
+    def test_a_call_without_a_guard_is_reported(self, report: dict[str, Any]) -> None:
+        [line] = report["guard messages"]
+        assert line.startswith("no GPU guard:") and "it runs in its caller's own process" in line
+        assert "a plain flwr-clientapp imports" in str(report["outside of workers"])
+        assert "this call has no worker of its own" in report["without a worker"]
 
 
 @needs_landlock
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_a_guarded_worker_starts_no_fork_server_for_others(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change its account")
+def test_a_guarded_worker_starts_no_fork_server(tmp_path: Path) -> None:
     device = tmp_path / "nvidia9"
     device.touch()
     state = tmp_path / "state"
     state.mkdir(mode=0o700)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _NESTED],
         env={**os.environ, "FLOWER_GPU_GUARDED": str(device), "FLOWER_GPU_STATE_DIR": str(state)}
         | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
@@ -143,26 +146,26 @@ def test_a_guarded_worker_starts_no_fork_server_for_others(tmp_path: Path) -> No
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["auto"] == 7
-    assert "a worker under the GPU guard starts no fork server" in found["forkserver"]
-    assert found["servers"] == []
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout.splitlines()[-1])
+    assert report["auto"] == 7
+    assert "a worker under the GPU guard starts no fork server" in report["forkserver"]
+    assert report["servers"] == []
 
 
 _NESTED = """
 import json, guard_tasks
 from flower_gpu import run_in_worker
 from flower_gpu.workers.forkserver import control
-found = run_in_worker("guard_tasks:nested", start_method="spawn", gpu="never")
-print(json.dumps({**found, "servers": [str(one) for one in control.status()]}))
+result = run_in_worker("guard_tasks:nested", start_method="spawn", gpu="never")
+print(json.dumps({**result, "servers": [str(server) for server in control.status()]}))
 """
 
 
 @needs_landlock
 @pytest.mark.skipif(bool(confinement.problem()), reason=f"no confinement: {confinement.problem()}")
-def test_a_dead_disk_holds_up_no_worker(tmp_path: Path) -> None:
-    """The disk is mounted directly below the root folder, and no app has asked for it."""
+def test_a_dead_disk_does_not_block_workers(tmp_path: Path) -> None:
+    """The disk is mounted directly below the root folder, and no app has requested it."""
     (tmp_path / "dev").mkdir()
     device = tmp_path / "dev" / "nvidia9"
     device.touch()
@@ -176,21 +179,21 @@ def test_a_dead_disk_holds_up_no_worker(tmp_path: Path) -> None:
     }
     command = ["unshare", "--mount", sys.executable, str(Path(__file__).with_name("dead_disk_host.py"))]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, str(device)], env=env, capture_output=True, text=True, timeout=150, check=False
         )
     except FileNotFoundError:
         pytest.skip("there is no unshare")
-    if done.returncode and "unshare failed" in done.stderr:
+    if process.returncode and "unshare failed" in process.stderr:
         pytest.skip("needs the right to make a mount namespace")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "skip" in found:
-        pytest.skip(found["skip"])
-    assert found == dict.fromkeys(("forkserver", "spawn", "fork", "confined"), False)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout.splitlines()[-1])
+    if "skip" in report:
+        pytest.skip(report["skip"])
+    assert report == dict.fromkeys(("forkserver", "spawn", "fork", "confined"), False)
 
 
-# As agents of monitoring services do.
+# Agents of monitoring services also start a thread in each Python process.
 _STARTS_THREAD = """
 import threading, time
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
@@ -205,12 +208,12 @@ handler.emit = lambda record: lines.append(record.getMessage())
 logging.getLogger("flwr.flower_gpu").addHandler(handler)
 [device] = sys.argv[1:]
 opened = [
-    run_in_worker("guard_tasks:opened", [device], start_method=method, gpu="never")["here"]
+    run_in_worker("guard_tasks:paths_opened", [device], start_method=method, gpu="never")["process"]
     for method in ("forkserver", "spawn", "spawn")
 ]
 os.environ["FLOWER_GPU_GUARD"] = "require"
 try:
-    run_in_worker("guard_tasks:opened", [device], start_method="spawn", gpu="never")
+    run_in_worker("guard_tasks:paths_opened", [device], start_method="spawn", gpu="never")
 except Exception as error:
     refused = str(error)
 print(json.dumps([opened, [line for line in lines if "guard" in line], guard.describe(), refused]))
@@ -218,7 +221,7 @@ print(json.dumps([opened, [line for line in lines if "guard" in line], guard.des
 
 
 @needs_landlock
-def test_a_guard_that_cannot_be_set_is_said(tmp_path: Path, run_script: Any) -> None:
+def test_a_guard_that_cannot_be_set_is_reported(tmp_path: Path, run_script: Any) -> None:
     """A forked worker is guarded, because a fork has one thread."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(_STARTS_THREAD)
@@ -232,20 +235,22 @@ def test_a_guard_that_cannot_be_set_is_said(tmp_path: Path, run_script: Any) -> 
         "FLOWER_GPU_SERVER_IDLE_S": "1",
         "FLOWER_GPU_RUN_DIR": str(tmp_path),
     }
-    done = run_script(_BESIDE_A_THREAD, str(device), env=env)
-    opened, lines, described, refused = json.loads(done.stdout.splitlines()[-1])
+    process = run_script(_BESIDE_A_THREAD, str(device), env=env)
+    opened, lines, described, refused = json.loads(process.stdout.splitlines()[-1])
     reason = "another thread ran before the process could be restricted"
     assert opened == [[], [str(device)], [str(device)]]
     [line] = lines
     assert line.startswith("no GPU guard: calls can use any GPU of this host") and reason in line
     assert "keeps forked workers" in described and reason in described
     assert "--gpu-guard require" in refused and reason in refused
-    ends = [event for event in trace.read(tmp_path / trace.FILE_NAME) if event["event"] == "worker_finished"]
-    assert [event.get("no_guard") for event in ends] == [None, reason, reason, None]
+    finished = [
+        event for event in trace.read(tmp_path / trace.FILE_NAME) if event["event"] == "worker_finished"
+    ]
+    assert [event.get("no_guard") for event in finished] == [None, reason, reason, None]
 
 
-def test_root_is_not_needed(run_script: Any) -> None:
-    done = run_script(
+def test_the_guard_does_not_need_root(run_script: Any) -> None:
+    process = run_script(
         """
         import os
         from flower_gpu import landlock
@@ -259,7 +264,7 @@ def test_root_is_not_needed(run_script: Any) -> None:
             print("refused")
         """
     )
-    assert done.stdout == "refused\n"
+    assert process.stdout == "refused\n"
 
 
 def test_device_files_of_a_mig_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +288,7 @@ def test_device_files_of_a_mig_device(tmp_path: Path, monkeypatch: pytest.Monkey
         (0, "Landlock 1 keeps programs from moving files between folders"),
     ],
 )
-def test_where_the_kernel_cannot(
+def test_a_kernel_without_a_usable_landlock(
     answer: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call(number: int, *args: object) -> int:

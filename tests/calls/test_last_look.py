@@ -1,4 +1,4 @@
-"""The result of a worker that stays does not wait for its last look at the driver."""
+"""A reused worker returns its result without waiting for its last query of the driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT_BYTES = 450 << 20
 LOOK = "nvmlDeviceGetHandleByUUID"
 
 
-def test_a_later_result_comes_before_the_last_look(cuda_host: Callable[..., cuda_stub.Host]) -> None:
+def test_a_later_result_does_not_wait_for_the_last_look(cuda_host: Callable[..., cuda_stub.Host]) -> None:
     host = cuda_host(gpus=2, context=CONTEXT_BYTES)
     folders = [TESTS, TESTS / "workers", TESTS / "calls"]
     process = subprocess.Popen(

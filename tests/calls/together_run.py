@@ -1,4 +1,4 @@
-"""Simulates a client in two rounds; each worker, or each of its ranks, writes down what it could do."""
+"""Simulates a client in two rounds. Each worker, or each of its ranks, writes a note of what it could do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ server = ServerApp()
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """Look around; return which process this worker is."""
+    """Write the notes of all ranks, and return the pid of this worker."""
     from together_tasks import look_in_ranks
 
     config = message.content["config"]
@@ -28,7 +28,7 @@ def train(message: Message, context: Context) -> Message:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Send the client two messages; print which process has handled each of them."""
+    """Send the client two messages, and print the pid of the worker that handled each."""
     config = {name: str(context.run_config[name]) for name in ("other", "notes")}
     for _ in range(2):
         [node] = grid.get_node_ids()

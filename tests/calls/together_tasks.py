@@ -1,4 +1,4 @@
-"""What a worker, a confined one too, and each rank of a call could do on its host."""
+"""Tasks that report which resources of the host a worker, a confined worker or a rank can use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _join = torch_distributed.init_process_group
 
 
 def _join_by_gloo(backend: str, **options: Any) -> None:
-    """Join ranks on the CPU: NCCL brings a runtime of its own, which the stand-in does not replace."""
+    """Use gloo on the CPU, because NCCL brings its own CUDA runtime, which the stand-in does not replace."""
     _join("gloo", **{name: value for name, value in options.items() if name != "device_id"})
 
 
@@ -28,7 +28,7 @@ torch_distributed.init_process_group = _join_by_gloo  # type: ignore[assignment]
 
 
 def look(other: str, notes: str = "") -> dict[str, Any]:
-    """Open another GPU's device file, and take more memory than the lease has; return what came of it."""
+    """Try to open another GPU's device file and to exceed the lease. Return the outcomes."""
     try:
         Path(other).read_text()
         opened = "opened"
@@ -37,8 +37,9 @@ def look(other: str, notes: str = "") -> dict[str, Any]:
     torch.zeros(1, device="cuda")
     cuda = ctypes.CDLL(None)
     code = cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(15 * GIB + GIB // 2))
-    cuda.cudaGetLastError()  # otherwise PyTorch takes the error for its own
-    found = {
+    # Clear the error, because PyTorch would otherwise report it as its own.
+    cuda.cudaGetLastError()
+    report = {
         "rank": rank(),
         "pid": os.getpid(),
         "opened": opened,
@@ -47,12 +48,12 @@ def look(other: str, notes: str = "") -> dict[str, Any]:
         "group": Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip(),
     }
     if notes:
-        Path(notes, os.urandom(4).hex()).write_text(json.dumps(found))
-    return found
+        Path(notes, os.urandom(4).hex()).write_text(json.dumps(report))
+    return report
 
 
 @distributed
 def look_in_ranks(other: str, notes: str) -> None:
-    """The same in each rank, after all of them have met."""
+    """Call :func:`look` in each rank, after all ranks have met."""
     assert total(1) == world_size()
     look(other, notes)

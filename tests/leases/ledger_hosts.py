@@ -32,7 +32,7 @@ class Claimant(Forked):
     def __init__(self, env: dict[str, str]) -> None:
         super().__init__(Path(__file__).with_name("claimant.py"), env)
 
-    def tell(self, command: str, **fields: Any) -> None:
+    def send(self, command: str, **fields: Any) -> None:
         """Send a command without waiting. :meth:`answer` returns the result."""
         self.write(json.dumps([command, fields]))
 
@@ -44,7 +44,7 @@ class Claimant(Forked):
         return reply["answer"]
 
     def __call__(self, command: str, **fields: Any) -> Any:
-        self.tell(command, **fields)
+        self.send(command, **fields)
         return self.answer()
 
 
@@ -99,7 +99,7 @@ class LedgerHost:
     def line_up(self, *claims: tuple[Claimant, dict[str, Any]]) -> None:
         """Make claimants wait for their claims in this order."""
         for claimant, fields in claims:
-            claimant.tell("acquire", **fields)
+            claimant.send("acquire", **fields)
             self.until(lambda state, pid=claimant.pid: pid in state["waiting"])
 
     def kill_on_close(self, pid: int) -> None:

@@ -48,7 +48,7 @@ def share(order: int, part: float | None, uuids: Iterable[str] = (A,), **fields:
     return Claim(f"t{order}", order, options, **fields)  # type: ignore[arg-type]
 
 
-def held(order: int, gib: float, *uuids: str, alone: bool = False) -> Claim:
+def holding(order: int, gib: float, *uuids: str, alone: bool = False) -> Claim:
     parts = tuple(Part(uuid, int(gib * GIB), 16 * GIB, alone) for uuid in uuids or (A,))
     return Claim(f"t{order}", order, parts=parts)
 
@@ -75,7 +75,7 @@ def amounts(granted: dict[str, tuple[Part, ...]]) -> dict[str, list[int]]:
     return {id_: [part.memory_bytes for part in parts] for id_, parts in granted.items()}
 
 
-def uuids_of_grants(granted: dict[str, tuple[Part, ...]]) -> dict[str, list[str]]:
+def granted_uuids(granted: dict[str, tuple[Part, ...]]) -> dict[str, list[str]]:
     return {id_: [part.uuid for part in parts] for id_, parts in granted.items()}
 
 
@@ -94,12 +94,12 @@ def plan_one_by_one(
     ("sizes", "holdings", "claim", "expected"),
     [
         # By default, a claim gets the emptiest GPU. With pack, it gets the fullest one with enough room.
-        ((16, 16), [held(1, 4, A)], memory(2, 4), [B]),
-        ((16, 16), [held(1, 4, A)], memory(2, 4, pack=True), [A]),
-        ((16, 16), [held(1, 14, A)], memory(2, 4, pack=True), [B]),
+        ((16, 16), [holding(1, 4, A)], memory(2, 4), [B]),
+        ((16, 16), [holding(1, 4, A)], memory(2, 4, pack=True), [A]),
+        ((16, 16), [holding(1, 14, A)], memory(2, 4, pack=True), [B]),
         # The claim names a GPU.
         ((16, 16), [], memory(1, 4, uuids=[B]), [B]),
-        ((16, 16), [held(1, 14, B)], memory(2, 4, uuids=[B]), None),
+        ((16, 16), [holding(1, 14, B)], memory(2, 4, uuids=[B]), None),
         # Other programs fill GPU A.
         ((3, 16), [], memory(1, 4), [B]),
         ((3, 16), [], share(1, 0.5, [A, B]), [B]),
@@ -109,25 +109,25 @@ def plan_one_by_one(
         ((16, 16), [], memory(1, 4, uuids=["GPU-elsewhere", B]), [B]),
         ((16, 16), [], memory(1, 12, count=2), [A, B]),
         # Several GPUs are granted together or not at all.
-        ((16, 16), [held(1, 8, A)], memory(2, 12, count=2), None),
-        ((16, 16, 16), [held(1, 8, B)], memory(2, 12, count=2), [A, C]),
+        ((16, 16), [holding(1, 8, A)], memory(2, 12, count=2), None),
+        ((16, 16, 16), [holding(1, 8, B)], memory(2, 12, count=2), [A, C]),
         ((16, 16), [], memory(1, 4, count=3), None),
         # The capacity is used to the last byte.
         ((16,), [], memory(1, 16), [A]),
-        ((16,), [held(1, 1)], memory(2, 15), [A]),
-        ((16,), [held(1, 1)], memory(2, 15 + 1 / GIB), None),
-        ((16, 16), [held(1, 1, A)], memory(2, 4, uuids=[A], alone=True), None),
-        ((16, 16), [held(1, 1, A)], memory(2, 4, alone=True), [B]),
-        ((16,), [held(1, 1, alone=True)], memory(2, 4), None),
+        ((16,), [holding(1, 1)], memory(2, 15), [A]),
+        ((16,), [holding(1, 1)], memory(2, 15 + 1 / GIB), None),
+        ((16, 16), [holding(1, 1, A)], memory(2, 4, uuids=[A], alone=True), None),
+        ((16, 16), [holding(1, 1, A)], memory(2, 4, alone=True), [B]),
+        ((16,), [holding(1, 1, alone=True)], memory(2, 4), None),
         # A lease on a lost GPU uses no capacity of this one.
-        ((16,), [held(1, 4, "GPU-lost")], memory(2, 16), [A]),
+        ((16,), [holding(1, 4, "GPU-lost")], memory(2, 16), [A]),
         ((), [], memory(1, 1), None),
     ],
 )
 def test_a_claim_gets_the_expected_gpus(
     sizes: tuple[float, ...], holdings: list[Claim], claim: Claim, expected: list[str] | None
 ) -> None:
-    granted = uuids_of_grants(plan(cards(*sizes), holdings, [claim])).get(claim.id)
+    granted = granted_uuids(plan(cards(*sizes), holdings, [claim])).get(claim.id)
     assert (sorted(granted) if granted else granted) == expected
 
 
@@ -169,7 +169,7 @@ def test_a_share_below_the_minimum_of_cuda_is_not_granted() -> None:
 
 
 ONE, TWO = cards(16), cards(16, 16)
-HALF = [held(1, 8, A)]
+HALF = [holding(1, 8, A)]
 BOTH = memory(2, 12, count=2)
 EIGHTH = Claim("t1", 1, parts=(Part(A, WHOLE_SHARE // 8, WHOLE_SHARE),))
 
@@ -183,20 +183,20 @@ EIGHTH = Claim("t1", 1, parts=(Part(A, WHOLE_SHARE // 8, WHOLE_SHARE),))
         (ONE, HALF, [memory(2, 12, [A]), memory(3, 8, [A])], {}),
         (ONE, HALF, [memory(2, 12, [A]), memory(3, 4, [A]), memory(4, 1, [A])], {"t3": [A]}),
         # Large claims that wait reserve different GPUs.
-        (TWO, [*HALF, held(2, 9, B)], [memory(3, 12), memory(4, 12), memory(5, 6)], {}),
+        (TWO, [*HALF, holding(2, 9, B)], [memory(3, 12), memory(4, 12), memory(5, 6)], {}),
         # A claim for several GPUs reserves them together.
         (TWO, HALF, [BOTH, memory(3, 8)], {}),
         (TWO, HALF, [BOTH, memory(3, 8), memory(4, 4)], {"t4": [B]}),
         # A claim that must be alone reserves the whole GPU.
-        (ONE, [held(1, 1)], [memory(2, 2, [A], alone=True), memory(3, 1, [A])], {}),
+        (ONE, [holding(1, 1)], [memory(2, 2, [A], alone=True), memory(3, 1, [A])], {}),
         # A claim that must be alone does not overtake a claim that waits for two GPUs, however small its
         # need, because the two cannot share a GPU.
-        (TWO, [held(1, 16, A)], [memory(2, 1, count=2), memory(3, 2, [B], alone=True)], {}),
+        (TWO, [holding(1, 16, A)], [memory(2, 1, count=2), memory(3, 2, [B], alone=True)], {}),
         # A claim that waits for other programs does not keep a GPU idle.
         (cards(10), [], [memory(1, 12, [A]), memory(2, 8, [A])], {"t2": [A]}),
         # Each new worker looks like another program until it reports its use. Meanwhile no small claim may
         # overtake the large one.
-        ([Card(A, int(15.5 * GIB), GIB)], [held(1, 2)], [memory(2, 16, [A]), memory(3, 2, [A])], {}),
+        ([Card(A, int(15.5 * GIB), GIB)], [holding(1, 2)], [memory(2, 16, [A]), memory(3, 2, [A])], {}),
         # Shares count the budget at the time of their grant. It was larger then than the present capacity.
         (cards(15.7), [EIGHTH], [share(2, 1.0), share(3, 0.125)], {}),
     ],
@@ -204,7 +204,7 @@ EIGHTH = Claim("t1", 1, parts=(Part(A, WHOLE_SHARE // 8, WHOLE_SHARE),))
 def test_claims_that_are_granted_and_claims_that_wait(
     all_cards: list[Card], holdings: list[Claim], claims: list[Claim], expected: dict[str, list[str]]
 ) -> None:
-    assert uuids_of_grants(plan(all_cards, holdings, claims)) == expected
+    assert granted_uuids(plan(all_cards, holdings, claims)) == expected
 
 
 def test_cores_are_never_leased_twice_and_first_come_is_first_served() -> None:
@@ -216,12 +216,12 @@ def test_cores_are_never_leased_twice_and_first_come_is_first_served() -> None:
 
 
 def test_a_claim_for_all_cores_gets_the_free_ones_without_waiting() -> None:
-    lone = cores(2, 4000, least=0)
-    assert amounts(plan(HOST, [], [lone])) == {"t2": [4000]}
-    assert amounts(plan(HOST, [computing(1, 1500)], [lone])) == {"t2": [2500]}
-    assert amounts(plan(HOST, [computing(1, 4000)], [lone])) == {"t2": [0]}
+    claim = cores(2, 4000, least=0)
+    assert amounts(plan(HOST, [], [claim])) == {"t2": [4000]}
+    assert amounts(plan(HOST, [computing(1, 1500)], [claim])) == {"t2": [2500]}
+    assert amounts(plan(HOST, [computing(1, 4000)], [claim])) == {"t2": [0]}
     # It does not get cores that an earlier claim waits for.
-    assert amounts(plan(HOST, [computing(0, 1500)], [cores(1, 3000), lone])) == {"t2": [1000]}
+    assert amounts(plan(HOST, [computing(0, 1500)], [cores(1, 3000), claim])) == {"t2": [1000]}
 
 
 def test_a_need_beyond_the_capacity_gets_all_of_it_exclusively() -> None:
@@ -239,8 +239,8 @@ def test_gpus_cores_and_memory_are_granted_together_or_not_at_all() -> None:
     assert not plan([*cards(16), *HOST], [computing(1, 3000)], [both])
     # A waiting claim reserves all of its parts: the GPU memory that later claims ask for, and the cores.
     assert not plan([*cards(16), *HOST], [computing(1, 3000)], [both, memory(3, 13, [A])])
-    assert not plan([*cards(16), *HOST], [held(1, 14)], [both, cores(4, 2500)])
-    assert uuids_of_grants(plan([*cards(16), *HOST], [held(1, 14)], [both, cores(4, 2000)])) == {
+    assert not plan([*cards(16), *HOST], [holding(1, 14)], [both, cores(4, 2500)])
+    assert granted_uuids(plan([*cards(16), *HOST], [holding(1, 14)], [both, cores(4, 2000)])) == {
         "t4": [CORES]
     }
 
@@ -479,14 +479,14 @@ def test_other_programs_that_come_and_go_starve_no_claim(
             host.waiting.append(event)
         elif host.present:
             host.present.pop(event % len(host.present))
-        left = 4 - (seed >> index) % 4
-        host.settle([replace(card, capacity_bytes=card.capacity_bytes * left // 4) for card in all_cards])
+        quarters = 4 - (seed >> index) % 4
+        host.settle([replace(card, capacity_bytes=card.capacity_bytes * quarters // 4) for card in all_cards])
     old_ids = {claim.id for claim in host.waiting}
     uuids = [card.uuid for card in all_cards if card not in HOST]
     for _ in range(len(old_ids)):
-        if not (left := [claim for claim in host.waiting if claim.id in old_ids]):
+        if not (remaining := [claim for claim in host.waiting if claim.id in old_ids]):
             break
-        first = min(left, key=lambda claim: claim.order)
+        first = min(remaining, key=lambda claim: claim.order)
         # This many steps are enough for all present holders to leave.
         for _ in range(len(host.present) + 1):
             # There are always more small claims than there is room for.

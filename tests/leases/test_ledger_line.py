@@ -76,7 +76,7 @@ def test_claims_behind_a_claim_that_timed_out_are_granted(one_gpu: LedgerHost) -
     holder, first, second = one_gpu.start(3)
     holder("acquire", **memory_claim(8))
     one_gpu.line_up((first, memory_claim(16, timeout_s=3)))
-    second.tell("acquire", **memory_claim(8))
+    second.send("acquire", **memory_claim(8))
     with pytest.raises(RefusedError):
         first.answer()
     assert second.answer()

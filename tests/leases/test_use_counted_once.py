@@ -97,11 +97,11 @@ def test_a_process_with_two_leases_counts_once() -> None:
 def test_main_memory_of_a_worker_that_is_not_visible(tmp_path: Path, namespace: str) -> None:
     """The worker is in another pid namespace or hidden. 3 of 16 GiB are in use, 2 of them under the lease."""
     unwritten = tickets.new_entry(tmp_path, 1, 0, pack=False)
-    held = Part(MEMORY, 4 * GIB, 16 * GIB)
+    part = Part(MEMORY, 4 * GIB, 16 * GIB)
     namespace_number = pid_namespace() + (namespace == "another")
     ticket = Ticket.create(
         tmp_path,
-        unwritten.__class__(**{**vars(unwritten), "parts": (held,), "pid_namespace": namespace_number}),
+        unwritten.__class__(**{**vars(unwritten), "parts": (part,), "pid_namespace": namespace_number}),
         "",
     )
     try:

@@ -175,23 +175,23 @@ class ShownRun:
         self.history.num_rounds = num_rounds
         self.display = make_display(self.history, sys.stderr, is_shown)
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def report(self, event: str, **fields: Any) -> None:
         record = trace.make(event, **fields)
         self.history.feed([record])
         self.display.show(record)
 
 
 def show_run(shown: ShownRun) -> None:
-    shown.tell("strategy_started", strategy="FedAvg", num_rounds=2)
-    shown.tell("round_finished", round=0, task="server-evaluate", messages=0, metrics={"loss": 2.5})
+    shown.report("strategy_started", strategy="FedAvg", num_rounds=2)
+    shown.report("round_finished", round=0, task="server-evaluate", messages=0, metrics={"loss": 2.5})
     for server_round in (1, 2):
         for kind in ("train", "evaluate"):
-            which = {"round": server_round, "task": kind}
-            shown.tell("round_started", **which, messages=3)
+            round_fields = {"round": server_round, "task": kind}
+            shown.report("round_started", **round_fields, messages=3)
             for client in range(3):
-                shown.tell("reply", **which, node=client, error="it broke" if client == 1 else None)
+                shown.report("reply", **round_fields, node=client, error="it broke" if client == 1 else None)
             metrics = {"score": 1.25, "text": "x"}
-            shown.tell("round_finished", **which, messages=3, failed=1, seconds=0.5, metrics=metrics)
+            shown.report("round_finished", **round_fields, messages=3, failed=1, seconds=0.5, metrics=metrics)
     shown.display.close()
 
 
@@ -206,10 +206,10 @@ def test_without_a_terminal_lines_with_columns_are_written(capfd: pytest.Capture
     ]
     # The columns stay aligned when the numbers grow.
     shown = ShownRun()
-    shown.tell("strategy_started", strategy="FedAvg", num_rounds=120)
+    shown.report("strategy_started", strategy="FedAvg", num_rounds=120)
     for server_round, messages, seconds in ((9, 5, 3.0), (10, 20_000, 3_700.0), (110, 5, 59.0)):
         fields = {"round": server_round, "task": "train", "metrics": {"loss": 0.5}}
-        shown.tell("round_finished", **fields, messages=messages, failed=0, seconds=seconds)
+        shown.report("round_finished", **fields, messages=messages, failed=0, seconds=seconds)
     assert capfd.readouterr().err.splitlines() == [
         "round   9/120  train                5/5 clients  3.00 s  loss 0.5",
         "round  10/120  train            20000/20000 clients  1 h 2 min  loss 0.5",
@@ -221,17 +221,17 @@ def test_a_long_round_writes_a_line_from_time_to_time(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = ShownRun(3)
-    which = {"round": 2, "task": "train"}
-    shown.tell("round_started", **which, messages=4)
-    shown.tell("reply", **which, error=None)
-    shown.tell("reply", **which, error="no")
+    round_fields = {"round": 2, "task": "train"}
+    shown.report("round_started", **round_fields, messages=4)
+    shown.report("reply", **round_fields, error=None)
+    shown.report("reply", **round_fields, error="no")
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(display_module, "_LINE_INTERVAL_S", 0.0)
-    shown.tell("reply", **which, error=None)
+    shown.report("reply", **round_fields, error=None)
     line = capfd.readouterr().err
     # The first replies say nothing about the speed, so the line has no estimate.
     assert re.fullmatch(r"round 2/3  train                3/4 clients  [\d.]+ s  1 failed\n", line)
-    shown.tell("reply", **which, error=None)
+    shown.report("reply", **round_fields, error=None)
     assert capfd.readouterr().err == "", "the last reply is reported by the line of the round's end"
 
 
@@ -248,8 +248,8 @@ def test_a_display_can_be_silent_and_a_resumed_run_is_reported(capfd: pytest.Cap
     show_run(ShownRun(is_shown=False))
     assert capfd.readouterr() == ("", "")
     shown = ShownRun()
-    shown.tell("strategy_started", strategy="FedAvg", num_rounds=9)
-    shown.tell("strategy_resumed", round=4)
+    shown.report("strategy_started", strategy="FedAvg", num_rounds=9)
+    shown.report("strategy_resumed", round=4)
     shown.display.close()
     assert capfd.readouterr().err == "resumed after round 4/9\n"
 

@@ -79,8 +79,8 @@ def test_calls_are_counted_by_host(trace: Trace) -> None:
     trace.write("host_joined")
     trace.write("host_lost", host="")
     history = read(trace).history
-    of_b = {"ok": 1, "error": 1, "out of memory": 1}
-    assert history.tally.host_calls == {"a": {"ok": 3}, "b": of_b}
+    calls_of_b = {"ok": 1, "error": 1, "out of memory": 1}
+    assert history.tally.host_calls == {"a": {"ok": 3}, "b": calls_of_b}
     assert [history.messages_under_way(host) for host in "ab"] == [0, 2]
     assert history.hosts["a"].concurrency == 4
     assert [(gpu.host, gpu.index) for gpu in history.gpus_of_run if gpu.host] == [

@@ -252,9 +252,9 @@ def test_outcome_of_a_run(trace: Trace, dead_pid: int) -> None:
     assert row_of(watch, trace.time + 500).seconds == pytest.approx(1.0)
     trace.write("run_started", kind="launch", name="app", host=platform.node(), pid=dead_pid)
     assert read(folder).outcome() == "gone"
-    of_registry = FollowedRun(folder, RunningRun(str(folder), "launch", "app", dead_pid, trace.time))
-    of_registry.read_on(math.inf)
+    registered_run = FollowedRun(folder, RunningRun(str(folder), "launch", "app", dead_pid, trace.time))
+    registered_run.read_on(math.inf)
     # The registered run holds its lock, so it is alive.
-    assert of_registry.outcome() == ""
-    of_registry.is_registered = False
-    assert of_registry.outcome() == "gone"
+    assert registered_run.outcome() == ""
+    registered_run.is_registered = False
+    assert registered_run.outcome() == "gone"

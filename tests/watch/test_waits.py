@@ -32,12 +32,12 @@ def test_after_five_seconds_without_a_worker_the_holder_of_the_cores_is_named(
     stream = io.StringIO()
     display = make_display(history, stream)
 
-    def tell(name: str, **fields: Any) -> None:
+    def report(name: str, **fields: Any) -> None:
         event = trace.make(name, **fields)
         history.feed([event])
         display.show(event)
 
-    waits = WorkerWaits(tell)
+    waits = WorkerWaits(report)
     ledger = Ledger()
     ticket = ledger.acquire(claimant)
     has_asked, is_over = threading.Event(), threading.Event()
