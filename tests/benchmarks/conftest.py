@@ -25,7 +25,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 @pytest.fixture(scope="session")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """A function that runs a benchmark in a separate process and returns the figures that it writes.
+    """A function that runs a benchmark in a separate process and returns its figures.
 
     All benchmarks use one fork server. It is started here, because a benchmark stops a server that it starts.
     """

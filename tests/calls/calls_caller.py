@@ -21,7 +21,7 @@ from flower_gpu.leases.ledger import Ledger
 
 
 class LogLines(logging.Handler):
-    """Keeps the lines that are logged."""
+    """Keeps all logged lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def lose_gpu_once_granted() -> None:
 
 
 def lines() -> list[str]:
-    """Return the lines that were logged since the last call."""
+    """Return the lines logged since the last call."""
     new_lines, log_lines.lines = log_lines.lines, []
     return new_lines
 

@@ -206,12 +206,12 @@ class CallsHost:
         ]
 
     def events(self, **fields: Any) -> list[str]:
-        """Return the names of all events so far, without the phases of workers and the leases of cores."""
+        """Return the names of all events except for phases of workers and leases of cores."""
         names = [event["event"] for event in self.trace(**fields) if event["event"] not in PHASES]
         return [name for name in names if not name.startswith("cores_")]
 
     def granted(self) -> list[float]:
-        """Return the sizes of all leases so far in GiB. A lease of a whole GPU counts as 0."""
+        """Return the sizes in GiB of all leases granted until now. A lease of a whole GPU counts as 0."""
         return [
             0.0
             if event["alone"] and event["gpus"][0]["memory_bytes"] > 15 * GIB

@@ -20,7 +20,7 @@ MERGED = "MERGED"
 
 @pytest.fixture(autouse=True)
 def _variables() -> Iterator[None]:
-    """Two fixed variables, one that is merged with new values, and one that is free."""
+    """Set two fixed variables, a variable that is merged with new values, and a free variable."""
 
     def merged(text: str) -> str:
         return text if text.endswith(",ours") else f"{text},ours"
