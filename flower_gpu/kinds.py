@@ -262,7 +262,7 @@ GPU_IDS: Final = Kind(
     types=(int, str),
     keeps_text=True,
 )
-TEXT: Final = Kind("a text that is not empty", "NAME", _filled)
+TEXT: Final = Kind("a non-empty text", "NAME", _filled)
 FOLDER: Final = Kind("a path", "DIR", _path, types=(str, Path))
 #: Resolved at once, because other processes may read the path in another working directory.
 ABSOLUTE_PATH: Final = Kind("a path", "DIR", lambda text: str(_path(text).resolve()))

@@ -309,8 +309,8 @@ class CallOptions(TypedDict, total=False):
     on_oom: Annotated[
         OnOomWord | None,
         Option(
-            "after a call ran out of GPU memory: retry with more of it, and at last fail; the same, but at "
-            "last run on the cpu; fail at once (default: {default})",
+            "after a call ran out of GPU memory: retry with more of it, and finally fail; the same, but "
+            "finally run on the cpu; fail at once (default: {default})",
             words(*ON_OOM),
             "FLOWER_GPU_ON_OOM",
             "retry",
@@ -323,7 +323,7 @@ class CallOptions(TypedDict, total=False):
 
 #: Options of several commands that are not about one call.
 KEEP_GOING: Final = Option(
-    "go on when every client failed in the first round, or in three rounds in a row (default: such a run "
+    "continue when every client failed in the first round, or in three rounds in a row (default: such a run "
     "ends with status 1)",
     SWITCH,
     group="workers",
@@ -332,7 +332,7 @@ LOG_DIR: Final = Option(
     "where the run's folder is made (default: {default})", FOLDER, default="runs", group="output"
 )
 RESUME: Final = Option(
-    "folder of an earlier run of the same app: go on after the last round that it finished",
+    "folder of an earlier run of the same app: continue after the last round that it finished",
     FOLDER,
     group="output",
     excludes="log_dir",
@@ -340,8 +340,7 @@ RESUME: Final = Option(
 #: Where the figures of a run can be sent. Each is an extra of the package, too.
 TRACKERS: Final = ("tensorboard", "wandb", "mlflow")
 TRACKER: Final = Option(
-    "send metrics, durations, GPU memory and failures there while the run goes on; several with commas, or "
-    "repeated",
+    "send metrics, durations, GPU memory and failures there during the run; several with commas, or repeated",
     several(*TRACKERS),
     group="output",
 )
@@ -367,7 +366,7 @@ USE_GPU: Final = Option(
 
 #: Of commands whose workers import no code of an app before the kernel keeps them from other GPUs.
 GPU_GUARD: Final = Option(
-    "have the kernel keep workers from all GPUs but those of their lease (default: {default}, where it can)",
+    "have the kernel keep workers from all GPUs but those of their lease (default: {default}, if possible)",
     words("on", "off", "require"),
     "FLOWER_GPU_GUARD",
     "on",
@@ -377,8 +376,8 @@ GPU_GUARD: Final = Option(
 
 #: Of the same commands. The framework's own cap always holds: it fails earlier, and says more.
 GPU_CAP: Final = Option(
-    "who holds workers to the GPU memory of a lease: the driver, where it can (auto) or else nothing is run "
-    "(driver); or only the allocators of frameworks (default: {default})",
+    "who holds workers to the GPU memory of a lease: the driver if possible (auto), the driver or else no "
+    "call is run (driver), or only the allocators of frameworks (default: {default})",
     words("auto", "allocator", "driver"),
     "FLOWER_GPU_CAP",
     "auto",
@@ -402,7 +401,7 @@ SERVER_IDLE: Final = Option(
     "seconds after which an unused fork server ends", SECONDS_OR_0, "FLOWER_GPU_SERVER_IDLE_S", 300.0
 )
 SAY_WAIT: Final = Option(
-    "seconds after which a caller says what it waits for", SECONDS_OR_0, "FLOWER_GPU_SAY_WAIT_S", 5.0
+    "seconds after which a caller logs what it waits for", SECONDS_OR_0, "FLOWER_GPU_SAY_WAIT_S", 5.0
 )
 CONCURRENCY: Final = Option(
     "how many workers may run at the same time; they share the cores", COUNT, "FLOWER_GPU_CONCURRENCY", 1
@@ -428,10 +427,10 @@ PLACEMENT: Final = Option(
 )
 RESERVE: Final = Option("memory of each GPU that is never leased", SIZE_OR_0, "FLOWER_GPU_RESERVE", "256MiB")
 POLL: Final = Option(
-    "least seconds between a SuperNode's questions to its SuperLink", SECONDS, "FLOWER_GPU_POLL_S", 0.5
+    "minimum seconds between a SuperNode's requests to its SuperLink", SECONDS, "FLOWER_GPU_POLL_S", 0.5
 )
 IDLE_POLL: Final = Option(
-    "seconds between these questions when nothing came for a minute", SECONDS, "FLOWER_GPU_IDLE_POLL_S", 30.0
+    "seconds between these requests after a minute without messages", SECONDS, "FLOWER_GPU_IDLE_POLL_S", 30.0
 )
 
 #: Every environment variable that users set.
@@ -471,14 +470,14 @@ MPS_VARIABLE: Final = "FLOWER_GPU_MPS_SMS"
 INTERNAL_VARIABLES: Final = MappingProxyType(
     {
         "FLOWER_GPU_SUPERNODE": "Set in SuperNodes: lease, or start where apps take leases themselves.",
-        "FLOWER_GPU_PROGRAMS": "Set for what forks programs of Flower: a descriptor of its connection.",
+        "FLOWER_GPU_PROGRAMS": "Set for the process that forks Flower's programs: its connection.",
         "FLOWER_GPU_WAKEUP": "Set for a SuperExec: the socket by which its parent wakes it.",
         "FLOWER_GPU_GROUP": "Set in SuperNodes and a ServerApp: the sockets by which they wake each other.",
         "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
         DEVICES_VARIABLE: "Set in workers: the device files of GPUs that they may open.",
-        CONFINE_VARIABLE: "Set in SuperNodes with --confine: what apps may have, as JSON.",
-        CONFINED_VARIABLE: "Set in confined workers: what they may have, as JSON.",
-        GUARDED_VARIABLE: "Set by tests: files that are taken for those of GPUs, too.",
+        CONFINE_VARIABLE: "Set in SuperNodes with --confine: what apps may access, as JSON.",
+        CONFINED_VARIABLE: "Set in confined workers: what they may access, as JSON.",
+        GUARDED_VARIABLE: "Set by tests: further files that count as device files of GPUs.",
         RANKS_VARIABLE: "Set in workers of calls for several GPUs: how many ranks run without a lease.",
         MPS_VARIABLE: "Set in runs with MPS: how many processors each card has, as JSON.",
         DEADLINE_VARIABLE: "Set in workers of calls for several GPUs: their end, by time.monotonic().",

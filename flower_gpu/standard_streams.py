@@ -81,7 +81,7 @@ class _StandardFile(io.FileIO):
             if not self.is_lossy:
                 raise
         if is_first and self is not _watched.get("stderr") and self.error.errno != errno.EPIPE:
-            tell(f"flower-gpu: {why_stdout_fails()}. The command goes on without it")
+            tell(f"flower-gpu: {why_stdout_fails()}. The command continues without it")
         return memoryview(data).nbytes
 
 

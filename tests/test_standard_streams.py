@@ -140,7 +140,7 @@ def test_a_run_goes_on_if_its_output_cannot_be_written(kind: str, stream: str, t
     assert done.returncode == 0
     if stream == "stdout":
         assert "Traceback" not in done.stderr and "outcome" in done.stderr
-        told = "cannot write to standard output: No space left on device. The command goes on without it"
+        told = "cannot write to standard output: No space left on device. The command continues without it"
         assert done.stderr.count(told) == (kind == FULL), done.stderr
     [folder] = tmp_path.iterdir()
     assert json.loads((folder / "result.json").read_text())["outcome"] == "completed"

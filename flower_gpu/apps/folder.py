@@ -103,7 +103,7 @@ def in_use(path: Path) -> Iterator[None]:
             stack.enter_context(files.locked(path, _LOCK_WAIT_S))
         except TimeoutError:
             raise ConfigError(
-                f"another process goes on with the run in {path_text(path.parent)}. End it, or give another "
+                f"another process continues the run in {path_text(path.parent)}. End it, or give another "
                 "folder"
             ) from None
         except OSError:

@@ -304,7 +304,7 @@ def _figures() -> tuple[Figures, ...] | None:
     try:
         return frameworks.figures()
     except Exception:
-        _log.warning("a framework does not tell its GPU memory", exc_info=True)
+        _log.warning("a framework does not report its GPU memory", exc_info=True)
         return ()
 
 

@@ -330,11 +330,12 @@ class Leasing:
         return max(context, outside) if outside < memory_bytes else context
 
     def _no_cap(self, uuid: str, host: Inventory, gpu: GPU | None) -> GPUUnavailableError:
-        reason = host.problem or (gpu.problem if gpu is not None else "it is not there any more")
+        reason = host.problem or (gpu.problem if gpu is not None else "it is no longer there")
         name = uuid if gpu is None else f"{gpu.index} ({gpu.name})"
         return GPUUnavailableError(
-            f"{self.label} was not started: it has a lease on GPU {name}, but the driver no longer tells the "
-            f"memory of that GPU, so no limit can be set: {reason}. Try again when `flower-gpu gpus` shows it"
+            f"{self.label} was not started: it has a lease on GPU {name}, but the driver no longer reports "
+            f"the memory of that GPU, so no limit can be set: {reason}. Try again when `flower-gpu gpus` "
+            "shows it"
         )
 
 
@@ -372,7 +373,7 @@ def _only_warned() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        notices.say_once(f"a measurement could not be kept: {error}")
+        notices.say_once(f"a measurement could not be stored: {error}")
 
 
 def is_worker() -> bool:

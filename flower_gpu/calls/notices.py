@@ -45,7 +45,7 @@ def say_out_of_memory(text: str, figures: str) -> None:
     is_first = _OUT_OF_MEMORY not in _said
     _said.add(_OUT_OF_MEMORY)
     if is_first:
-        say(f"{figures}. Of later calls the trace has these figures, and the log with -v")
+        say(f"{figures}. For later calls, these figures are in the trace, and in the log with -v")
     else:
         say(figures, logging.DEBUG)
 
@@ -76,7 +76,7 @@ def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
 def untold(share: Share, task: str) -> str:
     """Return the notice about a GPU if its driver does not report the memory of processes."""
     return (
-        "the NVIDIA driver does not tell how much memory a process uses on GPU "
+        "the NVIDIA driver does not report how much memory a process uses on GPU "
         f"{share.index} ({share.name}), as in some containers, on some MIG devices and with old drivers. "
         f"What {task} needs cannot be measured there without PyTorch, so each of its calls has a GPU to "
         "itself. Say how much is enough: num_gpus or gpu_memory (FLOWER_GPU_NUM_GPUS, FLOWER_GPU_MEMORY)"
@@ -100,7 +100,7 @@ def who_else(lease: Lease, uuid: str) -> str:
                 f"{format_bytes(process.used_bytes)} used by process {process.pid} {process.name}".rstrip()
             )
     more = [f"{len(lines) - _MAX_OTHERS} more"] if len(lines) > _MAX_OTHERS else []
-    return "; ".join([*lines[:_MAX_OTHERS], *more]) or "nobody else that is known"
+    return "; ".join([*lines[:_MAX_OTHERS], *more]) or "no other known process"
 
 
 def refused(label: str, lease: Lease) -> GPUUnavailableError:
@@ -108,10 +108,10 @@ def refused(label: str, lease: Lease) -> GPUUnavailableError:
     share = lease.shares[0]
     gpu = inventory.take(processes=False).find(share.uuid)
     mode = gpu.compute_mode if gpu is not None else None
-    todo = "see nvidia-smi -q -d COMPUTE,PIDS, and the log of an MPS daemon where there is one"
+    todo = "see nvidia-smi -q -d COMPUTE,PIDS, and the log of the MPS daemon, if one runs"
     if mode != "DEFAULT":
         todo = (
-            "there one process at a time computes, and another program does that the driver does not list. "
+            "only one process at a time may compute there, and a program that the driver does not list does. "
             f"End it, or as root nvidia-smi -i {share.index} -c DEFAULT"
         )
     return GPUUnavailableError(
@@ -124,8 +124,8 @@ def faulted(label: str, lease: Lease, error: BaseException) -> GPUUnavailableErr
     """Return the error of a call that failed because the MPS server of its GPU ended."""
     return GPUUnavailableError(
         f"{label}: a fault on GPU {lease.shares[0].index} has ended all calls that this run had there, as "
-        "they share it by one MPS server (--mps). It may be another one's: without --mps only the call with "
-        f"the fault fails. {text_of(error)}"
+        "they share it by one MPS server (--mps). Another call may have caused it: without --mps, only that "
+        f"call would fail. {text_of(error)}"
     )
 
 
@@ -170,5 +170,5 @@ def why_on_cpu(settings: GPUSettings, use_gpu: bool | None, env: Mapping[str, st
 def without_effect(request: LeaseRequest, who: str, why: str) -> str:
     """Return the note that a request for a GPU has no effect, because the calls run on the CPU."""
     ranks = request.count
-    but = f" but for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
+    but = f" except for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
     return f"note: {request.written} has no effect{but}: {who} run on the CPU, {why}"

@@ -16,7 +16,7 @@ _MORE = 2.0  # factor from one lease to the next
 _KINDS = {
     "over_cap": "it took more than its lease",
     "card_full": "the GPU itself was full",
-    "unclear": "the GPU had room, but not in one piece, or the driver does not tell",
+    "unclear": "the GPU had room, but not in one piece, or the driver does not report why",
 }
 
 

@@ -136,8 +136,8 @@ def add_verbosity(parser: argparse.ArgumentParser) -> None:
     # They have no defaults, because a default of an action's parser would override a value before the action.
     group = parser.add_mutually_exclusive_group()
     for flags, value, text in (
-        (("-v", "--verbose"), 1, "say more: debug lines of the log, too"),
-        (("-q", "--quiet"), -1, "say the result only, and errors"),
+        (("-v", "--verbose"), 1, "print more: also debug lines of the log"),
+        (("-q", "--quiet"), -1, "print only the result and errors"),
     ):
         group.add_argument(
             *flags, dest="verbosity", action="store_const", const=value, default=argparse.SUPPRESS, help=text

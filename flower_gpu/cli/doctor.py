@@ -83,7 +83,7 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 COMMAND: Final = Command(
-    "check driver, PyTorch, Flower, the ledger and this shell, and tell what to do",
+    "check driver, PyTorch, Flower, the ledger and this shell, and say what to do",
     """\
 Check this host from the driver to the ledger, with the variables of this shell. Each line is ok, a note
 (fine, and good to know), or a problem and its solution. With a GPU a worker with a lease asks for more memory

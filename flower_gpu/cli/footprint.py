@@ -131,7 +131,7 @@ COMMAND: Final = Command(
     """\
 A call that names neither num_gpus nor gpu_memory asks for the measured memory of earlier calls of its task,
 plus a margin. This shows the measurements of this user on this host. After `clear` the next call of a task
-has a GPU for itself once more, and is measured.""",
+gets a GPU to itself again, and is measured.""",
     run,
     JSON,
     add=_add_actions,

@@ -114,7 +114,7 @@ def _gpu_as_text(gpu: GPU, visible: Collection[GPU]) -> Iterator[str]:
     if gpu.problem is not None:
         yield from _wrapped(f"not usable ({gpu.problem})", _MARGIN)
     elif gpu.processes is None:
-        yield f"{_MARGIN}the driver does not tell who uses it"
+        yield f"{_MARGIN}the driver does not report who uses it"
     for process in gpu.processes or ():
         used = _UNKNOWN if process.used_bytes is None else format_bytes(process.used_bytes)
         program = process.name.rpartition("/")[2] or "(no such process here)"

@@ -22,7 +22,7 @@ _GROUPS: Final = {
 }
 _MORE: Final = {
     "gpu": "; it holds for every client and for the server's own calls",
-    "gpu_ids": ": the first client uses the first, and so on round and round; the server's own calls may use "
+    "gpu_ids": ": the first client uses the first, and so on in turn; the server's own calls may use "
     "all of them (default: every call may)",
 }
 _TABLE: Final = {**RUN_CONFIG, **OWN, **options_of("launch")}

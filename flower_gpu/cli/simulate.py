@@ -51,8 +51,7 @@ _TABLE: Final = {
         synonyms=("c",),
     ),
     "clients_table": Option(
-        "TOML file of what single clients have of their own, by partition, such as slow-down (see the "
-        "reference)",
+        "TOML file with settings of single clients by partition, such as slow-down (see the reference)",
         replace(FOLDER, metavar="FILE.toml"),
         group="federation",
     ),
@@ -292,14 +291,14 @@ def _how_to_go_on(path: Path | None, can_resume: bool) -> str:
         return "interrupted"
     if can_resume:
         return (
-            "interrupted; to go on after the last finished round, add this to the same command: "
+            "interrupted; to continue after the last finished round, add this to the same command: "
             f"--resume {short(path)}"
         )
-    return f"interrupted; its results are in {short(path)}, and there is no checkpoint to go on from"
+    return f"interrupted; its results are in {short(path)}, and there is no checkpoint to continue from"
 
 
 def _once_mended(path: Path | None, can_resume: bool) -> str:
-    more = "--keep-going lets such a run go on"
+    more = "--keep-going lets such a run continue"
     if path is None:
         return more
     more = f"all failures are in {short(RunFolder(path).failures)}; {more}"

@@ -285,7 +285,7 @@ num-partitions in their node configs. A SuperNode that ends is started again.
         "it.",
     },
     {
-        "gpu_ids": ": with --count, the first node uses the first, and so on round and round (default: every "
+        "gpu_ids": ": with --count, the first node uses the first, and so on in turn (default: every "
         "GPU of the host)"
     },
     add=_add_flowers,

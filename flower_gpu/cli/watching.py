@@ -92,7 +92,7 @@ def _metrics(arguments: argparse.Namespace) -> int:
 
 
 TOP: Final = Command(
-    "watch GPUs, workers and the line for leases while runs go on",
+    "watch GPUs, workers and the queue for leases during runs",
     """\
 Show this host's GPUs and their leases, this account's runs and their progress, the workers of these runs, and
 the requests that wait for a lease, twice a second. Keys sort and scroll; q or Ctrl-C ends it. It changes
@@ -100,10 +100,10 @@ nothing.""",
     _top,
     {
         "interval": Option(
-            "seconds between two looks (default: {default}, 0.1 or more)", INTERVAL, default=0.5
+            "seconds between two updates (default: {default}, 0.1 or more)", INTERVAL, default=0.5
         ),
-        "once": Option("print one look as plain text, and end", SWITCH),
-        "json": Option("print one look as JSON, and end", SWITCH),
+        "once": Option("print the state once as plain text, and exit", SWITCH),
+        "json": Option("print the state once as JSON, and exit", SWITCH),
     },
     add=lambda parser: _add_folder(parser, "show the run of this folder only", nargs="?"),
 )
@@ -125,7 +125,7 @@ METRICS: Final = Command(
     "serve figures of GPUs, leases and runs for Prometheus",
     """\
 Serve figures for Prometheus over HTTP until Ctrl-C: this host's GPUs, the leases on them, and this account's
-runs. The figures are of the moment of the question. It changes nothing.
+runs. Each request gets the current figures. It changes nothing.
 
     flower-gpu metrics
     curl http://127.0.0.1:9460/metrics""",

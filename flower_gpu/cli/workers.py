@@ -23,10 +23,10 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     )
     stop = actions.add_parser(
         "stop",
-        help="end them; calls that run are finished, the next one starts a new server",
+        help="end them; running calls finish, and the next call starts a new server",
         allow_abbrev=False,
     )
-    stop.add_argument("--if-unused", action="store_true", help="only those that no process may still use")
+    stop.add_argument("--if-unused", action="store_true", help="only servers that no process may still use")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,5 +32,5 @@ def examine(checks: Mapping[str, Check]) -> Iterator[Finding]:
             for level, text, *todo in check():
                 yield Finding(name, level, text, todo[0] if todo else "")
         except Exception as error:
-            text = f"this check failed itself, {type(error).__name__}: {error}"
+            text = f"the check itself failed, {type(error).__name__}: {error}"
             yield Finding(name, "problem", text, "please report it, with this line")

@@ -40,7 +40,7 @@ _MATRIX_SIZE: Final = 256
 _MAX_OUTPUT: Final = 600
 _SEE_LOGS: Final = "see `nvidia-smi`, and the kernel's log (dmesg) for lines with NVRM or Xid"
 _NOT_MEASURED: Final = (
-    "the driver does not tell how much memory processes of this account use, as in containers. The size of "
+    "the driver does not report how much memory processes of this account use, as in containers. The size of "
     "CUDA contexts, and the need of calls without PyTorch, cannot be measured there"
 )
 _SET_INSTEAD: Final = (

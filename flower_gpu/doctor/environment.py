@@ -124,7 +124,7 @@ def variables() -> Iterator[Found]:
             yield _unknown(name)
         elif name == LEASE and value:
             todo = f"unset {LEASE}, unless this is a worker"
-            yield "problem", f"{LEASE} is set: calls from here are taken for part of a worker's", todo
+            yield "problem", f"{LEASE} is set: calls from here count as part of a worker's call", todo
         elif reason := _refused(_read, {name: value}):
             yield "problem", reason, f"correct or unset {name}"
         else:

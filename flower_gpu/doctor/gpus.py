@@ -14,7 +14,7 @@ from flower_gpu.gpu.gpus import GPU, Inventory, is_exclusive, mps_pipes
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.printable import format_bytes
 
-_CPU_IS_FINE = "nothing, if calls are to run on the CPU; else see `flower-gpu gpus`"
+_CPU_IS_FINE = "nothing, if calls should run on the CPU; otherwise see `flower-gpu gpus`"
 
 
 def driver(found: Inventory) -> Iterator[Found]:
@@ -68,7 +68,11 @@ def calls(found: Inventory) -> Iterator[Found]:
     hidden = [gpu for gpu in found.usable if gpu not in seen]
     if hidden:
         text = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides {_names(hidden)}"
-        yield "note", text, "nothing, if that is meant; else unset it, or name GPUs that are there, each once"
+        yield (
+            "note",
+            text,
+            "nothing, if that is intended; otherwise unset it, or name GPUs that are there, each once",
+        )
     try:
         decision = policy.decide(settings.policy, None, seen, found.problem, hidden=hidden)
     except GPUUnavailableError as error:
@@ -76,7 +80,7 @@ def calls(found: Inventory) -> Iterator[Found]:
         return
     level = "problem" if decision.is_serious else "note"
     for warning in decision.warnings:
-        yield level, warning, "change FLOWER_GPU_POLICY or FLOWER_GPU_IDS, if that is not meant"
+        yield level, warning, "change FLOWER_GPU_POLICY or FLOWER_GPU_IDS, if that is not intended"
     word = f"policy {settings.policy.gpu}"
     if not decision.on_gpu:
         yield "ok", f"{word}: calls run on the CPU"

@@ -110,7 +110,7 @@ def _server_finding(connection: socket) -> Found:
         status = messages.receive_answer(connection)
     except Gone:
         text = f"fork server {pid} does not answer within {_ANSWER_S:g} s"
-        return "problem", text, f"kill -CONT {pid} if it was stopped, else kill {pid}"
+        return "problem", text, f"kill -CONT {pid} if it was stopped; otherwise kill {pid}"
     python = str(status.get("python"))
     other = "" if Path(python) == Path(sys.executable) else f", for {python}"
     return "ok", f"fork server {pid} answers, {status.get('calls')} calls so far{other}"
@@ -175,11 +175,11 @@ def ledger_folder() -> Iterator[Found]:
         return
     mode = root.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        text = f"anybody can take away others' leases in {root}: it is not sticky"
+        text = f"any account can remove the leases of others in {root}: it is not sticky"
         yield "problem", text, f"chmod +t {root}"
     elif not mode & stat.S_IWOTH:
         text = f"{root}: not every account can write there; the others get no lease"
-        yield "note", text, f"nothing, if only this account uses GPUs; else chmod 1777 {root}"
+        yield "note", text, f"nothing, if only this account uses GPUs; otherwise chmod 1777 {root}"
     else:
         yield "ok", f"{root}, for all accounts of this host"
     if not asked and pid_namespace() not in (0, _HOST_PID_NAMESPACE):
@@ -217,7 +217,7 @@ def leases() -> Iterator[Found]:
         folder = LedgerFolder(LedgerFolder.find().root, mutex_wait_s=_MUTEX_WAIT_S)
         state = Ledger(folder).status()
     except LeaseError as error:
-        yield "problem", str(error), "without it no call gets a GPU: let that process go on, or end it"
+        yield "problem", str(error), "without it no call gets a GPU: let that process continue, or end it"
         return
     abandoned = sum(1 for _, path in folder.all() for _ in path.glob("*.ticket"))
     abandoned -= len(state.holders) + len(state.waiting) + len(state.invalid)

@@ -374,7 +374,7 @@ class _WorkerClient(Client):
         except Exception as error:
             if _START_CLIENT_MODULE not in sys.modules:
                 raise  # Flower sends it as an error, and this process handles only this call
-            log(ERROR, "This call failed, the client goes on: %s", error, exc_info=error)
+            log(ERROR, "This call failed, and the client continues: %s", error, exc_info=error)
             refusal = refuse(ins)
             refusal.status.message = shortened(f"{type(error).__name__}: {error}")
             return refusal

@@ -128,7 +128,7 @@ def environments_folder(environ: Mapping[str, str]) -> Path:
 
 def made_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder of environments, created if necessary; raises ConfigError if it cannot be used."""
-    path, problem = environments_folder(environ), "belongs to others, or they can write to it"
+    path, problem = environments_folder(environ), "belongs to another user, or another user can write to it"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if files.is_own_folder(path):
@@ -136,7 +136,7 @@ def made_folder(environ: Mapping[str, str]) -> Path:
     except OSError as error:
         problem = f"cannot be made: {error.strerror}"
     raise ConfigError(
-        f"what apps declare cannot be kept in {path_text(path)}, which {problem}. Set "
+        f"packages that apps declare cannot be stored in {path_text(path)}, which {problem}. Set "
         f"{ENVIRONMENTS_DIR.variable} to another folder"
     )
 
@@ -206,8 +206,8 @@ def _declared(app: Path, *, is_confined: bool) -> Mapping[str, Any]:
         settings |= document.get("tool", {}).get("uv", {})
     elif direct := next((package for package in wanted if package.url), None):
         raise ConfigError(
-            f"--confine: {direct.name} is no package of an index. Apps that are confined get wheels from the "
-            "indexes of the SuperNode's own settings only"
+            f"--confine: {direct.name} is not a package of an index. Apps that are confined get wheels from "
+            "the indexes of the SuperNode's own settings only"
         )
     for name in _IGNORED_SETTINGS:
         settings.pop(name, None)
@@ -248,7 +248,9 @@ def _made(
     error in this run had them.
     """
     failed, previous = place.with_suffix(".failed"), None
-    again = ConfigError("what the app declares cannot be installed, as an earlier message of this run said")
+    again = ConfigError(
+        "the packages that the app declares cannot be installed, as an earlier message of this run said"
+    )
     with suppress(FileNotFoundError):
         previous = failed.read_text()
         if previous.startswith(f"{run}\n") and time.time() - failed.stat().st_mtime < _RETRY_S:
@@ -256,7 +258,9 @@ def _made(
     _remove_unused(place.parent)
     began = time.monotonic()
     needed = map(package_sources.requirement, declared["project"]["dependencies"])
-    _log.info("installing what the app declares: %s", ", ".join(map(package_sources.shown, needed)))
+    _log.info(
+        "installing the packages that the app declares: %s", ", ".join(map(package_sources.shown, needed))
+    )
     with files.temporary_folder("environment", place.parent) as temporary:
         call = Call(install, (declared, str(temporary), is_confined), label="the installation")
         try:
@@ -269,7 +273,9 @@ def _made(
                 new.write_text(f"{run}\n{end}")
             if previous == f"{run}\n{end}":
                 raise again from None
-            raise ConfigError(f"what the app declares cannot be installed. uv's last lines:\n{end}") from None
+            raise ConfigError(
+                f"the packages that the app declares cannot be installed. uv's last lines:\n{end}"
+            ) from None
         lock = _locked_for_use((temporary / "env").rename(place))
     failed.unlink(missing_ok=True)
     _log.info("installed in %.1f s, in %s", time.monotonic() - began, path_text(place))

@@ -151,7 +151,7 @@ class FedBuff(FedAvg):
     ) -> Iterable[Message]:
         """Return a message for each free slot. Also called during a round."""
         if not isinstance(grid, UnderWay):
-            raise ConfigError("FedBuff has a loop of its own: call its start(), not that of another strategy")
+            raise ConfigError("FedBuff has a loop of its own: call its start(), not another strategy's")
         # A copy, because messages of this round may be read after the next round has begun.
         config = ConfigRecord({**config, ROUND_KEY: server_round})
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
@@ -192,7 +192,7 @@ class _UpdateSum(ReplySum):
         sent = self._under_way.to_sum.pop(reply.metadata.reply_to_message_id)
         base_model = cast(ArrayRecord, sent.content[self._strategy.arrayrecord_key])
         if record.keys() != base_model.keys():
-            self._has_misfit(f"The reply of {source} has other arrays than it was sent.")
+            self._has_misfit(f"The reply of {source} has other arrays than the client was sent.")
             return
         if not 0 <= weight < math.inf:
             key = self._strategy.weighted_by_key

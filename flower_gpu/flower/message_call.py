@@ -237,7 +237,9 @@ def checker(message: Message) -> Callable[[Any], Message]:
             )
         metadata = reply.metadata
         if expected != (metadata.reply_to_message_id, metadata.src_node_id, metadata.dst_node_id):
-            what = "the message that it was given" if reply is message else "a Message that is no reply to it"
+            what = (
+                "the message that it was given" if reply is message else "a Message that is not a reply to it"
+            )
             raise InvalidResultError(
                 f"the function returned {what}: return Message(content, reply_to=message), with the message "
                 "that the function was given"
@@ -267,7 +269,7 @@ def check_texts(records: RecordDict, what: str) -> None:
                 if isinstance(text, str) and encodable(text) != text:
                     raise InvalidResultError(
                         f"{what} cannot be sent: {shortened(text, _SHOWN_CHARACTERS)!r}, in the record "
-                        f"{encodable(name)!r}, is no valid Unicode. A file name that is not UTF-8 becomes "
+                        f"{encodable(name)!r}, is not valid Unicode. A file name that is not UTF-8 becomes "
                         "valid with os.fsencode(name).decode(errors='replace')"
                     )
 

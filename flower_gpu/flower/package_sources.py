@@ -55,7 +55,8 @@ def requirement(text: str) -> Requirement:
     except InvalidRequirement:
         name = re.match(r"[\w.-]*", text)
         raise ConfigError(
-            f"pyproject.toml: the dependency {name[0] if name else ''!r} is no requirement as PEP 508 has it"
+            f"pyproject.toml: the dependency {name[0] if name else ''!r} is not a requirement as defined by "
+            "PEP 508"
         ) from None
 
 
@@ -144,7 +145,7 @@ def pinned(
             asked = [each for each in references if last.get(keys[each]) != each[1]]  # others are commits
             answers = {keys[each]: commit for each, commit in (ask(asked) if asked else {}).items()}
             if len(answers) < len(asked):
-                _log.warning("not every git repository tells its commits; the last known ones are used")
+                _log.warning("not every git repository reports its commits; the last known ones are used")
             of_run = {**last, **answers}
             of_runs.add(run, of_run)
     return _with_commits(declared, lambda *reference: of_run.get(keys[reference]))

@@ -73,7 +73,7 @@ def decode(data: Buffer) -> RecordDict:
     """
     magic, size = _START.unpack_from(data)
     if magic != _MAGIC:
-        raise ValueError("no records of Flower in the form of this version")
+        raise ValueError("not records of Flower in the format of this version")
     view, offset = memoryview(data), _START.size + size
     description = json.loads(bytes(view[_START.size : offset]))
 
@@ -183,5 +183,5 @@ def _records(data: memoryview) -> RecordDict:
 
 def _error(code: Any, reason: Any) -> Error:
     if type(code) is not int or not (reason is None or isinstance(reason, str)):
-        raise TypeError("no error of Flower")
+        raise TypeError("not an error of Flower")
     return Error(code, None if reason is None else shortened(reason, MOST_CHARACTERS))

@@ -205,10 +205,10 @@ class _RoundParts:
         ):
             if previous != current:
                 raise ConfigError(
-                    f"the run cannot go on: its {name} was {previous}, and is {current} now. Give the app "
-                    f"that of then, or start a new run {without_checkpoint()}"
+                    f"the run cannot continue: its {name} was {previous}, and is {current} now. Give the app "
+                    f"the earlier one, or start a new run {without_checkpoint()}"
                 )
-        log(INFO, "Going on after round %s of %s", state.server_round, num_rounds)
+        log(INFO, "Continuing after round %s of %s", state.server_round, num_rounds)
         self.arrays = state.arrays
         if state.server_round > 0:
             self.result.arrays = state.arrays

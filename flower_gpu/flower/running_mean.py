@@ -166,7 +166,7 @@ class _Sum:
 
     def __init__(self, first: NDArray[Any], zeros: _Zeros, keeps_integers: bool) -> None:
         if first.dtype.kind not in "biufc":
-            raise _CannotBeAddedError(f"has dtype {first.dtype}, of which there is no mean: send numbers")
+            raise _CannotBeAddedError(f"has dtype {first.dtype}, which has no mean: send numbers")
         self._shape = first.shape
         self._order: Any = "F" if first.flags.fnc else "C"
         self._dtype = first.dtype.newbyteorder("=")

@@ -38,7 +38,9 @@ from flower_gpu.flower.running_mean import RunningMean
 from flower_gpu.flower.strategy_state import OURS, kind_of, state_of
 from flower_gpu.workers.call import Task
 
-_NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this strategy, so nobody will."
+_NOT_EVALUATED = (
+    "No evaluate_fn is given: clients do not evaluate under this strategy, so nothing is evaluated."
+)
 
 
 def _check_fraction_evaluate(fraction_evaluate: float, flowers: str) -> None:

@@ -237,7 +237,7 @@ class UnderWay:
     def give_up(self) -> None:
         """Cancel the messages in flight."""
         if self._sent:
-            log(INFO, "%d updates are still under way; nobody waits for them", len(self._sent))
+            log(INFO, "%d updates are still in flight and will not be used", len(self._sent))
             if self._is_ours:
                 self._grid.cancel_messages(list(self._sent))
 

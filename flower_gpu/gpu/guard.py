@@ -38,7 +38,7 @@ def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
     for files_of_gpu in files:
         if files_of_gpu is None:
             if setting == "require":
-                raise _required("the driver does not tell the device files of a GPU")
+                raise _required("the driver does not report the device files of a GPU")
             return {DEVICES_VARIABLE: _EVERYTHING}
         paths += files_of_gpu
     return {DEVICES_VARIABLE: os.pathsep.join(paths)}
@@ -126,7 +126,7 @@ def why_none(variables: Mapping[str, str], *, has_worker: bool) -> str:
         return ""
     if not has_worker:
         return "it runs in its caller's own process"
-    return "the driver does not tell the device files of its GPU"
+    return "the driver does not report the device files of its GPU"
 
 
 def check(environ: Mapping[str, str]) -> None:
@@ -221,6 +221,6 @@ def _create_missing_file() -> None:
 
 def _required(reason: str) -> ConfigError:
     return ConfigError(
-        f"--gpu-guard require ({GPU_GUARD.variable}): this host cannot keep workers to their own GPUs: "
+        f"--gpu-guard require ({GPU_GUARD.variable}): this host cannot limit workers to their own GPUs: "
         f"{reason}. Use another host, or --gpu-guard on, which runs without the guard here"
     )

@@ -151,8 +151,8 @@ def check(uuids: Sequence[str], environ: Mapping[str, str]) -> None:
     if not _is_limited(usable, whole, percent):
         raise GPUUnavailableError(
             f"--mps: this worker's share is {percent} % of the processors of {uuids[0]}, and CUDA shows it "
-            f"{usable} of {whole}: it is no client of the run's daemon, so nothing was run. See the logs in "
-            f"{environ.get(_LOGS)}"
+            f"{usable} of {whole}: it is not a client of the run's daemon, so the call was not run. See the "
+            f"logs in {environ.get(_LOGS)}"
         )
 
 

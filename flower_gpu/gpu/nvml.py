@@ -39,7 +39,7 @@ _ABSENT: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSI
 _START_ERRORS: Final = {
     _NO_PERMISSION: "this account may not use the NVIDIA driver: it needs access to /dev/nvidiactl and "
     "/dev/nvidia0, /dev/nvidia1, ... (groups video or render on many hosts)",
-    9: "the NVIDIA driver is not loaded. Run nvidia-smi: it tells more; in a container, start that with "
+    9: "the NVIDIA driver is not loaded. Run nvidia-smi, which says more; in a container, start that with "
     "access to the GPUs (docker run --gpus all)",
     _FUNCTION_NOT_FOUND: "the NVIDIA driver is too old for nvidia-ml-py, its library lacks the function that "
     "starts it: update the driver",

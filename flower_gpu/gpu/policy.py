@@ -111,7 +111,8 @@ def _required_but(missing: Sequence[str], why_none: str, usable: Sequence[GPU]) 
     reasons = "; ".join([*missing, there])
     return (
         f"this node's policy is require, and the required GPU cannot be used: {reasons}. Nothing was run. "
-        "See `flower-gpu gpus`; change gpu-ids, or use the policy force or offer, which go on without a GPU"
+        "See `flower-gpu gpus`; change gpu-ids, or use the policy force or offer, which continue without a "
+        "GPU"
     )
 
 

@@ -169,7 +169,7 @@ def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) ->
     )
     largest = max(sizes.values())
     if request.memory_bytes is not None and request.memory_bytes > largest:
-        return f"no GPU can ever give so much: {have}; ask for at most {max(0, largest) >> 20}MiB"
+        return f"no GPU has that much: {have}; ask for at most {max(0, largest) >> 20}MiB"
     if request.memory_bytes is not None:
         context = format_bytes(min(_contexts(gpus).values()))
         return f"CUDA's own context takes {context} of it: {have}; ask for more than {context}"

@@ -55,7 +55,7 @@ RUN_CONFIG: Final[Mapping[str, Option]] = MappingProxyType(
             "batch_size": _key("batch size", COUNT),
             "local_epochs": _key("epochs a client trains in a round", COUNT),
             "learning_rate": _key("learning rate", POSITIVE),
-            "seed": _key("seed of everything random", NON_NEGATIVE),
+            "seed": _key("seed of all random numbers", NON_NEGATIVE),
             "use_gpu": replace(USE_GPU, group=RUN_CONFIG_GROUP, hint=_HINT),
         }.items()
     }
@@ -70,7 +70,7 @@ class LaunchOptions:
     clients: Annotated[
         int | None,
         Option(
-            "number of clients (default: the app's num-clients, else 2; with --resume as many as before)",
+            "number of clients (default: the app's num-clients, or 2; with --resume, the earlier number)",
             COUNT,
             group="federation",
             synonyms=("num_supernodes",),  # Flower's name
@@ -96,7 +96,7 @@ class LaunchOptions:
     fast_start: Annotated[
         bool,
         Option(
-            "start Flower's own flwr-clientapp for each message, which imports everything anew",
+            "start Flower's own flwr-clientapp for each message, which imports everything again",
             SWITCH,
             group="workers",
         ),

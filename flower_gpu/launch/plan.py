@@ -137,7 +137,7 @@ def _with_earlier(options: LaunchOptions, app: FlowerApp, earlier: Mapping[str, 
     if options.clients not in (None, clients):
         raise ConfigError(
             f"--clients {options.clients}: the run in {path_text(str(options.resume))} has {clients}, and "
-            "goes on with as many. Leave --clients out, or start a new run without --resume"
+            "continues with them. Leave --clients out, or start a new run without --resume"
         )
     run_config = {
         key: value

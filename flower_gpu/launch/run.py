@@ -25,8 +25,8 @@ from flower_gpu.watch.result import places_of, result_lines, result_of, write_re
 from flower_gpu.watch.trackers import tracking
 
 _NO_ROUNDS: Final = (
-    "No rounds are known: the app runs none of Flower's strategies. What an app evaluates in "
-    "flower_gpu.gpu_evaluate is shown in any case."
+    "No rounds are known, because the app runs none of Flower's strategies. Evaluations with "
+    "flower_gpu.gpu_evaluate are always shown."
 )
 #: Stages before the first call, by the event that begins the stage: a line about the stage, and the event
 #: that ends it. Empty texts mean that the first call has begun.
@@ -183,7 +183,7 @@ def _follow(
             display.line(line)
         display.tick()
         if failures.why_over is not None and not options.keep_going:
-            raise LaunchFailedError(f"{failures.why_over}; --keep-going lets such a run go on")
+            raise LaunchFailedError(f"{failures.why_over}; --keep-going lets such a run continue")
 
     federation.start()
     starting = f"starting {federation.plan.clients} SuperNodes and the ServerApp"
@@ -230,7 +230,7 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int
         _complain(f"all logs are in {folder.shown}")
         if folder.has_checkpoint:
             _complain(
-                "to go on after the last finished round, add this to the same command: "
+                "to continue after the last finished round, add this to the same command: "
                 f"--resume {folder.shown}"
             )
         return
@@ -253,6 +253,6 @@ def remarks_at_end(plan: Plan, history: History) -> Iterator[str]:
     is_on_gpus = history.gpus and history.messages_sent and plan.policies != {"never"}
     if is_on_gpus and not history.workers:
         yield (
-            f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each were alone there. "
+            f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each had them alone. "
             "Write ClientApp(mods=[gpu_mod]) in it, or run it with flower-gpu simulate, which needs no change"
         )

@@ -236,7 +236,7 @@ class Footprints:
             self.path.replace(aside)
             warnings.warn(
                 f"{self.path} could not be read ({error}); it was renamed to {aside.name}, and footprints "
-                "are learned anew",
+                "are learned again",
                 RuntimeWarning,
                 stacklevel=5,
             )

@@ -128,7 +128,7 @@ class LedgerFolder:
                 descriptor.close()
                 raise LeaseError(
                     f"{path} has been locked for {self.mutex_wait_s:g} s by {holder}; "
-                    "if it was stopped (Ctrl-Z), let it go on or end it"
+                    "if it was stopped (Ctrl-Z), let it continue or end it"
                 ) from None
             descriptor.close()  # another process has replaced the file, so try again with the new one
 

@@ -175,7 +175,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: 
     # Imported here because launch needs only the versions from this module, without Flower.
     from flwr.common.logger import log
 
-    log(WARNING, "%s. The model may be another one", text)
+    log(WARNING, "%s. The model may differ", text)
 
 
 def _shown(value: Any) -> str:

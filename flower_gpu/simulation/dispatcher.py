@@ -240,9 +240,9 @@ class Dispatcher:
             self.changed.notify_all()
         host.lost(error, remaining)
         if not host.can_be_lost:
-            self._end_without_hosts(f"this machine cannot handle messages any more: {error}")
+            self._end_without_hosts(f"this machine can no longer handle messages: {error}")
         elif not remaining:
-            text = f"no host of the cluster is left, for {_NO_HOST_S:.0f} s"
+            text = f"the cluster has had no host for {_NO_HOST_S:.0f} s"
             timer = threading.Timer(_NO_HOST_S, self._end_without_hosts, [text])
             timer.daemon = True
             timer.start()

@@ -188,7 +188,7 @@ class SimulationGrid(Grid):
                 log(
                     WARNING,
                     "The ServerApp has asked for the nodes %d times in %.0f s and has sent no message. "
-                    "There are %d nodes, and there will be no more",
+                    "There are %d nodes, and no more will come",
                     self._asked,
                     seconds,
                     len(self._there),

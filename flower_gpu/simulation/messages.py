@@ -371,7 +371,7 @@ class MessageHandler:
 
     def _no_reply(self, visit: Visit) -> WorkerDiedError:
         client = message_call.client_of(self._context_of(visit))
-        return WorkerDiedError(f"the message to client {client} was given up")
+        return WorkerDiedError(f"the message to client {client} was dropped")
 
     def _settings(self, own: Own, context: Context) -> CallSettings:
         # The context of any node will do, because the configs of nodes differ in their partition only.
@@ -483,7 +483,7 @@ def _end_of_run(error: FlowerGPUError) -> FlowerGPUError:
         text = f"{label}: {operation}. Use another operation, or run without --deterministic"
     elif isinstance(error, _ACCIDENTS):
         tries = f" {_TRIES} workers have tried." if isinstance(error, _TRIED_AGAIN) else ""
-        text = f"{error}\nWithout this reply the model would be another one, so the run ends.{tries}"
+        text = f"{error}\nWithout this reply, the model would differ, so the run ends.{tries}"
     else:
         return error
     end = NotDeterministicError(text)

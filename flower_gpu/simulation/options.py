@@ -32,7 +32,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
         name: replace(option, name=name)
         for name, option in {
             "num_supernodes": Option(
-                "how many virtual clients (with --resume by default as many as before)",
+                "number of virtual clients (default with --resume: the earlier number)",
                 COUNT,
                 group=_FEDERATION,
                 synonyms=("clients",),
@@ -52,13 +52,13 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 group=_FEDERATION,
             ),
             "max_workers": Option(
-                "how many messages are handled at a time, at most (default: the number of cores, or the "
+                "maximum number of messages handled at a time (default: the number of cores, or the "
                 "shares of GPUs if these are more)",
                 COUNT,
                 group=_WORKERS,
             ),
             "calls_per_worker": Option(
-                "how many messages one worker handles, at most; 1: each message has a process of its own "
+                "maximum number of messages that one worker handles; 1: each message has its own process "
                 "(default: 1000, or 1 with --deterministic)",
                 COUNT,
                 group=_WORKERS,
@@ -83,8 +83,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 group=_WORKERS,
             ),
             "state_memory": Option(
-                "memory for the clients' states, such as 500MiB; what does not fit goes to files (default: "
-                "{default})",
+                "memory for the clients' states, such as 500MiB; the rest goes to files (default: {default})",
                 SIZE,
                 default="1GiB",
                 group=_WORKERS,
@@ -102,8 +101,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 group="output",
             ),
             "mps": Option(
-                "have workers compute on a GPU at the same time, each on its share of the processors, by an "
-                "MPS daemon of this run; a fault of one ends the calls of all",
+                "let workers compute on a GPU at the same time, each on its share of the processors, through "
+                "an MPS daemon of this run; a fault of one worker ends the calls of all",
                 SWITCH,
                 default=False,
                 group="GPUs",

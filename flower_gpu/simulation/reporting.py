@@ -34,11 +34,11 @@ from flower_gpu.watch.output import flower_lines
 from flower_gpu.watch.result import places_of, result_lines, result_of, write_results
 
 _CANNOT_RESUME: Final = (
-    f"this run cannot go on with {{}}, because its state is not known. {RESUMABLE}. Start a new run"
+    f"this run cannot continue with {{}}, because its state is not known. {RESUMABLE}. Start a new run"
 )
 _OTHER_STRATEGY: Final = (
-    "this run cannot go on with {}: its checkpoint is one of {}. Give the app the strategy of then, or start "
-    "a new run without --resume"
+    "this run cannot continue with {}: its checkpoint is one of {}. Give the app the earlier strategy, or "
+    "start a new run without --resume"
 )
 
 #: Attribute of an error that ended a run. Its value is the folder with the results.

@@ -412,8 +412,8 @@ def _alone() -> Iterator[None]:
     """Prevent a second run in this process: runs change its environment, Flower's classes and identity."""
     if not _is_running.acquire(blocking=False):
         raise ConfigError(
-            "this process simulates a run already, and can do one at a time: wait for its end, or start the "
-            "other one in a process of its own"
+            "this process already simulates a run, and can simulate one at a time: wait for its end, or "
+            "start the other one in another process"
         )
     try:
         yield

@@ -113,7 +113,7 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as broken:
-        return f"(its text cannot be had: {type(broken).__name__} in __str__)"
+        return f"(its text is not available: {type(broken).__name__} in __str__)"
 
 
 def _without_own_frames(error: BaseException) -> TracebackType | None:
@@ -280,7 +280,7 @@ def _describe(seen: CallWatch) -> str:
     if seen.is_out_of_memory:
         return f"was killed by the kernel, since main memory ran out (it had {_peak(seen)}{_memory_limit()}),"
     if exitcode == -signal.SIGKILL:
-        text += f" (by somebody, or by the kernel for want of memory: see dmesg{_memory_limit()})"
+        text += f" (by another process, or by the kernel for lack of memory: see dmesg{_memory_limit()})"
     return text
 
 

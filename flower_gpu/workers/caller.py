@@ -203,7 +203,7 @@ class Line:
             seen = CallWatch(call, worker.pid, how.on_event, is_begun=is_new, on_look=how.on_look)
             with self._lock:
                 if self.is_cancelled:
-                    raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
+                    raise WorkerDiedError(f"{call.label} was cancelled before its worker had started")
                 self._running = worker
             if how.on_start is not None:
                 how.on_start(worker.pid, self._method.name)
@@ -279,7 +279,7 @@ class Line:
                     stays = how.calls > 1
                     self._worker = StartedWorker(call, self._method, self._place, files, stays=stays)
                     return self._worker
-        raise WorkerStartError(f"{call.label}: the fork server ended again and again")
+        raise WorkerStartError(f"{call.label}: the fork server ended repeatedly")
 
     def _leave_behind(self, seen: CallWatch) -> None:
         """Let a worker that has done its call exit in the background, so that the next call can begin."""

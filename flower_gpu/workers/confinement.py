@@ -136,7 +136,9 @@ def apply(environ: Mapping[str, str]) -> None:
     except (landlock.LandlockUnavailableError, seccomp.SeccompUnavailableError) as error:
         raise ConfigError(f"--confine: {error}. The app was not run") from None
     except OSError as error:
-        raise ConfigError(f"--confine: nobody answers this worker ({error}). The app was not run") from None
+        raise ConfigError(
+            f"--confine: no process answers this worker ({error}). The app was not run"
+        ) from None
     if sockets.has_proof():
         raise ConfigError(
             f"--confine: the app could open the state folder {path_text(state_folder.state_dir())}, which "

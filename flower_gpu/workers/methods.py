@@ -189,8 +189,8 @@ def write_request(call: Call, files: dict[str, int], *, preloaded: bool, is_new:
             what = "the function, or what it is called with,"
         raise WorkerStartError(
             f"{call.label}: {what} cannot be passed to a worker "
-            f"({type(error).__name__}: {error}). Functions of modules that can be imported and plain values "
-            "can"
+            f"({type(error).__name__}: {error}). Use functions of modules that can be imported, and plain "
+            "values"
         ) from error
 
 

@@ -20,7 +20,7 @@ _REMEMBERED_LINES = 1000
 MOST_IN_A_FILE = 16 << 20
 #: File in the run's folder with the output of a simulation's clients.
 LOG_NAME = "clients.log"
-_CUT = f"\n[flower-gpu: more than {MOST_IN_A_FILE >> 20} MiB; the rest of this call is not here]\n"
+_CUT = f"\n[flower-gpu: more than {MOST_IN_A_FILE >> 20} MiB; the rest of this call's output is left out]\n"
 _TAIL_LINES = 30  # lines in an error message
 _TAIL_COLUMNS = 500
 _STACK_LINES = 15

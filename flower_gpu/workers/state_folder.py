@@ -65,7 +65,7 @@ def state_dir_problem() -> tuple[str, str] | None:
         # In a sticky folder, an account cannot replace files of another account.
         if not stat.S_ISDIR(status.st_mode) or not (is_safe or status.st_mode & stat.S_ISVTX):
             return (
-                f"{path_text(parent)} must be a folder of this user that nobody else can write to",
+                f"{path_text(parent)} must be a folder of this user that no other user can write to",
                 "chmod go-w it, or set FLOWER_GPU_STATE_DIR to another folder",
             )
     with suppress(FileNotFoundError):
@@ -76,7 +76,7 @@ def state_dir_problem() -> tuple[str, str] | None:
                     "an administrator must remove it, or set FLOWER_GPU_STATE_DIR to another folder",
                 )
             return (
-                f"{path_text(path)} must be a folder of this user that nobody else can write to",
+                f"{path_text(path)} must be a folder of this user that no other user can write to",
                 "remove it, or set FLOWER_GPU_STATE_DIR to another folder",
             )
     return None

@@ -64,7 +64,9 @@ def given(folder: Path) -> Iterator[None]:
                     requests.bind(f"{place}/{_SOCKET}")
                 thread.start()
             except (OSError, RuntimeError) as error:
-                raise ConfigError(f"--confine: nobody can answer the worker of a message: {error}") from error
+                raise ConfigError(
+                    f"--confine: no process can answer the worker of a message: {error}"
+                ) from error
             try:
                 yield
             finally:

@@ -98,7 +98,7 @@ def test_one_process_records_a_run(folder: Path) -> None:
     with recorded_run(folder, "supernodes", "first"):
         before = events(folder)
         with (
-            pytest.raises(ConfigError, match="another process goes on with the run in"),
+            pytest.raises(ConfigError, match="another process continues the run in"),
             recorded_run(folder, "supernodes", "second"),
         ):
             raise AssertionError

@@ -175,7 +175,7 @@ def test_unlisted_memory_use_is_not_learned(calls_host: CallsHost, fields: Any) 
     assert calls_host.granted() == [0.0, 0.0]
     assert calls_host.trace("out_of_memory") == []
     [line] = caller("lines")
-    assert "does not tell how much memory a process uses on GPU 0 (NVIDIA Stub 16GB)" in line
+    assert "does not report how much memory a process uses on GPU 0 (NVIDIA Stub 16GB)" in line
     assert "num_gpus or gpu_memory" in line
     caller.follow(["allocate", 3.0], start_method="fork", gpu_memory="4GiB")
     assert caller("lines") == []

@@ -359,7 +359,7 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path
     assert process.returncode == 128 + signal.SIGINT, errors
     (folder,) = (here / "runs").iterdir()
     assert errors.splitlines()[-1] == (
-        "flower-gpu simulate: interrupted; to go on after the last finished round, add this to the same "
+        "flower-gpu simulate: interrupted; to continue after the last finished round, add this to the same "
         f"command: --resume runs/{folder.name}"
     )
     assert "Traceback" not in errors

@@ -151,7 +151,7 @@ def test_errors_may_be_the_replies_to_some() -> None:
                 *answers(messages, contexts)[:2],
                 *answers([message(9)], [context(9)]),
             ],
-            r"replies\[2\] .* a Message that is no reply to it",
+            r"replies\[2\] .* a Message that is not a reply to it",
         ),
     ],
 )

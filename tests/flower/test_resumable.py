@@ -175,7 +175,7 @@ def test_what_cannot_go_on_is_refused_before_it_starts(strategy: type[Derived], 
 def test_a_folder_that_another_run_uses_is_refused(tmp_path: Path) -> None:
     class Grid(PlainTestGrid):
         def get_node_ids(self) -> list[int]:
-            with pytest.raises(ConfigError, match="another process goes on with the run in"):
+            with pytest.raises(ConfigError, match="another process continues the run in"):
                 run(MAKE["ours"](), tmp_path)
             return super().get_node_ids()
 

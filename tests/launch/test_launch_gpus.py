@@ -60,7 +60,7 @@ POSSIBLE = {
         f"note: --gpu-memory 100GiB has no effect: {NO_EFFECT}, the device policy is never"
     ],
     "--use-gpu false --num-gpus 4": [
-        "note: --num-gpus 4 has no effect but for distributed functions, which run in 4 ranks: "
+        "note: --num-gpus 4 has no effect except for distributed functions, which run in 4 ranks: "
         f"{NO_EFFECT}, use-gpu is false"
     ],
     "--gpu force --use-gpu false": [
@@ -298,7 +298,7 @@ def test_one_node_that_can_never_be_served_is_enough_to_refuse(plan_on: PlanOn, 
     each = [{}, {"gpu-memory": "100GiB"}, {"num-gpus": 1}]
     ((_, refused),) = plan_on(host, "--clients 3", each=each)
     assert refused is not None and refused.startswith("client 1: ")
-    assert "no GPU can ever give so much" in refused and "ask for at most 16128MiB" in refused
+    assert "no GPU has that much" in refused and "ask for at most 16128MiB" in refused
     # Nor what it may not have: the same request, but of a GPU that is another one's.
     each = [{"num-gpus": 2, "gpu-ids": "0,1"}, {"num-gpus": 2, "gpu-ids": 1}]
     ((_, refused),) = plan_on(host, "--clients 2", each=each)
@@ -307,7 +307,7 @@ def test_one_node_that_can_never_be_served_is_enough_to_refuse(plan_on: PlanOn, 
 
 def test_what_is_refused_is_named_as_it_was_written(plan_on: PlanOn, host: Host) -> None:
     lines = [
-        ("--node-config gpu-memory='100GiB'", "gpu-memory='100GiB'", "no GPU can ever give so much"),
+        ("--node-config gpu-memory='100GiB'", "gpu-memory='100GiB'", "no GPU has that much"),
         ("--gpu-memory 2GiB --node-config gpu-memory='9TiB'", "gpu-memory='9TiB'", "no GPU can ever give"),
         ("--node-config num-gpus=3", "num-gpus=3", "a call may use 2 here"),
         ("--num-gpus 1 --node-config num-gpus=0.01", "num-gpus=0.01", "less than 640 MiB"),

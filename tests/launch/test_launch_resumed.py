@@ -135,7 +135,7 @@ def test_a_run_that_another_process_goes_on_with_is_left_alone(resumed: tuple[Pa
         in_use(resumed[0] / trace.FILE_NAME),
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as other,
     ):
-        with pytest.raises(ConfigError, match="another process goes on with the run in"):
+        with pytest.raises(ConfigError, match="another process continues the run in"):
             launch_run.launch(plan(["--resume", str(resumed[0])]).options)
         assert other.poll() is None
         other.communicate(b"\n")

@@ -142,7 +142,7 @@ def test_all_clients_fail(both_runs: list[tuple[Path, int, str, str]]) -> None:
     assert "client_app.py" in err and "NameError: name 'Nett' is not defined\n" in err
     assert "the clients of ordinary have no leases and run in Flower's own processes (--no-fast-start)" in out
     sentence = "flower-gpu launch: all 2 clients failed in round 1; the first traceback is above"
-    assert f"\n{sentence}; --keep-going lets such a run go on\n" in err
+    assert f"\n{sentence}; --keep-going lets such a run continue\n" in err
     *_, last = trace.read(folder / trace.FILE_NAME)
     assert (last["event"], last["outcome"]) == ("run_finished", "failed")
     assert json.loads((folder / "result.json").read_text())["failed"] == 2

@@ -105,7 +105,7 @@ def test_a_mutex_that_is_never_released_is_a_clear_error(one_gpu: LedgerHost) ->
     with pytest.raises(RefusedError, match="LeaseError") as refused:
         other("acquire", **HALF)
     assert "has been locked for 0.2 s by" in refused.value.message
-    assert "let it go on or end it" in refused.value.message
+    assert "let it continue or end it" in refused.value.message
     # The release waits for the same limit, and raises no error.
     other("release")
     holder.kill()

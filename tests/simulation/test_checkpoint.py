@@ -323,7 +323,9 @@ def test_another_format_is_refused_with_what_to_do(tmp_path: Path, version: int)
     index = tmp_path / INDEX_NAME
     text = index.read_text()
     index.write_text(text.replace(f"format {FORMAT_VERSION}", f"format {version}"))
-    with pytest.raises(ConfigError, match=rf"its format is version {version}, .* began it, or start it anew"):
+    with pytest.raises(
+        ConfigError, match=rf"its format is version {version}, .* began it, or start it again"
+    ):
         Checkpoints(tmp_path, RecordStates()).read()
 
 

@@ -70,7 +70,7 @@ def test_the_model_is_the_same_after_a_client_and_the_run_were_killed(
     shutil.rmtree(folder / "states", ignore_errors=True)
     (rounds / "3").touch()
     done = run("exact", NODES, runs, "--max-workers", "8", "--resume", str(folder))
-    assert "Going on after round" in done.output
+    assert "Continuing after round" in done.output
     assert model_of(done) == model_of(alone)
     assert killed.exists() and [call["outcome"] for call in done.calls].count("died") == 1
     assert not done.summary["recycling"]["is_used_again"] and {call["threads"] for call in done.calls} == {1}
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_elsewhere_is_told(caplog: pytest.LogCaptureFixture) 
     with pytest.raises(ConfigError, match=r"cpu was Z80 and is .+; versions was .*numpy 1\.0.* and is "):
         determinism.check_same(before, here, is_strict=True)
     determinism.check_same(before, here, is_strict=False)
-    assert "The model may be another one" in caplog.text
+    assert "The model may differ" in caplog.text
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_loop_that_waits_for_nodes_is_told_once(
     for _ in range(10):
         grid.get_node_ids()
     (record,) = caplog.records
-    assert "There are 4 nodes, and there will be no more" in record.getMessage()
+    assert "There are 4 nodes, and no more will come" in record.getMessage()
 
 
 def test_unknown_node(new_grid: Callable[..., GridUnderTest]) -> None:
@@ -346,5 +346,5 @@ def test_a_fault_of_the_only_host_ends_the_run(new_grid: Callable[..., GridUnder
     one.host.exchange = fails  # type: ignore[method-assign, assignment]
     replies = list(one.grid.send_and_receive(one.messages(3, "wait"), timeout=60))
     assert {str(reply.error.ends_run) for reply in replies} == {
-        "this machine cannot handle messages any more: no room"
+        "this machine can no longer handle messages: no room"
     }

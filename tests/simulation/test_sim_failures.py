@@ -206,7 +206,7 @@ def test_what_is_no_reply_fails_that_client_only(tmp_path: Path) -> None:
         f"1 [0] the function returned the message that it was given: {rest}",
         f"1 [1] the function returned nothing, not a Message: {end}",
         f"1 [2] the function returned a dict, not a Message: {end}",
-        f"2 [3, 4] the function returned a Message that is no reply to it: {rest}",
+        f"2 [3, 4] the function returned a Message that is not a reply to it: {rest}",
     ]
 
 

@@ -316,7 +316,7 @@ def test_equal_failures_are_listed_once_with_a_folded_traceback(tmp_path: Path) 
 
 def test_a_report_replaces_the_previous_one(tmp_path: Path) -> None:
     with recorded_run(tmp_path, "launch", "the app"):
-        assert page_of(tmp_path).has("still going on when this report was made")
+        assert page_of(tmp_path).has("still running when this report was made")
     assert page_of(tmp_path).has("completed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "trace.jsonl"]
 

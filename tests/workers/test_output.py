@@ -104,7 +104,7 @@ def test_a_file_gets_so_much_of_a_call_and_no_more(tmp_path: Path) -> None:
         on_data(b"the end\n")
     written = (tmp_path / "log").read_text()
     assert MOST_IN_A_FILE <= len(written) < MOST_IN_A_FILE + 1000
-    assert written.endswith("[flower-gpu: more than 16 MiB; the rest of this call is not here]\n")
+    assert written.endswith("[flower-gpu: more than 16 MiB; the rest of this call's output is left out]\n")
     assert str(tail).endswith("the end"), "errors quote the last lines all the same"
 
 
@@ -124,7 +124,7 @@ def test_lines_of_a_named_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         on_data(b"y" * (1 << 20) + b"\n")
     written = (tmp_path / "clients.log").read_text()
     assert MOST_IN_A_FILE <= len(written) < MOST_IN_A_FILE + 1000
-    assert written.endswith("the rest of this call is not here]\n")
+    assert written.endswith("the rest of this call's output is left out]\n")
     assert shown.getvalue().count("y") == 20 << 20
 
 

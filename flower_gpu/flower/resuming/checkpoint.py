@@ -111,7 +111,7 @@ class Checkpoints:
         next_step = (
             "free space, and continue from the checkpoint, which is that of the round before"
             if self._used
-            else "there is no checkpoint of an earlier one: free space, and start the run anew"
+            else "there is no checkpoint of an earlier one: free space, and start the run again"
         )
         try:
             with self._states.held() as changed:
@@ -286,15 +286,15 @@ class Checkpoints:
         head, _, text = self._index.read_bytes().partition(b"\n")
         match = _HEAD.fullmatch(head)
         if match is None:
-            raise ValueError("it is no checkpoint of flower-gpu")
+            raise ValueError("it is not a checkpoint of flower-gpu")
         if (version := int(match[1])) != FORMAT_VERSION:
             raise ConfigError(
                 f"{path_text(self._index)} was written by another flower-gpu: its format is version "
                 f"{version}, and this one reads version {FORMAT_VERSION}. Continue the run with the version "
-                f"that began it, or start it anew {without_checkpoint()}"
+                f"that began it, or start it again {without_checkpoint()}"
             )
         if zlib.crc32(text) != int(match[2]):
-            raise ValueError("its checksum is another one")
+            raise ValueError("its checksum differs")
         content: dict[str, Any] = json.loads(text)
         self._compare(content["identity"])
         return content
@@ -342,8 +342,8 @@ def _sync(path: Path) -> None:
 
 def _damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"{path_text(path)} is damaged ({reason}), so that the run cannot be continued. Bring the file back "
-        f"from a copy if there is one, else start the run anew {without_checkpoint()}"
+        f"{path_text(path)} is damaged ({reason}), so that the run cannot be continued. Restore the file "
+        f"from a copy if there is one; otherwise, start the run again {without_checkpoint()}"
     )
 
 

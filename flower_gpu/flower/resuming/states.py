@@ -135,8 +135,8 @@ class StateStore:
                 return data or b""
             where = path_text(place.path)
             next_step = (
-                "It holds states of virtual nodes, which are lost without it: bring it back from a copy if "
-                "there is one, else run the simulation again from its start, and look after the disk"
+                "It holds states of virtual nodes, which are lost without it: restore it from a copy if "
+                "there is one; otherwise, run the simulation again from its start, and check the disk"
             )
             try:
                 return place.read()

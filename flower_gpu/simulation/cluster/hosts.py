@@ -95,7 +95,7 @@ def connected(address: str, app: object) -> Iterator[None]:
             ray.init(address, runtime_env=environment, log_to_driver=False, configure_logging=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"--ray-address {address}: there is no Ray cluster that can be reached "
+            f"--ray-address {address}: no Ray cluster can be reached "
             f"({first_line(str(error))}). Start one with `ray start --head`"
         ) from error
     if threading.current_thread() is threading.main_thread():
@@ -155,9 +155,9 @@ class RemoteHost(Host):
             while not _is_there(reference, _LOOK_S):
                 looks += 1
                 if self.is_gone:
-                    raise HostLostError("it was given up while it was asked")
+                    raise HostLostError("it was dropped during a request")
                 if looks >= _SILENT:
-                    raise HostLostError(f"its agent gives no answer for {looks * _LOOK_S:.0f} s")
+                    raise HostLostError(f"its agent has not answered for {looks * _LOOK_S:.0f} s")
             report, news = _get(reference)
             while self._taking and _is_there(self._taking[0]):
                 # Raises the exception of the agent's ``take``, if it failed.
@@ -215,7 +215,7 @@ class RemoteHost(Host):
         self._tell([trace.make("host_lost", host=self.name, host_id=self.node, reason=reason)])
         log(
             WARNING,
-            "Host %s is lost (%s). Its messages are handled by others: %s",
+            "Host %s is lost (%s). Other hosts handle its messages: %s",
             self.name,
             reason,
             f"{left} hosts are left" if left != 1 else "1 host is left",

@@ -210,10 +210,10 @@ def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
         good = "partly" if history.messages_failed else "completed"
         return good if history.outcome == COMPLETED else "bad", text or "ended"
     if is_going_on:
-        return "open", "still going on when this report was made"
+        return "open", "still running when this report was made"
     if history.started_at is not None:
         where = f" on {history.host}" if history.host else ""
-        return "bad", f"no end in the trace: it was killed, or still goes on{where}"
+        return "bad", f"no end in the trace: it was killed, or is still running{where}"
     return "open", "no beginning and no end in the trace"
 
 

@@ -178,7 +178,7 @@ def memory_picture(
     panels = [_memory_panel(history, axis, gpu, gpus, holdings[gpu.uuid], kinds) for gpu in shown]
     names |= {"used": "in use", "limit": "limit of leases", "before": "in use before"}
     names[OUT_OF_MEMORY] = OUT_OF_MEMORY
-    caption = "Coloured: leases, one on top of the other. Line: all memory in use, by the driver's word."
+    caption = "Coloured: leases, one on top of the other. Line: all memory in use, as the driver reports."
     if len(gpus) > len(shown):
         caption += f" The first {len(shown)} of {len(gpus)} GPUs."
     return Picture("GPU memory", caption, panels, names)

@@ -58,7 +58,7 @@ def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[
     browsing = browsing or Browsing()
     blank: list[Text] = [Text()] if height is None or height >= _SPACIOUS else []
     sections = {WORKERS: _workers(shown, size), WAITING: _waiting(shown, size)}
-    runs = [line(("Runs", "bold"), (f"  {len(shown.runs) or 'none of this account goes on here'}", "dim"))]
+    runs = [line(("Runs", "bold"), (f"  {len(shown.runs) or 'none of this account runs here'}", "dim"))]
     runs += [_run(run, width) for run in shown.runs]
     if height is not None:
         remaining = height - len(top) - 3 * len(blank)
@@ -107,7 +107,7 @@ def _gpus(shown: Snapshot, size: Size) -> list[Text]:
 def _gpu(gpu: GPURow, size: Size) -> Text:
     """Return the line of a GPU: a bar of its memory by holder, then its figures."""
     name = f"GPU {gpu.index}" + (" MIG" if gpu.mig_parent else "")
-    if problem := gpu.problem or ("" if gpu.total_bytes else "its memory is not told"):
+    if problem := gpu.problem or ("" if gpu.total_bytes else "its memory is not reported"):
         return line((name, "bold"), (f" {gpu.name or 'model unknown'}: ", ""), (problem, "red"))
     degree = "C" if size.is_ascii else "°C"
     leased = None if gpu.capacity_bytes is None else gpu.own_leased_bytes + gpu.other_leased_bytes

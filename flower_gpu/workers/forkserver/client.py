@@ -361,8 +361,8 @@ def ask(
         has_answered = messages.can_be_read(connection.fileno(), _SAY_S)
     if not has_answered:
         _log.warning(
-            "the fork server (pid %d) has not answered for %g s: it is stopped (kill -CONT lets it go on), "
-            "or the host has too much to do. It is ended after another %g s, and a new one started",
+            "the fork server (pid %d) has not answered for %g s: it is stopped (kill -CONT continues it), or "
+            "the host is overloaded. After another %g s, it is killed and a new one is started",
             *(messages.peer(connection)[0], _SAY_S, _ANSWER_S),
         )
         with waiting():
@@ -456,8 +456,8 @@ def _connect_or_start(
     def start(lock: int) -> None:
         if guard.is_wanted(os.environ) and device_files.of_host(os.environ):
             raise WorkerStartError(
-                "a worker under the GPU guard starts no fork server: all of the account's workers would be "
-                "kept to the GPUs of this one. Use start_method='spawn' within workers"
+                "a worker under the GPU guard cannot start a fork server: all workers of the account would "
+                "be limited to the GPUs of this one. Use start_method='spawn' within workers"
             )
         program.start(kind.start(name), environ, deadline, lock, wait)
 

@@ -148,7 +148,7 @@ def preload_on_cpu(functions: Preload) -> None:
             raise ConfigError(
                 f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and "
                 "choose the device in the task. Only torch.cuda.is_available() and device_count() may be "
-                "asked there"
+                "called there"
             )
         if (library := frameworks.with_threads()) is not None:
             raise ConfigError(

@@ -65,8 +65,8 @@ def test_how_a_worker_ends_names_the_client(how: str, kind: type[Exception], wor
         ("content", "a RecordDict, not a Message"),
         ("a text", "a str, not a Message"),
         ("the message", "the message that it was given: return Message(content,"),
-        ("another node's", "a Message that is no reply to it: return Message(content,"),
-        ("a message of its own", "a Message that is no reply to it: return Message(content,"),
+        ("another node's", "a Message that is not a reply to it: return Message(content,"),
+        ("a message of its own", "a Message that is not a reply to it: return Message(content,"),
     ],
 )
 def test_what_is_no_reply(how: str, what: str) -> None:

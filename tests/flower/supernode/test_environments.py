@@ -314,7 +314,7 @@ def test_credentials_of_urls_are_in_no_log_and_in_no_error(declaring: Declaring)
         server.shutdown()
     found, missing = said
     assert found.returncode == 0, found.stderr
-    assert "installing what the app declares: tinything\n" in found.stderr
+    assert "installing the packages that the app declares: tinything\n" in found.stderr
     assert missing.returncode == 1 and f"http://{host}/..." in missing.stderr, missing.stderr
     kept = [path.read_text() for path in (declaring.folder / "envs").glob("*.failed")]
     assert len(kept) == 1
@@ -405,7 +405,7 @@ def test_a_folder_that_others_can_write_to_is_refused_at_the_start(tmp_path: Pat
 def test_a_confined_app_cannot_name_where_a_package_comes_from(tmp_path: Path, needed: str) -> None:
     text = f'[project]\ndependencies = ["{needed}"]\n[tool.uv]\ncache-dir = "/etc"\n'
     (tmp_path / "pyproject.toml").write_text(text)
-    with pytest.raises(ConfigError, match="is no package of an index"):
+    with pytest.raises(ConfigError, match="is not a package of an index"):
         environments._declared(tmp_path, is_confined=True)
     (tmp_path / "pyproject.toml").write_text(re.sub(' @ [^"]*', "", text))
     confined, other = (environments._declared(tmp_path, is_confined=each) for each in (True, False))

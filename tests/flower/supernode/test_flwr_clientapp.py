@@ -157,7 +157,7 @@ ENDS: list[tuple[dict[str, Any], dict[str, str], str]] = [
 SILENT_ENDS: list[tuple[dict[str, Any], str]] = [
     ({"exit": 3}, "sys.exit"),
     ({"return": "nothing"}, "the function returned nothing, not a Message"),
-    ({"return": "another"}, "returned a Message that is no reply to it"),
+    ({"return": "another"}, "returned a Message that is not a reply to it"),
 ]
 
 
@@ -356,7 +356,7 @@ def broken_python(commands: Commands, state: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "break_it", "reason"),
     [
-        (FAST, broken_folder, "must be a folder of this user that nobody else can write to"),
+        (FAST, broken_folder, "must be a folder of this user that no other user can write to"),
         (LEASED, broken_python, "the fork server could not be started: it ended"),
     ],
     ids=OURS,

@@ -310,7 +310,7 @@ def test_without_hosts_the_run_ends(in_order: bool, monkeypatch: pytest.MonkeyPa
         rest = test.replies(20, in_order=in_order)
         assert len(rest) == 20
         assert {str(reply.error.ends_run) for reply in rest if reply.has_error()} == {
-            "no host of the cluster is left, for 0 s"
+            "the cluster has had no host for 0 s"
         }
 
 

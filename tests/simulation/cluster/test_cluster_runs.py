@@ -122,7 +122,7 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
     gate.let_in(3)
     shutil.rmtree(first.folder / "states", ignore_errors=True)
     third = cluster.run("exact", NODES, *resume, name="resumed")
-    assert third.status == 0 and "Going on after round" in third.output, third.output
+    assert third.status == 0 and "Continuing after round" in third.output, third.output
     assert first.summary["model_sha256"] == alone.summary["model_sha256"]
 
 
@@ -168,7 +168,7 @@ def test_an_address_without_a_cluster_is_refused(cluster: Cluster) -> None:
     address = f"127.0.0.1:{cluster_hosts.free_port()}"
     done = cluster.run("plain", 4, "--ray-address", address, name="nowhere")
     assert done.status == 2 and not done.has_folder, done.output
-    assert f"--ray-address {address}: there is no Ray cluster that can be reached" in done.output
+    assert f"--ray-address {address}: no Ray cluster can be reached" in done.output
 
 
 def test_what_dies_costs_nothing_but_time_and_what_joins_is_used(
