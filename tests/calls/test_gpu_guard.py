@@ -149,7 +149,7 @@ def test_a_guarded_worker_starts_no_fork_server(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     report = json.loads(process.stdout.splitlines()[-1])
     assert report["auto"] == 7
-    assert "a worker under the GPU guard starts no fork server" in report["forkserver"]
+    assert "a worker under the GPU guard cannot start a fork server" in report["forkserver"]
     assert report["servers"] == []
 
 

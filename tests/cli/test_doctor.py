@@ -371,7 +371,7 @@ def test_a_state_folder_that_others_can_write_to_is_a_problem(here: Shell) -> No
     here.state.mkdir()
     here.state.chmod(0o777)
     (finding,) = findings(system.state_folder)
-    assert finding.level == "problem" and "nobody else can write to" in finding.text
+    assert finding.level == "problem" and "no other user can write to" in finding.text
     (finding,) = findings(system.fork_servers)
     assert finding.level == "problem" and "workers are spawned" in finding.text
 

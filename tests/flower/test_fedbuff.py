@@ -154,7 +154,7 @@ def test_other_arrays_than_were_sent_end_the_run(monkeypatch: pytest.MonkeyPatch
         return content_of({"w": np.ones((2, 3), np.float32)}, {"num-examples": 1})
 
     monkeypatch.setattr("test_fedbuff.train", part)
-    with pytest.raises(InconsistentMessageReplies, match="other arrays than it was sent"):
+    with pytest.raises(InconsistentMessageReplies, match="other arrays than the client was sent"):
         FedBuff(1, 1).start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
 
 

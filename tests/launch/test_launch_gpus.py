@@ -308,7 +308,7 @@ def test_one_node_that_can_never_be_served_is_enough_to_refuse(plan_on: PlanOn, 
 def test_what_is_refused_is_named_as_it_was_written(plan_on: PlanOn, host: Host) -> None:
     lines = [
         ("--node-config gpu-memory='100GiB'", "gpu-memory='100GiB'", "no GPU has that much"),
-        ("--gpu-memory 2GiB --node-config gpu-memory='9TiB'", "gpu-memory='9TiB'", "no GPU can ever give"),
+        ("--gpu-memory 2GiB --node-config gpu-memory='9TiB'", "gpu-memory='9TiB'", "no GPU has that much"),
         ("--node-config num-gpus=3", "num-gpus=3", "a call may use 2 here"),
         ("--num-gpus 1 --node-config num-gpus=0.01", "num-gpus=0.01", "less than 640 MiB"),
         ("--node-config gpu-memory='300MiB'", "gpu-memory='300MiB'", "CUDA's own context takes 512 MiB"),

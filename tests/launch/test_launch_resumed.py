@@ -106,7 +106,7 @@ def test_its_folder_tells_of_one_run(resumed: tuple[Path, Path, str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--clients", "4"], "--clients 4: the run in .* has 3, and goes on with as many"),
+        (["--clients", "4"], "--clients 4: the run in .* has 3, and continues with them"),
         (["--resume", "nowhere"], "--resume nowhere: there is no such folder"),
         (["--resume", str(APP)], "it has no trace.jsonl of `flower-gpu launch`"),
     ],

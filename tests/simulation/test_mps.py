@@ -88,7 +88,7 @@ def test_workers_have_their_share_of_a_card_and_a_fault_costs_the_calls_under_wa
     assert [found["sms"] for found in after] == [32, 32]
     assert sorted(found["sms"] for found in small) == [12, 32]
     for reason in refused:
-        assert "25 % of the processors" in reason and "132 of 132" in reason and "nothing was run" in reason
+        assert "25 % of the processors" in reason and "132 of 132" in reason and "the call was not run" in reason
     [run] = logs.iterdir()
     started = [event for event in trace.read(run / trace.FILE_NAME) if event["event"] == "worker_started"]
     assert {event["mps_percentage"] for event in started} == {25}

@@ -127,7 +127,7 @@ def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
 ) -> None:
     with (
         in_use(folder / trace.FILE_NAME),
-        pytest.raises(ConfigError, match="another process goes on with the run"),
+        pytest.raises(ConfigError, match="another process continues the run"),
     ):
         simulate(APPS / "plain", 4, resume=folder, progress=False)
     with pytest.raises(ConfigError, match=r"num_supernodes \(--clients\) was 4 and is 5"):
@@ -155,7 +155,7 @@ def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
 )
 def test_a_refused_resume_leaves_the_earlier_run_as_it_was(strategy: str, text: str, folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    with pytest.raises(ConfigError, match=re.escape(f"cannot go on {text}")):
+    with pytest.raises(ConfigError, match=re.escape(f"cannot continue {text}")):
         simulate(APPS / "plain", 4, run_config={"strategy": strategy}, resume=folder, progress=False)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
