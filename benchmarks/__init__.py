@@ -1,4 +1,4 @@
-"""Benchmarks: a folder for each question, and what they share in ``shared``.
+"""Benchmarks. Each folder answers one question; ``shared`` and ``app`` hold the common code.
 
-Each runs as ``python -m benchmarks.NAME`` from the root of the repository; README.md says what it measures.
+Start one with ``python -m benchmarks.NAME`` from the root of the repository. README.md describes them.
 """

@@ -1,4 +1,4 @@
-"""Part ``many``: the driver with many hosts, each of which is a clock: its own threads, without Ray."""
+"""Part ``many``: the driver's threads with many hosts, each simulated by a clock, without Ray."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.run import Run
 
 from benchmarks.shared import table
+from benchmarks.shared.driver import Figures, Options
 from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
@@ -20,14 +21,15 @@ from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import About, Answer, Answers, Host, Visit
 from flower_gpu.simulation.nodes import VirtualNodes
 
-#: Hosts, messages that each handles at a time, messages of a round for each of these, seconds of a message.
-SIZES, QUICK_SIZES = [(16, 64, 4, 1.0), (100, 64, 4, 2.0)], [(4, 8, 2, 0.05)]
-_WAIT_S = 1.0  # that a host waits for something that is finished, as an agent does
+#: Hosts, messages in flight on each, messages of a round per slot, and seconds per message.
+_SIZES, _QUICK_SIZES = [(16, 64, 4, 1.0), (100, 64, 4, 2.0)], [(4, 8, 2, 0.05)]
+#: Time that a host waits for a finished message, like an agent.
+_WAIT_S = 1.0
 _RUN_ID = 1
 
 
 class _Clock(Host):
-    """A host whose messages are finished after a time, without anybody who handles them."""
+    """A host on which every message takes a fixed time and no worker handles it."""
 
     def __init__(self, name: str, concurrency: int, seconds: float) -> None:
         super().__init__(About(name, concurrency, 1, {}, concurrency, []))
@@ -37,14 +39,14 @@ class _Clock(Host):
         self._changed = threading.Condition()
 
     def take(self, visits: Sequence[Visit]) -> None:
-        """Have messages finished later."""
+        """Start messages."""
         due = time.monotonic() + self._seconds
         with self._changed:
             self._due += [(due, visit) for visit in visits]
             self._changed.notify()
 
     def exchange(self, visits: Sequence[Visit]) -> Answers:
-        """Have messages finished later; return those that are."""
+        """Start messages and return the finished ones, after a wait if there are none."""
         self.take(visits)
         self.exchanges += 1
         until = time.monotonic() + _WAIT_S
@@ -61,38 +63,22 @@ class _Clock(Host):
         return Answer(visit.message_id, Message(content, reply_to=visit.message), b"", self._seconds)
 
     def ask_for_sum(self, group: int) -> None:
-        """Do nothing: there are no sums."""
+        """Do nothing, because there are no sums."""
 
     def forget(self, groups: Sequence[int]) -> None:
-        """Do nothing: there are no sums."""
+        """Do nothing, because there are no sums."""
 
     def cancel(self, message_id: str) -> None:
-        """Do nothing: all messages are finished."""
+        """Do nothing, because every message finishes by itself."""
 
 
-def measure(sizes: Sequence[tuple[int, int, int, float]]) -> list[dict[str, Any]]:
-    """Return a row per size: a round, beside the time that its messages take on all these hosts."""
-    rows = [_measured(*size) for size in sizes]
-    table.show(
-        "many hosts, each a clock",
-        ("hosts", "at a time", "messages", "a round", "at least", "CPU of a message", "exchanges"),
-        [
-            (
-                row["hosts"],
-                row["under_way"],
-                row["messages"],
-                f"{row['round_s']:.2f} s",
-                f"{row['least_s']:.2f} s",
-                f"{row['driver_cpu_ms_per_message']:.3f} ms",
-                row["exchanges"],
-            )
-            for row in rows
-        ],
-    )
-    return rows
+def measure(options: Options, figures: Figures) -> None:
+    """Add a row per size: the time of a round, and the time that its messages need on all hosts."""
+    figures["many"] = [_row(*size) for size in (_QUICK_SIZES if options.quick else _SIZES)]
+    table.show("the driver with many hosts", figures["many"])
 
 
-def _measured(count: int, concurrency: int, turns: int, seconds: float) -> dict[str, Any]:
+def _row(count: int, concurrency: int, turns: int, seconds: float) -> dict[str, Any]:
     hosts = [_Clock(f"host-{number}", concurrency, seconds) for number in range(count)]
     messages = count * concurrency * turns
     with runs._identity(_RUN_ID):
@@ -112,7 +98,7 @@ def _measured(count: int, concurrency: int, turns: int, seconds: float) -> dict[
     assert replies == messages
     return {
         "hosts": count,
-        "under_way": count * concurrency,
+        "in_flight": count * concurrency,
         "messages": messages,
         "message_s": seconds,
         "round_s": round(round_s, 3),

@@ -1,4 +1,4 @@
-"""Hosts of a Ray cluster on this machine. Each has a CPU, and an interface whose bytes are counted."""
+"""Hosts of a Ray cluster on this machine. Each has a CPU and a network interface that counts bytes."""
 
 from __future__ import annotations
 
@@ -24,50 +24,52 @@ _START_S = 10.0
 
 
 def cpus() -> list[int]:
-    """Return the CPUs of two hosts; both have the same one where there is only one."""
-    found = sorted(os.sched_getaffinity(0))
-    return [found[0], found[1 if len(found) > 1 else 0]]
+    """Return the CPUs of two hosts. With a single core, both hosts have the same CPU."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    return [first, others[0] if others else first]
 
 
 @contextmanager
 def cluster(hosts: int = 2) -> Iterator[Cluster]:
-    """Start a cluster: every other host is on the first CPU, the others are on the second.
+    """Start a cluster whose hosts alternate between the two CPUs.
 
     Raises
     ------
     BenchmarkError
-        If there can be no such hosts here.
+        If such hosts cannot be made here.
     """
     sys.path[:0] = [str(folder) for folder in _TESTS if str(folder) not in sys.path]
+    # The modules of the tests read this when they are imported.
+    os.environ.setdefault("TESTS_SHARED_STATE_DIR", os.environ["FLOWER_GPU_STATE_DIR"])
     import cluster_hosts
 
     env = {
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "PYTHONPATH": str(ROOT),  # for rounds.py
-        "RAY_worker_niceness": "0",  # of agents and their workers: others would have all of a CPU before them
+        # By default, agents and their workers yield a busy CPU to all other processes.
+        "RAY_worker_niceness": "0",
     }
     if problem := cluster_hosts.problem():
-        raise BenchmarkError(f"no hosts of a Ray cluster can be made here: {problem}")
+        raise BenchmarkError(f"a Ray cluster cannot be made here: {problem}")
     with (
         tempfile.TemporaryDirectory(prefix="fgpu-cluster-") as folder,
         _places(hosts) as places,
-        cluster_hosts.Cluster(Path(folder), hosts, 0, places, **env) as found,
+        cluster_hosts.Cluster(Path(folder), hosts, 0, places, **env) as cluster,
     ):
-        yield found
+        yield cluster
 
 
 @contextmanager
 def _places(hosts: int) -> Iterator[list[Place]]:
-    """Give each host a network namespace; a bridge in one more namespace connects them."""
+    """Give each host a network namespace. A bridge in another namespace connects them."""
     from cluster_hosts import Place
     from waiting import until
 
-    here = Path("/proc/self/ns/net").readlink()
+    own_namespace = Path("/proc/self/ns/net").readlink()
     holders = [subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) for _ in range(hosts + 1)]
 
     def is_apart(pid: int) -> bool:
-        return Path(f"/proc/{pid}/ns/net").readlink() != here
+        return Path(f"/proc/{pid}/ns/net").readlink() != own_namespace
 
     try:
         bridge, *pids = [holder.pid for holder in holders]
@@ -86,7 +88,8 @@ def _places(hosts: int) -> Iterator[list[Place]]:
             _ip(pid, "link set lo up")
             _ip(pid, "addr add", f"{ip}/24 dev", _INTERFACE)
             _ip(pid, "link set", _INTERFACE, "up")
-            _ip(pid, "route add default dev", _INTERFACE)  # Ray looks there for the address of its host
+            # Ray takes the address of its host from the default route.
+            _ip(pid, "route add default dev", _INTERFACE)
             cpu = str(cpus()[number % 2])
             places.append(Place(ip, (*_in_network(pid), "taskset", "--cpu-list", cpu)))
         yield places
@@ -108,7 +111,7 @@ def _ip(pid: int, *words: str) -> None:
 
 
 def counted_bytes(pid: int) -> tuple[int, int]:
-    """Return how many bytes the host of a process has received and sent over its interface."""
+    """Return the bytes that the host of a process has received and sent over its interface."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == _INTERFACE:

@@ -1,9 +1,8 @@
-"""A run of an app on the hosts of a cluster, and what it takes: time, CPUs, memory, bytes over the wire."""
+"""A run of the app on a cluster: its time, CPU time, memory, and bytes over the wire."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import tempfile
@@ -11,137 +10,113 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from benchmarks.cluster import network
-from benchmarks.shared.processes import ROOT, BenchmarkError
-from benchmarks.shared.weights import MB
-from benchmarks.simulation.engines import TIMEOUT_S, Run
+from benchmarks.shared.app import config_pairs, copy_app
+from benchmarks.shared.member import peak_mb
+from benchmarks.shared.processes import BenchmarkError, cpu_times_s
+from benchmarks.simulation import engines
+from benchmarks.simulation.engines import TIMEOUT_S, Run, read_model
 from flower_gpu import trace
 
 if TYPE_CHECKING:
     import cluster_hosts
 
-#: Processes of a host; of the first one there is the driver, too.
-KINDS = ("driver", "agent", "ray")
+#: Number of a host, and kind of a process: "driver" (on the first host), "agent" or "ray".
+Kind = tuple[int, str]
 
-_APPS = ROOT / "benchmarks/simulation/apps"
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_LOOK_S = 0.01  # between two looks whether a round is over
+_LOOK_S = 0.01
 _RAY = ("/ray/", "/ray start", "ray::IDLE")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was counted until the end of a round.
+    """Counters at the end of a round.
 
     Attributes
     ----------
     rounds : int
-        How many were over.
+        Number of finished rounds.
     at_s : float
-        As ``time.monotonic()`` gives it.
-    cpu_s : dict of tuple of int and str to float
-        By host and kind of process.
-    bytes : list of tuple of int and int
-        What each host has received and sent.
+        Time on the clock of ``time.monotonic()``.
+    cpu_s : dict
+        CPU seconds by host and kind of process.
+    bytes : list of (int, int)
+        Bytes that each host has received and sent.
     """
 
     rounds: int
     at_s: float
-    cpu_s: dict[tuple[int, str], float]
+    cpu_s: dict[Kind, float]
     bytes: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a run gave.
+class Result(engines.Result):
+    """Figures of a run.
 
     Attributes
     ----------
-    total_s : float
-        From the start of the command to its end.
-    rounds_s : list of float
-        What the app has written down.
-    model : list of arrays
-        The final one, if the app leaves it.
-    messages : list of int
-        That each host has handled in a round, on average.
+    messages : list of float
+        Mean number of messages per round on each host.
     samples : list of Sample
-        At the end of each round, if it was watched.
-    peak_mb : dict of tuple of int and str to float
-        The highest RSS of the driver and of agents, if it was watched.
+        Counters at the ends of rounds, if the run was watched. The first round is not counted.
+    peaks_mb : dict
+        Highest RSS of the driver and the agents, if the run was watched.
     """
 
-    total_s: float
-    rounds_s: list[float]
-    model: list[NDArray[Any]] = field(default_factory=list)
     messages: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    peak_mb: dict[tuple[int, str], float] = field(default_factory=dict)
-
-    @property
-    def round_s(self) -> float:
-        """The median of the rounds after the first."""
-        return median(self.rounds_s[1:] or self.rounds_s)
+    peaks_mb: dict[Kind, float] = field(default_factory=dict)
 
     @property
     def counted_rounds(self) -> int:
-        """How many rounds were watched: those after the first."""
         return self.samples[-1].rounds - self.samples[0].rounds
 
     @property
     def watched_s(self) -> float:
-        """Return how long these rounds took."""
+        """Seconds of the counted rounds."""
         return self.samples[-1].at_s - self.samples[0].at_s
 
     def cpu_s(self, kind: str, host: int | None = None) -> float:
-        """Return the CPU seconds of a kind of processes in a round, on all hosts or on one."""
+        """Return the CPU seconds per round of a kind of process, on one host or on all."""
         first, last = self.samples[0].cpu_s, self.samples[-1].cpu_s
-        took_s = [last[key] - first[key] for key in last if key[1] == kind and host in (None, key[0])]
-        return sum(took_s) / self.counted_rounds
+        used_s = [last[key] - first[key] for key in last if key[1] == kind and host in (None, key[0])]
+        return sum(used_s) / self.counted_rounds
 
     def wire_bytes(self, host: int) -> tuple[float, float]:
-        """Return what a host received and sent in a round."""
+        """Return the bytes per round that a host received and sent."""
         first, last = self.samples[0].bytes[host], self.samples[-1].bytes[host]
         received, sent = (after - before for before, after in zip(first, last, strict=True))
         return received / self.counted_rounds, sent / self.counted_rounds
 
 
-def perform(run: Run, cluster: cluster_hosts.Cluster, *, is_watched: bool = False) -> Done:
-    """Run an app on a cluster, with nothing left of the runs before.
+def perform(run: Run, cluster: cluster_hosts.Cluster, *, is_watched: bool = False) -> Result:
+    """Perform a run on a cluster, with empty state folders on all hosts.
 
     Raises
     ------
     BenchmarkError
-        If the command fails; with the end of its output.
+        If the command fails; with the last lines of its output.
     """
-    where = f"{run.app}, {len(cluster.hosts)} hosts"
+    where = f"{run.client}, {len(cluster.hosts)} hosts"
     for host in cluster.hosts:
         for path in (host.folder / "state").iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with tempfile.TemporaryDirectory(dir=cluster.folder) as name:
         folder = Path(name)
-        config = {"strategy": "ours", **run.config, "figures": str(folder / "figures.json")}
-        if run.saves_model:
-            config["model"] = str(folder / "model.npz")
-        options = ["--run-config", " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())]
-        options += ["--seed", "0", *run.options]
+        options = ["--run-config", config_pairs(run.run_config(folder)), "--seed", "0", *run.options]
+        app = str(copy_app(run.client, folder))
         began = time.perf_counter()
-        with cluster.running(
-            str(_APPS / run.app), run.clients, *options, name=f"{folder.name}/runs"
-        ) as running:
-            watch = Watch(cluster, running) if is_watched else None
+        with cluster.running(app, run.clients, *options, name=f"{folder.name}/runs") as running:
+            watch = Watch(cluster, running)
             try:
-                if watch is not None:
+                if is_watched:
                     watch.look(TIMEOUT_S)
                 running.wait(TIMEOUT_S)
             except BaseException as error:
-                # Else the driver would be a child of this process then, and its host could not end.
+                # As a child of this process, a remaining driver would keep its host from ending.
                 with suppress(OSError, IndexError):
                     running.send(signal.SIGKILL)
                     running.process.wait()
@@ -150,41 +125,45 @@ def perform(run: Run, cluster: cluster_hosts.Cluster, *, is_watched: bool = Fals
                 raise
         total_s = time.perf_counter() - began
         if running.status or not (folder / "figures.json").exists():
-            raise BenchmarkError(f"{where}: ended with status {running.status}\n{running.output[-4000:]}")
-        if watch is not None and len(watch.samples) < 2:
-            raise BenchmarkError(f"{where}: the rounds were too short to count what they use")
-        rounds_s = json.loads((folder / "figures.json").read_text())["rounds_s"]
-        messages = {each["host"]: each["messages"] / len(rounds_s) for each in running.summary["hosts"]}
-        return Done(
+            raise BenchmarkError(f"{where}: exited with status {running.status}\n{running.output[-4000:]}")
+        if is_watched and len(watch.samples) < 2:
+            raise BenchmarkError(f"{where}: the rounds were too short for counting")
+        figures = json.loads((folder / "figures.json").read_text())
+        rounds = len(figures["rounds_s"])
+        messages = {each["host"]: each["messages"] / rounds for each in running.summary["hosts"]}
+        return Result(
             total_s,
-            rounds_s,
-            _model(folder / "model.npz") if run.saves_model else [],
-            [messages.get(host.name, 0.0) for host in cluster.hosts],
-            [] if watch is None else watch.samples,
-            {} if watch is None else watch.peak_mb,
+            0.0,
+            None,
+            figures,
+            read_model(folder / "model.npz") if run.saves_model else [],
+            messages=[messages.get(host.name, 0.0) for host in cluster.hosts],
+            samples=watch.samples,
+            peaks_mb=watch.peaks_mb,
         )
 
 
 class Watch:
-    """Counts, at the end of each round, what processes and hosts have used until then."""
+    """Samples counters of processes and hosts at the end of each round."""
 
     def __init__(self, cluster: cluster_hosts.Cluster, run: cluster_hosts.Run) -> None:
         self.samples: list[Sample] = []
-        self.peak_mb: dict[tuple[int, str], float] = {}
+        self.peaks_mb: dict[Kind, float] = {}
         self._hosts = cluster.hosts
         self._run = run
-        self._pids: dict[tuple[int, str], list[int]] = {}
+        self._pids: dict[Kind, list[int]] = {}
         self._events: trace.Follower | None = None
-        self._trained = 0  # rounds
+        self._finished_rounds = 0
 
     def look(self, timeout_s: float) -> None:
-        """Look until the run is over."""
+        """Sample until the run is over."""
         deadline = time.monotonic() + timeout_s
         while self._run.process.poll() is None and time.monotonic() < deadline:
-            with suppress(OSError, ValueError, IndexError):  # not there yet, or just gone
+            # Processes may not exist yet, or may have just exited.
+            with suppress(OSError, ValueError, IndexError):
                 rounds = self._rounds()
                 if rounds and not self._pids:
-                    self._pids = self._found()  # takes a while
+                    self._pids = self._processes()
                 elif rounds > (self.samples[-1].rounds if self.samples else 0):
                     self._add(rounds)
             time.sleep(_LOOK_S)
@@ -195,59 +174,34 @@ class Watch:
         if self._events is None:
             self._events = trace.Follower(self._run.folder / trace.FILE_NAME)
         new = [(event["event"], event.get("task")) for event in self._events.read_new()]
-        self._trained += new.count(("round_finished", "train"))
-        return self._trained
+        self._finished_rounds += new.count(("round_finished", "train"))
+        return self._finished_rounds
 
     def _add(self, rounds: int) -> None:
         for key, pids in self._pids.items():
             if key[1] != "ray":
-                self.peak_mb[key] = max(self.peak_mb.get(key, 0.0), sum(_peak_mb(pid) for pid in pids))
-        self.samples.append(
-            Sample(
-                rounds,
-                time.monotonic(),
-                {key: sum(_cpu_s(pid) for pid in pids) for key, pids in self._pids.items()},
-                [network.counted_bytes(host.first_pid) for host in self._hosts],
-            )
-        )
+                self.peaks_mb[key] = max(self.peaks_mb.get(key, 0.0), sum(map(peak_mb, pids)))
+        cpu_s = {key: sum(sum(cpu_times_s(pid)[:2]) for pid in pids) for key, pids in self._pids.items()}
+        counted = [network.counted_bytes(host.first_pid) for host in self._hosts]
+        self.samples.append(Sample(rounds, time.monotonic(), cpu_s, counted))
 
-    def _found(self) -> dict[tuple[int, str], list[int]]:
-        """Return the processes of each host. Those of agents' workers come and go and are not among them."""
-        pid = self._run.process.pid  # nsenter, which has forked
-        driver = [int(word) for word in _read(f"/proc/{pid}/task/{pid}/children").split()]
-        found = {(0, "driver"): driver}
+    def _processes(self) -> dict[Kind, list[int]]:
+        """Return the pids on each host, without the agents' workers, which come and go."""
+        # The driver is a child of nsenter.
+        pid = self._run.process.pid
+        driver = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        pids = {(0, "driver"): driver}
         for number, host in enumerate(self._hosts):
             commands = {pid: _command(pid) for pid in host.pids("") if pid not in driver}
-            found[number, "agent"] = [pid for pid, words in commands.items() if "ray::Agent" in words]
-            found[number, "ray"] = [
+            pids[number, "agent"] = [pid for pid, words in commands.items() if "ray::Agent" in words]
+            pids[number, "ray"] = [
                 pid for pid, words in commands.items() if any(name in words for name in _RAY)
             ]
-        return found
-
-
-def _model(path: Path) -> list[NDArray[Any]]:
-    with np.load(path) as file:
-        return [file[name] for name in file.files]
+        return pids
 
 
 def _command(pid: int) -> str:
     with suppress(OSError):
-        # No more words: a worker is told folders of Ray in its fourth.
-        return " ".join(_read(f"/proc/{pid}/cmdline").split("\0")[:3])
+        # The fourth word of a worker's command names folders of Ray.
+        return " ".join(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:3])
     return ""
-
-
-def _cpu_s(pid: int) -> float:
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_S
-
-
-def _peak_mb(pid: int) -> float:
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / MB
-    return 0.0
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text()

@@ -1,4 +1,4 @@
-"""One caller of GPU work; it never starts CUDA itself."""
+"""A caller of part ``steps``. It never initialises CUDA itself."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from functools import partial
 from typing import Any
 
 from benchmarks.isolation.ways import with_manager, with_pipe
-from benchmarks.shared.member import MB, serve, wait_until_gone
+from benchmarks.shared.member import MB, Answer, serve, wait_until_gone
 
-_MEMORY_BACK_S = 30.0
-_SAME_MB = 16.0  # the driver's own bookkeeping
+_TASK = "benchmarks.gpu.work:train_in_steps"
+_FREE_AGAIN_S = 30.0
+#: The driver's bookkeeping may take some memory meanwhile.
+_TOLERANCE_MB = 16.0
 
 
 def article() -> Callable[..., Any]:
-    from benchmarks.gpu import task as gpu_task
+    from benchmarks.gpu import work
 
-    return lambda *args: with_manager(gpu_task.into_dict, *args)["train"]
+    return partial(with_manager, work.train_in_steps)
 
 
 def spawn() -> Callable[..., Any]:
-    from benchmarks.gpu import task as gpu_task
+    from benchmarks.gpu import work
 
-    return lambda *args: with_pipe(gpu_task.into_pipe, *args)
+    return partial(with_pipe, work.train_in_steps)
 
 
 def ours(start_method: str) -> Callable[..., Any]:
     from flower_gpu import run_in_worker
 
-    return partial(run_in_worker, "benchmarks.gpu.task:train", start_method=start_method)
+    return partial(run_in_worker, _TASK, start_method=start_method)
 
 
 WAYS: dict[str, Callable[[], Callable[..., Any]]] = {
@@ -41,7 +43,7 @@ WAYS: dict[str, Callable[[], Callable[..., Any]]] = {
 }
 
 
-def prepare(way: str, model: str, batch: int, side: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def prepare(way: str, model: str, batch: int, side: int) -> Answer:
     train = WAYS[way]()
     weights = None
 
@@ -51,25 +53,31 @@ def prepare(way: str, model: str, batch: int, side: int) -> Callable[[dict[str, 
         began = time.monotonic()
         result = train(weights, model, batch, side)
         wait_until_gone(result["pid"])
-        while _used_mb() > used_mb + _SAME_MB:
-            if time.monotonic() - began > _MEMORY_BACK_S:
-                raise RuntimeError(f"the GPU's memory was not back after {_MEMORY_BACK_S:g} s")
+        while _used_mb() > used_mb + _TOLERANCE_MB:
+            if time.monotonic() - began > _FREE_AGAIN_S:
+                raise RuntimeError(f"the GPU's memory was not free again after {_FREE_AGAIN_S:g} s")
             time.sleep(0.001)
         ended = time.monotonic()
         trained = result["weights"]
         changed = weights is None or any((a != b).any() for a, b in zip(trained, weights, strict=True))
         weights = trained
-        told = {key: result[key] for key in ("loss", "later_count")}
-        return {"began": began, **result["marks"], "ended": ended, **told, "changed": bool(changed)}
+        return {
+            "began": began,
+            **result["marks"],
+            "ended": ended,
+            "loss": result["loss"],
+            "changed": bool(changed),
+        }
 
     return answer
 
 
 def _used_mb() -> float:
-    """Return what the machine's GPUs hold, as the driver tells."""
+    """Return the memory in use on all GPUs, by NVML."""
     import pynvml
 
-    pynvml.nvmlInit()  # counts, so that only the first one costs something
+    # NVML counts initialisations, so only the first one takes time.
+    pynvml.nvmlInit()
     handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
     return float(sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) / MB)
 

@@ -1,7 +1,7 @@
-"""One client of the GPU benchmarks, a process of its own. ``python -m benchmarks.gpu.client WAY``.
+"""A client of the GPU benchmarks, a process of its own: ``python -m benchmarks.gpu.client WAY``.
 
-``article``: it trains in itself and stays, as articles about Flower show it. ``ours``: its calls run in
-workers under leases. ``bare``: in the same workers, but without a lease, so nothing is counted or capped.
+``article``: trains in its own process and stays, as in articles about Flower. ``ours``: its calls run in
+workers with leases. ``bare``: in workers without a lease, so that its memory is neither counted nor capped.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.member import serve
+from benchmarks.shared.member import Answer, serve
 
 _START_METHOD = "forkserver"
+_WORK = "benchmarks.gpu.work"
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
 Call = Callable[..., Any]
 
 
 def article() -> dict[str, Call]:
-    import torch  # noqa: F401 - it stays, so it is there before it is asked
+    # Imported now, because such a client has imported torch before its first message.
+    from benchmarks.gpu import work
 
-    from benchmarks.gpu import work as gpu_work
-
-    kept: list[gpu_work.Trainer] = []
+    trainers: list[Any] = []
 
     def fit(weights: Any, config: dict[str, Any], **_: Any) -> Any:
-        if not kept:
-            kept.append(gpu_work.Trainer(config))
-        return kept[0].fit(weights, config)
+        if not trainers:
+            trainers.append(work.new_trainer(config))
+        return work.fit_with(trainers[0], weights, config)
 
     return {"fit": fit}
 
@@ -40,21 +39,16 @@ def ours() -> dict[str, Call]:
     from flower_gpu import GPUClient, run_in_worker
 
     def fit(weights: Any, config: dict[str, Any], **options: Any) -> Any:
-        return GPUClient("benchmarks.gpu.work:fit", start_method=_START_METHOD, **options).fit(
-            weights, config
-        )
+        return GPUClient(f"{_WORK}:fit", start_method=_START_METHOD, **options).fit(weights, config)
 
     def call(task: str) -> Call:
         return lambda *args, **options: run_in_worker(
-            f"benchmarks.gpu.work:{task}", *args, start_method=_START_METHOD, **options
+            f"{_WORK}:{task}", *args, start_method=_START_METHOD, **options
         )
 
     return {
         "fit": fit,
-        "hold": call("hold"),
-        "steps": call("steps"),
-        "initial": call("initial_weights"),
-        "take_from_cuda": call("take_from_cuda"),
+        **{task: call(task) for task in ("hold", "steps", "initial_weights", "take_from_cuda")},
     }
 
 
@@ -64,7 +58,7 @@ def bare() -> dict[str, Call]:
     from flower_gpu.workers.call import Call as WorkerCall
 
     def hold(*args: Any) -> Any:
-        prepared = WorkerCall("benchmarks.gpu.work:hold", args, setup=leased_worker.SETUP, label="bare hold")
+        prepared = WorkerCall(f"{_WORK}:hold", args, setup=leased_worker.SETUP, label="bare hold")
         return worker.run(prepared, _START_METHOD)
 
     return {"hold": hold}
@@ -82,23 +76,19 @@ def prepare(way: str) -> Answer:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
         try:
-            told = _run(calls, request)
+            reply = _run(calls, request)
         except Exception as error:
-            told = {
-                "error": type(error).__name__,
-                "message": str(error),
-                "out_of_memory": isinstance(error, GPUOutOfMemoryError)
-                or out_of_memory_in(error) is not None,
-            }
-        return {"began": began, **told, "ended": time.monotonic()}
+            is_full = isinstance(error, GPUOutOfMemoryError) or out_of_memory_in(error) is not None
+            reply = {"error": type(error).__name__, "message": str(error), "out_of_memory": is_full}
+        return {"began": began, **reply, "ended": time.monotonic()}
 
     return answer
 
 
 def _run(calls: dict[str, Call], request: dict[str, Any]) -> dict[str, Any]:
-    """Run what is asked. Weights are in files: they are too large for a line of JSON."""
+    """Run a request. Weights travel in files, because they are too large for a line of JSON."""
     do, options = request["do"], request.get("options", {})
-    if do == "initial":
+    if do == "initial_weights":
         _save(Path(request["result"]), calls[do](*request["args"], **options))
         return {}
     if do == "fit":
@@ -106,8 +96,8 @@ def _run(calls: dict[str, Call], request: dict[str, Any]) -> dict[str, Any]:
         trained, _, metrics = calls[do](weights, request["config"], **options)
         _save(Path(request["result"]), trained)
         return dict(metrics)
-    told: dict[str, Any] = calls[do](*request["args"], **options)
-    return told
+    reply: dict[str, Any] = calls[do](*request["args"], **options)
+    return reply
 
 
 def _save(path: Path, weights: Any) -> None:

@@ -1,4 +1,4 @@
-"""The driver's side of GPU clients: many at once, asked together, ended without waiting for each."""
+"""GPU clients, as the benchmark sees them: many at once, with replies in any order."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ Reply = dict[str, Any]
 Request = dict[str, Any]
 
 _LOOK_S = 0.02
-_END_S = 15.0  # a process with a CUDA context takes a moment to end
+#: A process with a CUDA context takes a moment to exit.
+_EXIT_S = 15.0
 
 
 class TimeLimitError(BenchmarkError):
-    """The part's time is over; what was measured before counts."""
+    """The time of a part is over. Its earlier figures are valid."""
 
 
 class Client(Member):
-    """One client's process; see ``client.py``."""
+    """The process of one client; see ``client.py``."""
 
     def __init__(self, way: str, number: int) -> None:
         super().__init__(f"{way} client {number}", "gpu.client", way)
+        self.way = way
         self.number = number
         self.is_busy = False
 
@@ -37,15 +39,15 @@ class Client(Member):
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def has_answered(self, timeout_s: float = 0.0) -> bool:
+    def has_replied(self, timeout_s: float = 0.0) -> bool:
         poll = select.poll()
         poll.register(self, select.POLLIN)
         return bool(poll.poll(1000 * timeout_s))
 
     def receive(self) -> Reply:
-        """Return the reply; it is there."""
+        """Return the reply, after :meth:`has_replied`."""
         self.is_busy = False
-        return self._reply(_END_S)
+        return self._reply(_EXIT_S)
 
     def wait_until_ready(self) -> Reply:
         self.is_busy = True
@@ -53,16 +55,16 @@ class Client(Member):
         self.is_busy = False
         return reply
 
-    def let_go(self) -> None:
-        """Have it end by itself; at once where nobody waits for its answer any more."""
+    def release(self) -> None:
+        """Kill a client that is busy, and let an idle one exit."""
         if self.is_busy:
             self._process.kill()
-        super().let_go()
+        super().release()
 
 
 @contextmanager
 def clients(way: str, count: int) -> Iterator[list[Client]]:
-    """Start clients, all at the same time, and end them all."""
+    """Start clients at the same time, and end them at the same time."""
     started: list[Client] = []
     try:
         for number in range(count):
@@ -72,13 +74,13 @@ def clients(way: str, count: int) -> Iterator[list[Client]]:
         yield started
     finally:
         for client in started:
-            client.let_go()
-        deadline = time.monotonic() + _END_S
+            client.release()
+        deadline = time.monotonic() + _EXIT_S
         for client in started:
             client.close(deadline - time.monotonic())
 
 
-def within(deadline: float, text: str = "a client had not answered") -> None:
+def check_deadline(deadline: float, text: str = "a client had not replied") -> None:
     """Raise TimeLimitError after the deadline."""
     if time.monotonic() > deadline:
         raise TimeLimitError(f"{text} when the time of this part was over")
@@ -88,29 +90,29 @@ def ask_all(
     work: Sequence[tuple[Client, Request]],
     deadline: float,
     *,
-    at_a_time: int | None = None,
+    concurrency: int | None = None,
     look: Callable[[], None] | None = None,
 ) -> list[Reply]:
-    """Ask clients, at most so many at a time, and return their replies in the order of ``work``.
+    """Ask clients and return their replies in the order of ``work``.
 
     Parameters
     ----------
     work : sequence of (Client, request)
-        What is asked; each client once.
+        One request per client.
     deadline : float
-        On the clock of ``time.monotonic``; then TimeLimitError.
-    at_a_time : int, optional
-        How many may be busy; default: all.
+        Time on the clock of ``time.monotonic``, after which TimeLimitError is raised.
+    concurrency : int, optional
+        Maximum number of busy clients; default: all.
     look : callable, optional
-        Called some 50 times a second meanwhile.
+        Called some 50 times a second while clients are busy.
     """
-    waiting = list(range(len(work)))
+    pending = list(range(len(work)))
     replies: dict[int, Reply] = {}
     busy: dict[int, int] = {}
     poll = select.poll()
-    while waiting or busy:
-        while waiting and len(busy) < (at_a_time or len(work)):
-            number = waiting.pop(0)
+    while pending or busy:
+        while pending and len(busy) < (concurrency or len(work)):
+            number = pending.pop(0)
             client, request = work[number]
             client.send(request)
             busy[client.fileno()] = number
@@ -121,8 +123,8 @@ def ask_all(
             replies[number] = work[number][0].receive()
         if look:
             look()
-        if waiting or busy:
-            within(deadline, f"{len(replies)} of {len(work)} clients had answered")
+        if pending or busy:
+            check_deadline(deadline, f"{len(replies)} of {len(work)} clients had replied")
     return [replies[number] for number in range(len(work))]
 
 
@@ -132,7 +134,7 @@ def ask(client: Client, request: Request, deadline: float, look: Callable[[], No
 
 
 def checked(reply: Reply, client: Client) -> Reply:
-    """Return a reply that is no failure. Raises BenchmarkError with what went wrong."""
+    """Return a reply, or raise BenchmarkError if it is an error."""
     if "error" in reply:
         raise BenchmarkError(f"{client.name}: {reply['error']}: {reply['message']}")
     return reply

@@ -1,28 +1,26 @@
 #!/usr/bin/env bash
-# Runs the GPU tests and benchmarks on a host that has torch and no network, and leaves logs, figures and plots in
-# one folder. README.md beside this file says how.
+# Runs the GPU tests and benchmarks on a host that has torch and no network, and writes logs and figures to one
+# folder. README.md in this folder explains it.
 set -uo pipefail
 
 usage() {
   cat <<END
-usage: benchmarks/gpu/host.sh OUT [options] [facts] [PART,PART] [tests] [simulation] [ranks]
+usage: benchmarks/gpu/host.sh OUT [options] [facts] [PART,PART] [tests] [simulation]
 
-OUT         folder for the results; made where it is missing
-facts       what this host is: driver, card, device files, kernel, flower-gpu doctor
+OUT         folder for the results; created if missing
+facts       describe the host: driver, GPU, device files, kernel, flower-gpu doctor
 tests       run the tests marked gpu
-simulation  simulations beside Ray
-ranks       distributed functions; not on the stand-in
-PART,PART   parts of benchmarks.gpu to run
-            They run in the order given; without any of them all do
---wheels    folder of wheels with what is missing there; installed into a temporary folder, nothing else is.
-            May be repeated
+simulation  run the simulations beside Ray
+PART,PART   run these parts of benchmarks.gpu
+            Steps run in the given order; by default, all of them run
+--wheels    folder of wheels to install into a temporary folder. May be repeated
 --data      images, see python -m benchmarks.gpu --help
--k          of tests: those that this expression selects, as pytest's
---seconds   end what is running after so long, with what it has measured until then
---stand-in  a rehearsal without a GPU, on tests/cuda_stub, with everything tiny; needs a C compiler
+-k          run only the tests that this expression of pytest selects
+--seconds   end the running step after this time, with the figures so far
+--stand-in  rehearse without a GPU, on tests/cuda_stub, with tiny sizes; needs a C compiler
 --python    default: python3
 
-Exit status: 0, or 1 if something failed, or no test ran; 2 for options that cannot be used.
+Exit status: 0; 1 if a step failed, or no test ran; 2 for wrong options.
 END
 }
 
@@ -43,7 +41,7 @@ while [[ $# -gt 0 ]]; do
       if [[ $1 == --wheels ]]; then wheels+=("$2"); else name=${1#-}; declare "${name#-}=$2"; fi
       shift
       ;;
-    facts | tests | simulation | ranks) steps+=("$1") ;;
+    facts | tests | simulation) steps+=("$1") ;;
     --stand-in) stand_in=yes ;;
     -h | --help) usage; exit ;;
     -*) fail "there is no option $1" ;;
@@ -54,8 +52,8 @@ while [[ $# -gt 0 ]]; do
   esac
   shift
 done
-[[ -z $seconds || $seconds =~ ^[1-9][0-9]*$ ]] || fail "--seconds is a whole number, not $seconds"
-[[ ${#steps[@]} -gt 0 ]] || steps=(facts benchmarks tests simulation ranks)
+[[ -z $seconds || $seconds =~ ^[1-9][0-9]*$ ]] || fail "--seconds must be a whole number, not $seconds"
+[[ ${#steps[@]} -gt 0 ]] || steps=(facts benchmarks tests simulation)
 
 here=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 mkdir -p "$out" || exit 2
@@ -71,7 +69,7 @@ export PYTHONPATH="$work/site:$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED
 cd "$here"
 status=0
 
-# Runs a command, on the stand-in where there is no GPU, and ends it with a signal when the time is over.
+# Runs a command, on the stand-in if there is no GPU, and sends it a signal when the time is over.
 on_host() {
   local signal=$1 limit=()
   shift
@@ -106,7 +104,7 @@ tests() {
   on_host INT "$python" -m pytest -p no:cacheprovider -n 0 -m gpu ${k:+-k "$k"} -v -s -rs --durations=0 tests/on_gpu 2>&1 |
     tee "$out/tests.log"
   local result=${PIPESTATUS[0]}
-  # Where all are skipped pytest ends with status 0. But this host is said to have a GPU.
+  # pytest exits with status 0 if all tests are skipped. But this host should have a GPU.
   tail -n 3 "$out/tests.log" | grep -qE '[0-9]+ passed' || { echo "host.sh: no test has passed" >&2; result=1; }
   return "$result"
 }
@@ -116,7 +114,6 @@ benchmarks() {
   [[ -z $parts ]] || options+=(--only "$parts")
   [[ -z $stand_in ]] || options+=(--quick --model elementwise)
   [[ -z $data ]] || options+=(--data "$data")
-  if "$python" -c 'import matplotlib' 2>/dev/null; then options+=(--plot "$out/gpu.png"); fi
   on_host TERM "$python" -m benchmarks.gpu "${options[@]}" 2>&1 | tee "$out/gpu.log"
   return "${PIPESTATUS[0]}"
 }
@@ -129,15 +126,9 @@ simulation() {
   return "${PIPESTATUS[0]}"
 }
 
-ranks() {
-  [[ -z $stand_in ]] || return 0
-  on_host TERM "$python" -m benchmarks.ranks --device cuda --json "$out/ranks.json" 2>&1 | tee "$out/ranks.log"
-  return "${PIPESTATUS[0]}"
-}
-
 for step in "${steps[@]}"; do
   if [[ $step == facts ]]; then
-    # Each of them may be missing here, or fail: that is a fact as well.
+    # Some of these commands may be missing or fail. Their errors are facts as well.
     export -f facts
     export python
     on_host TERM bash -c facts >"$out/facts.log" 2>&1

@@ -1,7 +1,7 @@
-"""Part ``memory``: what the GPU holds after each of several clients has trained once.
+"""Part ``memory``: memory of the GPU after each of several clients has trained once.
 
-The article's clients train in themselves and stay, as a Flower client does between rounds. Ours stay, too,
-but their training ran in a worker that has ended.
+The article's clients train in their own processes and stay, as Flower's clients do between rounds. Our
+clients stay, too, but each training runs in a worker that exits.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from benchmarks.shared.processes import BenchmarkError
 LIMIT_S = 210.0
 
 _WAYS = ("article", "ours")
-_BACK_MB = 64.0  # what the driver itself, or a display, may take meanwhile
-_BACK_S = 5.0  # the driver frees the memory of a process on its own time
+#: The driver or a display may take some memory meanwhile.
+_TOLERANCE_MB = 64.0
+#: The driver frees the memory of a process some time after its exit.
+_FREE_AGAIN_S = 5.0
 _SETTLE_S = 0.3
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    source = prepare_images(setting)
+    images = prepare_images(setting)
     with clients("ours", 1) as (client,):
-        path = str(setting.folder / "weights.pkl")
-        request = {"do": "initial", "args": [0, setting.model], "options": {"gpu": "never"}, "result": path}
-        checked(ask(client, request, setting.deadline), client)
+        setting.make_initial_weights(client)
     start = setting.memory()
     rows = []
     for way in _WAYS:
-        level_mb = _settled(setting, start.used_bytes / MB)
-        row = _measure(setting, way, level_mb)
-        row["after_all_ended_mb"] = round(_settled(setting, level_mb), 1)
+        start_mb = _settled_mb(setting, start.used_bytes / MB)
+        row = _measure(setting, way, start_mb)
+        row["after_all_exited_mb"] = round(_settled_mb(setting, start_mb), 1)
         rows.append(row)
     return {
         "model": setting.model,
-        "images": source,
+        "images": images,
         "batch": setting.sizes.batch,
         "gpu_mb": round(start.total_bytes / MB, 1),
         "clients": setting.sizes.clients,
@@ -46,102 +46,66 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def _measure(setting: Setting, way: str, start_mb: float) -> dict[str, Any]:
-    row: dict[str, Any] = {"way": way, "start_mb": round(start_mb, 1)}
-    after: list[float] = []
-    highest: list[float] = []
-    out_of_memory = 0
-    cut_short = False
+    used_mb: list[float] = []
+    peaks_mb: list[float] = []
+    is_full = is_cut_short = False
     try:
         with clients(way, setting.sizes.clients) as started:
             for client in started:
                 reply, peak_mb = _train(setting, client)
-                if reply.get("out_of_memory"):
-                    out_of_memory = 1  # the GPU is full: the next ones would fail in the same way
+                if is_full := bool(reply.get("out_of_memory")):
+                    # The next clients would fail in the same way.
                     break
                 checked(reply, client)
-                highest.append(round(peak_mb, 1))
-                back_mb = start_mb + _BACK_MB if way == "ours" else None
-                after.append(round(_settled(setting, back_mb), 1))
+                peaks_mb.append(round(peak_mb, 1))
+                expected_mb = start_mb + _TOLERANCE_MB if way == "ours" else None
+                used_mb.append(round(_settled_mb(setting, expected_mb), 1))
     except TimeLimitError as error:
-        print(f"memory: {way}: {error}; what was measured before counts", flush=True)
-        cut_short = True
-    above = [used - start_mb for used in after]
+        print(f"memory: {way}: {error}; the earlier figures count", flush=True)
+        is_cut_short = True
+    above_mb = [used - start_mb for used in used_mb]
     return {
-        **row,
-        "used_after_mb": after,
-        "highest_during_mb": highest,
-        "trained": len(after),
-        "out_of_memory": out_of_memory,
-        "cut_short": cut_short,
-        "kept_per_client_mb": round(above[-1] / len(above), 1) if above else None,
-        "back_at_start": bool(above) and all(abs(extra) <= _BACK_MB for extra in above),
+        "way": way,
+        "start_mb": round(start_mb, 1),
+        "used_after_mb": used_mb,
+        "peak_during_mb": peaks_mb,
+        "trained": len(used_mb),
+        "out_of_memory": is_full,
+        "cut_short": is_cut_short,
+        "kept_per_client_mb": round(above_mb[-1] / len(above_mb), 1) if above_mb else None,
+        "back_at_start": bool(above_mb) and all(abs(extra) <= _TOLERANCE_MB for extra in above_mb),
     }
 
 
 def _train(setting: Setting, client: Client) -> tuple[dict[str, Any], float]:
+    """Return the reply of a client and the highest memory of the GPU meanwhile."""
     peak_mb = 0.0
 
     def look() -> None:
         nonlocal peak_mb
         peak_mb = max(peak_mb, setting.used_mb())
 
-    folder, sizes = setting.folder, setting.sizes
-    config = {
-        "model": setting.model, "folder": str(folder), "partition": client.number,
-        "partitions": sizes.clients, "batch": sizes.batch, "steps": sizes.steps, "seed": client.number,
-    }  # fmt: skip
-    request = {
-        "do": "fit",
-        "config": config,
-        "weights": str(folder / "weights.pkl"),
-        "result": str(folder / "result.pkl"),
-        "options": {} if client.name.startswith("article") else {"name": str(client.number)},
-    }
-    reply = ask(client, request, setting.deadline, look)
-    return reply, peak_mb
+    request = setting.fit_request(client, setting.sizes.clients, client.number)
+    return ask(client, request, setting.deadline, look), peak_mb
 
 
-def _settled(setting: Setting, back_mb: float | None) -> float:
-    """Return the used memory a moment later; as soon as it is back at a level, where it should be."""
+def _settled_mb(setting: Setting, expected_mb: float | None) -> float:
+    """Return the memory in use after a pause, or earlier if it is back at the expected level."""
     time.sleep(_SETTLE_S)
-    deadline = time.monotonic() + _BACK_S
-    while back_mb is not None and setting.used_mb() > back_mb and time.monotonic() < deadline:
+    deadline = time.monotonic() + _FREE_AGAIN_S
+    while expected_mb is not None and setting.used_mb() > expected_mb and time.monotonic() < deadline:
         time.sleep(0.02)
     return setting.used_mb()
 
 
 def check(result: dict[str, Any]) -> None:
-    """Raise BenchmarkError where ours did not do what it promises."""
+    """Raise BenchmarkError if ours has kept memory."""
     for row in result["ways"]:
         if row["way"] == "ours" and not row["back_at_start"]:
-            raise BenchmarkError("memory: with ours the GPU's memory was not back at its level at the start")
+            raise BenchmarkError("memory: with ours, the GPU's memory was not free again")
 
 
 def show(result: dict[str, Any]) -> None:
-    ways = result["ways"]
-    count = max((len(row["used_after_mb"]) for row in ways), default=0)
-
-    def cell(row: dict[str, Any], number: int) -> str:
-        used = row["used_after_mb"]
-        return f"{used[number] - row['start_mb']:.0f}" if number < len(used) else ""
-
-    table.show(
-        f"used memory after each client, MB above the start (GPU: {result['gpu_mb']:.0f} MB)",
-        ("after client", *(row["way"] for row in ways)),
-        [(number + 1, *(cell(row, number) for row in ways)) for number in range(count)],
-    )
-    table.show(
-        "",
-        ("way", "trained", "out of memory", "kept per client MB", "highest MB", "back at start"),
-        [
-            (
-                row["way"],
-                row["trained"],
-                row["out_of_memory"],
-                "" if row["kept_per_client_mb"] is None else f"{row['kept_per_client_mb']:.0f}",
-                f"{max(row['highest_during_mb'], default=0):.0f}",
-                "yes" if row["back_at_start"] else "no",
-            )
-            for row in ways
-        ],
-    )
+    title = f"memory in use after each client (GPU: {result['gpu_mb']:.0f} MB)"
+    table.show(title, result["ways"], "way start_mb used_after_mb")
+    table.show("clients", result["ways"], "way trained out_of_memory kept_per_client_mb back_at_start")

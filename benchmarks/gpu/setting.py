@@ -1,4 +1,4 @@
-"""What all parts of the GPU benchmarks share: the GPU, sizes, images, a folder, and their time."""
+"""The setting of a part: its GPU, sizes, images, folder and deadline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,37 +16,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gpu.clients import Client, ask, checked
 from benchmarks.shared.processes import BenchmarkError
 
 MB = 1_000_000
-_CLASSES = 10  # of generated images
+_CLASSES = 10
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much each part does.
+    """Amount of work of each part.
 
     Parameters
     ----------
     clients : int
-        Of ``memory``.
+        Clients of ``memory``.
     batch, steps : int
-        Images of a step of ResNet-18, and steps of a call.
+        Images per step of ResNet-18, and steps per call.
     images, side : int
-        Generated where no data is given: how many, and pixels of a side.
+        Number of generated images, and pixels of a side.
     fit, times : int
-        Of ``oversubscribe``: how many clients fit on the GPU by their size, and how many times as many there
-        are.
+        For ``oversubscribe``: number of clients that fit on the GPU, and the ratio of clients to that.
     hold_s : float
-        How long each of them holds its memory, in seconds.
-    neighbour_s : float
-        How long the neighbour of ``cap`` trains, in seconds.
+        For ``oversubscribe``: seconds that each client holds its memory.
+    neighbor_s : float
+        For ``cap`` and ``mps``: seconds of training.
     round_clients, runs : int
-        Of ``throughput``: clients of a round, and rounds measured for each figure.
+        For ``throughput``: clients per round, and rounds per figure.
     concurrency : tuple of int
-        How many of them train at the same time.
+        For ``throughput``: numbers of clients that train at the same time.
     packed : tuple of int
-        Of ``mps``: numbers of clients.
+        For ``mps``: numbers of clients.
     """
 
     clients: int = 20
@@ -57,7 +57,7 @@ class Sizes:
     fit: int = 8
     times: int = 3
     hold_s: float = 6.0
-    neighbour_s: float = 8.0
+    neighbor_s: float = 8.0
     round_clients: int = 16
     runs: int = 3
     concurrency: tuple[int, ...] = (1, 2, 4, 8)
@@ -65,14 +65,14 @@ class Sizes:
 
 
 QUICK = Sizes(
-    clients=2, batch=2, steps=1, images=16, side=8, fit=2, times=2, hold_s=0.5, neighbour_s=1.0,
+    clients=2, batch=2, steps=1, images=16, side=8, fit=2, times=2, hold_s=0.5, neighbor_s=1.0,
     round_clients=2, runs=1, concurrency=(2,), packed=(2,),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the GPU at one moment, in bytes; what the driver keeps for itself is in neither."""
+    """Memory of the GPU in bytes, without the driver's reserve."""
 
     total_bytes: int
     used_bytes: int
@@ -84,20 +84,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part measures with.
+    """The setting of a part.
 
     Parameters
     ----------
     model : str
-        What is trained: one of :data:`benchmarks.gpu.models.MODELS`.
+        Name of the model: ``resnet18`` or ``elementwise``.
     uuid : str
-        The GPU; the only one that the clients see.
+        The only GPU that the clients see.
     folder : Path
-        For the part's files.
+        Folder for files of the part.
     sizes : Sizes
-        How much it does.
+        Amount of work.
     limit_s : float
-        How long it may take.
+        Seconds until the deadline.
     data : Path, optional
         Images, see :func:`prepare_images`.
     """
@@ -112,16 +112,16 @@ class Setting:
 
     @property
     def deadline(self) -> float:
-        """When it must be over, on the clock of ``time.monotonic``."""
+        """Deadline on the clock of ``time.monotonic``."""
         return self.began + self.limit_s
 
     def memory(self) -> Memory:
-        """Return what the GPU has, as the driver tells."""
+        """Return the memory of the GPU, by NVML."""
         from flower_gpu.gpu import inventory
 
         gpu = inventory.take(processes=False).find(self.uuid)
         if gpu is None or gpu.total_bytes is None or gpu.used_bytes is None:
-            raise BenchmarkError(f"GPU {self.uuid} does not tell its memory any more")
+            raise BenchmarkError(f"GPU {self.uuid} no longer reports its memory")
         return Memory(gpu.total_bytes - (gpu.reserved_bytes or 0), gpu.used_bytes)
 
     def used_mb(self) -> float:
@@ -133,18 +133,47 @@ class Setting:
 
         return list(read(self.folder / "trace.jsonl"))
 
+    def weights(self, way: str = "") -> Path:
+        """Return the file of the current weights of a way; by default, of the initial weights."""
+        path = self.folder / f"{way}-weights.pkl"
+        return path if path.exists() else self.folder / "-weights.pkl"
+
+    def result(self, client: Client) -> Path:
+        """Return the file for the weights that a client has trained."""
+        return self.folder / f"{client.name.replace(' ', '-')}.pkl"
+
+    def make_initial_weights(self, client: Client) -> None:
+        """Have a client write the initial weights."""
+        args, result = [0, self.model], str(self.folder / "-weights.pkl")
+        request = {"do": "initial_weights", "args": args, "options": {"gpu": "never"}, "result": result}
+        checked(ask(client, request, self.deadline), client)
+
+    def fit_request(self, client: Client, partitions: int, seed: int, **options: Any) -> dict[str, Any]:
+        """Return a request to train from the current weights. ``options`` are those of a GPUClient."""
+        config = {
+            "model": self.model, "folder": str(self.folder), "partition": client.number,
+            "partitions": partitions, "batch": self.sizes.batch, "steps": self.sizes.steps, "seed": seed,
+        }  # fmt: skip
+        return {
+            "do": "fit",
+            "config": config,
+            "weights": str(self.weights(client.way)),
+            "result": str(self.result(client)),
+            "options": {**options, "name": str(client.number)} if client.way == "ours" else {},
+        }
+
 
 @contextmanager
 def gpu() -> Iterator[str]:
-    """Choose the GPU, and let this process and its children see no other. Yields its UUID."""
+    """Choose a GPU, hide all others from this process and its children, and yield its UUID."""
     with _environment():
         from flower_gpu.gpu import inventory
 
-        found = inventory.take(processes=False)
-        usable = found.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        usable = tuple(one for one in usable if one.is_usable)
+        listed = inventory.take(processes=False)
+        visible = listed.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        usable = [gpu for gpu in visible if gpu.is_usable]
         if not usable:
-            reason = found.problem or "; ".join(one.problem or "hidden" for one in found.gpus)
+            reason = listed.problem or "; ".join(gpu.problem or "hidden" for gpu in listed.gpus)
             raise BenchmarkError(f"no NVIDIA GPU can be used here: {reason}")
         os.environ["CUDA_VISIBLE_DEVICES"] = usable[0].uuid
         try:
@@ -154,10 +183,11 @@ def gpu() -> Iterator[str]:
 
 
 @contextmanager
-def part_folder(variables: Mapping[str, str]) -> Iterator[Path]:
-    """Make a folder for one part; its workers write their trace there."""
+def part_folder() -> Iterator[Path]:
+    """Make a folder for one part, with the trace of its workers."""
     with tempfile.TemporaryDirectory(prefix="fgpu-part-") as folder, _environment():
-        os.environ.update({**variables, "FLOWER_GPU_RUN_DIR": folder})
+        # Many processes share the cores, and the work is on the GPU.
+        os.environ |= {"OMP_NUM_THREADS": "1", "FLOWER_GPU_RUN_DIR": folder}
         yield Path(folder)
 
 
@@ -172,7 +202,7 @@ def _environment() -> Iterator[None]:
 
 
 def prepare_images(setting: Setting) -> str:
-    """Write ``images.npy`` (uint8, n x side x side x 3) and ``labels.npy``; return where they are from."""
+    """Write ``images.npy`` (uint8, n x side x side x 3) and ``labels.npy``; return a description."""
     if setting.data is None:
         images, labels = _generated(setting.sizes.images, setting.sizes.side)
         source = "generated"
@@ -191,7 +221,7 @@ def _generated(count: int, side: int) -> tuple[NDArray[np.uint8], NDArray[np.uin
 
 
 def _read(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Read an npz file with ``labels`` and either ``images`` or, as JPEG files, ``jpeg`` and ``offsets``."""
+    """Read an npz file with ``labels`` and ``images``. JPEG images are in ``jpeg`` and ``offsets``."""
     with np.load(path) as file:
         missing = {"labels"} - set(file)
         if not missing and "images" in file:
@@ -202,7 +232,5 @@ def _read(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         jpeg, offsets, labels = file["jpeg"].tobytes(), file["offsets"], file["labels"]
     from PIL import Image
 
-    images = [
-        np.asarray(Image.open(io.BytesIO(jpeg[begin:end])).convert("RGB")) for begin, end in pairwise(offsets)
-    ]
-    return np.stack(images), labels
+    pictures = [Image.open(io.BytesIO(jpeg[begin:end])).convert("RGB") for begin, end in pairwise(offsets)]
+    return np.stack([np.asarray(picture) for picture in pictures]), labels

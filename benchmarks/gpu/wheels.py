@@ -1,14 +1,13 @@
-"""Collect the wheels that host.sh needs on a host without a network that has torch and torchvision.
+"""Collect the wheels for host.sh, for a host without a network that has torch and torchvision.
 
-They are what pyproject.toml asks for, and pytest. All are made smaller: they are packed with LZMA. Ray goes
-into a folder of its own, as only simulations beside it need it, without its jars, its library for
-reinforcement learning and the pages of its dashboard.
+These are the dependencies in pyproject.toml, and pytest. Each wheel is packed again with LZMA, to make it
+smaller. Ray goes into a folder of its own, because only simulations with Ray need it. Its jars, its library
+for reinforcement learning and its dashboard's pages are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,73 +17,72 @@ from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from benchmarks.shared.processes import ROOT
 
-# With what they need themselves. rich and packaging are not among them: Flower takes some versions only.
-_THERE = {"torch", "numpy", "matplotlib", "jinja2", "markupsafe", "nvidia-ml-py", "pygments", "tqdm"}
-# Flower asks for them: uv installs what apps need, which takes a network, and uvloop makes a server faster.
+#: Installed on the host, with their dependencies. rich and packaging are missing here, because Flower accepts
+#: only some of their versions.
+_INSTALLED = {"torch", "numpy", "matplotlib", "jinja2", "markupsafe", "nvidia-ml-py", "pygments", "tqdm"}
+#: Dependencies of Flower that a run does not need: uv installs an app's dependencies, which takes a network,
+#: and uvloop makes a server faster.
 _UNUSED = {"uv", "uvloop"}
-# Of the optional ones: for the tests, and for the example's model.
+#: Optional dependencies for the tests, and for the model of the example.
 _OPTIONAL = {"pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "safetensors"}
-# Of each wheel the tag says which C library it needs; pip takes those that are named, and no older ones.
+#: pip accepts wheels only for the C libraries in this list, and tries no older versions.
 _PLATFORMS = [*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)), "manylinux2014_x86_64", "any"]
-_NOT_OF_RAY = ("ray/jars/", "ray/dashboard/client/", "ray/rllib/", "ray/cpp/")
+_LEFT_OUT_OF_RAY = ("ray/jars/", "ray/dashboard/client/", "ray/rllib/", "ray/cpp/")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu.wheels", description=__doc__, allow_abbrev=False)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder for them; made where it is missing")
-    parser.add_argument("--python", default="3.12", metavar="X.Y", help="of that host; default: 3.12")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the wheels; created if missing")
+    parser.add_argument("--python", default="3.12", metavar="X.Y", help="Python of the host; default: 3.12")
     parser.add_argument("--flwr", metavar="VERSION", help="default: the newest that pyproject.toml allows")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        own, rays = Path(folder) / "own", Path(folder) / "rays"
-        wanted = [*_wanted(), *([f"flwr=={options.flwr}"] if options.flwr else [])]
-        _download(wanted, own, options.python)
-        _download([_ray()], rays, options.python)
-        _keep(own, options.out, set())
-        _keep(rays, options.out / "ray", {_name(wheel) for wheel in own.iterdir()})
-    for each in (options.out, options.out / "ray"):
-        found = list(each.glob("*.whl"))
-        print(f"{each}: {len(found)} wheels, {sum(wheel.stat().st_size for wheel in found) / 2**20:.1f} MiB")
+    flwr = [f"flwr=={options.flwr}"] if options.flwr else []
+    ray = next(text for text in requires("flwr") or () if _name(text) == "ray").partition(";")[0].strip()
+    excluded = _INSTALLED | _UNUSED
+    for requirements, folder in (([*_required(), *flwr], options.out), ([ray], options.out / "ray")):
+        with tempfile.TemporaryDirectory() as downloads:
+            _download(requirements, downloads, options.python)
+            _keep(Path(downloads), folder, excluded)
+            excluded |= {_project(wheel) for wheel in Path(downloads).iterdir()}
+        wheels = list(folder.glob("*.whl"))
+        print(
+            f"{folder}: {len(wheels)} wheels, {sum(each.stat().st_size for each in wheels) / 2**20:.1f} MiB"
+        )
     return 0
 
 
-def _wanted() -> Iterator[str]:
+def _required() -> Iterator[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in project["dependencies"]:
-        if _project(requirement) not in _THERE:
-            yield requirement
+    yield from (text for text in project["dependencies"] if _name(text) not in _INSTALLED)
     for extra in ("examples", "dev"):
-        for requirement in project["optional-dependencies"][extra]:
-            if _project(requirement) in _OPTIONAL:
-                yield requirement
+        yield from (text for text in project["optional-dependencies"][extra] if _name(text) in _OPTIONAL)
 
 
-def _ray() -> str:
-    """Return the requirement by which Flower's Simulation Runtime asks for Ray."""
-    return next(each for each in requires("flwr") or () if _project(each) == "ray").partition(";")[0].strip()
-
-
-def _download(wanted: list[str], into: Path, python: str) -> None:
+def _download(requirements: list[str], into: str, python: str) -> None:
     tags = [f"--platform={platform}" for platform in _PLATFORMS]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", *tags]
-    command += [f"--python-version={python}", "--implementation=cp", f"--dest={into}", *wanted]
+    command += [f"--python-version={python}", "--implementation=cp", f"--dest={into}", *requirements]
     subprocess.run(command, check=True)
 
 
-def _keep(found: Path, into: Path, others: set[str]) -> None:
-    into.mkdir(parents=True, exist_ok=True)
-    for wheel in sorted(found.iterdir()):
-        if _name(wheel) in _THERE | _UNUSED | others:
+def _keep(downloads: Path, folder: Path, excluded: set[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for wheel in sorted(downloads.iterdir()):
+        if _project(wheel) in excluded:
             continue
-        for older in into.glob(f"{wheel.name.partition('-')[0]}-*.whl"):  # two versions cannot be installed
+        # pip refuses a folder with two versions of a package.
+        for older in folder.glob(f"{wheel.name.partition('-')[0]}-*.whl"):
             older.unlink()
-        pack(wheel, into / wheel.name, _NOT_OF_RAY)
+        pack(wheel, folder / wheel.name, _LEFT_OUT_OF_RAY)
 
 
 def pack(wheel: Path, to: Path, left_out: tuple[str, ...]) -> None:
-    """Write a wheel once more, smaller, and without some folders."""
+    """Write a smaller copy of a wheel, without some of its folders."""
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(to, "w") as new:
         for entry in old.infolist():
             if entry.filename.startswith(left_out):
@@ -96,16 +94,12 @@ def pack(wheel: Path, to: Path, left_out: tuple[str, ...]) -> None:
             new.writestr(entry, data, zipfile.ZIP_LZMA)
 
 
-def _project(requirement: str) -> str:
-    return _normal(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
+def _name(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
 
 
-def _name(wheel: Path) -> str:
-    return _normal(wheel.name.partition("-")[0])
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def _project(wheel: Path) -> str:
+    return canonicalize_name(wheel.name.partition("-")[0])
 
 
 if __name__ == "__main__":

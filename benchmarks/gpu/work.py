@@ -1,89 +1,102 @@
-"""What GPU clients do: train on images of CIFAR's size, hold memory, take steps of a small network."""
+"""Work of GPU clients: train on images, hold memory, take steps of a small network."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.models import MODELS
+import torch
+from torch import nn
+
+from benchmarks.app.bench_app import networks
+from benchmarks.app.bench_app.images import MODELS, MeanColor, Trainer
 
 Weights = list[Any]
 
-_DEVICE = "cuda:0"  # the GPU that this process sees first
+_LATER_STEPS = 3
+
+_DEVICE = "cuda:0"  # The first GPU that this process sees.
 _PIECES = 16
-_WIDTH, _SIDE = 1024, 16  # of the small network, and of its images
-
-
-# Training -------------------------------------------------------------------------------------------------
-
-
-class Trainer:
-    """A model on the GPU, with a client's images, as long as this object is there.
-
-    ``config`` has model, folder (of images and labels), partition, partitions, batch, steps and seed.
-    """
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        import numpy as np
-        import torch
-
-        self._model = _model(config["model"]).to(_DEVICE)
-        folder = Path(config["folder"])
-        part = slice(config["partition"], None, config["partitions"])
-        images = np.load(folder / "images.npy", mmap_mode="r")[part]
-        labels = np.load(folder / "labels.npy", mmap_mode="r")[part]
-        self._images = torch.from_numpy(np.ascontiguousarray(images)).to(_DEVICE)
-        self._labels = torch.from_numpy(labels.astype(np.int64)).to(_DEVICE)
-
-    def fit(self, weights: Weights, config: dict[str, Any]) -> tuple[Weights, int, dict[str, Any]]:
-        """Train so many steps from ``weights``."""
-        import torch
-
-        names = self._model.state_dict().keys()
-        self._model.load_state_dict(
-            {name: torch.as_tensor(value) for name, value in zip(names, weights, strict=True)}
-        )
-        self._model.train()
-        optimizer = torch.optim.SGD(self._model.parameters(), lr=0.02, momentum=0.9)
-        generator = torch.Generator().manual_seed(config["seed"])
-        count, batch, loss = len(self._labels), config["batch"], torch.zeros(())
-        order = torch.randint(count, (config["steps"], batch), generator=generator).to(self._labels.device)
-        for chosen in order:
-            images = self._images[chosen].permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
-            loss = torch.nn.functional.cross_entropy(self._model(images), self._labels[chosen])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        trained = [value.cpu().numpy() for value in self._model.state_dict().values()]
-        return trained, config["steps"] * batch, {"loss": loss.item()}
+_WIDTH, _SIDE = 1024, 16  # The small network, and the side of its images.
 
 
 def fit(weights: Weights, config: dict[str, Any]) -> tuple[Weights, int, dict[str, Any]]:
-    return Trainer(config).fit(weights, config)
+    """Train with a new model, like ``fit`` of a NumPyClient."""
+    return fit_with(new_trainer(config), weights, config)
+
+
+def new_trainer(config: dict[str, Any]) -> Trainer:
+    place = config["partition"], config["partitions"]
+    return Trainer(config["model"], config["folder"], *place, _DEVICE)
+
+
+def fit_with(
+    trainer: Trainer, weights: Weights, config: dict[str, Any]
+) -> tuple[Weights, int, dict[str, Any]]:
+    trained, loss = trainer.fit(weights, config["steps"], config["batch"], config["seed"])
+    return trained, config["steps"] * config["batch"], {"loss": loss}
 
 
 def initial_weights(seed: int, model: str) -> Weights:
-    import torch
-
     torch.manual_seed(seed)
-    return [value.numpy() for value in _model(model).state_dict().values()]
+    return networks.weights_of(MODELS[model]())
 
 
-def _model(name: str) -> Any:
-    _, small = MODELS[name]
-    return small()
+def train_in_steps(weights: Weights | None, name: str, batch: int, side: int) -> dict[str, Any]:
+    """Train from ``weights``, or from random ones; return the new weights and the end of each step.
+
+    The times are of the monotonic clock, which is the same for all processes on Linux.
+    """
+    marks = {"entered": time.monotonic()}
+    # The first call of CUDA creates the context.
+    torch.zeros(1, device=_DEVICE)
+    torch.cuda.synchronize()
+    marks["context"] = time.monotonic()
+    model = _large_model(name)
+    if weights is not None:
+        networks.load(model, weights)
+    model.to(_DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    images = torch.randn(batch, 3, side, side, device=_DEVICE)
+    labels = torch.randint(10, (batch,), device=_DEVICE)
+    torch.cuda.synchronize()
+    marks["model"] = time.monotonic()
+    loss = _step(model, optimizer, images, labels)
+    torch.cuda.synchronize()
+    marks["first_step"] = time.monotonic()
+    for _ in range(_LATER_STEPS):
+        loss = _step(model, optimizer, images, labels)
+    torch.cuda.synchronize()
+    marks["later_steps"] = time.monotonic()
+    result = {"weights": networks.weights_of(model), "loss": loss.item(), "pid": os.getpid()}
+    marks["result"] = time.monotonic()
+    return {**result, "marks": {**marks, "later_count": _LATER_STEPS}}
 
 
-# Memory ---------------------------------------------------------------------------------------------------
+def _large_model(name: str) -> nn.Module:
+    """Return the usual model for large images."""
+    if name == "elementwise":
+        return MeanColor()
+    from torchvision.models import resnet18
+
+    model: nn.Module = resnet18(num_classes=10)
+    return model
+
+
+def _step(model: nn.Module, optimizer: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = nn.functional.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 def hold(nbytes: int, seconds: float) -> dict[str, Any]:
-    """Take memory in pieces within the first fifth of the time, then keep it for the rest."""
-    import torch
-
+    """Allocate memory in pieces during the first fifth of the time, and keep it until the end."""
     began = time.monotonic()
     held = []
     for piece in range(_PIECES):
@@ -96,9 +109,7 @@ def hold(nbytes: int, seconds: float) -> dict[str, Any]:
 
 
 def take_from_cuda(nbytes: int) -> dict[str, Any]:
-    """Ask CUDA itself for memory, as an extension does; its answer is 0 where it gets that."""
-    import torch
-
+    """Return the status of ``cudaMalloc``, which extensions call. 0 is success."""
     torch.zeros(1, device=_DEVICE)
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
     return {"answer": runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(nbytes))}
@@ -107,16 +118,13 @@ def take_from_cuda(nbytes: int) -> dict[str, Any]:
 def steps(name: str, seconds: float, count: int | None, marker: str) -> dict[str, Any]:
     """Train a small network from a fixed seed, for a time or for a number of steps.
 
-    Deterministic (with ``CUBLAS_WORKSPACE_CONFIG``), so that the same number of steps gives the same loss to
-    the last bit. The file ``marker`` is made when it begins.
+    With ``CUBLAS_WORKSPACE_CONFIG`` it is deterministic: the same number of steps gives the same loss to
+    the last bit. The file ``marker`` is created when the training begins.
     """
-    import torch
-    from torch import nn
-
     torch.manual_seed(1)
     torch.use_deterministic_algorithms(True)
     if name == "elementwise":
-        model = _model(name).to(_DEVICE)
+        model: nn.Module = MeanColor().to(_DEVICE)
     else:
         layers = nn.Linear(3 * _SIDE**2, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 10)
         model = nn.Sequential(nn.Flatten(), *layers).to(_DEVICE)
@@ -126,10 +134,7 @@ def steps(name: str, seconds: float, count: int | None, marker: str) -> dict[str
     done, last_loss, began = 0, math.nan, time.monotonic()
     Path(marker).touch()
     while done < count if count is not None else time.monotonic() < began + seconds:
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        # item() waits for the GPU, so the time is that of the steps.
+        last_loss = _step(model, optimizer, inputs, labels).item()
         done += 1
-        last_loss = loss.item()  # also waits for the GPU: the time is that of the steps
     return {"steps": done, "loss": last_loss, "first": began, "last": time.monotonic()}

@@ -1,4 +1,4 @@
-"""Seconds per fit of a real client, for the usual ways and ours, call by call."""
+"""Part ``client``: seconds per fit of a realistic client, in the usual ways and in ours."""
 
 from __future__ import annotations
 
@@ -9,42 +9,43 @@ from typing import Any
 
 from benchmarks.isolation.client_caller import WAYS
 from benchmarks.shared import table
+from benchmarks.shared.driver import Rows
 from benchmarks.shared.processes import BenchmarkError, Member, members, new_state_folder
 
-_QUICK = ("in-process",)  # the imports of others take long, and their calls are those of the part calls
+#: The imports of the other ways take long, and part ``calls`` tests their calls.
+_QUICK = ("in-process",)
+_FITS = 10
 _TIMEOUT_S = 300.0
-_SAME_LOSS = 0.05  # threads change the last bits, and the epoch carries them on
+#: Threads change the last bits of a sum, and an epoch amplifies them.
+_MAX_LOSS_DIFFERENCE = 0.05
 
 
-def measure(chosen: list[str], *, quick: bool) -> list[dict[str, Any]]:
-    """Return one row per chosen way, with the seconds of ten fits of one client after each other.
-
-    Quickly: few ways, one fit.
-    """
-    ways = [way for way in (_QUICK if quick else WAYS) if way.partition(",")[0] in chosen]
-    # Each client has a fork server of its own that nobody has used before, so that the first call is one.
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    with members(partial(_start, way) for way in ways) as clients:
-        for seed in range(1 if quick else 10):
+def measure(ways: list[str], *, is_quick: bool) -> Rows:
+    """Return one row per way, with the seconds of ten successive fits of one client."""
+    names = [name for name in (_QUICK if is_quick else WAYS) if name.partition(",")[0] in ways]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with members(partial(_start, name) for name in names) as clients:
+        for seed in range(1 if is_quick else _FITS):
             losses = {}
             for client in clients:
                 reply = client.ask(_TIMEOUT_S, seed=seed)
                 seconds[client.name].append(round(reply["seconds"], 4))
                 losses[client.name] = _checked_loss(client, reply)
-            _compare(losses)
-    rows = [_row(way, seconds[way]) for way in ways]
-    _show(rows)
+            if max(losses.values()) - min(losses.values()) > _MAX_LOSS_DIFFERENCE:
+                raise BenchmarkError(f"the training losses of the ways differ: {losses}")
+    rows = [{"way": name, "seconds": values, **_later(values[2:])} for name, values in seconds.items()]
+    table.show("fit of a realistic client, seconds of each call", rows)
     return rows
 
 
 def _start(way: str) -> Member:
+    # With a new fork server for each client, the first fit includes the server's imports.
     new_state_folder()
     return Member(way, "isolation.client_caller", way)
 
 
-def _row(way: str, seconds: list[float]) -> dict[str, Any]:
-    later = seconds[2:]
-    return {"way": way, "seconds": seconds, "later_median_s": round(median(later), 4) if later else None}
+def _later(seconds: list[float]) -> dict[str, float | None]:
+    return {"later_median_s": round(median(seconds), 4) if seconds else None}
 
 
 def _checked_loss(client: Member, reply: dict[str, Any]) -> float:
@@ -52,27 +53,3 @@ def _checked_loss(client: Member, reply: dict[str, Any]) -> float:
     if not (math.isfinite(loss) and reply["changed"]):
         raise BenchmarkError(f"{client.name}: the fit did not train: loss {loss}")
     return loss
-
-
-def _compare(losses: dict[str, float]) -> None:
-    if max(losses.values()) - min(losses.values()) > _SAME_LOSS:
-        raise BenchmarkError(f"the ways disagree about the training loss: {losses}")
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    """Print the seconds of each fit, and the median from the third on."""
-    reference = next((row["later_median_s"] for row in rows if row["way"] == "article"), None)
-    count = len(rows[0]["seconds"]) if rows else 0
-    table.show(
-        "fit of a real client (torch, scikit-learn, flwr-datasets; a data set in a global), s per call",
-        ("way", *map(str, range(1, count + 1)), "median from 3rd", "faster than article"),
-        [
-            (
-                row["way"],
-                *(f"{value:.2f}" for value in row["seconds"]),
-                "" if row["later_median_s"] is None else table.seconds(row["later_median_s"]),
-                "" if reference is None else table.times_faster(row["later_median_s"], reference),
-            )
-            for row in rows
-        ],
-    )

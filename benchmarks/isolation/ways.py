@@ -1,8 +1,8 @@
-"""The ways to run one call in a process of its own, as a table.
+"""Ways to run one call in a process of its own.
 
-Each way is a function that prepares a caller and returns what runs one call there: it takes the name of
-the call and the weights, and gives ``(pid, weights)``. What a way needs is imported when it is prepared, so
-that a caller holds nothing of the others.
+Each way is a function that prepares a caller and returns a function for one call. That one gets the name of
+the call and the weights, and returns ``(pid, weights)``. A way's libraries are imported when it is prepared,
+so that a caller holds no memory for the other ways.
 """
 
 from __future__ import annotations
@@ -16,35 +16,29 @@ from typing import Any
 
 from benchmarks.shared.weights import Weights
 
-#: No way, but what idle memory is compared with: a Flower client without torch, fits and weights.
-PLAIN = "plain"
-
 Run = Callable[[str, Weights], tuple[int, Weights]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a caller runs calls.
+    """A way to run calls.
 
     Parameters
     ----------
     prepare : callable
         Called once in each caller.
-    start_method : str, optional
-        That of flower-gpu, where the way is ours.
     package : str, optional
-        What it needs beside Python and flower-gpu.
-    slow : bool
-        Pays for imports in each call: seconds, so it is run less often.
+        Additional package that must be installed.
+    is_slow : bool
+        True if each call takes seconds for imports. Such a way runs less often.
     settle_s : float
-        Pause after a call, not part of its time: the way leaves something running that would slow down
-        the next one.
+        Pause after each call, outside of the timing. In it, processes of this way exit that would slow down
+        the next way.
     """
 
     prepare: Callable[[], Run]
-    start_method: str | None = None
     package: str | None = None
-    slow: bool = False
+    is_slow: bool = False
     settle_s: float = 0.0
 
 
@@ -54,73 +48,73 @@ def in_process() -> Run:
     return lambda call, weights: tasks.CALLS[call](weights)
 
 
-def with_manager(target: Callable[..., None], *args: Any) -> dict[str, Any]:
-    """Run one call as articles about Flower and GPU memory do: a Manager and a spawned Process for each.
+def with_manager(task: Callable[..., Any], *args: Any) -> Any:
+    """Run a task as articles about Flower and GPU memory do: a new Manager and a spawned Process per call.
 
-    The weights are an argument of the Process, the results come through the Manager's dictionary.
+    The weights are an argument of the Process. The result comes back in the Manager's dictionary.
     """
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
     manager = context.Manager()
     results = manager.dict()
-    process = context.Process(target=target, args=(*args, results))
+    process = context.Process(target=_into_dict, args=(task, args, results))
     process.start()
     process.join()
     process.close()
-    return results.copy()
+    return results["result"]
 
 
-def with_pipe(target: Callable[..., None], *args: Any) -> Any:
-    """Run one call in a spawned Process that sends its result through a Pipe."""
+def _into_dict(task: Callable[..., Any], args: Any, results: Any) -> None:
+    results["result"] = task(*args)
+
+
+def with_pipe(task: Callable[..., Any], *args: Any) -> Any:
+    """Run a task in a spawned Process that sends its result through a Pipe."""
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(*args, theirs))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_into_pipe, args=(task, args, sender))
     process.start()
-    theirs.close()
-    result = ours.recv()
+    sender.close()
+    result = receiver.recv()
     process.join()
-    ours.close()
+    receiver.close()
     return result
+
+
+def _into_pipe(task: Callable[..., Any], args: Any, sender: Any) -> None:
+    sender.send(task(*args))
+    sender.close()
 
 
 def article() -> Run:
     from benchmarks.isolation import tasks
 
-    def run(call: str, weights: Weights) -> tuple[int, Weights]:
-        results = with_manager(tasks.into_dict, call, weights)
-        return results["pid"], results["weights"]
-
-    return run
+    return lambda call, weights: with_manager(tasks.CALLS[call], weights)
 
 
 def spawn() -> Run:
     from benchmarks.isolation import tasks
 
-    def run(call: str, weights: Weights) -> tuple[int, Weights]:
-        result: tuple[int, Weights] = with_pipe(tasks.into_pipe, call, weights)
-        return result
-
-    return run
+    return lambda call, weights: with_pipe(tasks.CALLS[call], weights)
 
 
 def executor() -> Run:
-    """Keep one executor, as its documentation does; each of its processes ends after one call."""
+    """Keep one executor for all calls, as in its documentation. Each of its processes exits after a call."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     from benchmarks.isolation import tasks
 
-    pool = ProcessPoolExecutor(
-        max_workers=1, max_tasks_per_child=1, mp_context=multiprocessing.get_context("spawn")
-    )
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(max_workers=1, max_tasks_per_child=1, mp_context=context)
     return lambda call, weights: pool.submit(tasks.CALLS[call], weights).result()
 
 
 def loky() -> Run:
-    """Shut the executor down after each call: nothing else makes it give memory back."""
+    """Shut the executor down after each call, because only that frees its memory."""
     from loky import get_reusable_executor
 
     from benchmarks.isolation import tasks
@@ -147,27 +141,28 @@ def ours(start_method: str) -> Run:
 
 
 def ours_fork() -> Run:
-    from benchmarks.isolation import tasks  # noqa: F401 - fork is for a process that has imported its app, as flwr-clientapp has
+    # As in flwr-clientapp, the forked process has imported its app.
+    from benchmarks.isolation import tasks  # noqa: F401
 
     return ours("fork")
 
 
 def ours_guarded() -> Run:
-    """As on a host with GPUs: each worker gives up the device files that are not of its lease."""
+    """Run as on a host with GPUs, where each worker gives up the device files outside of its lease."""
     os.environ["FLOWER_GPU_GUARDED"] = "/dev/full"
     return ours("forkserver")
 
 
 WAYS = {
     "in-process": Way(in_process),
-    "article": Way(article, slow=True),
-    "spawn": Way(spawn, slow=True),
-    "executor": Way(executor, slow=True, settle_s=0.5),
-    "loky": Way(loky, package="loky", slow=True),
-    "ours-spawn": Way(partial(ours, "spawn"), start_method="spawn", slow=True),
-    "ours-fork": Way(ours_fork, start_method="fork"),
-    "ours-forkserver": Way(partial(ours, "forkserver"), start_method="forkserver"),
-    "ours-guarded": Way(ours_guarded, start_method="forkserver"),
+    "article": Way(article, is_slow=True),
+    "spawn": Way(spawn, is_slow=True),
+    "executor": Way(executor, is_slow=True, settle_s=0.5),
+    "loky": Way(loky, package="loky", is_slow=True),
+    "ours-spawn": Way(partial(ours, "spawn"), is_slow=True),
+    "ours-fork": Way(ours_fork),
+    "ours-forkserver": Way(partial(ours, "forkserver")),
+    "ours-guarded": Way(ours_guarded),
 }
 
 

@@ -1,60 +1,64 @@
-"""Leases under load, on GPUs that a stub of NVIDIA's library plays: no GPU is needed.
+"""Leases under load, on stub GPUs of 16 GiB, with real processes. Needs a C compiler, but no GPU.
 
-Three parts: many processes with random requests, of which a third is killed (``crowd``), one that has no
-competition (``alone``), and many that wait (``waiting``). See README.md beside this file.
+Parts: crowd (200 processes with random requests, a third of them killed), alone (acquire and release
+without competition), waiting (500 processes in the queue).
+README.md in the folder above explains the figures.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from benchmarks.shared import stub, table
 from benchmarks.shared.driver import Figures, Options, Parser, positive, run
 from benchmarks.shared.processes import BenchmarkError, Member
 
-GPUS = 2
-_PART_TIMEOUT_S = 600.0
-_TITLES = {
-    "crowd": "{processes} processes with random requests, a third of them killed",
-    "alone": "acquire and release without competition, {runs} times",
-    "waiting": "{waiters} processes that wait {seconds} s, then hold a GPU for 10 ms each",
-}
+_TIMEOUT_S = 600.0
+#: Options that each part gets.
+_OPTIONS = {"crowd": ("processes",), "alone": ("runs",), "waiting": ("waiters", "seconds")}
+_MUST_BE_ZERO = ("over_capacity_instants", "over_used_instants", "seen_twice", "unfinished", "left_over")
 
 
 def main() -> int:
-    parser = Parser("leases", __doc__)
+    quick = {"processes": 24, "waiters": 8, "seconds": 1, "runs": 5}
+    full = {"processes": 200, "waiters": 500, "seconds": 20, "runs": 500}
+    parts = {name: partial(_measure, name) for name in _OPTIONS}
+    parser = Parser("leases", __doc__, parts, quick=quick, full=full)
     add = parser.add_argument
-    add("--processes", type=positive, default=200, metavar="N", help="of the crowd; default: 200")
-    add("--waiters", type=positive, default=500, metavar="N", help="that wait in line; default: 500")
-    add("--seconds", type=positive, default=20, metavar="S", help="how long they wait; default: 20")
-    add("--runs", type=positive, default=500, metavar="N", help="acquire and release; default: 500")
-    add("--seed", type=positive, metavar="N", help="of what is random; default: another one each time")
+    add("--processes", type=positive, metavar="N", help="processes of crowd; default: 200")
+    add("--waiters", type=positive, metavar="N", help="processes of waiting; default: 500")
+    add("--seconds", type=positive, metavar="S", help="how long they wait; default: 20")
+    add("--seed", type=positive, metavar="N", help="seed of the random choices; default: a new one")
     options = parser.parse()
     options.seed = options.seed or random.SystemRandom().randrange(1, 10**9)
-    return run(parser, options, {"leases": _measure}, {"seed": options.seed})
+    return run(parser, options, parts, figures={"seed": options.seed})
 
 
-def _measure(options: Options, figures: Figures) -> None:
+def _measure(part: str, options: Options, figures: Figures) -> None:
+    """Run a part in a member, because all its processes are forks, and this one is too large for that."""
+    arguments = {name: getattr(options, name) for name in _OPTIONS[part]}
+    env = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="fgpu-bench-") as folder:
-        stub.move_to(stub.host(Path(folder), gpus=GPUS))
-        member = Member("leases", "leases.parts", options.seed)
         try:
-            member.wait_until_ready()
-            for part, arguments in {
-                "crowd": {"processes": options.processes},
-                "alone": {"runs": options.runs},
-                "waiting": {"waiters": options.waiters, "seconds": options.seconds},
-            }.items():
-                found = member.ask(_PART_TIMEOUT_S, part=part, **arguments)
-                table.show_figures(_TITLES[part].format(**arguments), found)
-                figures |= found
+            stub.move_to(stub.host(Path(folder), gpus=2))
+            member = Member("leases", "leases.parts", options.seed)
+            try:
+                member.wait_until_ready()
+                found = member.ask(_TIMEOUT_S, part=part, **arguments)
+            finally:
+                member.close()
         finally:
-            member.close()
-    if broken := [name for name in ("over_capacity_instants", "unfinished", "left_over") if figures[name]]:
-        raise BenchmarkError(f"not 0: {', '.join(broken)}")
+            os.environ.clear()
+            os.environ.update(env)
+    table.show_figures(f"{part}, {', '.join(f'{value} {name}' for name, value in arguments.items())}", found)
+    figures[part] = found
+    if broken := [name for name in _MUST_BE_ZERO if found.get(name)]:
+        raise BenchmarkError(f"these must be 0: {', '.join(broken)}")
 
 
 if __name__ == "__main__":

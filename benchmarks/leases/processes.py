@@ -1,4 +1,4 @@
-"""Processes that lease, each a fork of a light one. They end here, and never return."""
+"""Forked processes that lease. Each of them exits in :func:`fork` and never returns to its caller."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESERVE_BYTES = 256 << 20
 
 
 def fork(action: Callable[[], None]) -> int:
-    """Start a process that does something and ends; with status 1 if that raises."""
+    """Run a function in a forked process, which exits with status 1 if the function raises."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -43,10 +43,10 @@ def claimant(memory_bytes: int | None = None, share: float | None = None, count:
     return Claimant(options, count=count, label=f"benchmark {os.getpid()}")
 
 
-def use(ticket: Ticket, part: float) -> None:
-    """Use a part of what was granted, and tell it, as a worker does."""
-    used = {granted.uuid: int(granted.memory_bytes * part) for granted in ticket.entry.parts}
-    shares = tuple(Share(one.uuid, 0, "", 0, one.memory_bytes, 0) for one in ticket.entry.parts)
+def use(ticket: Ticket, fraction: float) -> None:
+    """Use a fraction of the granted memory and report it, like a worker."""
+    used = {granted.uuid: int(granted.memory_bytes * fraction) for granted in ticket.entry.parts}
+    shares = tuple(Share(part.uuid, 0, "", 0, part.memory_bytes, 0) for part in ticket.entry.parts)
     os.environ[VARIABLE] = Lease(ticket.entry.id, shares, ticket=str(ticket.entry.path)).to_text()
     for uuid, nbytes in used.items():
         allocate(uuid, nbytes)
@@ -54,20 +54,20 @@ def use(ticket: Ticket, part: float) -> None:
 
 
 def stop_using(ticket: Ticket) -> None:
-    """Give the memory back, as the end of a worker does, before its lease goes."""
+    """Free the memory, as the exit of a worker does before its lease is released."""
     for granted in ticket.entry.parts:
         allocate(granted.uuid, 0)
 
 
-def end_of(pids: Sequence[int], timeout_s: float) -> dict[int, int]:
-    """Wait for processes to end; return the status of those that did."""
-    ended: dict[int, int] = {}
+def wait_for(pids: Sequence[int], timeout_s: float) -> dict[int, int]:
+    """Wait until all processes have exited; return the statuses of those that did so in time."""
+    statuses: dict[int, int] = {}
     deadline = time.monotonic() + timeout_s
-    while len(ended) < len(pids) and time.monotonic() < deadline:
+    while len(statuses) < len(pids) and time.monotonic() < deadline:
         for pid in pids:
-            if pid not in ended:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    ended[pid] = os.waitstatus_to_exitcode(status)
+            if pid not in statuses:
+                exited, status = os.waitpid(pid, os.WNOHANG)
+                if exited:
+                    statuses[pid] = os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
-    return ended
+    return statuses

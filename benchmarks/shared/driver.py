@@ -1,4 +1,4 @@
-"""The frame of every benchmark: its options, its parts one after the other, its figures, its exit status."""
+"""The main program of every benchmark: options, parts, the JSON file and the exit status."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 from benchmarks.shared import machine
 from benchmarks.shared.member import QUICK
-from benchmarks.shared.processes import BenchmarkError, end_servers, new_state_folder, nothing_left_behind
+from benchmarks.shared.processes import BenchmarkError, end_servers, isolated, new_state_folder
 from benchmarks.shared.weights import SMALLEST_MB
 
 EXIT_USAGE = 2
@@ -23,52 +24,56 @@ _LARGEST_MB = 10_000.0
 
 Options = argparse.Namespace
 Figures = dict[str, Any]
+Rows = list[dict[str, Any]]
 Part = Callable[[Options, Figures], object]
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a benchmark. Errors are one line, without the whole usage in front.
+    """Options of a benchmark. An error prints one line instead of the whole usage.
 
     Parameters
     ----------
     name : str
-        The folder of the benchmark.
+        Name of the benchmark's folder.
     description : str, optional
-        Its docstring.
+        Text of ``--help``.
     parts : sequence of str
-        What ``--only`` can choose; without parts there is no such option.
-    quick : mapping, optional
-        What ``--quick`` sets, if the option itself is not given; without it there is no such option.
+        Parts that ``--only`` can select.
+    quick : mapping
+        Defaults of options under ``--quick``.
     full : mapping
-        What is set otherwise.
+        Defaults of the same options otherwise.
     """
 
     def __init__(
         self,
         name: str,
         description: str | None,
-        parts: Sequence[str] = (),
+        parts: Iterable[str],
         *,
-        quick: Mapping[str, Any] | None = None,
+        quick: Mapping[str, Any] = {},
         full: Mapping[str, Any] = {},
     ) -> None:
         super().__init__(prog=f"benchmarks.{name}", description=description, allow_abbrev=False)
         self._quick, self._full = quick, full
-        if parts:
-            self.add_argument("--only", type=partial(chosen, parts), default=list(parts), metavar="PART,PART",
-                              help=f"some of {', '.join(parts)}; default: all")  # fmt: skip
-        if quick is not None:
-            self.add_argument("--quick", action="store_true",
-                              help="tiny: shows that everything runs, the figures mean nothing")  # fmt: skip
+        parts = list(parts)
+        self.add_argument("--only", type=partial(chosen, parts), default=parts, metavar="PART,PART",
+                          help=f"run only these parts: {', '.join(parts)}; default: all")  # fmt: skip
+        self.add_argument("--quick", action="store_true",
+                          help="run a tiny version as a test; its figures mean nothing")  # fmt: skip
         self.add_argument("--json", type=json_file, metavar="FILE",
-                          help="also write the figures there, after each part")  # fmt: skip
+                          help="write the figures to this file after each part")  # fmt: skip
+        if "runs" in full:
+            self.add_argument("--runs", type=positive, metavar="N",
+                              help=f"number of runs per row; default: {full['runs']}")  # fmt: skip
 
     def parse(self) -> Options:
+        """Return the options of the command line, with defaults filled in."""
         options = self.parse_args()
-        if getattr(options, "quick", False):
+        if options.quick:
             os.environ[QUICK] = "1"
-        for name, value in (self._quick if self._quick and options.quick else self._full).items():
-            if getattr(options, name) is None:
+        for name, value in (self._quick if options.quick else self._full).items():
+            if getattr(options, name, None) is None:
                 setattr(options, name, value)
         return options
 
@@ -80,41 +85,40 @@ def run(
     parser: Parser,
     options: Options,
     parts: Mapping[str, Part],
-    figures: Figures,
     *,
+    figures: Figures | None = None,
     around: AbstractContextManager[object] | None = None,
-    after: Callable[[Figures], object] = lambda _: None,
 ) -> int:
-    """Run the parts, each with nothing left of the one before, and write the figures down after each.
+    """Run the selected parts one after the other and write the figures after each.
 
-    A part that fails is named in ``failed``, and the figures of the others are not lost.
+    A part that fails is listed in ``failed``. The figures of the other parts are kept.
 
     Parameters
     ----------
-    parser, options, parts
-        What to run; with ``--only``, some of the parts.
-    figures : dict
-        What the parts add to, and ``machine``.
+    parser, options
+        The command line.
+    parts : mapping
+        Functions by part. Each adds its rows to the figures.
+    figures : dict, optional
+        Figures that are known before the first part.
     around : context manager, optional
-        What all parts need. If it cannot be had, nothing is measured.
-    after : callable, optional
-        Gets the figures after each part.
+        Entered before the first part. If it raises BenchmarkError, nothing is measured.
 
     Returns
     -------
     int
-        The exit status: 0, or 1 if a part failed, 2 where nothing can be measured, 130 after Ctrl-C.
+        Exit status: 0, 1 if a part failed, 2 if nothing could be measured, 130 after Ctrl-C.
     """
     if sys.platform != "linux":
-        return _refuse(parser, "needs Linux: it reads /proc")
-    figures["machine"] = machine.describe()
+        return _refuse(parser, "needs Linux, because it reads /proc")
+    figures = {} if figures is None else figures
+    figures |= {"quick": options.quick, "machine": machine.describe()}
     failed: dict[str, str] = {}
     try:
-        with nothing_left_behind(), around or nullcontext():
-            for name in getattr(options, "only", parts):
+        with isolated(), around or nullcontext():
+            for name in options.only:
                 _run_part(parser, name, partial(parts[name], options, figures), failed)
                 write(options, {**figures, "failed": failed})
-                after(figures)
     except BenchmarkError as error:
         return _refuse(parser, f"{error}; nothing measured")
     except KeyboardInterrupt:
@@ -123,7 +127,7 @@ def run(
 
 
 def write(options: Options, figures: Figures) -> None:
-    """Write figures into the file of ``--json``; a long part does so itself, for it may be cut off."""
+    """Write figures to the file of ``--json``. Long parts call this themselves, in case they are cut off."""
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
@@ -138,7 +142,8 @@ def _run_part(parser: Parser, name: str, part: Callable[[], object], failed: dic
         if not isinstance(error, BenchmarkError):
             traceback.print_exc()
     finally:
-        end_servers()  # one would be counted with the next part
+        # A fork server that stays would be measured with the next part.
+        end_servers()
 
 
 def _refuse(parser: Parser, reason: str) -> int:
@@ -147,25 +152,30 @@ def _refuse(parser: Parser, reason: str) -> int:
 
 
 def in_turn(ways: Iterable[str], runs: int) -> Iterable[tuple[int, str]]:
-    """Yield the number of the run and a way, every other time from the last way to the first."""
+    """Yield the run's number and a way, in reverse order in every second run."""
     ways = list(ways)
     for number in range(runs):
         for way in ways if number % 2 == 0 else reversed(ways):
             yield number, way
 
 
+def medians(runs: Sequence[Mapping[str, float]], digits: int = 3) -> dict[str, float]:
+    """Return the median of each figure over several runs."""
+    return {name: round(median(run[name] for run in runs), digits) for name in runs[0]}
+
+
 def chosen(known: Sequence[str], text: str) -> list[str]:
-    """Return the names in ``text``, in the order of ``known``."""
-    asked = text.split(",")
-    for name in asked:
+    """Return the comma-separated names in ``text``, in the order of ``known``."""
+    names = text.split(",")
+    for name in names:
         if name not in known:
             raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-    return [name for name in known if name in asked]
+    return [name for name in known if name in names]
 
 
 def sizes_mb(text: str) -> list[float]:
-    """Return sizes of weights."""
-    found = []
+    """Return comma-separated sizes of weights in MB."""
+    sizes = []
     for part in text.split(","):
         try:
             size_mb = float(part)
@@ -173,25 +183,25 @@ def sizes_mb(text: str) -> list[float]:
             raise argparse.ArgumentTypeError(f"{part!r} is not a number of MB") from None
         if not SMALLEST_MB <= size_mb <= _LARGEST_MB:
             raise argparse.ArgumentTypeError(f"{part} is not between {SMALLEST_MB:g} and {_LARGEST_MB:g} MB")
-        found.append(size_mb)
-    return found
+        sizes.append(size_mb)
+    return sizes
 
 
 def positive(text: str) -> int:
-    """Return a whole number from 1 on."""
+    """Return a whole number that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
 def positives(text: str) -> list[int]:
-    """Return whole numbers from 1 on."""
+    """Return comma-separated whole numbers that are at least 1."""
     return [positive(part) for part in text.split(",")]
 
 
 def json_file(text: str) -> Path:
-    """Return a file that can be written."""
+    """Return the path of a file that can be written."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder, or in none that exists")
+        raise argparse.ArgumentTypeError(f"{text} is a folder, or its folder does not exist")
     return path

@@ -1,4 +1,4 @@
-"""What the figures were measured on, without anything that identifies the machine."""
+"""A description of the machine, without anything that identifies it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 
 def describe() -> dict[str, Any]:
-    """Return counts, models and versions; imports neither torch nor flwr."""
-    kernel = re.match(r"[\d.]*\d", platform.release())  # the rest may name a distribution or a cloud
+    """Return counts, models and versions, without importing torch or flwr."""
+    # The rest of the release may name a distribution or a cloud.
+    kernel = re.match(r"[\d.]*\d", platform.release())
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
@@ -23,7 +24,7 @@ def describe() -> dict[str, Any]:
 
 
 def gpu_models() -> list[str]:
-    """Return the model names of the GPUs here; empty without a GPU or its driver."""
+    """Return the model names of the GPUs; empty without a GPU or its driver."""
     import pynvml
 
     try:
@@ -32,13 +33,10 @@ def gpu_models() -> list[str]:
         return []
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        names = map(pynvml.nvmlDeviceGetName, handles)
+        return [name.decode() if isinstance(name, bytes) else name for name in names]
     finally:
         pynvml.nvmlShutdown()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A member's side of the benchmark: answer the driver, measure itself. Imports as little as it can."""
+"""A member is a process that answers requests of the benchmark. This module imports as little as possible."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 MB = 1_000_000
 
-#: Set while everything is tiny. One fork server serves all parts then.
+#: Environment variable that is set under ``--quick``. Then one fork server serves all parts.
 QUICK = "BENCHMARKS_QUICK"
-#: What a client's module imports, and each new process pays for. If all is tiny, it is a small one.
+#: The library that a client's module imports. Under ``--quick`` it is a small one.
 LIBRARY = "wave" if QUICK in os.environ else "torch"
 
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
-def serve(prepare: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """Answer requests of the driver, one line of JSON each, until it has no more.
 
-    Parameters
-    ----------
-    prepare : callable
-        Called once; returns what turns a request into the answer.
+def serve(prepare: Callable[[], Answer]) -> None:
+    """Answer requests, one line of JSON each, until standard input is closed.
+
+    ``prepare`` is called once and returns the function that answers a request.
     """
-    # The lines are for this process alone; what its children print goes to stderr.
+    # Replies go through a duplicate of stdout, and stdout itself becomes stderr. So output of child
+    # processes never appears among the replies.
     requests = os.fdopen(os.dup(0), "r")
     replies = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -38,7 +38,7 @@ def serve(prepare: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> 
 
 
 def wait_until_gone(pid: int) -> None:
-    """Wait for the process of a call: only then is its memory back."""
+    """Wait until the process of a call has exited, because only then is its memory free again."""
     if pid == os.getpid():
         return
     try:
@@ -53,15 +53,10 @@ def wait_until_gone(pid: int) -> None:
         os.close(process)
 
 
-def reset_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:  # man 5 proc: 5 resets VmHWM
-        file.write("5")
-
-
-def peak_mb() -> float:
-    """Return the highest RSS of this process since the last :func:`reset_peak`."""
-    with open("/proc/self/status") as file:
+def peak_mb(pid: int) -> float:
+    """Return the highest RSS of a process."""
+    with open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024 / MB
-    raise RuntimeError("/proc/self/status has no VmHWM")
+    return 0.0

@@ -1,4 +1,4 @@
-"""The driver's side of callers: start them, ask them, leave none behind."""
+"""Processes of a benchmark: start members, ask them, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,22 +18,23 @@ from typing import Any
 
 from benchmarks.shared.member import QUICK
 
-#: Of the repository: where ``benchmarks`` is imported from.
+#: Root of the repository, from which ``benchmarks`` is imported.
 ROOT = Path(__file__).parents[2]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 300.0
 _STATE, _LEDGER = "FLOWER_GPU_STATE_DIR", "FLOWER_GPU_LEDGER_DIR"
-#: A state folder with a fork server, for quick benchmarks: the tests have all of these share one.
+#: State folder for ``--quick``. The tests set it, so that all quick benchmarks share one fork server.
 _QUICK_STATE = "BENCHMARKS_QUICK_STATE_DIR"
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class BenchmarkError(Exception):
-    """The benchmark cannot go on; the message says why."""
+    """The benchmark cannot go on; the message gives the reason."""
 
 
 class Member:
-    """A process that runs one of the modules here and answers requests, one line of JSON each."""
+    """A process that runs a module of this package and answers requests, one line of JSON each."""
 
     def __init__(
         self, name: str, module: str, *arguments: object, env: Mapping[str, str] | None = None
@@ -42,13 +42,8 @@ class Member:
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)],
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+            cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
 
     @property
     def pid(self) -> int:
@@ -57,25 +52,26 @@ class Member:
     def wait_until_ready(self) -> dict[str, Any]:
         return self._reply(_START_S)
 
-    def ask(
-        self, timeout_s: float, while_waiting: Callable[[], None] | None = None, **request: Any
-    ) -> dict[str, Any]:
+    def ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+        """Send a request and return the reply."""
         self.send(request)
-        return self._reply(timeout_s, while_waiting)
+        return self._reply(timeout_s)
 
     def send(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the missing reply tells
+        # If the process has exited, the missing reply becomes the error.
+        with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
 
-    def let_go(self) -> None:
-        """Have it end by itself."""
+    def release(self) -> None:
+        """Close the member's input, so that it exits after its current request."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def close(self, timeout_s: float = 10) -> None:
-        self.let_go()
+        """Wait until the member exits, and kill it after the timeout."""
+        self.release()
         try:
             self._process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -84,27 +80,23 @@ class Member:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def _reply(self, timeout_s: float, while_waiting: Callable[[], None] | None = None) -> dict[str, Any]:
+    def _reply(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         poll = select.poll()
         poll.register(self._process.stdout, select.POLLIN)
-        deadline = time.monotonic() + timeout_s
-        while not poll.poll(2 if while_waiting else 1000):
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"{self.name}: no answer within {timeout_s:g} s")
-            if while_waiting:
-                while_waiting()
+        if not poll.poll(1000 * timeout_s):
+            raise BenchmarkError(f"{self.name}: no reply within {timeout_s:g} s")
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            raise BenchmarkError(f"{self.name}: ended with status {status}; its error is printed above")
+            raise BenchmarkError(f"{self.name}: exited with status {status}; its error is printed above")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
 
 @contextmanager
 def members(starts: Iterable[Callable[[], Member]]) -> Iterator[list[Member]]:
-    """Start all, and end them all."""
+    """Start members, wait until all are ready, and close them at the end."""
     started: list[Member] = []
     try:
         for start in starts:
@@ -118,24 +110,23 @@ def members(starts: Iterable[Callable[[], Member]]) -> Iterator[list[Member]]:
 
 
 @contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """Give our workers a state folder of their own, and end everything that is left at the end.
+def isolated() -> Iterator[None]:
+    """Give our workers a state folder of their own, and kill all descendants at the end.
 
-    A fork server leaves its caller's family on purpose. As their subreaper this process becomes its parent,
-    so that it is counted with those it serves, and ended with them.
+    A fork server leaves its caller's process tree on purpose. This process is its subreaper and so becomes
+    its parent. Then the server is measured with the processes that it serves, and killed with them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise BenchmarkError(f"prctl: {os.strerror(ctypes.get_errno())}")
-    # But for the ledger: others on this host have leases of the same GPUs.
-    ours = [name for name in os.environ if name.startswith("FLOWER_GPU_") and name != _LEDGER]
-    for name in ours:
+    # The ledger stays the host's, because other programs may hold leases on the same GPUs.
+    for name in [name for name in os.environ if name.startswith("FLOWER_GPU_") and name != _LEDGER]:
         del os.environ[name]
     with tempfile.TemporaryDirectory(prefix="fgpu-bench-") as folder:
         os.environ[_STATE] = tempfile.mkdtemp(dir=folder)
         if QUICK in os.environ and _QUICK_STATE in os.environ:
             os.environ[_STATE] = os.environ[_QUICK_STATE]
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Clean up as after Ctrl-C.
         try:
             yield
         finally:
@@ -143,21 +134,30 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def new_state_folder() -> None:
-    """Let members that are started from now on have a fork server of their own, unless all is tiny."""
-    if QUICK in os.environ:
-        return
-    os.environ[_STATE] = tempfile.mkdtemp(dir=Path(os.environ[_STATE]).parent)
+    """Set an empty state folder, so that members started from now on get a new fork server.
+
+    Under ``--quick`` the folder stays the same.
+    """
+    if QUICK not in os.environ:
+        os.environ[_STATE] = tempfile.mkdtemp(dir=Path(os.environ[_STATE]).parent)
+
+
+def flower_environment() -> dict[str, str]:
+    """Return the environment of processes that run Flower: no telemetry, and importable benchmarks."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    return {**os.environ, **quiet, "PYTHONPATH": path}
 
 
 def ray_environment(folder: Path) -> dict[str, str]:
-    """Return what keeps Ray on this machine, and its files in a folder."""
+    """Return variables that keep Ray on this machine, and its files in a folder."""
     return {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def end_descendants() -> None:
-    """Kill what is below this process until nothing is."""
-    while left := descendants(os.getpid()):
-        for pid in left:
+    """Kill the processes below this one until none is left."""
+    while pids := descendants(os.getpid()):
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -165,20 +165,25 @@ def end_descendants() -> None:
 
 
 def end_servers() -> None:
-    """End the fork servers of callers that are gone. If all is tiny, the next callers use them."""
+    """Kill fork servers whose callers have exited. Under ``--quick`` they stay for the next callers."""
     if QUICK not in os.environ:
         end_descendants()
 
 
 def cpu_s() -> float:
-    """Return what the CPUs have taken by now for all that was ever below this process, ended or not."""
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ticks = 0
-    for pid in descendants(os.getpid()):
-        with suppress(OSError):  # it has just ended, and is its parent's
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15]))  # its own, and of its children that it has waited for
-    return own.ru_utime + own.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+    """Return the CPU seconds of all processes that were ever below this one, exited or not."""
+    exited = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Fields 2 and 3 are those of children that the process has waited for.
+    running = (sum(cpu_times_s(pid)) for pid in descendants(os.getpid()))
+    return exited.ru_utime + exited.ru_stime + sum(running)
+
+
+def cpu_times_s(pid: int) -> tuple[float, ...]:
+    """Return user and system CPU seconds of a process, then those of its children; zeros if it has exited."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return tuple(int(field) / _TICKS_PER_S for field in fields[11:15])
+    return 0.0, 0.0, 0.0, 0.0
 
 
 def descendants(root: int) -> list[int]:
@@ -186,13 +191,13 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # The process has just exited.
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found: list[int] = []
-    waiting = [root]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found
+    pids: list[int] = []
+    pending = [root]
+    while pending:
+        below = children.get(pending.pop(), [])
+        pids += below
+        pending += below
+    return pids

@@ -1,4 +1,4 @@
-"""A host whose GPUs a stub of NVIDIA's library plays; see ``tests/nvml_stub``. Needs a C compiler."""
+"""A host whose GPUs are played by a stub of NVML; see ``tests/nvml_stub``. Needs a C compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TESTS = str(ROOT / "tests")
 
 
 def host(folder: Path, gpus: int = 1) -> Host:
-    """Make a host of GPUs of 16 GiB with a ledger of its own. Programs that start with its ``env`` are on it.
+    """Make a host with GPUs of 16 GiB and a ledger of its own. Programs started with its ``env`` are on it.
 
     Raises
     ------
@@ -30,7 +30,7 @@ def host(folder: Path, gpus: int = 1) -> Host:
     from nvml_stub import Host
 
     made = Host(folder / "stub", gpus=gpus, total=16 * GIB)
-    ledger = folder / "ledger"  # GPUs that are not there are not the machine's
+    ledger = folder / "ledger"
     ledger.mkdir()
     path = filter(None, [_TESTS, os.environ.get("PYTHONPATH")])
     made.env |= {"FLOWER_GPU_LEDGER_DIR": str(ledger), "PYTHONPATH": os.pathsep.join(path)}
@@ -38,8 +38,7 @@ def host(folder: Path, gpus: int = 1) -> Host:
 
 
 def move_to(made: Host) -> None:
-    """Put this process on a stub host, and all that it starts from now on."""
+    """Put this process and its future children on a stub host."""
     os.environ |= made.env
-    ctypes.CDLL(
-        str(made.stub_file)
-    )  # this process runs already: a library that is loaded is found by its name
+    # LD_LIBRARY_PATH has no effect on a running process. But a loaded library is found by its name.
+    ctypes.CDLL(str(made.stub_file))

@@ -1,34 +1,42 @@
-"""Plain tables."""
+"""Plain-text tables of figures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; the first column to the left, figures to the right."""
-    cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
+def show(title: str, rows: Sequence[Mapping[str, Any]], columns: str = "") -> None:
+    """Print rows of figures under their names.
+
+    Parameters
+    ----------
+    title : str
+        Printed above the table.
+    rows : sequence of mapping
+        The same rows as in the JSON file. Names end in their unit.
+    columns : str, optional
+        Names of the columns to print, separated by spaces; default: all columns of the first row.
+    """
+    names = columns.split() or list(rows[0])
+    cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print(f"\n{title}")
-    for row in cells:
-        aligned = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
-        print("  ".join(aligned).rstrip(), flush=True)
+    for first, *others in cells:
+        padded = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        print("  ".join(padded).rstrip(), flush=True)
 
 
-def seconds(value: float) -> str:
-    """Return a time with three digits that mean something."""
-    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
-
-
-def times_faster(value: float, reference: float | None) -> str:
-    """Return how often ``value`` fits into that of the article's way."""
-    if reference is None:
-        return ""
-    ratio = reference / value
-    return f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
-
-
-def show_figures(title: str, figures: dict[str, Any]) -> None:
+def show_figures(title: str, figures: Mapping[str, Any]) -> None:
     """Print one figure per line."""
-    show(title, ("", ""), list(figures.items()))
+    show(title, [{"figure": name, "value": value} for name, value in figures.items()])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return "" if value is None else str(value)

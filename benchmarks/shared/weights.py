@@ -1,4 +1,4 @@
-"""Weights as a model has them, and the check that what comes back is right."""
+"""Weights in the shapes of a model, and a check that they came back unchanged."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ SMALLEST_MB = 0.05
 
 _BLOCKS_PER_STAGE = 5
 _CHANNELS = (64, 128, 256, 512)
-_PATTERN = 997  # elements after which the values repeat: prime, so that no shape hides a shift
-_CHUNK = _PATTERN * 256  # elements compared at a time: the check must not show in the caller's peak memory
+_PATTERN = 997  # Period of the values. It is prime, so that no shape hides a shift.
+_CHUNK = (
+    _PATTERN * 256
+)  # Elements compared at a time, so that the check does not raise the caller's peak memory.
 
 
 def make(size_mb: float) -> Weights:
-    """Return 60 float32 arrays of ``size_mb`` together, in the proportions of a ResNet."""
+    """Return 60 float32 arrays with a total of ``size_mb``, in the proportions of a ResNet."""
     return [np.resize(_values(index), shape) for index, shape in enumerate(_shapes(size_mb))]
 
 
 def check(weights: Weights, size_mb: float, added: int) -> None:
-    """Raise ValueError unless ``weights`` are those of :func:`make` with ``added`` on top."""
+    """Raise ValueError unless ``weights`` equal those of :func:`make` plus ``added``."""
     if [array.shape for array in weights] != _shapes(size_mb):
-        raise ValueError("arrays of other shapes came back")
+        raise ValueError("the shapes of the arrays have changed")
     for index, array in enumerate(weights):
         if array.dtype != np.float32:
             raise ValueError(f"array {index} came back as {array.dtype}")
@@ -41,7 +43,10 @@ def _values(index: int) -> NDArray[np.float32]:
 
 
 def _shapes(size_mb: float) -> list[tuple[int, ...]]:
-    """Each block has one large array, four times as large in each stage, and two of one value per channel."""
+    """Return the shapes: each block has a large array and two arrays with one value per channel.
+
+    From stage to stage, the large array grows by a factor of four.
+    """
     channels = [count for count in _CHANNELS for _ in range(_BLOCKS_PER_STAGE)]
     large = int(size_mb * MB) // 4 - 2 * sum(channels)
     all_squares = sum(count * count for count in channels)

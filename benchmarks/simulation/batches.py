@@ -2,112 +2,82 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from benchmarks.shared import table
+from benchmarks.shared.driver import Figures, Options
 from benchmarks.shared.processes import BenchmarkError
-from benchmarks.simulation.engines import Done, Run, in_turn
+from benchmarks.simulation.engines import Result, Run, in_turn, max_difference
 
-#: Clients and rounds. In the first rounds sizes of batches are tried; of the last ones the time counts.
-SIZE, QUICK_SIZE = (100, 12), (8, 2)
-NETWORKS, QUICK_NETWORKS = ("mlp", "cnn", "wide-cnn", "image-cnn"), ("mlp",)
+_SIZE, _QUICK_SIZE = (100, 12), (8, 2)  # Clients and rounds.
+_NETWORKS, _QUICK_NETWORKS = ("mlp", "cnn", "wide-cnn", "image-cnn"), ("mlp",)
+#: The first rounds try sizes of batches, so only the last rounds count.
 _COUNTED_ROUNDS = 6
+#: Maximum number of messages per call of the app's handler. With 0, it takes single messages.
+_WAYS = {"one": 0, "many": 64}
+#: Limit for weights after all rounds. Over many steps, a rounding error can change which value is largest.
+_MAX_DIFFERENCE = 1e-3
+_COLUMNS = "way round_s faster task_cpu_s peak_tree_mb fastest message_ms_by_size weights_differ_by"
 
-#: How the app trains: with ``backward()`` as most apps do, or by ``train_many``.
-WAYS = {"one": 0, "many": 64}
-_NEAR = 1e-3  # of weights after all rounds: in many steps a rounding can turn a maximum
 
-
-def measure(size: tuple[int, int], networks: Sequence[str], runs: int) -> list[dict[str, Any]]:
-    """Return a row per network and way."""
-    clients, rounds = size
-    rows: list[dict[str, Any]] = []
-    for network in networks:
-        config = {"num-server-rounds": rounds, "seed": 0, "strategy": "flower", "network": network}
-        ways = {
-            way: Run(
-                "ours",
-                "small_models",
-                clients,
-                config,
-                saves_model=True,
-                env={"SMALL_MODELS_MAX_MESSAGES": str(most)},
-            )
-            for way, most in WAYS.items()
-        }
-        done = in_turn(ways, runs)
-        reference = done["one"]
-        found = [_row(network, way, clients, rounds, done[way], reference) for way in WAYS]
-        _show(f"{network}: {clients} clients in each of {rounds} rounds", found)
-        rows += found
-    return rows
+def measure(options: Options, figures: Figures) -> None:
+    """Add a row per network and way."""
+    clients, rounds = _QUICK_SIZE if options.quick else _SIZE
+    figures["batches"] = []
+    for network in _QUICK_NETWORKS if options.quick else _NETWORKS:
+        config = {"num-server-rounds": rounds, "strategy": "flower", "network": network}
+        runs = {
+            way: Run("ours", "small_models", clients, config, saves_model=True,
+                     env={"SMALL_MODELS_MAX_MESSAGES": str(max_messages)})
+            for way, max_messages in _WAYS.items()
+        }  # fmt: skip
+        results = in_turn(runs, options.runs)
+        rows = [_row(network, way, runs[way], results[way], results["one"]) for way in _WAYS]
+        table.show(f"{network}: {clients} clients in each of {rounds} rounds", rows, _COLUMNS)
+        figures["batches"] += rows
 
 
 def _row(
-    network: str, way: str, clients: int, rounds: int, done: Sequence[Done], reference: Sequence[Done]
+    network: str, way: str, run: Run, results: Sequence[Result], reference: Sequence[Result]
 ) -> dict[str, Any]:
-    rounds_s = [_later_round_s(each) for each in done]
-    differ = max(_difference(reference[0].model, each.model) for each in done)
-    if differ > _NEAR:
-        raise BenchmarkError(f"{network}, {way}: weights differ by {differ:.2g} from one message at a time")
+    rounds_s = [_later_round_s(each) for each in results]
+    differ_by = max(max_difference(reference[0].model, each.model) for each in results)
+    if differ_by > _MAX_DIFFERENCE:
+        raise BenchmarkError(f"{network}, {way}: weights differ by {differ_by:.2g} from single messages")
+    batches = [each.summary["batches"] for each in results]
     return {
         "network": network,
         "way": way,
-        "clients": clients,
-        "rounds": rounds,
-        "runs": len(done),
+        "clients": run.clients,
+        "rounds": run.config["num-server-rounds"],
+        "runs": len(results),
         "round_s": round(median(rounds_s), 3),
         "faster": round(median(map(_later_round_s, reference)) / median(rounds_s), 2),
-        "task_cpu_s": round(median(median(each.cpu_s[-_COUNTED_ROUNDS:]) for each in done), 3),
-        "run_cpu_s": round(median(each.total_cpu_s for each in done), 1),
-        "peak_tree_mb": done[-1].peak_mb,
-        "batches": [each.summary["batches"] for each in done],
-        "message_ms_by_size": _message_ms(done),
-        "weights_differ_by": differ,
-        "all_round_s": [round(each, 3) for each in rounds_s],
+        "task_cpu_s": round(median(median(each.task_cpu_s()[-_COUNTED_ROUNDS:]) for each in results), 3),
+        "run_cpu_s": round(median(each.total_cpu_s for each in results), 1),
+        "peak_tree_mb": results[-1].peak_mb,
+        "fastest": [each.get("fastest", {}).get("train", 1) for each in batches],
+        "batches": batches,
+        "message_ms_by_size": _message_ms(results),
+        "weights_differ_by": differ_by,
+        "all_round_s": [round(value, 3) for value in rounds_s],
     }
 
 
-def _later_round_s(done: Done) -> float:
-    return median(done.figures["rounds_s"][-_COUNTED_ROUNDS:])
+def _later_round_s(result: Result) -> float:
+    return median(result.figures["rounds_s"][-_COUNTED_ROUNDS:])
 
 
-def _message_ms(done: Sequence[Done]) -> dict[int, float]:
-    """Return the milliseconds of a message by the size of its batch; of sizes with three batches or more."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for each in done:
-        batches: dict[str, list[float]] = defaultdict(list)
-        for call in each.calls:
-            batches[call["call"].partition("-")[0]].append(call["seconds"])
-        for seconds in batches.values():
-            found[len(seconds)].append(seconds[0] / len(seconds) * 1000)
-    return {size: round(median(found[size]), 2) for size in sorted(found) if len(found[size]) >= 3}
-
-
-def _difference(one: Sequence[Any], other: Sequence[Any]) -> float:
-    pairs = zip(one, other, strict=True)
-    return max(float(np.abs(value - same).max()) for value, same in pairs)
-
-
-def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    table.show(
-        title,
-        ("how", "a later round", "faster", "CPU of tasks, a round", "peak", "fastest size", "ms by size"),
-        [
-            (
-                row["way"],
-                f"{row['round_s']:.3f} s",
-                f"{row['faster']:.2f}x",
-                f"{row['task_cpu_s']:.2f} s",
-                f"{row['peak_tree_mb']:.0f} MB",
-                ", ".join(str(each.get("fastest", {}).get("train", 1)) for each in row["batches"]),
-                ", ".join(f"{size}: {ms:.2f}" for size, ms in row["message_ms_by_size"].items()),
-            )
-            for row in rows
-        ],
-    )
+def _message_ms(results: Sequence[Result]) -> dict[int, float]:
+    """Return the milliseconds of a message by the size of its batch, for sizes with three batches or more."""
+    times_ms: dict[int, list[float]] = defaultdict(list)
+    for result in results:
+        names = [call["call"].partition("-")[0] for call in result.calls]
+        sizes = Counter(names)
+        seconds = {name: call["seconds"] for name, call in zip(names, result.calls, strict=True)}
+        for name, size in sizes.items():
+            times_ms[size].append(seconds[name] / size * 1000)
+    return {size: round(median(times_ms[size]), 2) for size in sorted(times_ms) if len(times_ms[size]) >= 3}

@@ -1,4 +1,4 @@
-"""Runs of an app by ``flower-gpu simulate``, by Flower's Simulation Runtime with Ray, and by a plain loop."""
+"""Runs of the app by ``flower-gpu simulate``, by Flower's Simulation Runtime with Ray, and by a loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,58 +19,49 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmarks.shared import driver
+from benchmarks.shared import driver, processes
+from benchmarks.shared.app import APP, config_pairs, copy_app
 from benchmarks.shared.memory import Sampler
-from benchmarks.shared.processes import (
-    ROOT,
-    BenchmarkError,
-    cpu_s,
-    descendants,
-    end_servers,
-    new_state_folder,
-    ray_environment,
-)
+from benchmarks.shared.processes import BenchmarkError, flower_environment
 from flower_gpu import trace
 
 ENGINES = ("ours", "ray", "loop")
 TIMEOUT_S = 1800.0
 
-_APPS = Path(__file__).parent / "apps"
-_PROGRAMS = Path(__file__).parent / "programs"
 _STRATEGIES = {"ours": "ours", "ray": "flower"}
-_END_S = 20.0  # what others leave may end by itself before the next run
+#: Time in which processes may exit by themselves before the next run.
+_EXIT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is to run.
+    """A run of the app.
 
     Parameters
     ----------
     engine : str
         One of :data:`ENGINES`.
-    app : str
-        A folder in ``apps``.
+    client : str
+        A module of ``bench_app``.
     clients : int
-        How many virtual clients there are.
+        Number of virtual clients.
     config : mapping
-        The app's run config.
+        Part of the run config that differs from the app's defaults.
     saves_model : bool
-        Whether the app leaves its model.
+        Whether the final model is needed.
     options : sequence of str
-        More options of ``flower-gpu simulate``.
+        Additional options of ``flower-gpu simulate``.
     num_gpus : float
-        Ray: the share of a GPU that a client has.
+        Ray: share of a GPU per client.
     is_second : bool
-        Ours: whether it finds the fork server of a run before it.
+        Ours: whether the run uses the fork server of an earlier run.
     env : mapping
-        Ours: more environment variables.
+        Ours: additional environment variables.
     """
 
     engine: str
-    app: str
+    client: str
     clients: int
     config: Mapping[str, Any]
     saves_model: bool = False
@@ -78,134 +70,130 @@ class Run:
     is_second: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
+    def run_config(self, folder: Path) -> dict[str, Any]:
+        """Return the run config, with files in a folder."""
+        strategy = {"strategy": _STRATEGIES[self.engine]} if self.engine in _STRATEGIES else {}
+        model = {"model": str(folder / "model.npz")} if self.saves_model else {}
+        return {**strategy, **self.config, **model, "figures": str(folder / "figures.json")}
+
 
 @dataclass(frozen=True)
-class Done:
-    """What a run gave.
+class Result:
+    """Figures of a run.
 
     Attributes
     ----------
     total_s : float
-        From the start of the command to its end.
+        Seconds from the start of the command to its exit.
     total_cpu_s : float
-        What the CPUs took for that, in all processes of the run.
-    memory : Sampler, optional
-        Of all processes of the run, if it was watched. That takes time from runs of many small processes.
+        CPU seconds of all processes of the run.
+    peak_mb : float, optional
+        Highest memory of all processes of the run together, if it was sampled.
     figures : dict
-        What the app has written down: ``rounds_s``, one for each round.
+        Figures of the app: ``rounds_s`` has the seconds of each round.
     model : list of arrays
-        The final one, if the app leaves it.
+        The final model, if the run saves it.
     summary : dict
         Ours: ``result.json``.
-    replied : list of float
-        Ours: when each worker finished, as ``time.time()`` gives it.
-    cpu_s : list of float
-        Ours: what the CPUs took for the app's own tasks, for each round.
-    calls_s : dict of int to list of float
-        Ours: what each call of a round took, with the start of its worker.
     calls : list of dict
-        Ours: what the trace tells of each call at its end.
+        Ours: the ``worker_finished`` event of each call, from the trace.
     """
 
     total_s: float
     total_cpu_s: float
-    memory: Sampler | None
+    peak_mb: float | None
     figures: dict[str, Any]
-    model: list[NDArray[Any]] = field(default_factory=list)
+    model: list[Any] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    replied: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-    calls_s: dict[int, list[float]] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def peak_mb(self) -> float | None:
-        """The most memory that the tree was seen to take; None if nobody looked."""
-        return None if self.memory is None else round(self.memory.peak_mb, 1)
-
-    @property
     def round_s(self) -> float:
-        """Seconds of a round without what engines start in the first; with it, if there is only that one."""
+        """Median of the rounds after the first, in which engines start. With one round, that round."""
         rounds_s: list[float] = self.figures["rounds_s"]
         return median(rounds_s[1:] or rounds_s)
 
+    def task_cpu_s(self) -> list[float]:
+        """Return the CPU seconds of the app's own tasks in each round."""
+        # Several copies of a message may run. One of them counts as the app's own work.
+        by_message = {
+            (call["round"], call["task"], call["client"]): call["cpu_s"] or 0.0 for call in self.calls
+        }
+        rounds = sorted({number for number, _, _ in by_message if number is not None})
+        return [sum(value for key, value in by_message.items() if key[0] == number) for number in rounds]
 
-def available(asked: Sequence[str]) -> list[str]:
-    """Return the engines that can run here, and say which cannot."""
-    if "ray" in asked and importlib.util.find_spec("ray") is None:
+    def call_seconds(self, server_round: int) -> list[float]:
+        """Return the seconds of each call of a round, with the start of its worker."""
+        return [call["seconds"] for call in self.calls if call["round"] == server_round]
+
+
+def available(engines: Sequence[str]) -> list[str]:
+    """Return the engines that are installed, and print the others."""
+    if "ray" in engines and importlib.util.find_spec("ray") is None:
         print("Ray is not installed and left out: pip install 'flwr[simulation]'", file=sys.stderr)
-        return [engine for engine in asked if engine != "ray"]
-    return list(asked)
+        return [engine for engine in engines if engine != "ray"]
+    return list(engines)
 
 
-def in_turn(ways: Mapping[str, Run], runs: int) -> dict[str, list[Done]]:
-    """Run all ways one after the other, every other time from the last to the first.
+def in_turn(runs: Mapping[str, Run], count: int) -> dict[str, list[Result]]:
+    """Perform all runs in alternation, in reverse order every other time.
 
-    Their memory is looked at in one run more, the last of each; where there is one run only, in that run.
+    Sampling memory takes time. So it is done in one additional run of each, unless ``count`` is 1.
     """
-    done: dict[str, list[Done]] = {name: [] for name in ways}
-    for _, name in driver.in_turn(ways, runs):
-        done[name].append(perform(ways[name], is_watched=runs == 1))
-    for name in ways if runs > 1 else ():
-        done[name][-1] = replace(done[name][-1], memory=perform(ways[name]).memory)
-    return done
+    results: dict[str, list[Result]] = {name: [] for name in runs}
+    for _, name in driver.in_turn(runs, count):
+        results[name].append(perform(runs[name], is_sampled=count == 1))
+    for name in runs if count > 1 else ():
+        results[name][-1] = replace(results[name][-1], peak_mb=perform(runs[name]).peak_mb)
+    return results
 
 
-def perform(run: Run, *, is_watched: bool = True, timeout_s: float = TIMEOUT_S) -> Done:
-    """Run an app once, with nothing left of the runs before.
+def perform(run: Run, *, is_sampled: bool = True, timeout_s: float = TIMEOUT_S) -> Result:
+    """Perform a run once, with a new fork server, or a new Ray.
 
     Parameters
     ----------
     run : Run
-        What to run.
-    is_watched : bool
-        Whether its memory is looked at meanwhile.
+        The run.
+    is_sampled : bool
+        Whether its memory is sampled.
     timeout_s : float
-        How long the command may take.
+        Seconds until the command is killed.
 
     Raises
     ------
     BenchmarkError
-        If the command fails, or takes too long; with the end of its output.
+        If the command fails or is killed; with the last lines of its output.
     """
     with tempfile.TemporaryDirectory(prefix="fgpu-sim-") as name:
         folder = Path(name)
-        config = {
-            **({"strategy": _STRATEGIES[run.engine]} if run.engine in _STRATEGIES else {}),
-            **run.config,
-            "num-clients": run.clients,
-            "figures": str(folder / "figures.json"),
-            **({"model": str(folder / "model.npz")} if run.saves_model else {}),
-        }
-        command, env = _COMMANDS[run.engine](run, config, folder)
+        processes.new_state_folder()
+        command, env = _COMMANDS[run.engine](run, folder)
         try:
             if run.is_second:
                 _timed(command, env, folder, False, timeout_s)
                 shutil.rmtree(folder / "runs")
-            before_s = cpu_s()
-            total_s, memory, status = _timed(command, env, folder, is_watched, timeout_s)
-            total_cpu_s = cpu_s() - before_s
+            before_s = processes.cpu_s()
+            total_s, peak_mb, status = _timed(command, env, folder, is_sampled, timeout_s)
+            total_cpu_s = processes.cpu_s() - before_s
         finally:
-            _end_what_is_left()
-        log = (folder / "log").read_text(errors="replace")
+            _end_leftovers()
         figures = folder / "figures.json"
         if status or not figures.exists():
-            raise BenchmarkError(f"{run.app}, {run.engine}: ended with status {status}\n{log[-4000:]}")
-        return Done(
-            total_s,
-            total_cpu_s,
-            memory,
-            json.loads(figures.read_text()),
-            _model(folder / "model.npz") if run.saves_model else [],
-            *(_results(folder) if run.engine == "ours" else ()),
-        )
+            log = (folder / "log").read_text(errors="replace")[-4000:]
+            raise BenchmarkError(f"{run.client}, {run.engine}: exited with status {status}\n{log}")
+        result = Result(total_s, total_cpu_s, peak_mb, json.loads(figures.read_text()))
+        if run.saves_model:
+            result = replace(result, model=read_model(folder / "model.npz"))
+        return _with_trace(result, folder) if run.engine == "ours" else result
 
 
 def _timed(
-    command: Sequence[str], env: Mapping[str, str], folder: Path, is_watched: bool, timeout_s: float
-) -> tuple[float, Sampler | None, int]:
-    watching = Sampler() if is_watched else nullcontext()
-    with (folder / "log").open("wb") as log, watching as memory:
+    command: Sequence[str], env: Mapping[str, str], folder: Path, is_sampled: bool, timeout_s: float
+) -> tuple[float, float | None, int]:
+    """Return seconds, peak memory and exit status of a command."""
+    sampling = Sampler() if is_sampled else nullcontext()
+    with (folder / "log").open("wb") as log, sampling as sampler:
         began = time.perf_counter()
         process = subprocess.Popen(
             command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -215,52 +203,49 @@ def _timed(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            said = (folder / "log").read_text(errors="replace")[-4000:]
-            raise BenchmarkError(f"{' '.join(command)}: not done within {timeout_s:g} s\n{said}") from None
-        return time.perf_counter() - began, memory, status
+            output = (folder / "log").read_text(errors="replace")[-4000:]
+            raise BenchmarkError(f"{' '.join(command)}: killed after {timeout_s:g} s\n{output}") from None
+        seconds = time.perf_counter() - began
+    return seconds, None if sampler is None else round(sampler.peak_mb, 1), status
 
 
-def _ours(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
-    new_state_folder()  # so that the start of the fork server counts
-    pairs = [f"{key}={json.dumps(value)}" for key, value in config.items() if key != "num-clients"]
-    command = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(_APPS / run.app)]
-    command += ["--num-supernodes", str(run.clients), "--run-config", " ".join(pairs)]
+def _ours(run: Run, folder: Path) -> tuple[list[str], dict[str, str]]:
+    command = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(copy_app(run.client, folder))]
+    command += ["--num-supernodes", str(run.clients), "--run-config", config_pairs(run.run_config(folder))]
     command += ["--log-dir", str(folder / "runs"), "--seed", "0", *run.options]
-    return command, {**environment(), **run.env}
+    return command, {**flower_environment(), **run.env}
 
 
-def _ray(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
+def _ray(run: Run, folder: Path) -> tuple[list[str], dict[str, str]]:
     cores = len(os.sched_getaffinity(0))
-    arguments = [str(_APPS / run.app), run.clients, cores, run.num_gpus, json.dumps(config)]
-    command = [sys.executable, str(_PROGRAMS / "in_ray.py"), *map(str, arguments)]
-    env = {name: value for name, value in environment().items() if not name.startswith("FLOWER_GPU_")}
-    env |= ray_environment(folder)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_APPS / run.app), env.get("PYTHONPATH")]))
-    return command, env
+    command, env = _script("in_ray.py", run, folder, str(cores), str(run.num_gpus))
+    env = {name: value for name, value in env.items() if not name.startswith("FLOWER_GPU_")}
+    return command, {**env, **processes.ray_environment(folder)}
 
 
-def _loop(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, str(_PROGRAMS / "loop.py"), str(_APPS / run.app), json.dumps(config)]
-    return command, {**environment(), "OMP_NUM_THREADS": "1"}  # of one core: it is divided by their number
+def _loop(run: Run, folder: Path) -> tuple[list[str], dict[str, str]]:
+    command, env = _script("in_loop.py", run, folder)
+    # One thread, because the benchmark divides the loop's time by the number of cores.
+    return command, {**env, "OMP_NUM_THREADS": "1"}
 
 
-_COMMANDS: dict[
-    str, Callable[[Run, Mapping[str, Any], Path], tuple[list[str], dict[str, str]]]
-] = {"ours": _ours, "ray": _ray, "loop": _loop}  # fmt: skip
+def _script(name: str, run: Run, folder: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    defaults = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    config = {**defaults, **run.run_config(folder), "client": run.client, "num-clients": run.clients}
+    env = flower_environment()
+    env["PYTHONPATH"] = f"{APP}{os.pathsep}{env['PYTHONPATH']}"
+    return [sys.executable, str(Path(__file__).with_name(name)), json.dumps(config), *arguments], env
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for rounds.py
-    usual = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    return {**os.environ, **usual, "PYTHONPATH": path}
+_COMMANDS = {"ours": _ours, "ray": _ray, "loop": _loop}
 
 
-def _end_what_is_left() -> None:
-    """Wait for what ends by itself, as Ray's processes do, then end fork servers, which stay."""
-    deadline = time.monotonic() + _END_S
-    while time.monotonic() < deadline and any(_is_of_ray(pid) for pid in descendants(os.getpid())):
+def _end_leftovers() -> None:
+    """Wait for Ray's processes, which exit by themselves, then kill fork servers, which stay."""
+    deadline = time.monotonic() + _EXIT_S
+    while time.monotonic() < deadline and any(map(_is_of_ray, processes.descendants(os.getpid()))):
         time.sleep(0.1)
-    end_servers()
+    processes.end_servers()
 
 
 def _is_of_ray(pid: int) -> bool:
@@ -270,28 +255,25 @@ def _is_of_ray(pid: int) -> bool:
         return False
 
 
-def _model(path: Path) -> list[NDArray[Any]]:
+def read_model(path: Path) -> list[Any]:
+    """Return the arrays of a model that the app has saved."""
     with np.load(path) as file:
         return [file[name] for name in file.files]
 
 
-def _results(
-    folder: Path,
-) -> tuple[dict[str, Any], list[float], list[float], dict[int, list[float]], list[dict[str, Any]]]:
+def max_difference(model: Sequence[Any], other: Sequence[Any]) -> float:
+    """Return the largest absolute difference of a weight."""
+    return max(float(np.abs(mine - its).max()) for mine, its in zip(model, other, strict=True))
+
+
+def _with_trace(result: Result, folder: Path) -> Result:
+    """Add the summary and the calls of a run by ``flower-gpu simulate``."""
     (results,) = (folder / "runs").iterdir()
-    told = list(trace.read(results / trace.FILE_NAME))
-    sleeps_at = {event["call"]: event["time"] for event in told if event.get("desc") == "slow-down"}
-    events = [
+    events = list(trace.read(results / trace.FILE_NAME))
+    sleeps_at = {event["call"]: event["time"] for event in events if event.get("desc") == "slow-down"}
+    calls = [
         {**event, "sleeps_at": sleeps_at.get(event["call"])}
-        for event in told
+        for event in events
         if event["event"] == "worker_finished"
     ]
-    # Of a message that was compared one copy counts: the others are not the app's own work.
-    cpu_s = {(event["round"], event["task"], event["client"]): event["cpu_s"] or 0.0 for event in events}
-    rounds = sorted({server_round for server_round, _, _ in cpu_s if server_round is not None})
-    of_rounds = [sum(value for key, value in cpu_s.items() if key[0] == one) for one in rounds]
-    calls_s: dict[int, list[float]] = {}
-    for event in events:
-        calls_s.setdefault(event["round"], []).append(event["seconds"])
-    replied = [event["time"] for event in events]
-    return json.loads((results / "result.json").read_text()), replied, of_rounds, calls_s, events
+    return replace(result, summary=json.loads((results / "result.json").read_text()), calls=calls)

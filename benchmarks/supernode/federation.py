@@ -1,4 +1,4 @@
-"""A SuperLink and SuperNodes on this machine, and what is measured of their processes."""
+"""A SuperLink and SuperNodes on this machine, and figures of their processes."""
 
 from __future__ import annotations
 
@@ -11,36 +11,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.shared import memory
+from benchmarks.shared import memory, processes
 from benchmarks.shared.member import QUICK
-from benchmarks.shared.processes import ROOT, BenchmarkError, descendants, end_descendants
+from benchmarks.shared.processes import BenchmarkError, cpu_times_s, descendants
 from flower_gpu.flower.commands import with_flowers
 from flower_gpu.launch import ports
 from flower_gpu.workers.forkserver import control
 
 _START_S = 180.0
 _SETTLE_S, _QUICK_SETTLE_S = 10.0, 2.0
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Federation:
-    """SuperNodes that are registered, and wait."""
+    """SuperNodes that are registered and idle.
 
-    nodes: list[int]  # the processes that were started for them
-    registered_s: float  # from the start of the first one until all were
+    Attributes
+    ----------
+    nodes : list of int
+        Pids of the processes that were started for the SuperNodes.
+    registered_s : float
+        Seconds from the start of the first SuperNode until all were registered.
+    """
+
+    nodes: list[int]
+    registered_s: float
 
 
 def environment(flwr_home: str) -> dict[str, str]:
-    """Return the environment of all processes of a run."""
+    """Return the environment of all processes of a federation."""
     return {
-        **os.environ,
+        **processes.flower_environment(),
         "FLWR_HOME": flwr_home,
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # for both: ours sets it by itself
+        # Our command sets this itself, so it is the same for Flower's commands.
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
         "PATH": with_flowers(os.environ["PATH"]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
     }
 
@@ -49,7 +54,10 @@ def environment(flwr_home: str) -> dict[str, str]:
 def federation(
     way: str, count: int, env: Mapping[str, str], folder: Path, options: Sequence[str] = ()
 ) -> Iterator[Federation]:
-    """Start a SuperLink and SuperNodes, ours with these options, and end them."""
+    """Start a SuperLink and SuperNodes, and terminate them at the end.
+
+    ``options`` are those of ``flower-gpu supernode``, if ``way`` is ``"ours"``.
+    """
     port = ports.free_ports(1)[0]
     connection = f'[superlink.bench]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     (folder / "config.toml").write_text(f'[superlink]\ndefault = "bench"\n\n{connection}')
@@ -67,7 +75,7 @@ def federation(
         began = time.monotonic()
         to_link = [*address, "--superlink", f"127.0.0.1:{port}"]
         if way == "ours":
-            # Its working folder is Flower's own: without -P apps that are confined could open it.
+            # Without -P, confined apps could open the working folder, because it would be in sys.path.
             ours = [sys.executable, "-P", "-m", "flower_gpu.cli", "supernode", "--count", str(count)]
             start("supernodes", *ours, *options, "--log-dir", str(folder), "--", *to_link)
         else:
@@ -76,7 +84,7 @@ def federation(
                 node = ["flower-supernode", *to_link, "--port", str(node_port), "--node-config", config]
                 start(f"supernode-{number}", *node)
         log = folder / "superlink.log"
-        _wait(lambda: log.read_text().count("Activated node_id") >= count, started, "not all SuperNodes came")
+        _wait(lambda: log.read_text().count("Activated node_id") >= count, started, "SuperNodes are missing")
         yield Federation([process.pid for process in started[1:]], time.monotonic() - began)
     finally:
         for process in reversed(started):
@@ -87,65 +95,67 @@ def federation(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        end_descendants()
+        processes.end_descendants()
+
+
+def _wait(is_ready: Callable[[], bool], started: Sequence[subprocess.Popen[bytes]], problem: str) -> None:
+    deadline = time.monotonic() + _START_S
+    while not is_ready():
+        for process in started:
+            if process.poll() is not None:
+                raise BenchmarkError(f"{problem}: {process.args} exited with status {process.returncode}")
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"{problem} after {_START_S:g} s")
+        time.sleep(0.1)
 
 
 def fork_servers() -> set[int]:
-    """Return the host's fork servers of this benchmark, and what was forked from them."""
+    """Return the pids of this benchmark's fork servers and of their children."""
     return control.family() & set(descendants(os.getpid()))
 
 
 def settled_mb(nodes: list[int]) -> float:
-    """Return what these processes and those below them take when they do nothing any more."""
-    last = 0.0
+    """Return the memory of SuperNodes and their children once it no longer changes."""
+    previous = 0.0
     while True:
         time.sleep(_QUICK_SETTLE_S if QUICK in os.environ else _SETTLE_S)
-        now = memory.proportional_mb(_tree(nodes) - fork_servers())
-        if abs(now - last) < 0.005 * now or QUICK in os.environ:
-            return now
-        last = now
+        current = memory.proportional_mb(_tree(nodes) - fork_servers())
+        if abs(current - previous) < 0.005 * current or QUICK in os.environ:
+            return current
+        previous = current
 
 
 class MessageTime:
-    """The CPU time of all that SuperNodes start for messages, and of the fork servers.
+    """CPU time of all processes that SuperNodes start for messages, and of the fork servers.
 
-    SuperNodes and SuperExecs themselves, which ask for messages also when there are none, are left out.
+    It excludes the SuperNodes and SuperExecs themselves, which also poll while there are no messages.
     """
 
     def __init__(self, nodes: list[int]) -> None:
         self._nodes = nodes
         forking = {pid for pid in _tree(nodes) if "Flower's programs" in _command(pid)} | fork_servers()
-        self._waiting = _tree(nodes) - forking
-        self._before = self._now()
+        self._excluded = _tree(nodes) - forking
+        self._before = self._times()
 
     def used_s(self) -> float:
-        """Return what it is since this object was made."""
-        after = self._now()
-        # A fork server that has ended and was nobody's child takes its time with it: then at least what the
-        # others have used.
+        """Return the CPU seconds since this object was made."""
+        after = self._times()
+        # The time of a fork server is lost if it has exited without a parent that waits for it. Then the
+        # result is a lower bound: the time of the other processes.
         difference = sum(after.values()) - sum(self._before.values())
         of_others = sum(used_s - self._before.get(key, 0.0) for key, used_s in after.items())
         return difference if difference > 0 else of_others
 
-    def _now(self) -> dict[tuple[str, int], float]:
-        # A process is told its children's time when it asks how they ended. The launcher asks that of fork
-        # servers that have a successor.
+    def _times(self) -> dict[tuple[str, int], float]:
+        # A process gets the times of its children when it waits for them. The launcher waits for fork
+        # servers that were replaced.
         pids = _tree(self._nodes) | fork_servers()
-        ended = {("below", pid): sum(_times_s(pid)[2:]) for pid in pids}
-        return ended | {("own", pid): sum(_times_s(pid)[:2]) for pid in pids - self._waiting}
+        children = {("children", pid): sum(cpu_times_s(pid)[2:]) for pid in pids}
+        return children | {("process", pid): sum(cpu_times_s(pid)[:2]) for pid in pids - self._excluded}
 
 
 def _tree(nodes: list[int]) -> set[int]:
     return {*nodes, *(pid for node in nodes for pid in descendants(node))}
-
-
-def _times_s(pid: int) -> tuple[float, float, float, float]:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0, 0.0, 0.0, 0.0
-    user, system, of_children, of_children_in_kernel = (int(field) / _TICKS for field in fields[11:15])
-    return user, system, of_children, of_children_in_kernel
 
 
 def _command(pid: int) -> str:
@@ -153,14 +163,3 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
-
-
-def _wait(is_so: Callable[[], bool], started: Sequence[subprocess.Popen[bytes]], problem: str) -> None:
-    deadline = time.monotonic() + _START_S
-    while not is_so():
-        for process in started:
-            if process.poll() is not None:
-                raise BenchmarkError(f"{problem}: {process.args} ended with status {process.returncode}")
-        if time.monotonic() > deadline:
-            raise BenchmarkError(f"{problem} within {_START_S:g} s")
-        time.sleep(0.1)

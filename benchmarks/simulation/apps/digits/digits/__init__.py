@@ -1,1 +1,0 @@
-"""An app of the benchmark simulation.py."""
