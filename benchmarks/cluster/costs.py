@@ -21,8 +21,8 @@ _COLUMNS = "of driver_cpu_ms agent_cpu_ms ray_cpu_ms down_bytes up_bytes"
 def measure(options: Options, figures: Figures) -> None:
     """Add a row for a message, for a round, and for a MB of the model in a round.
 
-    Three runs differ in one thing each: the number of clients, and the size of the model. CPU times are those
-    of both hosts together, bytes those of the second host.
+    Three runs differ in one thing each: the number of clients, and the size of the model. CPU times are
+    sums over both hosts. Bytes are those of the second host.
     """
     many, few, small_mb, large_mb, rounds = _QUICK_SIZE if options.quick else _SIZE
     with network.cluster() as cluster:
@@ -56,7 +56,7 @@ def measure(options: Options, figures: Figures) -> None:
 
 
 def measure_idle(options: Options, figures: Figures) -> None:
-    """Add rows with the cost of a second in which nothing happens, for two sizes of the cluster."""
+    """Add rows with the cost of an idle second, for two sizes of the cluster."""
     small, large, idle_s = _QUICK_IDLE if options.quick else _IDLE
     per_second = {}
     for hosts in (small, large):

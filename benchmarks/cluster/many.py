@@ -46,7 +46,7 @@ class _Clock(Host):
             self._changed.notify()
 
     def exchange(self, visits: Sequence[Visit]) -> Answers:
-        """Start messages and return the finished ones, after a wait if there are none."""
+        """Start messages and return finished messages. Wait for the first of them."""
         self.take(visits)
         self.exchanges += 1
         until = time.monotonic() + _WAIT_S

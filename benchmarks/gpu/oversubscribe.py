@@ -19,7 +19,7 @@ LIMIT_S = 150.0
 _WAYS = {"leases": "ours", "no leases": "bare"}
 _TASK = "benchmarks.gpu.work:hold"
 _MAX_POINTS = 300
-#: Share of the memory for leases that is planned, because a CUDA context may be larger than estimated.
+#: Planned share of the memory for leases. A CUDA context may be larger than estimated.
 _PLANNED = 0.97
 _MIN_BYTES = 64 << 20
 

@@ -128,7 +128,7 @@ class Setting:
         return self.memory().used_bytes / MB
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the events of the part so far."""
+        """Return all events of the part."""
         from flower_gpu.trace import read
 
         return list(read(self.folder / "trace.jsonl"))
@@ -149,7 +149,7 @@ class Setting:
         checked(ask(client, request, self.deadline), client)
 
     def fit_request(self, client: Client, partitions: int, seed: int, **options: Any) -> dict[str, Any]:
-        """Return a request to train from the current weights. ``options`` are those of a GPUClient."""
+        """Return a request to train from the current weights. ``options`` go to GPUClient."""
         config = {
             "model": self.model, "folder": str(self.folder), "partition": client.number,
             "partitions": partitions, "batch": self.sizes.batch, "steps": self.sizes.steps, "seed": seed,

@@ -1,4 +1,4 @@
-"""Collect the wheels for host.sh, for a host without a network that has torch and torchvision.
+"""Collect the wheels of host.sh for a host with torch and torchvision, but without a network.
 
 These are the dependencies in pyproject.toml, and pytest. Each wheel is packed again with LZMA, to make it
 smaller. Ray goes into a folder of its own, because only simulations with Ray need it. Its jars, its library
@@ -39,12 +39,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu.wheels", description=__doc__, allow_abbrev=False)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the wheels; created if missing")
     parser.add_argument("--python", default="3.12", metavar="X.Y", help="Python of the host; default: 3.12")
-    parser.add_argument("--flwr", metavar="VERSION", help="default: the newest that pyproject.toml allows")
     options = parser.parse_args()
-    flwr = [f"flwr=={options.flwr}"] if options.flwr else []
     ray = next(text for text in requires("flwr") or () if _name(text) == "ray").partition(";")[0].strip()
     excluded = _INSTALLED | _UNUSED
-    for requirements, folder in (([*_required(), *flwr], options.out), ([ray], options.out / "ray")):
+    for requirements, folder in ((list(_required()), options.out), ([ray], options.out / "ray")):
         with tempfile.TemporaryDirectory() as downloads:
             _download(requirements, downloads, options.python)
             _keep(Path(downloads), folder, excluded)

@@ -10,12 +10,12 @@ import sys
 from functools import partial
 
 from benchmarks.isolation import calls, client, cudnn
-from benchmarks.isolation.ways import WAYS, usable
+from benchmarks.isolation.ways import WAYS
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, run, sizes_mb
 
 
 def main() -> int:
-    known = usable()
+    known = list(WAYS)
     quick, full = {"sizes": [0.1], "runs": 1}, {"sizes": [0.25, 45.0, 500.0]}
     parser = Parser("isolation", __doc__, _PARTS, quick=quick, full=full)
     add = parser.add_argument
@@ -23,10 +23,7 @@ def main() -> int:
     add("--ways", type=partial(chosen, known), default=known, metavar="WAY,WAY",
         help=f"run only these ways: {', '.join(known)}; default: all")  # fmt: skip
     add("--runs", type=positive, metavar="N", help="timed calls per way; the default depends on size and way")
-    options = parser.parse()
-    if missing := WAYS.keys() - known:
-        print(f"not installed and left out: {', '.join(sorted(missing))}", file=sys.stderr)
-    return run(parser, options, _PARTS)
+    return run(parser, parser.parse(), _PARTS)
 
 
 def _calls(options: Options, figures: Figures) -> None:

@@ -1,8 +1,8 @@
 """Ways to run one call in a process of its own.
 
-Each way is a function that prepares a caller and returns a function for one call. That one gets the name of
-the call and the weights, and returns ``(pid, weights)``. A way's libraries are imported when it is prepared,
-so that a caller holds no memory for the other ways.
+Each way is a function that prepares a caller and returns a function for one call. The returned function gets
+the name of the call and the weights, and returns ``(pid, weights)``. Each way imports its own libraries,
+because a caller must not hold memory for the other ways.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.shared.weights import Weights
@@ -27,8 +26,6 @@ class Way:
     ----------
     prepare : callable
         Called once in each caller.
-    package : str, optional
-        Additional package that must be installed.
     is_slow : bool
         True if each call takes seconds for imports. Such a way runs less often.
     settle_s : float
@@ -37,7 +34,6 @@ class Way:
     """
 
     prepare: Callable[[], Run]
-    package: str | None = None
     is_slow: bool = False
     settle_s: float = 0.0
 
@@ -158,14 +154,9 @@ WAYS = {
     "article": Way(article, is_slow=True),
     "spawn": Way(spawn, is_slow=True),
     "executor": Way(executor, is_slow=True, settle_s=0.5),
-    "loky": Way(loky, package="loky", is_slow=True),
+    "loky": Way(loky, is_slow=True),
     "ours-spawn": Way(partial(ours, "spawn"), is_slow=True),
     "ours-fork": Way(ours_fork),
     "ours-forkserver": Way(partial(ours, "forkserver")),
     "ours-guarded": Way(ours_guarded),
 }
-
-
-def usable() -> list[str]:
-    """Return the names of the ways whose packages are installed."""
-    return [name for name, way in WAYS.items() if way.package is None or find_spec(way.package)]

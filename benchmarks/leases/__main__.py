@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _measure(part: str, options: Options, figures: Figures) -> None:
-    """Run a part in a member, because all its processes are forks, and this one is too large for that."""
+    """Run a part in a member. All its processes are forks of it, so it has to be small."""
     arguments = {name: getattr(options, name) for name in _OPTIONS[part]}
     env = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="fgpu-bench-") as folder:

@@ -1,4 +1,4 @@
-"""The parts on a stub host, in a member that is small enough to fork hundreds of times."""
+"""The parts, on a stub host, in a member small enough for hundreds of forks."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def stop_using(ticket: Ticket) -> None:
 
 
 def wait_for(pids: Sequence[int], timeout_s: float) -> dict[int, int]:
-    """Wait until all processes have exited; return the statuses of those that did so in time."""
+    """Wait for the exit of all processes, up to a timeout; return their statuses."""
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + timeout_s
     while len(statuses) < len(pids) and time.monotonic() < deadline:

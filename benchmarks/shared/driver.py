@@ -188,14 +188,14 @@ def sizes_mb(text: str) -> list[float]:
 
 
 def positive(text: str) -> int:
-    """Return a whole number that is at least 1."""
+    """Return a whole number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
 def positives(text: str) -> list[int]:
-    """Return comma-separated whole numbers that are at least 1."""
+    """Return comma-separated whole numbers from 1 on."""
     return [positive(part) for part in text.split(",")]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 MB = 1_000_000
 
-#: Environment variable that is set under ``--quick``. Then one fork server serves all parts.
+#: Environment variable, set under ``--quick``. Then one fork server serves all parts.
 QUICK = "BENCHMARKS_QUICK"
 #: The library that a client's module imports. Under ``--quick`` it is a small one.
 LIBRARY = "wave" if QUICK in os.environ else "torch"

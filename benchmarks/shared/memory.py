@@ -27,11 +27,11 @@ def proportional_mb(pids: Iterable[int]) -> float:
 
 
 def tree_mb(pids: Iterable[int]) -> float:
-    """Return the memory of several processes: their PSS, and memory files that none of them has mapped.
+    """Return the memory of several processes together: their PSS and all pages of their memory files.
 
-    PSS counts each page once among the processes that have mapped and touched it. A memory file may hold
-    more pages: those written by ``write``, or touched by a process that has exited. So the allocated size
-    of each memory file replaces the part of PSS that is shared memory.
+    PSS counts only pages that a process has mapped and touched. A memory file may hold more, after a
+    ``write``, or after the exit of a process. So PSS without shared memory is added to the allocated size
+    of each memory file.
     """
     total = shared = 0
     files: dict[tuple[int, int], int] = {}
@@ -56,7 +56,7 @@ def _open_memory_files(pid: int) -> dict[tuple[int, int], int]:
 
 
 def _proportional(pid: int) -> tuple[int, int]:
-    """Return the PSS of a process and the part of it that is shared memory, in bytes."""
+    """Return the PSS of a process, and the shared memory in it, in bytes."""
     sizes = {"Pss": 0, "Pss_Shmem": 0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")

@@ -64,7 +64,7 @@ class Member:
             self._process.stdin.write(json.dumps(request) + "\n")
 
     def release(self) -> None:
-        """Close the member's input, so that it exits after its current request."""
+        """Close the member's input. It exits after its current request."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -114,7 +114,7 @@ def isolated() -> Iterator[None]:
     """Give our workers a state folder of their own, and kill all descendants at the end.
 
     A fork server leaves its caller's process tree on purpose. This process is its subreaper and so becomes
-    its parent. Then the server is measured with the processes that it serves, and killed with them.
+    its parent. Then the server is measured and killed together with its callers.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -134,7 +134,7 @@ def isolated() -> Iterator[None]:
 
 
 def new_state_folder() -> None:
-    """Set an empty state folder, so that members started from now on get a new fork server.
+    """Set an empty state folder. Members get a new fork server from now on.
 
     Under ``--quick`` the folder stays the same.
     """
@@ -165,21 +165,21 @@ def end_descendants() -> None:
 
 
 def end_servers() -> None:
-    """Kill fork servers whose callers have exited. Under ``--quick`` they stay for the next callers."""
+    """Kill idle fork servers. Under ``--quick`` they stay for the next callers."""
     if QUICK not in os.environ:
         end_descendants()
 
 
 def cpu_s() -> float:
-    """Return the CPU seconds of all processes that were ever below this one, exited or not."""
+    """Return the CPU seconds of all current and former processes below this one."""
     exited = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Fields 2 and 3 are those of children that the process has waited for.
+    # The last two times are of children for which the process has waited.
     running = (sum(cpu_times_s(pid)) for pid in descendants(os.getpid()))
     return exited.ru_utime + exited.ru_stime + sum(running)
 
 
 def cpu_times_s(pid: int) -> tuple[float, ...]:
-    """Return user and system CPU seconds of a process, then those of its children; zeros if it has exited."""
+    """Return user and system CPU seconds of a process and then of its children; zeros after its exit."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return tuple(int(field) / _TICKS_PER_S for field in fields[11:15])

@@ -1,4 +1,4 @@
-"""Weights in the shapes of a model, and a check that they came back unchanged."""
+"""Weights in the shapes of a model, and a check of returned weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(size_mb: float) -> Weights:
 
 
 def check(weights: Weights, size_mb: float, added: int) -> None:
-    """Raise ValueError unless ``weights`` equal those of :func:`make` plus ``added``."""
+    """Raise ValueError unless ``weights`` are the values of :func:`make` plus ``added``."""
     if [array.shape for array in weights] != _shapes(size_mb):
         raise ValueError("the shapes of the arrays have changed")
     for index, array in enumerate(weights):

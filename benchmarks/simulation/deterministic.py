@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 from benchmarks.shared import table
 from benchmarks.shared.driver import Figures, Options
 from benchmarks.shared.processes import BenchmarkError
 from benchmarks.simulation.engines import Run, in_turn
+from benchmarks.simulation.rows import timed_row
 
 #: Client, number of clients, rounds, and the rest of the run config.
 _SIZES: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
@@ -34,18 +34,10 @@ def measure(options: Options, figures: Figures) -> None:
         rows = [
             {
                 "app": client,
-                "clients": clients,
-                "rounds": rounds,
+                **timed_row(runs[name], results),
                 **more,
                 "is_deterministic": name == _OPTION,
-                "runs": len(results),
-                "total_s": round(median(each.total_s for each in results), 2),
-                "total_cpu_s": round(median(each.total_cpu_s for each in results), 2),
-                "strategy_s": round(median(sum(each.figures["rounds_s"]) for each in results), 2),
-                "round_s": round(median(each.round_s for each in results), 3),
-                "peak_tree_mb": results[-1].peak_mb,
                 "models": len({each.summary["model_sha256"] for each in results}),
-                "all_total_s": [round(each.total_s, 2) for each in results],
             }
             for name, results in in_turn(runs, options.runs).items()
         ]

@@ -128,7 +128,7 @@ class Result:
 
 
 def available(engines: Sequence[str]) -> list[str]:
-    """Return the engines that are installed, and print the others."""
+    """Return the installed engines, and print the others."""
     if "ray" in engines and importlib.util.find_spec("ray") is None:
         print("Ray is not installed and left out: pip install 'flwr[simulation]'", file=sys.stderr)
         return [engine for engine in engines if engine != "ray"]

@@ -94,8 +94,8 @@ def _figures(result: Result, wanted: float, training: int) -> dict[str, float]:
     wanted : float
         The wanted accuracy.
     training : int
-        Number of clients that train at a time. ``busy`` counts from when so many have begun, and
-        ``busy_from_start`` from the first client on.
+        Number of clients that train at a time. ``busy`` starts when this many clients have begun, and
+        ``busy_from_start`` starts with the first client.
     """
     versions_s, accuracies = result.figures["versions_s"], result.figures["accuracies"]
     reached_s = [at for at, accuracy in zip(versions_s, accuracies, strict=True) if accuracy >= wanted]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 from benchmarks.shared import table
 from benchmarks.shared.driver import Figures, Options
 from benchmarks.simulation.engines import Result, Run, in_turn
+from benchmarks.simulation.rows import timed_row
 
 #: Clients, rounds, MB of the model, and the strategy of ours. Ray's is Flower's FedAvg.
 _SIZES = ((100, 3, 1.0, "ours"), (100, 3, 45.0, "ours"), (100, 3, 45.0, "flower"), (1000, 1, 1.0, "ours"))
@@ -43,17 +43,10 @@ def measure(options: Options, figures: Figures) -> None:
 
 
 def _row(run: Run, results: Sequence[Result]) -> dict[str, Any]:
-    round_s = median(each.round_s for each in results)
+    row = timed_row(run, results)
     return {
-        "engine": run.engine,
+        **row,
         "strategy": run.config["strategy"],
-        "clients": run.clients,
-        "rounds": run.config["num-server-rounds"],
         "model_mb": run.config["model-mb"],
-        "runs": len(results),
-        "total_s": round(median(each.total_s for each in results), 2),
-        "round_s": round(round_s, 2),
-        "per_message_ms": round(round_s / run.clients * 1000, 2),
-        "peak_tree_mb": results[-1].peak_mb,
-        "all_total_s": [round(each.total_s, 2) for each in results],
+        "per_message_ms": round(row["round_s"] / run.clients * 1000, 2),
     }

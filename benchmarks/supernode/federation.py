@@ -24,7 +24,7 @@ _SETTLE_S, _QUICK_SETTLE_S = 10.0, 2.0
 
 @dataclass(frozen=True)
 class Federation:
-    """SuperNodes that are registered and idle.
+    """Registered, idle SuperNodes.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ def federation(
 ) -> Iterator[Federation]:
     """Start a SuperLink and SuperNodes, and terminate them at the end.
 
-    ``options`` are those of ``flower-gpu supernode``, if ``way`` is ``"ours"``.
+    With ``way="ours"``, ``options`` go to ``flower-gpu supernode``.
     """
     port = ports.free_ports(1)[0]
     connection = f'[superlink.bench]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
@@ -140,15 +140,15 @@ class MessageTime:
     def used_s(self) -> float:
         """Return the CPU seconds since this object was made."""
         after = self._times()
-        # The time of a fork server is lost if it has exited without a parent that waits for it. Then the
-        # result is a lower bound: the time of the other processes.
+        # The time of a fork server is lost if its parent never waits for it. Then the result is a lower
+        # bound: the time of the other processes.
         difference = sum(after.values()) - sum(self._before.values())
         of_others = sum(used_s - self._before.get(key, 0.0) for key, used_s in after.items())
         return difference if difference > 0 else of_others
 
     def _times(self) -> dict[tuple[str, int], float]:
-        # A process gets the times of its children when it waits for them. The launcher waits for fork
-        # servers that were replaced.
+        # A process inherits the times of its children by waiting for them. The launcher waits for replaced
+        # fork servers.
         pids = _tree(self._nodes) | fork_servers()
         children = {("children", pid): sum(cpu_times_s(pid)[2:]) for pid in pids}
         return children | {("process", pid): sum(cpu_times_s(pid)[:2]) for pid in pids - self._excluded}

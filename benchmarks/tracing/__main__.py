@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.shared import table
 from benchmarks.shared.app import copy_app
-from benchmarks.shared.driver import Figures, Options, Parser, in_turn, run
+from benchmarks.shared.driver import Figures, Options, Parser, in_turn, medians, run
 from benchmarks.shared.processes import BenchmarkError, end_servers, flower_environment, new_state_folder
 from flower_gpu import trace
 
@@ -42,7 +42,7 @@ began = time.perf_counter()
 simulate(app, clients, run_config=config, calls_per_worker=1, log_dir=folder, seed=0, progress=False)
 seconds = time.perf_counter() - began
 own = os.times()
-print(json.dumps({"seconds": seconds, "cpu_s": own.user + own.system}))
+print(json.dumps({"s": seconds, "cpu_s": own.user + own.system}))
 """
 
 
@@ -65,16 +65,12 @@ def _measure(part: str, options: Options, figures: Figures) -> None:
         "clients": clients,
         "rounds": config["num-server-rounds"],
         "runs": options.runs,
-        "lines": int(on[-1]["lines"]),
-        "on_s": round(median(each["seconds"] for each in on), 3),
-        "off_s": round(median(each["seconds"] for each in off), 3),
+        **{f"{way}_{name}": value for way, runs in found.items() for name, value in medians(runs).items()},
         # The runs of a pair followed each other, so other load on the machine affected both.
-        "ratio": round(median(a["seconds"] / b["seconds"] for a, b in zip(on, off, strict=True)), 4),
-        "on_cpu_s": round(median(each["cpu_s"] for each in on), 3),
-        "off_cpu_s": round(median(each["cpu_s"] for each in off), 3),
+        "ratio": round(median(a["s"] / b["s"] for a, b in zip(on, off, strict=True)), 4),
         "line_us": round(_line_us(), 2),
     }
-    row["written_percent"] = round(row["lines"] * row["line_us"] / 1e4 / row["on_s"], 3)
+    row["written_percent"] = round(row["on_lines"] * row["line_us"] / 1e4 / row["on_s"], 3)
     table.show(f"trace of {clients} clients", [row])
     figures["rows"].append(row)
 
@@ -83,12 +79,7 @@ def _run(client: str, clients: int, config: dict[str, Any], way: str) -> dict[st
     new_state_folder()
     with tempfile.TemporaryDirectory(prefix="fgpu-trace-") as name:
         folder = Path(name)
-        config = {
-            **config,
-            "num-clients": clients,
-            "strategy": "ours",
-            "figures": str(folder / "figures.json"),
-        }
+        config = {**config, "num-clients": clients, "strategy": "ours", "figures": f"{name}/figures.json"}
         arguments = json.dumps([str(copy_app(client, folder)), clients, config, name, way])
         try:
             process = subprocess.run(
@@ -99,9 +90,7 @@ def _run(client: str, clients: int, config: dict[str, Any], way: str) -> dict[st
         finally:
             end_servers()
         if process.returncode:
-            raise BenchmarkError(
-                f"{client}, trace {way}: status {process.returncode}\n{process.stderr[-4000:]}"
-            )
+            raise BenchmarkError(f"{client}, {way}: status {process.returncode}\n{process.stderr[-4000:]}")
         lines = sum(1 for path in folder.glob(f"*/{trace.FILE_NAME}") for _ in trace.read(path))
         if (way == "on") != (lines > 0):
             raise BenchmarkError(f"{client}, trace {way}: the trace has {lines} lines")

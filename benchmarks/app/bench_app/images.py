@@ -17,7 +17,7 @@ _CHANNELS, _CLASSES = 3, 10
 
 
 def small_resnet18() -> nn.Module:
-    """Return ResNet-18 as it is used for images of 32 x 32, without the early reductions."""
+    """Return ResNet-18 for images of 32 x 32, without the early reductions."""
     model: nn.Module = resnet18(num_classes=_CLASSES)
     model.conv1 = nn.Conv2d(_CHANNELS, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()
@@ -27,7 +27,7 @@ def small_resnet18() -> nn.Module:
 class MeanColor(nn.Module):
     """A model without convolutions and matrix products, so it needs neither cuDNN nor cuBLAS.
 
-    It can run on the stand-in for CUDA, where it learns nothing.
+    It also runs on the stand-in for CUDA.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Trainer:
             for part in order
         )
         loss = networks.fit(self._model, batches, rate=0.02)
-        return networks.weights_of(self._model), float(loss)
+        return networks.weights_of(self._model), loss.item()
 
 
 def initial_weights(seed: int, network: str) -> list[Any]:

@@ -6,7 +6,7 @@ import numpy as np
 
 Weights = list[np.ndarray]
 
-#: Shapes of the networks in networks.py: the kernel of each layer, whose biases have its first dimension.
+#: Shape of the kernel of each layer in networks.py. The layer has one bias per value of the first dimension.
 _KERNELS = {
     "mlp": ((32, 64), (10, 32)),
     "cnn": ((16, 1, 3, 3), (32, 16, 3, 3), (10, 128)),
