@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from run_programs import run
 
 from flower_gpu import errors
 from flower_gpu.apps.folder import RunFolder
@@ -109,6 +110,14 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_python_examples_compile(page: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         compile(block, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_bash_can_parse_shell_examples(page: Path) -> None:
+    text = "\n".join(re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL))
+    text = re.sub(r"<[\w ]+>", "PLACEHOLDER", text)
+    done = run(["bash", "-n"], input=text)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_environment_table_is_that_of_the_code() -> None:

@@ -57,7 +57,6 @@ def test_a_look_at_the_host(closed: tuple[int, ...]) -> None:
         (0, "workers status"),
         (0, "footprint"),
         (0, "metrics --help"),
-        (0, "slurm --help"),
         (0, "supernode --help"),
         (0, "--version"),
         (2, "nonsense"),

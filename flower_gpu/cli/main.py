@@ -26,7 +26,6 @@ from flower_gpu.cli import (
     launch,
     leases,
     simulate,
-    slurm,
     supernode,
     watching,
     workers,
@@ -38,7 +37,6 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
         "launch": launch.COMMAND,
         "simulate": simulate.COMMAND,
-        "slurm": slurm.COMMAND,
         "supernode": supernode.COMMAND,
         "gpus": gpus.COMMAND,
         "leases": leases.COMMAND,
@@ -136,9 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     standard_streams.watch()
     try:
         parser = build_parser()
-        ours, for_sbatch = slurm.split(sys.argv[1:] if argv is None else argv)
-        arguments, unknown = parser.parse_known_args(ours)
-        arguments.words, arguments.sbatch = ours, for_sbatch
+        arguments, unknown = parser.parse_known_args(argv)
         try:
             if unknown:
                 suggestion = _suggested_option(parser.commands[arguments.command], unknown)

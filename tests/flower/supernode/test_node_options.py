@@ -24,7 +24,6 @@ from flower_gpu.options import CallOptions
 # are refused in the tests of launch.
 REFUSED = [
     ("supernode --insecure", "unknown: --insecure --help flower-supernode go after two dashes, --"),
-    ("slurm my-app --time 1:00", "unknown: --time sbatch go after two dashes, --"),
     ("supernode --gpu require -- --insecure", "policy require cannot be used Nothing was run"),
     ("supernode -- --insecure --node-config \"gpu='require'\"", "policy require cannot be used"),
     ("supernode --log-dir logs -- --insecure", "--log-dir needs --count"),
