@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -59,25 +59,8 @@ def make(event: str, **fields: Any) -> Event:
 def write(event: str, **fields: Any) -> None:
     """Append an event to the trace of the current run. Has no effect outside of a run."""
     folder = os.environ.get(RUN_DIR_VARIABLE)
-    if folder and not _this_thread.is_muted:
+    if folder:
         append(folder, make(event, **fields))
-
-
-class _ThisThread(threading.local):
-    is_muted = False
-
-
-_this_thread = _ThisThread()
-
-
-@contextmanager
-def muted() -> Iterator[None]:
-    """Disable :func:`write` in this thread within the block, for calls that do not belong to the run."""
-    _this_thread.is_muted = True
-    try:
-        yield
-    finally:
-        _this_thread.is_muted = False
 
 
 def write_to(folder: str | Path, event: str, **fields: Any) -> None:

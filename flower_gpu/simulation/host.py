@@ -217,7 +217,7 @@ class Work:
     ``app``: the app that handles messages, or where to find it.
     ``options``: options of each call.
     ``nodes``: the receivers of messages.
-    ``max_workers``, ``calls_per_worker``, ``verify_recycling``: as for :func:`flower_gpu.simulate`.
+    ``max_workers``, ``calls_per_worker``: as for :func:`flower_gpu.simulate`.
     ``is_deterministic``: True if algorithms must give the same bits each time.
     ``is_strict``: True if accidents that another run would not have end this run.
     ``mps``: True if workers compute on a GPU at the same time, through an MPS daemon of the run.
@@ -229,7 +229,6 @@ class Work:
     nodes: VirtualNodes
     max_workers: int | None = None
     calls_per_worker: int = MANY
-    verify_recycling: bool = False
     is_deterministic: bool = False
     is_strict: bool = False
     mps: bool = False

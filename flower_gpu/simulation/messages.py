@@ -29,9 +29,6 @@ A message is retried at three levels, from the inside to the outside:
    any of them may have ended the worker.
 
 A retry happens only while the message is still in the mapping, so a cancelled message is not handled again.
-
-With ``verify_recycling`` a message is handled by a used worker and then by a new one. The reply of the new
-worker counts. If the two differ, a second new worker shows which differences are noise of the app.
 """
 
 from __future__ import annotations
@@ -41,14 +38,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import Any, Final
 
-from flwr.app import Context
+from flwr.app import Context, Message
 from flwr.common.logger import log
 
-from flower_gpu import frameworks, trace
+from flower_gpu import frameworks
 from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import (
     FlowerGPUError,
@@ -70,7 +67,6 @@ from flower_gpu.simulation.host import Answer, Visit, Work, failed
 from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
 from flower_gpu.simulation.slots import Slot
-from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
 from flower_gpu.simulation.worker_starts import WorkerStarts
 
 # Errors that another run might not have. An error of the client's own code is none of these.
@@ -81,6 +77,18 @@ _TRIED_AGAIN: Final = (WorkerDiedError, WorkerStartError)
 _TRIES: Final = 3
 # Number of cancelled messages that are remembered, because they may arrive later
 _MAX_CANCELLED: Final = 1000
+
+
+@dataclass
+class Handled:
+    """The result of a message: the reply, and the client's context.
+
+    ``call_s``: seconds of the call in its worker, or None if they are not representative.
+    """
+
+    context: Context
+    reply: Message
+    call_s: float | None
 
 
 class MessageHandler:
@@ -116,8 +124,6 @@ class MessageHandler:
         self._this_thread = threading.local()
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
-        # Workers that were started in temporary slots, which are not in ``_slots``
-        self._others_started = 0
         #: Chooses how many messages are in one assignment.
         self.batches = Batches(workers)
         self._has_used = False  # True once a worker has handled a second message
@@ -125,7 +131,6 @@ class MessageHandler:
         self._cancelled: deque[str] = deque(maxlen=_MAX_CANCELLED)
         self._is_over = False
         self._worked_at = 0.0  # end of the last assignment
-        self._verifier = Verifier() if work.verify_recycling else None
         self._memory = HostMemory()
         self._starts = WorkerStarts(has_preload=bool(self._options.get("preload")))
         # By message type: True if clients have different options
@@ -208,54 +213,11 @@ class MessageHandler:
         return 0
 
     def _handle(self, visits: Sequence[Visit], slot: Slot) -> list[Handled]:
-        """Handle messages once, or several times to verify used workers. Return the results."""
+        """Return the results of messages, which one worker handles."""
         slot.go_on(self._work.calls_per_worker // len(visits))
         if len(visits) > 1:
             return self._run_once(visits, slot)
-        if self._verifier is None or not slot.may_use_again:
-            return [self._run(visits[0], slot)]
-        return [self._verified(visits[0], slot, self._verifier)]
-
-    def _verified(self, visit: Visit, slot: Slot, verifier: Verifier) -> Handled:
-        """Handle a message in a used worker and in a new one, and compare. Return the new worker's result."""
-        used = self._extra_result(visit, slot)
-        was_used = slot.is_used_again
-        if slot.has_lease:
-            # The new worker may need the memory of the used one, so the used worker ends first.
-            slot.retire()
-        new = self._in_new_worker(visit, lambda other: self._run(visit, other))
-        if was_used:
-            changes = differences(new, used)
-            noise: Differences = {}
-            if changes:
-                again = self._in_new_worker(visit, lambda other: self._extra_result(visit, other))
-                noise = differences(new, again)
-            client = message_call.client_of(new.context)
-            verifier.compared(visit.message.metadata.message_type, client, changes, noise)
-        return new
-
-    def _extra_result(self, visit: Visit, slot: Slot) -> Handled:
-        """Return the result of an extra call for a comparison. The call is not traced."""
-        try:
-            with trace.muted():
-                return self._run(visit, slot)
-        except FlowerGPUError as error:
-            return Handled(self._context_of(visit), error=error)
-
-    def _in_new_worker(self, visit: Visit, run: Callable[[Slot], Handled]) -> Handled:
-        """Return the result of ``run`` in a temporary slot, which is closed afterwards."""
-        slot = self._new_slot()
-        with self._lock:
-            if visit.message_id not in self._running:
-                raise self._no_reply(visit)
-            slot.begin()
-            self._running[visit.message_id] = slot
-        try:
-            return run(slot)
-        finally:
-            slot.close()
-            with self._lock:
-                self._others_started += slot.workers_started
+        return [self._run(visits[0], slot)]
 
     def _run(self, visit: Visit, slot: Slot) -> Handled:
         """Return the result of a message. If its worker dies, a new worker retries it."""
@@ -325,9 +287,7 @@ class MessageHandler:
             )
         call_s = self._learn(visits, slot)
         pairs = zip(contexts, replies, strict=True)
-        return [
-            Handled(context, reply, call_s=None if reply.has_error() else call_s) for context, reply in pairs
-        ]
+        return [Handled(context, reply, None if reply.has_error() else call_s) for context, reply in pairs]
 
     def _end_unused_workers(self, slot: Slot) -> None:
         """End all workers that wait for a message, so that the worker of ``slot`` can use their memory."""
@@ -359,8 +319,7 @@ class MessageHandler:
         if message_type not in self._clients_differ:
             # Cached, because the comparison takes a while if there are many clients.
             self._clients_differ[message_type] = self._nodes.clients.differ(message_type)
-        is_exact = self._work.is_deterministic or self._verifier is not None
-        return not is_exact and not self._clients_differ[message_type]
+        return not self._work.is_deterministic and not self._clients_differ[message_type]
 
     def _own(self, visit: Visit) -> Own:
         metadata = visit.message.metadata
@@ -438,9 +397,8 @@ class MessageHandler:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the result."""
-        verified = {} if self._verifier is None else self._verifier.facts()
         return {
-            "workers_started": self._others_started + sum(slot.workers_started for slot in self._slots),
+            "workers_started": sum(slot.workers_started for slot in self._slots),
             "peak_worker_bytes": self._memory.largest_bytes,
             "waits_for_host_memory": self._memory.waits,
             **self._starts.facts(),
@@ -448,7 +406,6 @@ class MessageHandler:
             "recycling": {
                 "calls_per_worker": self._work.calls_per_worker,
                 "is_used_again": self._has_used,
-                **verified,
             },
         }
 

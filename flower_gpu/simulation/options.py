@@ -63,12 +63,6 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
                 COUNT,
                 group=_WORKERS,
             ),
-            "verify_recycling": Option(
-                "check the app: handle messages in used workers and in new ones, and compare the results",
-                SWITCH,
-                default=False,
-                group=_WORKERS,
-            ),
             "order": Option(
                 "order of a round's messages: the clients that took longest first, or the order in which "
                 "messages are sent (default: {default})",

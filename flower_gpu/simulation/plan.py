@@ -113,8 +113,6 @@ class RunPlan:
             server_env = determinism.variables({**os.environ, **env}, before.get("threads", 1))
         # In a deterministic run, no client may see changes that another client made to modules.
         calls_per_worker = values["calls_per_worker"] or (1 if deterministic else MANY)
-        if values["verify_recycling"]:
-            _check_can_verify(calls_per_worker, values["ray_address"])
         if values["mps"]:
             _check_can_pack(deterministic, values["ray_address"])
         run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
@@ -133,7 +131,6 @@ class RunPlan:
             nodes_with(clients),
             values["max_workers"],
             calls_per_worker,
-            values["verify_recycling"],
             deterministic,
             is_strict=deterministic and not values["keep_going"],
             mps=values["mps"],
@@ -182,7 +179,6 @@ class RunPlan:
             "run_config": work.nodes.run_config,
             "max_workers": hosts.about.concurrency,
             "calls_per_worker": work.calls_per_worker,
-            "verify_recycling": work.verify_recycling,
             "mps": work.mps,
             "order": self.order,
             "state_memory_bytes": self.state_memory_bytes,
@@ -204,18 +200,6 @@ def _components(
         return _UNNAMED, None, server, client
     loaded = FlowerApp.load(Path(app))
     return loaded.name, loaded.path, loaded.serverapp, AppReference(loaded.path, loaded.clientapp)
-
-
-def _check_can_verify(calls_per_worker: int, ray_address: str | None) -> None:
-    if calls_per_worker == 1:
-        raise ConfigError(
-            "verify_recycling cannot be used with calls_per_worker=1, the default of deterministic runs: no "
-            "worker is used again. Remove one of the two"
-        )
-    if ray_address is not None:
-        raise ConfigError(
-            "verify_recycling cannot be used with ray_address: it checks one machine. Remove one of the two"
-        )
 
 
 def _check_can_pack(is_deterministic: bool, ray_address: str | None) -> None:

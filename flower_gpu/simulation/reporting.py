@@ -21,7 +21,6 @@ from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.resuming.states import disk_error
 from flower_gpu.flower.strategy_state import RESUMABLE
 from flower_gpu.printable import told_if_slow
-from flower_gpu.simulation import verifying
 from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.options import LINES_PER_ROUND
 from flower_gpu.simulation.simulation_result import SimulationStoppedError
@@ -288,8 +287,7 @@ def reported(
 
 def lines_of(summary: Mapping[str, Any], folder: RunFolder | None) -> list[str]:
     """Return the lines of a simulation's summary, for people."""
-    recycling = summary.get("recycling") or {}
-    more = [("recycling", verifying.text(recycling))] if "compared" in recycling else []
+    more = []
     batches = summary.get("batches") or {}
     if batches.get("count"):
         more.append(("batches", _batches_text(batches)))

@@ -47,7 +47,7 @@ from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
-from flower_gpu.simulation import determinism, verifying
+from flower_gpu.simulation import determinism
 from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
@@ -72,7 +72,6 @@ def simulate(
     run_config: Mapping[str, Any] | None = None,
     max_workers: int | None = None,
     calls_per_worker: int | None = None,
-    verify_recycling: bool = False,
     order: OrderWord = OPTIONS["order"].default,
     mps: bool = False,
     seed: int | None = None,
@@ -110,9 +109,6 @@ def simulate(
     calls_per_worker : int, optional
         Maximum number of messages that a worker handles before it ends. Default: 1000, or 1 with
         ``deterministic``. Modules and their globals persist in a worker from one message to the next.
-    verify_recycling : bool
-        If True, a new worker also handles each message of a used worker, and the results are compared. This
-        checks the app, and handles messages more than once.
     order : str
         Order of the messages of a round. ``"longest"`` starts with the messages that are expected to take
         longest, from earlier messages to their clients. ``"sent"`` keeps the strategy's order.
@@ -184,7 +180,6 @@ def simulate(
         "rounds": rounds,
         "max_workers": max_workers,
         "calls_per_worker": calls_per_worker,
-        "verify_recycling": verify_recycling,
         "order": order,
         "mps": mps,
         "seed": seed,
@@ -346,8 +341,6 @@ def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: E
     if not plan.resumes:
         hosts.has_begun()
     report.say(hosts.where())
-    if work.verify_recycling:
-        report.say(verifying.NOTE)
     if has_longest_first:
         report.recorder.expected_s = lambda kind, ids: durations.expected_s(
             [(kind, nodes.place_of(node_id)) for node_id in ids]

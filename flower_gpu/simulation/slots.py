@@ -107,11 +107,6 @@ class Slot(Workers):
         """True if this slot holds a lease."""
         return self._place.held is not None
 
-    @property
-    def may_use_again(self) -> bool:
-        """True if a used worker is available for the next call, in this slot or idle in the run."""
-        return self.line.has_worker or self._turns.has_idle()
-
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
         """Return the start method of workers, chosen once for all calls, since this process is not forked."""
         key = (start_method, server_first)

@@ -179,8 +179,6 @@ def refusal(
         ),
         ("--clients 3 -c num-clients=4", "num-clients=4, but there are 3 clients"),
         ("--clients 3 -c none.toml", "--run-config none.toml: No such file"),
-        ("--clients 3 --calls-per-worker 1 --verify-recycling", "no worker is used again"),
-        ("--clients 3 --ray-address auto --verify-recycling", "checks one machine"),
         ("--clients 3 --preload app:", "--preload: 'app:' does not name a function; write"),
         ("--clients 3 --preload nowhere:load", "there is no module 'nowhere'"),
         ("--clients 3 --preload counting.app.load", "no module 'counting.app.load'"),

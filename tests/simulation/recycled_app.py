@@ -43,8 +43,7 @@ def train(message: Message, context: Context) -> Message:
         with Path(str(config["file"])).open("a") as file:
             file.write(f"{context.node_config['partition-id']}\n")
     drawn = random.random() + float(np.random.rand())
-    more = {"remember": calls, "own": int.from_bytes(os.urandom(4), "little")}.get(task, 0)
-    arrays = [np.full(4, drawn + more, np.float64)]
+    arrays = [np.full(4, drawn, np.float64)]
     facts = {"pid": os.getpid(), "times": state["times"], "drawn": drawn}
     if task == "late torch":
         import torch

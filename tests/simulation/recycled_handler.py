@@ -31,14 +31,13 @@ class Handler:
         calls_per_worker: int = MANY,
         seed: int = 3,
         *,
-        verifies: bool = False,
         is_strict: bool = False,
         tries: int = 1,
         clients: Clients | None = None,
     ) -> None:
         app = AppReference(Path(__file__).parent, "recycled_app:app")
         self.nodes = VirtualNodes(8, 1, RUN_ID, {}, clients or Clients())
-        work = Work("recycled", app, {}, self.nodes, None, calls_per_worker, verifies, is_strict, is_strict)
+        work = Work("recycled", app, {}, self.nodes, None, calls_per_worker, is_strict, is_strict)
         self.states = [b""] * 8
         self.learned: list[int] = []
         self.handler = MessageHandler(work, {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})), tries=tries)

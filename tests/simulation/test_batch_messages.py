@@ -78,7 +78,6 @@ def test_a_batch_without_room_is_handled_in_smaller_ones(
         (64, {}),
         (3, {"calls_per_worker": 3}),
         (1, {"is_strict": True}),
-        (1, {"verifies": True}),
         (1, {"clients": {1: {"timeout-s": 600}}}),
         (1, {"clients": {"*": {"slow-down": 1.01}}}),
         (64, {"clients": {"*": {"timeout-s": 600}}}),
@@ -87,7 +86,7 @@ def test_a_batch_without_room_is_handled_in_smaller_ones(
 def test_which_runs_have_batches(
     expected: int, options: dict[str, Any], new_handler: Callable[..., Handler]
 ) -> None:
-    """Not those with --deterministic or --verify-recycling, nor where clients differ in their resources."""
+    """Not those with --deterministic, nor where clients differ in their resources."""
     if "clients" in options:
         options = {"clients": Clients.of(options["clients"], 8)}
     handler = new_handler(**options)

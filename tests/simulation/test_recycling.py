@@ -17,9 +17,7 @@ from live_processes import is_running
 from recycled_handler import Handler, handlers, has_failed
 
 from flower_gpu.errors import NotDeterministicError
-from flower_gpu.simulation import verifying
 from flower_gpu.simulation.host import MANY, Answer, CallError
-from flower_gpu.simulation.verifying import difference
 from flower_gpu.workers import process_settings, threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
@@ -277,73 +275,6 @@ def test_a_framework_that_a_client_imports_is_seeded_and_deterministic(
     torch = pytest.importorskip("torch")
     found = new_handler(1, is_strict=True)(0, "late torch")
     assert found["is_deterministic"] and found["seed"] != torch.Generator().initial_seed()
-
-
-# Whether used workers change anything, where somebody asks
-
-
-@pytest.mark.parametrize(
-    ("task", "different", "noisy", "found"),
-    [
-        ("append", [], [], "the same"),
-        (
-            "remember",
-            ["1", "2", "3"],
-            [],
-            "used workers give other results than new ones for clients 0, 1, 2 and 1 more",
-        ),
-        (
-            "own",
-            [],
-            ["0", "1", "2", "3"],
-            "new workers give different results for the same message of clients 0, 1, 2 and 1 more",
-        ),
-    ],
-)
-def test_used_workers_are_verified(
-    task: str,
-    different: list[str],
-    noisy: list[str],
-    found: str,
-    new_handler: Callable[..., Handler],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The pid, a metric, is another one in each new worker: that says nothing of weights."""
-    caplog.set_level("WARNING", "flwr")
-    handler = new_handler(verifies=True)
-    for number in range(5):
-        handler(number % 4, task, file="/dev/null")
-    facts = handler.handler.facts()["recycling"]
-    assert (facts["compared"], facts["compared_clients"]) == (4, 4)
-    assert [client for client in facts["different_clients"] if client != "0"] == different
-    assert facts["noisy_clients"] == noisy
-    assert (facts["largest_relative_difference"] > 0) == bool(different)
-    said = [line for line in caplog.messages if "a used worker gave another array arrays.0" in line]
-    assert [line.partition(",")[0] for line in said][:3] == [f"Client {client}" for client in different]
-    assert [handler.times(node) for node in range(4)] == [2, 1, 1, 1], "what is compared leaves no state"
-    assert facts["is_used_again"]
-    assert verifying.text(facts) == f"4 messages of 4 clients compared; {found}"
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
-        ([1.0, 2.0], [1.0, 2.0], 0.0),
-        ([1.0, 2.0], [1.0, 2.5], 0.2),
-        ([0.0], [-0.0], float("inf")),
-        ([float("nan")], [float("nan")], 0.0),
-        ([1.0], [float("nan")], float("inf")),
-        ([1.0], [1.0, 1.0], float("inf")),
-        ([1], [1.0], float("inf")),
-        (["a"], ["b"], float("inf")),
-        (1, 1, 0.0),
-        (4, 5, 0.2),
-        (b"a", b"a", 0.0),
-        (None, 1, float("inf")),
-    ],
-)
-def test_how_much_values_differ(one: Any, other: Any, expected: float) -> None:
-    assert difference(one, other) == difference(other, one) == expected
 
 
 def test_the_page_names_all_settings() -> None:

@@ -95,13 +95,6 @@ def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
     assert [note["holders"] for note in notes] == [1, 0] * 2
 
 
-def test_verifying_needs_no_second_gpu(one_gpu: StubHost) -> None:
-    done = one_gpu.simulate(4, "--num-gpus", "1", "--calls-per-worker", "6", "--verify-recycling")
-    assert done.status == 0, done.output
-    assert done.summary["recycling"]["compared"] > 0
-    assert done.summary["recycling"]["different_clients"] == []
-
-
 def test_a_gpu_that_is_required_and_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
     host = StubHost(tmp_path, gpus=0)
     done = subprocess.run(
