@@ -23,7 +23,7 @@ from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER
-from flower_gpu.launch import node_keys, ports, supernodes
+from flower_gpu.launch import ports, supernodes
 from flower_gpu.launch.options import check_node_config, node_config_of
 from flower_gpu.launch.supernodes import NeverStartsError, Notices, SuperNode
 from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
@@ -40,7 +40,7 @@ from flower_gpu.printable import printable
 
 _FLOWERS: Final = supernodes.COMMAND
 _NODE_CONFIG: Final = supernodes.NODE_CONFIG
-_KEYS: Final = (node_keys.OPTION, "--ssl-keyfile")
+_KEYS: Final = (supernodes.KEY, "--ssl-keyfile")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,11 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_several(arguments)
     if arguments.log_dir is not None:
         raise ConfigError("--log-dir needs --count: without it the SuperNode writes its log to this terminal")
-    if arguments.keys is not None:
-        raise ConfigError(
-            f"--keys needs --count, such as --count 1. Without --count give {node_keys.OPTION} FILE after "
-            "the two dashes"
-        )
     # Imported late, so that --help works without the dependencies of workers.
     from flower_gpu.flower import commands, superlink
 
@@ -77,19 +72,22 @@ def _run_several(arguments: argparse.Namespace) -> int:
             "--port cannot be used with --count, since each SuperNode needs a port of its own: leave it out, "
             "and they get free ones"
         )
+    has_key = bool(without_option(given, supernodes.KEY)[1])
+    if has_key and count > 1:
+        raise ConfigError(
+            f"{supernodes.KEY} is the key of one SuperNode: with it, give --count 1, and start a command for "
+            "each key"
+        )
     calls = given_calls(arguments)
     env = environment(arguments, os.environ, count)
     pairs = _checked_node_config(arguments, env)
     check_node_config(calls, pairs)
     _check_required([{**pairs, **node_config_of(calls, number)} for number in range(count)], env)
-    keys = _keys(arguments)
     logs = RunFolder.create(arguments.log_dir or LOG_DIR.default_value)
     env[RUN_DIR_VARIABLE] = str(logs.path)
     if not is_quiet(arguments):
         names = "1 SuperNode" if count == 1 else f"{count} SuperNodes"
         print(f"{names}; logs in {logs.shown}. Ctrl-C ends them", flush=True)
-        for number, key in enumerate(keys):
-            print(f"SuperNode {number}: {key.register_command}\n  {key.public_text}", flush=True)
     address = superlink.address_of(given)
     limits = _limits(arguments, env)
     # The limits of apps are in each log, because users may read only the log of a SuperNode.
@@ -104,7 +102,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
         supervisor.fork_programs(env, logs.log("programs"))
         supervisor.start(Service("warm-up", commands.warm_up_command(), env, logs.log("warm-up")))
         nodes = [
-            SuperNode(number, count, given, pairs, calls, env, logs, keys[number] if keys else None)
+            SuperNode(number, count, given, pairs, calls, env, logs, has_key=has_key)
             for number in range(count)
         ]
         notices = Notices(count, _print, with_warnings=not is_quiet(arguments))
@@ -135,22 +133,6 @@ def _check_port(flower: Sequence[str]) -> None:
         )
 
 
-def _keys(arguments: argparse.Namespace) -> list[node_keys.NodeKey]:
-    if arguments.keys is None:
-        return []
-    if without_option(arguments.flower, node_keys.OPTION)[1]:
-        raise ConfigError(
-            f"--keys cannot be used with {node_keys.OPTION}: both name the key of a SuperNode. Remove one of "
-            "the two"
-        )
-    if any(len(given) > 2 and "--insecure".startswith(given) for given in arguments.flower):
-        raise ConfigError(
-            "--keys needs TLS: Flower sends no keys without it. Remove --insecure, and give "
-            "--root-certificates FILE with the certificate of the SuperLink's authority"
-        )
-    return node_keys.node_keys(arguments.keys, arguments.count)
-
-
 def _limits(arguments: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
     """Return lines about the limits of apps on this host, and their gaps."""
     return [line for line in (guard.describe(env), *confine.describe(arguments)) if line]
@@ -167,8 +149,7 @@ def _print(line: str) -> None:
 
 def _key_files(arguments: argparse.Namespace) -> list[str]:
     """Return the files with keys of SuperNodes, which apps must not read."""
-    files = [path for option in _KEYS for path in without_option(arguments.flower, option)[1]]
-    return files if arguments.keys is None else [*files, str(arguments.keys)]
+    return [path for option in _KEYS for path in without_option(arguments.flower, option)[1]]
 
 
 def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, ConfigValue]:
@@ -268,11 +249,6 @@ num-partitions in their node configs. A SuperNode that ends is started again.
         "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),
         "log_dir": Option(
             f"with --count: where a folder with a log of each is made (default: {LOG_DIR.default})", FOLDER
-        ),
-        "keys": Option(
-            "with --count: folder of the SuperNodes' keys, by which the SuperLink knows them; missing keys "
-            "are made, and the public keys are shown (default: no keys)",
-            FOLDER,
         ),
         **options_of("supernode"),
         **confine.OPTIONS,

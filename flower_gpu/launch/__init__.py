@@ -13,6 +13,5 @@
                                  ▼
     History ──> display while it runs, result and tables at the end, failures.log
 
-``flower-gpu supernode --count`` runs its SuperNodes with ``supernodes`` and ``supervisor``, and takes their
-keys from ``node_keys``.
+``flower-gpu supernode --count`` runs its SuperNodes with ``supernodes`` and ``supervisor``.
 """

@@ -18,21 +18,31 @@ from flower_gpu import options, trace
 from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower.node_logs import has_connected, last_output
-from flower_gpu.launch import node_keys, ports
+from flower_gpu.launch import ports
 from flower_gpu.launch.options import node_config_of
 from flower_gpu.launch.supervisor import Service, Supervisor, new_lines, without_colours
 from flower_gpu.options import CLIENT_VARIABLE, CallOptions
 from flower_gpu.printable import first_line, path_text, printable
 
-#: Flower's command, and its option for a node's config.
+#: Flower's command, and its options for a node's config and for the key by which a SuperLink knows the node.
 COMMAND: Final = "flower-supernode"
 NODE_CONFIG: Final = "--node-config"
+KEY: Final = "--auth-supernode-private-key"
 
 _PAUSE_S: Final = 5.0  # pause before a SuperNode is started again
 # A SuperNode that exits sooner counts as a failed start, even if the SuperLink had let it in.
 _EARLY_S: Final = 20.0
 _MOST_FAILED_STARTS: Final = 3
+# A SuperNode that the SuperLink refuses keeps asking. Its key may be registered later, or the SuperLink may
+# forget the last connection.
 _TURNED_AWAY_PAUSE_S: Final = 15.0
+# Answer of the SuperLink (flwr.supercore.error.catalog), which the SuperNode logs
+_TURNED_AWAY: Final = "Failed to activate SuperNode."
+_WHY_TURNED_AWAY: Final = (
+    f", and asks every {_TURNED_AWAY_PAUSE_S:g} s: the SuperLink does not know its key, or still counts it "
+    "as connected, as for up to two minutes after a SuperNode was killed. If the key is new, the SuperLink's "
+    "operator runs: flwr supernode register FILE.pub"
+)
 
 # A line of Flower's log, and the levels that are shown.
 _LINE: Final = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR)\s*:\s+(?P<text>\S.*)")
@@ -166,13 +176,12 @@ class SuperNode:
         calls: CallOptions,
         env: Mapping[str, str],
         logs: RunFolder,
-        key: node_keys.NodeKey | None = None,
+        *,
+        has_key: bool = False,
     ) -> None:
         config = {"partition-id": number, "num-partitions": count, **pairs, **node_config_of(calls, number)}
         self.options = [*given, NODE_CONFIG, format_pairs(config)]
-        if key is not None:
-            self.options += [node_keys.OPTION, str(key.private)]
-        self._key = key
+        self._has_key = has_key
         self.env = {**options.node_environment(env, config), CLIENT_VARIABLE: str(config["partition-id"])}
         self._name = f"SuperNode {number}"
         self._log = logs.log(f"supernode-{number}")
@@ -203,15 +212,11 @@ class SuperNode:
 
     def _note_end(self, service: Service, now: float, notices: Notices) -> None:
         self._service = None
-        if self._key is not None and node_keys.is_turned_away(service.tail(60)):
-            # Do not give up: the key may be registered later, or the SuperLink may forget the last
-            # connection.
-            self._again_at = now + _TURNED_AWAY_PAUSE_S
-            notices.turned_away(
-                self._name, f", and asks every {_TURNED_AWAY_PAUSE_S:g} s: {self._key.why_turned_away}"
-            )
-            return
         output = without_colours(last_output(self._log))
+        if self._has_key and _TURNED_AWAY in output:
+            self._again_at = now + _TURNED_AWAY_PAUSE_S
+            notices.turned_away(self._name, _WHY_TURNED_AWAY)
+            return
         how = ": ".join(filter(None, (service.describe_end(), printable(reason_in(output)).rstrip("."))))
         if stays(service.returncode, output):
             raise NeverStartsError(f"{how}. The whole log is {path_text(self._log)}")

@@ -19,7 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from how_to_pages import first_command
+from how_to_pages import block
 from run_programs import run
 from waiting import until
 
@@ -45,9 +45,9 @@ class SuperLink:
     authority: Path
     env: Mapping[str, str]
 
-    def flwr(self, line: str) -> str:
-        """Run a command line of Flower's, as it was printed."""
-        done = run(shlex.split(line), env=self.env)
+    def flwr(self, line: str, folder: Path | None = None) -> str:
+        """Run a command line of Flower's, as a page has it."""
+        done = run(shlex.split(line), env=self.env, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -56,10 +56,12 @@ class SuperLink:
         return json.loads(text[text.index("{") :])["nodes"]  # type: ignore[no-any-return]
 
     def start_node(self, folder: Path, said: Path) -> subprocess.Popen[bytes]:
-        """Start one as docs/how-to/supernodes.md says."""
-        address = f"{ports.HOST}:{self.port}"
-        line = first_command("supernodes.md", "--keys", superlink=address, ca=str(self.authority))
-        words = shlex.split(re.sub(r"--count \d+", "--count 1", line))
+        """Start one as docs/how-to/supernodes.md says, with the key that it makes."""
+        run(["bash", "-ec", block("supernodes.md", "bash", "ssh-keygen")], cwd=folder).check_returncode()
+        line = block("supernodes.md", "bash", "--auth-supernode-private-key")
+        line = re.sub(r"(?<=--superlink )\S+", f"{ports.HOST}:{self.port}", line)
+        line = re.sub(r"(?<=--root-certificates )\S+", str(self.authority), line)
+        words = shlex.split(line.replace("\\\n", " "))
         with said.open("wb") as output:
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", SOON_AGAIN, *words[1:]],

@@ -36,13 +36,8 @@ REFUSED = [
     ("supernode --count 2 --gpu never -- --node-config \"gpu='force'\"", "--gpu --node-config gpu twice"),
     ("supernode --count 2 --log-dir= -- --insecure", "--log-dir must be a path"),
     (
-        "supernode --keys keys -- --superlink 127.0.0.1:9",
-        "--keys needs --count --auth-supernode-private-key",
-    ),
-    ("supernode --count 2 --keys keys -- --insecure", "--keys needs TLS --insecure --root-certificates FILE"),
-    (
-        "supernode --count 2 --keys keys -- --auth-supernode-private-key=key",
-        "--keys --auth-supernode-private-key both Remove one of",
+        "supernode --count 2 -- --auth-supernode-private-key=key",
+        "--auth-supernode-private-key is the key of one SuperNode: with it, give --count 1",
     ),
 ]
 
