@@ -1,9 +1,9 @@
-"""For users of PyTorch: weights, devices, evaluation, functions on several GPUs or for several clients.
+"""For users of PyTorch: weights, devices, functions on several GPUs or for several clients.
 
 Numbers and arrays travel between client and worker; modules and tensors stay in the worker::
 
     list of numpy arrays ── set_weights ──> model ── to_device ──> GPU
-                         <─ get_weights ──        <── training, classification_metrics
+                         <─ get_weights ──        <── training, evaluation
     several ranks: rank, world_size, mean, total
     several clients in one step: group_alike, stack, torch.func.vmap, unstack
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from flower_gpu.pytorch.distributed import rank as rank
     from flower_gpu.pytorch.distributed import total as total
     from flower_gpu.pytorch.distributed import world_size as world_size
-    from flower_gpu.pytorch.evaluation import classification_metrics as classification_metrics
     from flower_gpu.pytorch.stacking import group_alike as group_alike
     from flower_gpu.pytorch.stacking import stack as stack
     from flower_gpu.pytorch.stacking import unstack as unstack
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "device": ("to_device", "to_numpy"),
     "distributed": ("mean", "rank", "total", "world_size"),
-    "evaluation": ("classification_metrics",),
     "stacking": ("group_alike", "stack", "unstack"),
     "weights": ("get_state", "get_weights", "save_model", "set_weights"),
 }

@@ -60,15 +60,10 @@ def total(value: float) -> float:
 def _summed(numbers: list[float]) -> list[float]:
     """Return the sums of numbers over the ranks, in double precision. All ranks must call it."""
     values = torch.tensor(numbers, dtype=torch.float64, device=device())
-    sums: list[float] = summed_tensor(values).cpu().tolist()
-    return sums
-
-
-def summed_tensor(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor over the ranks. All ranks must call it."""
     if world_size() > 1:
         distributed.all_reduce(values)
-    return values
+    sums: list[float] = values.cpu().tolist()
+    return sums
 
 
 @contextmanager

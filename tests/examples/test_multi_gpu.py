@@ -45,7 +45,7 @@ def initial_weights(config: dict[str, Any], data: TensorDataset) -> Weights:
 def loss_of(weights: Weights, config: dict[str, Any], data: TensorDataset) -> float:
     model = task.build_model(config, data[0][0].shape[0])
     model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    return float(task.classification_metrics(model, DataLoader(data, 100))["loss"])
+    return float(task.measure(model, DataLoader(data, 100))["loss"])
 
 
 def learn(

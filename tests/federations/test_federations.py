@@ -36,7 +36,6 @@ def assert_each_call_has_its_process(done: Launched, clients: str) -> None:
     entries, workers = done.result["rounds"], done.workers
     assert [entry["round"] for entry in entries] == [1]
     assert entries[-1]["accuracy"] > 0.7 and entries[-1]["loss"] < done.result["initial"]["loss"]
-    assert all(0 <= entry[key] <= 1 for entry in entries for key in ("precision", "recall", "f1"))
     assert all(entry["seconds"] > 0 for entry in entries)
     pids = [worker.pid for worker in workers]
     assert len(set(pids)) == len(pids)

@@ -49,8 +49,8 @@ def test_ranks_learn_what_one_process_does(way: str, num_gpus: int, weights: Wei
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_each_example_is_evaluated_once(way: str, weights: Weights) -> None:
-    """101 examples are no multiple of 2: one is there twice, and must not count."""
+def test_ranks_evaluate_together(way: str, weights: Weights) -> None:
+    """One of two ranks has one more of the 101 examples."""
     expected = GPUClient(evaluate_fn="ranks_tasks:evaluate").evaluate(weights, {})
     client = GPUClient(evaluate_fn="ranks_tasks:evaluate_in_ranks", num_gpus=2)
     loss, num_examples, metrics = client.evaluate(weights, {"way": way})

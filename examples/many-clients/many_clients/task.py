@@ -9,7 +9,6 @@ from torch.func import functional_call, grad, vmap
 
 from flower_gpu import to_device, to_numpy
 from flower_gpu.pytorch import group_alike, stack, unstack
-from flower_gpu.pytorch.evaluation import classification_metrics
 
 HELD_OUT = 360
 BATCH = 8
@@ -87,5 +86,8 @@ def evaluate(server_round, arrays, network):
     """Evaluate on the digits that are held out from all clients."""
     model = build_model(network)
     model.load_state_dict(arrays.to_torch_state_dict())
-    images, labels = (part[:HELD_OUT] for part in load_data())
-    return classification_metrics(to_device(model), [(images, labels)])
+    images, labels = to_device([part[:HELD_OUT] for part in load_data()])
+    with torch.inference_mode():
+        outputs = to_device(model).eval()(images)
+    accuracy = (outputs.argmax(dim=1) == labels).float().mean().item()
+    return {"loss": nn.functional.cross_entropy(outputs, labels).item(), "accuracy": accuracy}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flower_gpu.pytorch.evaluation import classification_metrics
+from flower_gpu import to_device
 from flower_gpu.pytorch.weights import get_state, save_model
 
 
@@ -89,12 +89,24 @@ def initial_weights(config):
     return get_state(build_model(config, images.shape[1]))
 
 
+def measure(model, loader):
+    """Return the loss (mean over examples) and the accuracy of a model."""
+    model, loss, hits, count = to_device(model).eval(), 0.0, 0, 0
+    with torch.inference_mode():
+        for images, labels in map(to_device, loader):
+            outputs = model(images)
+            loss += nn.functional.cross_entropy(outputs, labels, reduction="sum").item()
+            hits += (outputs.argmax(dim=1) == labels).sum().item()
+            count += len(labels)
+    return {"loss": loss / count, "accuracy": hits / count}
+
+
 def evaluate(server_round, arrays, config):
     """Evaluate on the held-out images, as ``evaluate_fn`` of a Flower strategy."""
     images, labels = load_data(config, train=False)
     model = build_model(config, images.shape[1])
     model.load_state_dict(arrays.to_torch_state_dict())
-    metrics = classification_metrics(model, DataLoader(to_dataset(images, labels), 256))
+    metrics = measure(model, DataLoader(to_dataset(images, labels), 256))
     if folder := os.environ.get("FLOWER_GPU_RUN_DIR"):  # set by `flower-gpu launch`
         save_model(model, f"{folder}/model.safetensors")
     return metrics

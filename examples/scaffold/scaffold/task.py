@@ -6,7 +6,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from flower_gpu import to_device, to_numpy
-from flower_gpu.pytorch.evaluation import classification_metrics
 
 HELD_OUT = 360
 
@@ -38,5 +37,8 @@ def evaluate(server_round, arrays):
     """Evaluate on the digits that are held out from all clients."""
     model = build_model()
     model.load_state_dict(arrays.to_torch_state_dict())
-    images, labels = (part[:HELD_OUT] for part in load_data())
-    return classification_metrics(to_device(model), [(images, labels)])
+    images, labels = to_device([part[:HELD_OUT] for part in load_data()])
+    with torch.inference_mode():
+        outputs = to_device(model)(images)
+    accuracy = (outputs.argmax(dim=1) == labels).float().mean().item()
+    return {"loss": nn.functional.cross_entropy(outputs, labels).item(), "accuracy": accuracy}
