@@ -1,4 +1,4 @@
-"""Fixtures of the launcher's tests: a Flower app without torch, and `flower-gpu launch` as a process."""
+"""Fixtures for the launcher's tests: a Flower app without torch, and `flower-gpu launch` as a process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.launch.plan import Plan, make_plan
 
 app, each, lines = json.load(sys.stdin)
-of_all = Plan.node_config_of
-# As if the launcher had an option for it: further keys for each node, by its number.
-Plan.node_config_of = lambda plan, client: {**of_all(plan, client), **(each[client] if each else {})}
+original_node_config = Plan.node_config_of
+# Acts as if the launcher had an option for extra node config keys of each client.
+Plan.node_config_of = lambda plan, client: {
+    **original_node_config(plan, client), **(each[client] if each else {})
+}
 
 def plan(line, variables):
     os.environ.update(variables)
@@ -43,8 +45,8 @@ def plan(line, variables):
 print(json.dumps([plan(*line) for line in lines]))
 """
 
-#: The fork servers of the tests are none of the user's.
-KEPT = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_LEDGER_DIR", "FLOWER_GPU_SERVER_IDLE_S")
+#: The tests use fork servers of their own, never the user's, so launches keep these variables.
+KEPT_VARIABLES = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_LEDGER_DIR", "FLOWER_GPU_SERVER_IDLE_S")
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture
 def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
-    """Plan on a host with stub GPUs (None: without any), in one process for all lines."""
+    """Plan all command lines in one process, on a host with stub GPUs, or without GPUs if it is None."""
     pyproject = tiny_app / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace('text = ""', 'text = ""\nuse-gpu = true'))
 
@@ -72,11 +74,13 @@ def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
     ) -> list[tuple[list[str] | None, str | None]]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU")}
         kept.pop("CUDA_VISIBLE_DEVICES", None)
-        none = Host(tmp_path / "no-gpus", gpus=0)
-        here = {"FLOWER_GPU_STATE_DIR": str(tmp_path / "state"), "FLOWER_GPU_LEDGER_DIR": str(tmp_path)}
+        host_without_gpus = Host(tmp_path / "no-gpus", gpus=0)
+        folders = {"FLOWER_GPU_STATE_DIR": str(tmp_path / "state"), "FLOWER_GPU_LEDGER_DIR": str(tmp_path)}
         pairs = [(line, variables) if isinstance(line, str) else line for line in lines]
         done = run_python(
-            PLANS, input=json.dumps([str(tiny_app), each, pairs]), env={**kept, **here, **(host or none).env}
+            PLANS,
+            input=json.dumps([str(tiny_app), each, pairs]),
+            env={**kept, **folders, **(host or host_without_gpus).env},
         )
         assert done.returncode == 0, done.stderr
         answers = json.loads(done.stdout)
@@ -88,7 +92,7 @@ def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LaunchRun]]:
-    """Start `flower-gpu launch`; at the end of the file nothing of it may be left."""
+    """Start `flower-gpu launch`, and check at the end of the file that all its processes are gone."""
     started: list[LaunchRun] = []
 
     def start(
@@ -98,18 +102,20 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
         resume: Path | None = None,
     ) -> LaunchRun:
         log_dir = tmp_path_factory.mktemp("launch") / "runs" if resume is None else resume.parent
-        where = ("--log-dir", log_dir) if resume is None else ("--resume", resume)
-        mine = {
-            key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU") or key in KEPT
+        folder_option = ("--log-dir", log_dir) if resume is None else ("--resume", resume)
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("FLOWER_GPU") or key in KEPT_VARIABLES
         }
         process = subprocess.Popen(
-            [python, *COMMAND, *map(str, [*arguments, *where])],
+            [python, *COMMAND, *map(str, [*arguments, *folder_option])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=log_dir.parent,
-            env={**mine, **(env or {})},
+            env={**inherited, **(env or {})},
         )
         started.append(LaunchRun(log_dir, process))
         return started[-1]

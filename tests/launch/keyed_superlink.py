@@ -1,4 +1,4 @@
-"""A SuperLink of Flower's own that asks for keys, and `flwr` that talks to it."""
+"""A SuperLink that authenticates SuperNodes by their keys, and `flwr` commands that talk to it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from waiting import until
 from flower_gpu.launch import ports
 from flower_gpu.workers.forkserver.identity import script_folders
 
-#: `flower-gpu` whose SuperNodes ask again after 1 s where their keys are not registered.
-#: For another reason they may end early once.
-SOON_AGAIN = """
+#: A `flower-gpu` whose SuperNodes retry after 1 s if the SuperLink does not know their keys.
+#: A second early exit for any other reason ends the command.
+QUICK_RETRIES = """
 import sys
 from flower_gpu.cli import main, supernode
 supernode._TURNED_AWAY_PAUSE_S = 1.0
@@ -39,14 +39,14 @@ sys.exit(main.main(sys.argv[1:]))
 
 @dataclass(frozen=True)
 class SuperLink:
-    """A SuperLink with TLS that lets in registered nodes only."""
+    """A SuperLink with TLS that admits only registered nodes."""
 
     port: int
     authority: Path
     env: Mapping[str, str]
 
     def flwr(self, line: str, folder: Path | None = None) -> str:
-        """Run a command line of Flower's, as a page has it."""
+        """Run a Flower command line as it was printed or as a page has it, and return its stdout."""
         done = run(shlex.split(line), env=self.env, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -55,16 +55,16 @@ class SuperLink:
         text = self.flwr("flwr supernode list here --format json")
         return json.loads(text[text.index("{") :])["nodes"]  # type: ignore[no-any-return]
 
-    def start_node(self, folder: Path, said: Path) -> subprocess.Popen[bytes]:
-        """Start one as docs/how-to/supernodes.md says, with the key that it makes."""
+    def start_node(self, folder: Path, output_path: Path) -> subprocess.Popen[bytes]:
+        """Start a SuperNode as docs/how-to/supernodes.md says, with the key that the page makes."""
         run(["bash", "-ec", block("supernodes.md", "bash", "ssh-keygen")], cwd=folder).check_returncode()
         line = block("supernodes.md", "bash", "--auth-supernode-private-key")
         line = re.sub(r"(?<=--superlink )\S+", f"{ports.HOST}:{self.port}", line)
         line = re.sub(r"(?<=--root-certificates )\S+", str(self.authority), line)
         words = shlex.split(line.replace("\\\n", " "))
-        with said.open("wb") as output:
+        with output_path.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-P", "-c", SOON_AGAIN, *words[1:]],
+                [sys.executable, "-P", "-c", QUICK_RETRIES, *words[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -74,29 +74,29 @@ class SuperLink:
 
 
 def write_certificate(certificate: Path, key: Path) -> None:
-    """Write a certificate for the loopback address, signed by itself, and its key."""
-    made = ec.generate_private_key(ec.SECP256R1())
+    """Write a self-signed certificate for the loopback address, and its private key."""
+    private_key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "superlink of a test")])
     now = datetime.datetime.now(datetime.UTC)
     signed = (
-        x509.CertificateBuilder(name, name, made.public_key(), x509.random_serial_number())
+        x509.CertificateBuilder(name, name, private_key.public_key(), x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(ports.HOST))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(made, hashes.SHA256())
+        .sign(private_key, hashes.SHA256())
     )
     certificate.write_bytes(signed.public_bytes(Encoding.PEM))
-    key.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    key.write_bytes(private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 @contextmanager
 def keyed_superlink(folder: Path) -> Iterator[SuperLink]:
-    """Start one whose files are in a folder; it ends with the block."""
-    for made in ("state", "flwr"):
-        (folder / made).mkdir(mode=0o700)
-    ca, own = folder / "ca.crt", folder / "superlink.pem"
-    write_certificate(ca, own)
+    """Run a SuperLink until the block ends, with all its files in a folder."""
+    for name in ("state", "flwr"):
+        (folder / name).mkdir(mode=0o700)
+    ca, private_key = folder / "ca.crt", folder / "superlink.pem"
+    write_certificate(ca, private_key)
     port = ports.free_ports(1)[0]
     config = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{ports.HOST}:{port}"\n'
     (folder / "flwr" / "config.toml").write_text(f'{config}root-certificates = "{ca}"\n')
@@ -114,7 +114,7 @@ def keyed_superlink(folder: Path) -> Iterator[SuperLink]:
         process = subprocess.Popen(
             [
                 *("flower-superlink", "--enable-supernode-auth", "--host", ports.HOST, "--port", str(port)),
-                *("--ssl-ca-certfile", str(ca), "--ssl-certfile", str(ca), "--ssl-keyfile", str(own)),
+                *("--ssl-ca-certfile", str(ca), "--ssl-certfile", str(ca), "--ssl-keyfile", str(private_key)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -1,4 +1,4 @@
-"""What tests of the launcher ask about its processes."""
+"""Helpers for the launcher's tests: a started launch, and its processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ COMMAND = ("-P", "-m", "flower_gpu.cli", "launch")
 TINY_APP = Path(__file__).parent / "tiny_app"
 TIMEOUT_S = 240
 
-#: Plans command lines, or pairs of a line and further variables; what each remarks, or why it is refused.
+#: Plans command lines, or pairs of a line and extra environment variables.
+#: Returns a pair for each line: the remarks of its plan, and the reason if it is refused.
 PlanOn = Callable[..., list[tuple[list[str] | None, str | None]]]
 
 
 @dataclass(frozen=True)
 class LaunchRun:
-    """A `flower-gpu launch` that was started."""
+    """A `flower-gpu launch` process that was started."""
 
     log_dir: Path
     process: subprocess.Popen[str]
@@ -33,11 +34,11 @@ class LaunchRun:
         return folder
 
     def processes(self) -> list[int]:
-        """Find the processes of the run."""
+        """Return the pids of the run's processes."""
         return processes_of(self.log_dir)
 
     def finish(self) -> tuple[int, str, str]:
-        """Wait for its end; return the exit status, stdout, and stderr."""
+        """Wait until the process exits, and return its exit status, stdout and stderr."""
         out, err = self.process.communicate(timeout=TIMEOUT_S)
         return self.process.returncode, out, err
 
@@ -52,11 +53,11 @@ class LaunchRun:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Find the processes of runs whose folders are in a folder."""
+    """Return the pids of the processes of all runs with their run folders in `folder`."""
     return list(processes_with("FLOWER_GPU_RUN_DIR", folder))
 
 
 def read_pids(path: Path) -> list[int]:
-    """Read the pids a service has written, once they are there."""
+    """Wait until a service has written its pids to a file, and return them."""
     until(lambda: path.exists() and path.read_text().endswith("\n"), f"{path} is written")
     return [int(word) for word in path.read_text().split()]

@@ -1,4 +1,4 @@
-"""What a launch starts: environment, ports, and what it makes of Flower's answers."""
+"""The services of a launch: their environment and ports, and how Flower's run status is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.threads import cores
 
 
-def test_environment_keeps_runs_apart(tmp_path: Path) -> None:
+def test_the_environment_of_services_keeps_runs_apart(tmp_path: Path) -> None:
     base = {
         "PATH": "/usr/bin",
         "FLWR_HOME": "/home/me/.flwr",
@@ -47,13 +47,13 @@ def test_environment_keeps_runs_apart(tmp_path: Path) -> None:
     assert env["no_proxy"] == "example.org,127.0.0.1,localhost"
     assert env["NO_PROXY"] == "127.0.0.1,localhost"
     assert (env["MINE"], env["HTTP_PROXY"]) == ("kept", "http://proxy")
-    # The server has all cores: its evaluation runs while the clients wait.
+    # The server may use all cores, because its evaluation runs while the clients wait.
     assert not {"FLOWER_GPU_CONCURRENCY", "OMP_NUM_THREADS"} & set(env)
-    users = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05", "FLOWER_GPU_START_METHOD": "spawn"}
-    assert users.items() <= service_environment(users, RunFolder(tmp_path)).items()
+    user_variables = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05", "FLOWER_GPU_START_METHOD": "spawn"}
+    assert user_variables.items() <= service_environment(user_variables, RunFolder(tmp_path)).items()
 
 
-def test_environment_of_a_client() -> None:
+def test_a_client_gets_its_number_and_its_share_of_the_cores() -> None:
     assert client_environment({"A": "b"}, 3, 10**6) == {
         "A": "b",
         "FLOWER_GPU_CLIENT": "3",
@@ -65,8 +65,11 @@ def test_environment_of_a_client() -> None:
     assert (empty["FLOWER_GPU_CONCURRENCY"], empty["OMP_NUM_THREADS"]) == ("1000000", "1")
     assert client_environment({}, 3, 1)["OMP_NUM_THREADS"] == str(cores())
 
-    users = client_environment({"FLOWER_GPU_CONCURRENCY": "1"}, 3, 10**6)
-    assert (users["FLOWER_GPU_CONCURRENCY"], users["OMP_NUM_THREADS"]) == ("1", str(cores()))
+    user_variables = client_environment({"FLOWER_GPU_CONCURRENCY": "1"}, 3, 10**6)
+    assert (user_variables["FLOWER_GPU_CONCURRENCY"], user_variables["OMP_NUM_THREADS"]) == (
+        "1",
+        str(cores()),
+    )
     with pytest.raises(ConfigError, match=r"FLOWER_GPU_CONCURRENCY must be a whole number.* 'all'"):
         client_environment({"FLOWER_GPU_CONCURRENCY": "all"}, 3, 4)
 
@@ -79,17 +82,18 @@ def test_environment_of_a_client() -> None:
         ('{"runs": [{"status": "running"}]}', "running"),
     ],
 )
-def test_status_of_the_run(text: str, status: str) -> None:
+def test_the_status_of_the_run_is_read_from_flwr_list(text: str, status: str) -> None:
     assert run_status(text)[0].endswith(status)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"runs": []}', '{"runs": [1]}', "[1]", "error"])
-def test_no_status_is_an_error(text: str) -> None:
+def test_an_output_without_a_status_is_an_error(text: str) -> None:
     with pytest.raises(LaunchFailedError, match="no status"):
         run_status(text)
 
 
-# Binds the port of its argument, answers as Flower's servers, and says the same as they when it is taken.
+# Binds the given port and answers health checks as Flower's servers do. If the port is taken, it exits with
+# the same message as they do.
 SERVER = """
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -106,66 +110,70 @@ server.serve_forever()
 
 
 def federation_with(link: Callable[[int], Sequence[str]], tmp_path: Path, app: Path) -> Federation:
-    """Return a federation whose SuperLink on a port is another program."""
+    """Return a federation that starts the command `link(port)` in place of the SuperLink."""
     plan = make_plan(LaunchOptions(app, log_dir=tmp_path / "runs"))
     folder = RunFolder.create(tmp_path / "runs")
     watch = Supervisor(f"FLOWER_GPU_RUN_DIR={folder.path}")
-    one = Federation(plan, folder, os.environ, watch)
+    launched_federation = Federation(plan, folder, os.environ, watch)
 
     def service(port: int) -> Service:
         return Service("SuperLink", link(port), os.environ, folder.log("superlink"))
 
-    one.link_service = service  # type: ignore[method-assign]
-    return one
+    launched_federation.link_service = service  # type: ignore[method-assign]
+    return launched_federation
 
 
-def test_another_port_when_the_first_is_taken_meanwhile(tmp_path: Path, tiny_app: Path) -> None:
-    tried: list[int] = []
+def test_the_superlink_tries_another_port_if_the_first_was_taken_meanwhile(
+    tmp_path: Path, tiny_app: Path
+) -> None:
+    ports_tried: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def link(port: int) -> list[str]:
-            tried.append(port if tried else other.getsockname()[1])
-            return [sys.executable, "-c", SERVER, str(tried[-1])]
+            ports_tried.append(port if ports_tried else other.getsockname()[1])
+            return [sys.executable, "-c", SERVER, str(ports_tried[-1])]
 
-        one = federation_with(link, tmp_path, tiny_app)
-        with one._supervisor:
-            one._start_link()
-            assert len(tried) == 2
-            assert one._port == tried[1] != tried[0]
-            assert ports.is_healthy(tried[1])
-    assert not ports.is_healthy(tried[1])
+        launched_federation = federation_with(link, tmp_path, tiny_app)
+        with launched_federation._supervisor:
+            launched_federation._start_link()
+            assert len(ports_tried) == 2
+            assert launched_federation._port == ports_tried[1] != ports_tried[0]
+            assert ports.is_healthy(ports_tried[1])
+    assert not ports.is_healthy(ports_tried[1])
 
 
 @pytest.mark.parametrize(
     ("why", "attempts"), [("address already in use", federation.PORT_ATTEMPTS), ("something else", 1)]
 )
-def test_giving_up_names_the_service(why: str, attempts: int, tmp_path: Path, tiny_app: Path) -> None:
-    tried: list[int] = []
+def test_the_error_after_the_last_attempt_names_the_service(
+    why: str, attempts: int, tmp_path: Path, tiny_app: Path
+) -> None:
+    ports_tried: list[int] = []
 
     def link(port: int) -> list[str]:
-        tried.append(port)
+        ports_tried.append(port)
         return [sys.executable, "-c", f"import sys; sys.exit({why!r})"]
 
-    one = federation_with(link, tmp_path, tiny_app)
+    launched_federation = federation_with(link, tmp_path, tiny_app)
     with (
-        one._supervisor,
+        launched_federation._supervisor,
         pytest.raises(LaunchFailedError, match="SuperLink ended with exit code 1") as caught,
     ):
-        one._start_link()
-    assert len(set(tried)) == len(tried) == attempts
+        launched_federation._start_link()
+    assert len(set(ports_tried)) == len(ports_tried) == attempts
     assert caught.value.service is not None
     assert "sys.exit" not in caught.value.service.tail().splitlines()[-1]
 
 
-def test_bundling_leaves_out_the_logs_in_the_app(tiny_app: Path) -> None:
+def test_the_bundled_app_leaves_out_logs_in_its_folder(tiny_app: Path) -> None:
     log_dir = tiny_app / "runs"
     old = log_dir / "old" / "flwr" / "apps" / "x.py"
     old.parent.mkdir(parents=True)
     old.write_text("")
     folder = RunFolder.create(log_dir)
     plan = make_plan(LaunchOptions(tiny_app, log_dir=log_dir))
-    one = Federation(plan, folder, os.environ, Supervisor(""))
-    assert one.app_folder() == folder.app
+    launched_federation = Federation(plan, folder, os.environ, Supervisor(""))
+    assert launched_federation.app_folder() == folder.app
     copied = sorted(str(p.relative_to(folder.app)) for p in folder.app.rglob("*") if p.is_file())
     assert copied == [
         "pyproject.toml",

@@ -1,4 +1,4 @@
-"""Where packages were installed with ``pip install --target``: none of their commands is beside Python."""
+"""Packages installed with ``pip install --target``, so their commands are not in the interpreter's folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Python without packages and commands of its own, and nowhere setproctitle, which only shows names."""
+    """A Python that has no packages or commands, so all come from PYTHONPATH.
+
+    setproctitle is missing too, because it is optional: it only sets the names of processes.
+    """
     missing = tmp_path / "missing"
     missing.mkdir()
     (missing / "setproctitle.py").write_text("raise ModuleNotFoundError('it is not carried')\n")
@@ -36,7 +39,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "env" / "bin" / Path(sys.executable).name
 
 
-def given_to(log: Path) -> list[list[Any]]:
+def contexts_in(log: Path) -> list[list[Any]]:
     lines = [line for line in log.read_text().splitlines() if line.startswith("given ")]
     return [json.loads(line.removeprefix("given ")) for line in lines]
 
@@ -50,7 +53,7 @@ def test_an_app_from_start_to_result(launch: Callable[..., LaunchRun], interpret
     folder = started.folder
     assert "Traceback" not in (folder / "programs.log").read_text()
     assert out.startswith(f"tiny: 1 client, 2 rounds; logs in runs/{folder.name}\n")
-    # Of the same evaluation the app writes a line of its own into the trace, with the accuracy.
+    # The app itself writes a second trace event for the same evaluation, with the accuracy.
     assert re.search(
         r"^round 2/2  train +1/1 clients .+\nround 2/2  server-evaluate +loss 0.3333$", out, re.M
     )
@@ -62,15 +65,15 @@ def test_an_app_from_start_to_result(launch: Callable[..., LaunchRun], interpret
     assert result["initial"]["loss"] == 1.0
     workers = History.read(folder / "trace.jsonl").workers
     assert [(worker.client, worker.start_method) for worker in workers] == [("0", "in-process")] * 2
-    first, second = given_to(folder / "client-0.log")
+    first, second = contexts_in(folder / "client-0.log")
     node_config, run_config, rounds = first
     assert node_config == {"partition-id": 0, "num-partitions": 1, "site": "north pole"}
-    given = {"learning-rate": 0.5, "num-clients": 1, "text": 'a "b" = c'}
-    assert run_config == {**run_config, **given}
+    overrides = {"learning-rate": 0.5, "num-clients": 1, "text": 'a "b" = c'}
+    assert run_config == {**run_config, **overrides}
     assert (rounds, second[2]) == (1, 2), "the state of a client lasts from round to round"
 
 
-def test_supernode_becomes_flowers(interpreter: Path, tmp_path: Path) -> None:
+def test_flower_gpu_supernode_runs_flower_supernode(interpreter: Path, tmp_path: Path) -> None:
     command = [interpreter, "-m", "flower_gpu.cli", "supernode", "--", "--help"]
     done = run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -78,7 +81,7 @@ def test_supernode_becomes_flowers(interpreter: Path, tmp_path: Path) -> None:
 
 
 def test_doctor_names_the_folder_of_the_commands(interpreter: Path, tmp_path: Path) -> None:
-    """Not that of the interpreter, where there are none."""
+    """The commands are in the target folder, and the interpreter's own folder has none."""
     target = tmp_path / "target"
     (target / "bin").mkdir(parents=True)
     for name in ("flwr", "flwr-1.41.0.dist-info"):
@@ -95,7 +98,7 @@ def test_doctor_names_the_folder_of_the_commands(interpreter: Path, tmp_path: Pa
         [interpreter, "-c", program, "/usr/bin:/bin", f"{target}/bin:/usr/bin:/bin"],
         env={**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{os.environ['PYTHONPATH']}"},
     )
-    told, on_path = map(json.loads, done.stdout.splitlines())
-    [(level, _, todo)] = told
+    not_on_path, on_path = map(json.loads, done.stdout.splitlines())
+    [(level, _, todo)] = not_on_path
     assert (level, todo) == ("note", f'export PATH="{target}/bin:$PATH"')
     assert on_path == []

@@ -1,4 +1,4 @@
-"""What `flower-gpu launch` does with its options about GPUs before anything starts."""
+"""`flower-gpu launch` checks its GPU options against the GPUs of the host before any process starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flower_gpu.launch.run import remarks_at_end
 from flower_gpu.watch.history import History
 
 REFUSED = [
-    # arguments, and words of the refusal: what does not fit, and what would
+    # Arguments, and words of the error: the request that does not fit, and the largest one that would.
     ("--gpu-memory 100GiB", "--gpu-memory 100GiB GPU 0 (NVIDIA Stub 16GB) has 16128MiB at most 16128MiB"),
     ("--gpu-memory 16129MiB", "--gpu-memory 16129MiB at most 16128MiB"),
     ("--gpu-memory 300MiB", "--gpu-memory 300MiB context 512 MiB more than"),
@@ -69,14 +69,14 @@ POSSIBLE = {
 }  # fmt: skip
 
 
-def test_what_no_gpu_can_ever_give_is_refused(plan_on: PlanOn, host: Host) -> None:
+def test_a_request_that_no_gpu_can_ever_satisfy_is_refused(plan_on: PlanOn, host: Host) -> None:
     answers = plan_on(host, *(line for line, _ in REFUSED))
     for (line, words), (_, refused) in zip(REFUSED, answers, strict=True):
         assert refused is not None and "\n" not in refused, line
         assert [word for word in words.split() if word not in refused] == [], refused
 
 
-def test_what_can_be_given_is_not(plan_on: PlanOn, host: Host) -> None:
+def test_a_request_that_a_gpu_can_satisfy_is_accepted(plan_on: PlanOn, host: Host) -> None:
     answers = plan_on(host, *POSSIBLE)
     assert answers == [(remarks, None) for remarks in POSSIBLE.values()]
 
@@ -98,7 +98,9 @@ def test_only_usable_and_visible_gpus_count(plan_on: PlanOn, host: Host) -> None
     assert lost is not None and "at most 7936MiB" in lost and fits is None
 
 
-def test_other_programs_are_no_reason_to_refuse_but_the_reserve_is(plan_on: PlanOn, host: Host) -> None:
+def test_memory_of_other_programs_does_not_refuse_a_request_but_the_reserve_does(
+    plan_on: PlanOn, host: Host
+) -> None:
     for number in range(2):
         host.set(number, used=15 * GIB)
     (_, fits), (_, refused) = plan_on(
@@ -107,7 +109,7 @@ def test_other_programs_are_no_reason_to_refuse_but_the_reserve_is(plan_on: Plan
     assert fits is None and refused is not None and "at most 8192MiB" in refused
 
 
-def test_requests_of_the_environment_count_too(plan_on: PlanOn, host: Host) -> None:
+def test_requests_in_environment_variables_are_checked_too(plan_on: PlanOn, host: Host) -> None:
     size, gpus = {"FLOWER_GPU_MEMORY": "100GiB"}, {"FLOWER_GPU_NUM_GPUS": "4"}
     wanted = {"FLOWER_GPU_POLICY": "require", "FLOWER_GPU_IDS": "5"}
     lines = [(line, size) for line in ("", "--gpu-memory 1GiB", "--num-gpus 0.5")]
@@ -115,14 +117,14 @@ def test_requests_of_the_environment_count_too(plan_on: PlanOn, host: Host) -> N
     answers = plan_on(host, *lines, ("", wanted), ("--gpu-ids 1", wanted))
     memory, share, policy = answers[:3], answers[3:6], answers[6:]
     assert memory[0][1] is not None and memory[0][1].startswith("FLOWER_GPU_MEMORY=100GiB: no GPU")
-    assert [refused for _, refused in memory[1:]] == [None, None], "an option takes a variable's place"
+    assert [refused for _, refused in memory[1:]] == [None, None], "an option overrides the variable"
     assert share[0][1] is not None and share[0][1].startswith("FLOWER_GPU_NUM_GPUS=4: a call may use 2")
     assert [refused for _, refused in share[1:]] == [None, None]
     assert policy[0][1] is not None and "there is no GPU 5" in policy[0][1]
     assert policy[1] == (["calls run on GPU 1 (NVIDIA Stub 16GB): as many at a time as have room"], None)
 
 
-def test_without_a_gpu(plan_on: PlanOn) -> None:
+def test_remarks_on_a_host_without_a_gpu(plan_on: PlanOn) -> None:
     nothing, memory, force, require, wanted, never = plan_on(
         None,
         "",
@@ -133,7 +135,7 @@ def test_without_a_gpu(plan_on: PlanOn) -> None:
         "--gpu never",
     )
     on_cpu = "calls run on the CPU, up to 2 at a time"
-    # The app's own `use-gpu = true` is no reason to warn.
+    # The default `use-gpu = true` in the app's config does not cause a warning.
     assert nothing == ([f"no GPU here: {on_cpu}"], None)
     assert never == ([f"the device policy is never: {on_cpu}"], None)
     assert memory[0] == [
@@ -163,7 +165,7 @@ def gpu_variables(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name in ("FLOWER_GPU_POLICY", "FLOWER_GPU_IDS")}
 
 
-def test_gpus_are_dealt_out_to_the_clients_and_the_server_has_all(tiny_app: Path) -> None:
+def test_gpus_are_dealt_out_to_the_clients_and_the_server_may_use_all(tiny_app: Path) -> None:
     plan = plan_of(tiny_app, "--clients 5 --gpu-ids 1,GPU-89 --gpu offer")
     configs = [plan.node_config_of(client) for client in range(5)]
     assert [config["gpu-ids"] for config in configs] == [1, "GPU-89", 1, "GPU-89", 1]
@@ -185,7 +187,7 @@ def test_gpus_are_dealt_out_to_the_clients_and_the_server_has_all(tiny_app: Path
         ("", {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_IDS": "1"}),
     ],
 )
-def test_code_with_and_without_context_gets_the_same_policy(
+def test_code_gets_the_same_policy_with_and_without_the_context(
     line: str, base: dict[str, str], tiny_app: Path
 ) -> None:
     plan = plan_of(tiny_app, line)
@@ -202,7 +204,7 @@ def test_code_with_and_without_context_gets_the_same_policy(
 
 
 @pytest.mark.parametrize(
-    ("line", "leased", "said"),
+    ("line", "leases", "remark"),
     [
         (
             "--use-gpu false",
@@ -215,14 +217,14 @@ def test_code_with_and_without_context_gets_the_same_policy(
     ],
 )
 def test_an_app_that_does_not_obey_use_gpu_is_named(
-    line: str, leased: int, said: str, tiny_app: Path
+    line: str, leases: int, remark: str, tiny_app: Path
 ) -> None:
     pyproject = tiny_app / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace('text = ""', 'text = ""\nuse-gpu = true'))
     history = History()
-    history.feed({"event": "lease_granted", "time": 1.0, "lease": str(number)} for number in range(leased))
-    found = list(remarks_at_end(plan_of(tiny_app, line), history))
-    assert [text[: len(said)] for text in found] == [said] if said else found == []
+    history.feed({"event": "lease_granted", "time": 1.0, "lease": str(number)} for number in range(leases))
+    remarks = list(remarks_at_end(plan_of(tiny_app, line), history))
+    assert [text[: len(remark)] for text in remarks] == [remark] if remark else remarks == []
 
 
 STARTED = {"event": "run_started", "time": 1.0, "gpus": [{"uuid": "GPU-1", "index": 0, "name": "a card"}]}
@@ -231,7 +233,7 @@ ROUND = {"event": "round_finished", "time": 3.0, "round": 1, "task": "train", "m
 
 
 @pytest.mark.parametrize(
-    ("line", "events", "is_said"),
+    ("line", "events", "has_remark"),
     [
         ("", [STARTED, ROUND], True),
         ("", [STARTED, WORKER, ROUND], False),
@@ -241,15 +243,15 @@ ROUND = {"event": "round_finished", "time": 3.0, "round": 1, "task": "train", "m
     ],
 )
 def test_an_app_whose_clients_have_no_leases_is_named(
-    line: str, events: list[dict[str, Any]], is_said: bool, tiny_app: Path
+    line: str, events: list[dict[str, Any]], has_remark: bool, tiny_app: Path
 ) -> None:
     history = History()
     history.feed(events)
-    found = list(remarks_at_end(plan_of(tiny_app, line), history))
-    assert ["no call of tiny had a lease" in text for text in found] == [True] * is_said
+    remarks = list(remarks_at_end(plan_of(tiny_app, line), history))
+    assert ["no call of tiny had a lease" in text for text in remarks] == [True] * has_remark
 
 
-# What nodes ask for in their configs ------------------------------------------------------------------------
+# Requests in node configs ---------------------------------------------------------------------------------
 
 
 def rooms(at_a_time: int, *gpus: int) -> str:
@@ -258,9 +260,9 @@ def rooms(at_a_time: int, *gpus: int) -> str:
     )
 
 
-def test_how_many_fit_is_said_for_clients_and_server(plan_on: PlanOn, host: Host) -> None:
-    """The server has no node config: what an option says holds for it."""
-    size, share, beside, dealt_out, several = plan_on(
+def test_remarks_say_how_many_calls_fit_for_clients_and_server(plan_on: PlanOn, host: Host) -> None:
+    """The server has no node config, so only the options apply to it."""
+    size, share, with_option, dealt_out, several = plan_on(
         host,
         "--node-config gpu-memory='4GiB'",
         "--node-config num-gpus=0.25",
@@ -271,7 +273,7 @@ def test_how_many_fit_is_said_for_clients_and_server(plan_on: PlanOn, host: Host
     of_clients = "leases: client 0 and client 1: 4.0 GiB of one GPU for a call; "
     assert size == ([f"{of_clients}{rooms(3)}"], None)
     assert share == ([f"leases: client 0 and client 1: 0.25 of one GPU for a call; {rooms(4)}"], None)
-    assert beside == (
+    assert with_option == (
         [f"{of_clients}{rooms(3)}", f"leases: the server: 0.5 of one GPU for a call; {rooms(2)}"],
         None,
     )
@@ -282,7 +284,7 @@ def test_how_many_fit_is_said_for_clients_and_server(plan_on: PlanOn, host: Host
     assert several == ([], None)
 
 
-def test_nodes_are_put_together_by_what_they_ask_for(plan_on: PlanOn, host: Host) -> None:
+def test_nodes_with_equal_requests_share_a_remark(plan_on: PlanOn, host: Host) -> None:
     each = [{"gpu-memory": "7GiB"}, {"num-gpus": 0.25}, {"gpu-memory": "7168 MiB"}, {}, {"num-gpus": 1}]
     ((remarks, refused),) = plan_on(host, "--clients 5 --gpu-memory 2GiB", each=each)
     assert refused is None
@@ -294,18 +296,18 @@ def test_nodes_are_put_together_by_what_they_ask_for(plan_on: PlanOn, host: Host
     ]
 
 
-def test_one_node_that_can_never_be_served_is_enough_to_refuse(plan_on: PlanOn, host: Host) -> None:
+def test_a_single_node_that_can_never_be_served_refuses_the_launch(plan_on: PlanOn, host: Host) -> None:
     each = [{}, {"gpu-memory": "100GiB"}, {"num-gpus": 1}]
     ((_, refused),) = plan_on(host, "--clients 3", each=each)
     assert refused is not None and refused.startswith("client 1: ")
-    assert "no GPU has that much" in refused and "ask for at most 16128MiB" in refused
-    # Nor what it may not have: the same request, but of a GPU that is another one's.
+    assert "no GPU can ever give so much" in refused and "ask for at most 16128MiB" in refused
+    # Both clients request two GPUs, but client 1 may use only one.
     each = [{"num-gpus": 2, "gpu-ids": "0,1"}, {"num-gpus": 2, "gpu-ids": 1}]
     ((_, refused),) = plan_on(host, "--clients 2", each=each)
     assert refused is not None and refused.startswith("client 1: ") and "a call may use 1 here" in refused
 
 
-def test_what_is_refused_is_named_as_it_was_written(plan_on: PlanOn, host: Host) -> None:
+def test_a_refused_request_is_quoted_as_it_was_written(plan_on: PlanOn, host: Host) -> None:
     lines = [
         ("--node-config gpu-memory='100GiB'", "gpu-memory='100GiB'", "no GPU has that much"),
         ("--gpu-memory 2GiB --node-config gpu-memory='9TiB'", "gpu-memory='9TiB'", "no GPU has that much"),
@@ -314,12 +316,12 @@ def test_what_is_refused_is_named_as_it_was_written(plan_on: PlanOn, host: Host)
         ("--node-config gpu-memory='300MiB'", "gpu-memory='300MiB'", "CUDA's own context takes 512 MiB"),
     ]
     answers = plan_on(host, *(line for line, _, _ in lines), FLOWER_GPU_MEMORY="1GiB")
-    for (_, asked, words), (_, refused) in zip(lines, answers, strict=True):
+    for (_, request, words), (_, refused) in zip(lines, answers, strict=True):
         assert refused is not None
-        assert refused.startswith(f"client 0 and client 1: --node-config {asked}: ") and words in refused
+        assert refused.startswith(f"client 0 and client 1: --node-config {request}: ") and words in refused
 
 
-def test_what_has_no_effect_is_named_as_it_was_written(plan_on: PlanOn, host: Host) -> None:
+def test_a_request_without_effect_is_quoted_as_it_was_written(plan_on: PlanOn, host: Host) -> None:
     never, not_wanted = plan_on(
         host,
         "--node-config gpu-memory='4GiB' --node-config gpu='never'",

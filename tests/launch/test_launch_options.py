@@ -1,4 +1,4 @@
-"""What `flower-gpu launch` accepts, and the one line it answers to what it does not."""
+"""Options that `flower-gpu launch` accepts, and the one-line errors for those that it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.options import flag
 
 BAD_OPTIONS = [
-    # arguments after the app's folder, and words its line must hold
+    # Arguments after the app's folder, and words that the error line must contain.
     ("--clients 0", "--clients 1 or more"),
     ("--clients two", "--clients 'two' whole number"),
     ("--rounds 0", "--rounds 1 or more"),
@@ -125,7 +125,7 @@ def replace(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_missing_flower_commands(
+def test_missing_flower_commands_are_reported_in_one_line(
     tiny_app: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tiny_app))
@@ -169,7 +169,7 @@ def test_a_declared_package_that_is_missing_is_named_unless_flower_installs_it(
         ("--run-config text='x' --run-config fail='y'", {"text": "x", "fail": "y", "num-clients": 2}),
     ],
 )
-def test_run_config_holds_what_was_given(
+def test_the_run_config_holds_the_given_options(
     arguments: str, overrides: dict[str, object], tiny_app: Path
 ) -> None:
     plan = plan_of(tiny_app, arguments)
@@ -181,7 +181,7 @@ def test_run_config_holds_what_was_given(
     assert plan.clients == overrides["num-clients"]
 
 
-def test_the_apps_own_number_of_clients(tiny_app: Path) -> None:
+def test_the_number_of_clients_defaults_to_the_apps_config(tiny_app: Path) -> None:
     replace(tiny_app / "pyproject.toml", "num-clients = 2\n", "num-clients = 6\n")
     assert plan_of(tiny_app, "").clients == 6
     replace(tiny_app / "pyproject.toml", "num-clients = 6\n", "")
@@ -210,15 +210,15 @@ def test_node_config_of_each_client(tiny_app: Path) -> None:
 def test_messages_get_leases_unless_the_app_takes_its_own(
     source: str, takes_leases: bool, tiny_app: Path
 ) -> None:
-    """Also if a module names it that the ClientApp's module imports."""
+    """The launcher also searches the modules that the ClientApp's module imports."""
     (tiny_app / "tiny" / "task.py").write_text(source)
     client_app = tiny_app / "tiny" / "client_app.py"
     client_app.write_text(f"from tiny import task\n{client_app.read_text()}")
     assert plan_of(tiny_app, "").gives_leases == (not takes_leases)
     slow = plan_of(tiny_app, "--no-fast-start")
     assert not slow.gives_leases
-    said = [line for line in slow.remarks if "the clients of tiny have no leases" in line]
-    assert len(said) == (not takes_leases)
+    remarks = [line for line in slow.remarks if "the clients of tiny have no leases" in line]
+    assert len(remarks) == (not takes_leases)
 
 
 def test_data_dir_becomes_absolute(tiny_app: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +233,8 @@ def test_clients_share_the_cores(tiny_app: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["launch --help", "supernode --help", "--version"])
-def test_answers_without_dependencies(line: str) -> None:
-    """-S: no installed package can be imported, as in a fresh clone."""
+def test_help_and_version_work_without_dependencies(line: str) -> None:
+    """With `python -S` no installed package can be imported, as in a fresh clone."""
     result = run(
         [sys.executable, "-S", "-m", "flower_gpu.cli", *line.split()], cwd=Path(cli.__file__).parents[2]
     )
@@ -253,13 +253,13 @@ def test_help_has_the_keys_of_the_run_config(capsys: pytest.CaptureFixture[str])
 # Values of a run config, on command lines ------------------------------------------------------------------
 
 KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
-# TOML knows no lone surrogates, and its integers have 64 bits.
+# TOML has no lone surrogates, and its integers have 64 bits.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 VALUES = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), TEXTS)
 
 
 @given(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4))
-def test_flower_and_we_read_what_we_write(values: dict[str, object]) -> None:
+def test_flower_and_parse_pairs_read_what_format_pairs_writes(values: dict[str, object]) -> None:
     written = [format_pairs(values)]
     for read in (parse_config_args(written), parse_pairs("--run-config", written)):
         assert read == values
@@ -278,7 +278,7 @@ def test_flower_and_we_read_what_we_write(values: dict[str, object]) -> None:
         ([], {}),
     ],
 )
-def test_pairs(texts: list[str], values: dict[str, object]) -> None:
+def test_pairs_are_parsed_as_toml(texts: list[str], values: dict[str, object]) -> None:
     assert parse_pairs("--run-config", texts) == values
 
 
@@ -286,7 +286,7 @@ def test_pairs(texts: list[str], values: dict[str, object]) -> None:
     "text",
     ["", "a", "a=", "=1", "a = 1", "a=x", "a='b", 'a="b"c', "a=[1]", "a={b=1}x", "a=1 b", "a=1979-05-27"],
 )
-def test_what_is_no_pair(text: str) -> None:
+def test_a_text_that_is_not_a_list_of_pairs_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--run-config"):
         parse_pairs("--run-config", [text])
 

@@ -1,4 +1,4 @@
-"""Supervision with real processes: who dies, who says so, and that nobody stays."""
+"""Supervision with real processes: early exits are reported, and no process outlives the launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flower_gpu.launch.supervisor import Service, tail
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
-#: A launcher in small: starts the services named by its arguments and waits until it is told to stop.
+#: A minimal launcher. It starts the services named by its arguments and waits for a signal to stop.
 LAUNCHER = """
 import os, sys
 from pathlib import Path
@@ -45,7 +45,7 @@ assert not supervisor.left
 sys.exit(code)
 """
 
-#: Services: each writes the pids that must not stay, then sleeps.
+#: Services. Each writes the pids that must be gone at the end, then sleeps.
 POLITE = """
 import os, sys, time
 open(sys.argv[1], "w").write(f"{os.getpid()}\\n")
@@ -58,7 +58,8 @@ for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
 open(sys.argv[1], "w").write(f"{os.getpid()}\\n")
 time.sleep(600)
 """
-# Like a SuperLink: a child in a session of its own, whose child in turn loses its parent; both stubborn.
+# Like a SuperLink, it starts a child in a new session, and the child's child becomes an orphan. Both ignore
+# SIGTERM.
 DETACHING = """
 import os, signal, subprocess, sys, time
 grandchild = (
@@ -75,7 +76,7 @@ open(sys.argv[1], "w").write(f"{os.getpid()} {child.stdout.readline().decode()}"
 time.sleep(600)
 """
 
-# An orphan that nothing in its environment connects with the run.
+# Leaves an orphan with an empty environment, so no variable connects the orphan with the run.
 NAMELESS = """
 import os, subprocess, sys, time
 sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -91,7 +92,7 @@ StartLauncher = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
-    """Start the small launcher with services; at the end of the test nobody may be left."""
+    """Start the minimal launcher with services, and check at the end that all processes are gone."""
     for name, text in SERVICES.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
@@ -109,7 +110,8 @@ def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
         process.communicate()
     try:
         until(lambda: not processes_of(tmp_path), "every process of the run is gone")
-    finally:  # a test that fails leaves nothing either
+    finally:
+        # A failed test must not leave processes behind either.
         pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
         for pid in filter(is_running, pids):
             os.kill(pid, signal.SIGKILL)
@@ -140,7 +142,7 @@ def test_stopping_cannot_take_five_seconds() -> None:
     assert supervisor.GRACE_S + supervisor.KILL_S < 5.0
 
 
-def test_second_ctrl_c_does_not_wait(start_launcher: StartLauncher, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills_the_services_at_once(start_launcher: StartLauncher, tmp_path: Path) -> None:
     launcher = start_launcher("stubborn", "polite", grace_s=100_000)
     (stubborn,), (polite,) = (read_pids(tmp_path / f"{name}.pids") for name in ("stubborn", "polite"))
     launcher.send_signal(signal.SIGINT)
@@ -170,17 +172,17 @@ def test_services_die_with_the_launcher_without_the_guard(
     until(lambda: not any(map(is_running, pids)), "the kernel has killed them")
 
 
-def test_processes_that_were_there_before_stay(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as before:
+def test_processes_older_than_the_supervisor_are_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as older:
         with supervisor.Supervisor(f"FLOWER_GPU_RUN_DIR={tmp_path}") as watch:
             during = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             assert psutil.Process(during.pid).ppid() == os.getpid()
         assert watch.left == []
         assert not is_running(during.pid)
         during.wait(timeout=60)
-        assert before.poll() is None
-        before.communicate(b"\n", timeout=60)
-    assert before.returncode == 0
+        assert older.poll() is None
+        older.communicate(b"\n", timeout=60)
+    assert older.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -199,29 +201,30 @@ def test_early_end_is_noticed_and_described(code: str, how: str, tmp_path: Path)
         assert (service.pid, service.returncode, service.runs) == (None, None, False)
         watch.start(service)
         while service.runs:
-            watch.wait(60.0)  # a child's end interrupts it
+            # The exit of the child interrupts the wait.
+            watch.wait(60.0)
     assert service.describe_end() == f"broken part ended with {how}"
     assert log.read_text().startswith("$ ")
     if code == "1 / 0":
         assert service.tail().endswith("ZeroDivisionError: division by zero")
 
 
-def test_a_program_that_is_missing_leaves_nothing_open(tmp_path: Path) -> None:
-    before = sorted(Path("/proc/self/fd").iterdir())
+def test_a_missing_program_leaves_no_open_file(tmp_path: Path) -> None:
+    open_before = sorted(Path("/proc/self/fd").iterdir())
     service = Service("missing", [str(tmp_path / "nothing")], os.environ, tmp_path / "missing.log")
     with pytest.raises(FileNotFoundError):
         service.start()
-    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    assert sorted(Path("/proc/self/fd").iterdir()) == open_before
 
 
-def test_tail_keeps_what_says_something(tmp_path: Path) -> None:
+def test_tail_skips_empty_lines_marker_lines_and_colors(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     path.write_bytes(b"old\n\n\x1b[91mERROR \x1b[0m: bad\n    f(x)\n    ~~~^^^\n\xff\n")
     assert tail(path, 3) == "ERROR : bad\n    f(x)\n\N{REPLACEMENT CHARACTER}"
     assert tail(tmp_path / "missing.log") == ""
 
 
-def test_who_listens_on_a_port() -> None:
+def test_a_listening_port_is_attributed_to_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert ports.listens(os.getpid(), port)

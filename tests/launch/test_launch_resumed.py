@@ -1,4 +1,4 @@
-"""Runs of `flower-gpu launch` whose processes are killed, and that go on."""
+"""A run of `flower-gpu launch` can be resumed after its processes were killed."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ APP = Path(__file__).parent / "resumed_app"
 
 def kill(name: str, folder: Path) -> None:
     """Kill the processes of a run with this name."""
-    found = [pid for pid, command in processes_with("FLOWER_GPU_RUN_DIR", folder).items() if name in command]
-    assert found
-    for pid in found:
+    pids = [pid for pid, command in processes_with("FLOWER_GPU_RUN_DIR", folder).items() if name in command]
+    assert pids
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_round(started: LaunchRun, server_round: int) -> None:
-    """Wait until a round begins, which is when the checkpoint of the one before is written."""
+    """Wait until a round begins. By then the checkpoint of the previous round is written."""
 
     def has_begun() -> bool:
         for path in started.log_dir.glob(f"*/{trace.FILE_NAME}"):
-            rounds = [one["round"] for one in trace.read(path) if one["event"] == "round_started"]
+            rounds = [event["round"] for event in trace.read(path) if event["event"] == "round_started"]
             return bool(rounds) and rounds[-1] == server_round
         return False
 
@@ -55,33 +55,34 @@ def wait_for_round(started: LaunchRun, server_round: int) -> None:
 def resumed(
     launch: Callable[..., LaunchRun], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, str]:
-    """A run that was killed twice; its folder, the file of its model, and what the first kill had said."""
+    """The folder of a run that was killed twice, its model file, and stderr after the first kill."""
     model = tmp_path_factory.mktemp("model") / "launched.json"
-    begins, goes_on = (line.split() for line in commands("resume.md"))
-    assert begins[:-1] == ["flower-gpu", "launch", "my-app", "--clients"]
-    assert goes_on == [*begins[:3], "--resume", "runs/<time>"]
+    start_command, resume_command = (line.split() for line in commands("resume.md"))
+    assert start_command[:-1] == ["flower-gpu", "launch", "my-app", "--clients"]
+    assert resume_command == [*start_command[:3], "--resume", "runs/<time>"]
     options = ("--run-config", f'strategy="ours" model="{model}" seconds=3.0', "--node-config", "kept=1")
     first = launch(APP, "--clients", "3", *options)
     wait_for_round(first, 3)
     kill("flower-superlink", first.folder)
-    code, _, said = first.finish()
-    assert code == 1, said
+    code, _, first_stderr = first.finish()
+    assert code == 1, first_stderr
     second = launch(APP, resume=first.folder)
     wait_for_round(second, 4)
     kill("flwr-serverapp", first.folder)
-    second.process.kill()  # Flower would miss the ServerApp after a minute
+    # Flower would notice the missing ServerApp only after a minute.
+    second.process.kill()
     second.process.communicate()
     until(lambda: not processes_of(first.log_dir), "nothing of the run is left")
     code, out, err = launch(APP, "--run-config", "seconds=0.0", resume=first.folder).finish()
     assert code == 0, out + err
     assert "resumed after round 3" in out
-    return first.folder, model, said
+    return first.folder, model, first_stderr
 
 
-def test_killed_twice_it_has_the_bits_of_a_run_that_was_not(
+def test_a_run_killed_twice_ends_with_the_same_bits_as_an_undisturbed_run(
     resumed: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
-    """One in another engine: clients are asked, and replies are summed, in the order of partitions."""
+    """The undisturbed run is a simulation. Both engines sum the replies in the order of partitions."""
     model = tmp_path / "simulated.json"
     config = f'strategy="ours" model="{model}" seconds=0.0'
     simulate = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(APP), "--clients", "3"]
@@ -90,17 +91,17 @@ def test_killed_twice_it_has_the_bits_of_a_run_that_was_not(
     assert resumed[1].read_text() == model.read_text()
 
 
-def test_its_folder_tells_of_one_run(resumed: tuple[Path, Path, str]) -> None:
-    folder, _, said = resumed
+def test_the_folder_of_a_resumed_run_describes_a_single_run(resumed: tuple[Path, Path, str]) -> None:
+    folder, _, first_stderr = resumed
     result = json.loads((folder / "result.json").read_text())
     assert (result["outcome"], result["resumed_after_round"]) == ("completed", 3)
     assert [row["round"] for row in result["rounds"]] == [1, 2, 3, 4]
     assert (result["messages"], result["failed"]) == (8, 0)
     assert [config["kept"] for config in result["settings"]["node_configs"]] == [1, 1, 1]
-    # Each start is a new run to Flower, whose clients' states are of one run.
+    # Each start is a new run for Flower, and the state of a client lasts for a single run of Flower.
     calls = [row["metrics"]["train"]["calls"] for row in result["rounds"]]
     assert calls[2:] == [1, 1] and calls[0] == 1 < calls[1]
-    assert f"add this to the same command: --resume runs/{folder.name}" in said
+    assert f"add this to the same command: --resume runs/{folder.name}" in first_stderr
 
 
 @pytest.mark.parametrize(
@@ -111,25 +112,27 @@ def test_its_folder_tells_of_one_run(resumed: tuple[Path, Path, str]) -> None:
         (["--resume", str(APP)], "it has no trace.jsonl of `flower-gpu launch`"),
     ],
 )
-def test_what_cannot_go_on_is_refused(
+def test_a_run_that_cannot_be_resumed_is_refused(
     options: list[str], words: str, resumed: tuple[Path, Path, str]
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         plan(["--resume", str(resumed[0]), *options])
 
 
-def test_an_earlier_run_gives_what_is_not_given(resumed: tuple[Path, Path, str], tmp_path: Path) -> None:
-    before = ["--resume", str(resumed[0])]
-    found = plan([*before, "--run-config", "num-server-rounds=6", "--node-config", "new=2"])
-    assert (found.clients, found.num_rounds, found.run_config["strategy"]) == (3, 6, "ours")
-    assert found.node_config_of(1) == {"partition-id": 1, "num-partitions": 3, "kept": 1, "new": 2}
+def test_options_that_are_not_given_come_from_the_resumed_run(
+    resumed: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    resume = ["--resume", str(resumed[0])]
+    new_plan = plan([*resume, "--run-config", "num-server-rounds=6", "--node-config", "new=2"])
+    assert (new_plan.clients, new_plan.num_rounds, new_plan.run_config["strategy"]) == (3, 6, "ours")
+    assert new_plan.node_config_of(1) == {"partition-id": 1, "num-partitions": 3, "kept": 1, "new": 2}
     damaged = Path(shutil.copytree(resumed[0], tmp_path / "damaged"))
     next((damaged / "checkpoint").glob("*.model")).write_bytes(b"short")
     with pytest.raises(ConfigError, match="model is damaged"):
         plan(["--resume", str(damaged)])
 
 
-def test_a_run_that_another_process_goes_on_with_is_left_alone(resumed: tuple[Path, Path, str]) -> None:
+def test_a_run_that_another_process_has_resumed_is_left_alone(resumed: tuple[Path, Path, str]) -> None:
     environment = {**os.environ, "FLOWER_GPU_RUN_DIR": str(resumed[0])}
     with (
         in_use(resumed[0] / trace.FILE_NAME),

@@ -1,4 +1,4 @@
-"""run.sh, with a real virtual environment and a real pip, in a clone of a package that needs nothing."""
+"""run.sh with a real virtual environment and a real pip, in a clone of a package without dependencies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ name = "flower-gpu"
 version = "0"
 """
 
-# An editable wheel is a .pth file; nothing else is needed to see what run.sh does.
+# An editable wheel only needs a .pth file, which is enough to test run.sh.
 BACKEND = """
 import base64, hashlib, os, zipfile
 
@@ -57,7 +57,7 @@ print("cli of", sys.prefix, *sys.argv[1:], sep="|")
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone with a space in its path."""
+    """A clone of the package in a folder with a space in its path."""
     folder = tmp_path / "my clone"
     (folder / "flower_gpu").mkdir(parents=True)
     (folder / "flower_gpu" / "__init__.py").write_text("")
@@ -71,12 +71,17 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which python3 is the Python of these tests, and lends environments its pip."""
+    """Environment variables in which python3 is the Python of these tests.
+
+    Virtual environments use its pip, because installing pip into each of them takes seconds.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
-    made = "-m venv --without-pip --system-site-packages"  # else pip is installed into each, for seconds
+    venv_options = "-m venv --without-pip --system-site-packages"
     has_pip = f'[ "$1 $2" = "-m venv" ] && "{PYTHON}" -c "import pip" 2>/dev/null'
-    replace_python(folder, f'if {has_pip}; then shift 2; set -- {made} "$@"; fi\nexec "{PYTHON}" "$@"')
+    replace_python(
+        folder, f'if {has_pip}; then shift 2; set -- {venv_options} "$@"; fi\nexec "{PYTHON}" "$@"'
+    )
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU")}
     return {**kept, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
@@ -89,30 +94,31 @@ def expected(clone: Path, *arguments: str) -> str:
     return "|".join(["cli of", str(clone / ".venv"), "launch", *arguments]) + "\n"
 
 
-def test_first_starts_install_once_and_later_ones_do_not(
+def test_the_first_start_installs_and_later_starts_do_not(
     clone: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
     quickstart = str(clone / "examples" / "quickstart")
     link = tmp_path / "link"
     link.symlink_to(clone / "run.sh")
-    # flower_gpu in the current folder must not be taken for the package.
+    # A folder named flower_gpu in the current folder must not be imported as the package.
     (tmp_path / "flower_gpu").mkdir()
 
     (clone / "backend.py").write_text("raise SystemExit('broken build')")
     failed = run(clone / "run.sh", env=env, cwd=tmp_path)
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.splitlines()[-1].startswith("run.sh: the installation failed")
-    assert (clone / ".venv" / ".flower-gpu-unfinished").exists()  # so the next start makes it anew
+    # The marker makes the next start create the environment again.
+    assert (clone / ".venv" / ".flower-gpu-unfinished").exists()
     (clone / "backend.py").write_text(BACKEND)
 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     commands = [[link, "--rounds", "2", "a b"], [clone / "run.sh", "my app", "--x"]]
-    both = [subprocess.Popen(each, env=env, cwd=tmp_path, text=True, **pipes) for each in commands]
-    results = [process.communicate(timeout=150) for process in both]
+    processes = [subprocess.Popen(command, env=env, cwd=tmp_path, text=True, **pipes) for command in commands]
+    results = [process.communicate(timeout=150) for process in processes]
     assert results[0][0] == expected(clone, quickstart, "--rounds", "2", "a b")
     assert results[1][0] == expected(clone, "my app", "--x")
-    said = "".join(err for _, err in results)
-    assert said.count("\n") == 1 and "only this once" in said
+    stderr = "".join(err for _, err in results)
+    assert stderr.count("\n") == 1 and "only this once" in stderr
     assert not (clone / ".venv" / ".flower-gpu-unfinished").exists()
 
     env["FLOWER_GPU_APP"] = "other app"
@@ -125,7 +131,7 @@ def test_first_starts_install_once_and_later_ones_do_not(
     assert run(clone / "run.sh", env=env, cwd=tmp_path).stderr == ""
 
 
-def test_an_existing_environment(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+def test_an_existing_environment_is_used_as_it_is(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
     env["FLOWER_GPU_VENV"] = sys.prefix
     env["PYTHONPATH"] = str(clone)
     result = run(clone / "run.sh", "--rounds=1", env=env, cwd=tmp_path)
@@ -139,11 +145,11 @@ def test_an_existing_environment(clone: Path, env: dict[str, str], tmp_path: Pat
 
 
 def without_ensurepip(folder: Path) -> None:
-    """Make python3 one of Debian's, with nothing to make virtual environments with."""
-    lacking = folder.parent / "lacking"
-    lacking.mkdir()
-    (lacking / "ensurepip.py").write_text("raise ModuleNotFoundError('ensurepip')\n")
-    replace_python(folder, f'PYTHONPATH="{lacking}" exec "{PYTHON}" "$@"')
+    """Make python3 like Debian's, which cannot create virtual environments without a further package."""
+    broken_modules = folder.parent / "broken"
+    broken_modules.mkdir()
+    (broken_modules / "ensurepip.py").write_text("raise ModuleNotFoundError('ensurepip')\n")
+    replace_python(folder, f'PYTHONPATH="{broken_modules}" exec "{PYTHON}" "$@"')
 
 
 def replace_python(folder: Path, line: str) -> None:
@@ -152,17 +158,19 @@ def replace_python(folder: Path, line: str) -> None:
     (folder / "python3").chmod(0o755)
 
 
-def only(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which there is no other Python, no uv and no virtualenv."""
+def with_minimal_path(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """Return the variables with a PATH that has no other Python, no uv and no virtualenv."""
     folder = tmp_path / "bin"
     for name in ("bash", "sh", "cat", "cksum", "dirname", "env", "flock", "mkdir", "readlink", "rm", "touch"):
-        if found := shutil.which(name):
-            (folder / name).symlink_to(found)
+        if program := shutil.which(name):
+            (folder / name).symlink_to(program)
     return {**env, "PATH": str(folder)}
 
 
-def test_a_python_that_cannot_make_environments(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
-    env = only(env, tmp_path)
+def test_a_python_that_cannot_create_environments_is_reported(
+    clone: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    env = with_minimal_path(env, tmp_path)
     without_ensurepip(tmp_path / "bin")
     failed = run(clone / "run.sh", env=env, cwd=tmp_path)
     version = "{}.{}".format(*sys.version_info)
@@ -174,12 +182,12 @@ def test_a_python_that_cannot_make_environments(clone: Path, env: dict[str, str]
     assert not (clone / ".venv").exists()
 
 
-def test_uv_makes_an_environment_where_python_cannot(
+def test_uv_creates_the_environment_if_python_cannot(
     clone: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
-    env = only(env, tmp_path)
+    env = with_minimal_path(env, tmp_path)
     without_ensurepip(tmp_path / "bin")
-    # As far as run.sh uses it: an environment without pip, and packages into it.
+    # Stands in for the two commands of uv that run.sh uses: `uv venv` and `uv pip install`.
     uv = tmp_path / "bin" / "uv"
     uv.write_text(
         f"""#!{sys.executable}
@@ -199,7 +207,7 @@ if sys.argv[1] == "venv":
 
 
 def test_an_environment_keeps_its_python(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
-    """Also if another Python comes first on PATH by now, and more has to be installed."""
+    """Another Python comes first on PATH later, when further packages have to be installed."""
     subprocess.run([PYTHON, "-m", "venv", clone / ".venv"], check=True, timeout=100)
     python = (clone / ".venv" / "bin" / "python").resolve()
     (clone / "tests").mkdir()
@@ -212,7 +220,7 @@ def test_an_environment_keeps_its_python(clone: Path, env: dict[str, str], tmp_p
     assert (clone / ".venv" / "bin" / "python").resolve() == python
 
 
-def test_an_environment_with_a_python_that_is_gone_is_not_touched(
+def test_an_environment_with_a_missing_python_is_not_touched(
     clone: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
     (clone / ".venv" / "bin").mkdir(parents=True)
@@ -223,20 +231,20 @@ def test_an_environment_with_a_python_that_is_gone_is_not_touched(
     assert (clone / ".venv" / "bin" / "python").is_symlink()
 
 
-def test_an_existing_environment_without_the_package(
+def test_an_existing_environment_without_the_package_is_refused_with_a_command(
     clone: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "mine"], check=True, timeout=60)
     env["FLOWER_GPU_VENV"] = str(tmp_path / "mine")
     result = run(clone / "run.sh", env=env, cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    said = result.stderr.rstrip().partition("not there: ")[2]
-    assert shlex.split(said) == [
+    command = result.stderr.rstrip().partition("not there: ")[2]
+    assert shlex.split(command) == [
         f"{tmp_path}/mine/bin/python", "-m", "pip", "install", "-e", f"{clone}[examples]",
     ]  # fmt: skip
 
 
-def test_tests_with_the_package_of_another_checkout_stop(
+def test_tests_refuse_the_package_of_another_checkout(
     clone: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
     (clone / "tests").mkdir()
@@ -245,9 +253,10 @@ def test_tests_with_the_package_of_another_checkout_stop(
     shutil.copytree(clone / "flower_gpu", other / "flower_gpu")
     env["FLOWER_GPU_VENV"] = sys.prefix
     env["PYTHONPATH"] = str(other)
-    # From the clone, too: what it has in the current folder is not what programs of the environment have.
-    for here in (tmp_path, clone):
-        result = run(clone / "tests/run.sh", "--version", env=env, cwd=here)
+    # The clone as the current folder makes no difference, because programs of the environment still import
+    # the other checkout.
+    for cwd in (tmp_path, clone):
+        result = run(clone / "tests/run.sh", "--version", env=env, cwd=cwd)
         assert (result.returncode, result.stdout) == (2, "")
         assert f"is another checkout, {other}, and not this one, {clone}; to install" in result.stderr
         assert shlex.split(result.stderr.rstrip().rpartition("there: ")[2]) == [
@@ -258,8 +267,8 @@ def test_tests_with_the_package_of_another_checkout_stop(
     assert result.returncode == 0 and "pytest" in result.stdout + result.stderr
 
 
-def test_no_python(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
-    env = only(env, tmp_path)
+def test_a_python_that_is_too_old_is_reported(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+    env = with_minimal_path(env, tmp_path)
     replace_python(tmp_path / "bin", "[ $1 = --version ] && echo Python 3.8.1 || exit 1")
     for arguments in ([], ["--help"]):
         result = run(clone / "run.sh", *arguments, env=env, cwd=tmp_path)
