@@ -25,8 +25,8 @@ from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 from properties import EXPLORED, USUAL, examples
 from run_programs import TIMEOUT_S
 
-# CI checks each property with the same examples every time, so that a rare example fails no change that has
-# nothing to do with it. A deadline or a slow health check would say more of the machine than of the code.
+# CI checks each property with the same examples every time, so a rare example never fails an unrelated
+# change. A deadline or a slow health check would depend on the machine rather than on the code.
 settings.register_profile(
     "usual",
     max_examples=USUAL,
@@ -36,43 +36,44 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# In the whole suite, the first example that fails is enough. A smaller one costs minutes; -n 0 finds it.
+# In the whole suite, the first failing example is enough. Shrinking it takes minutes, so only -n 0 does it.
 settings.register_profile(
     "first",
     settings.get_profile("usual"),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     report_multiple_bugs=False,
 )
-# Rare examples are found here: new ones in each run, and many of them.
+# This profile looks for rare examples, with many new ones in each run.
 settings.register_profile(
     "explore", settings.get_profile("usual"), derandomize=False, max_examples=EXPLORED * USUAL
 )
 settings.load_profile("first" if "PYTEST_XDIST_WORKER" in os.environ else "usual")
 
-# A shell without job control starts what it puts into the background with SIGINT ignored, nohup does so with
-# SIGHUP, and programs inherit that; tests that press Ctrl-C need the usual state.
+# A shell without job control ignores SIGINT in its background jobs, and nohup ignores SIGHUP. Programs
+# inherit this, but tests that press Ctrl-C need the default handlers.
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-# The fork servers of the tests are none of the user's, and end with them. They wait for the next file that
-# has a use for them: each import of PyTorch takes seconds of CPU.
+# The tests have fork servers of their own, which end with the tests and are never the user's. They stay
+# alive between files, because each import of PyTorch takes seconds of CPU.
 STATE_DIR = Path(tempfile.mkdtemp(prefix="flower-gpu-tests-"))
 os.environ["FLOWER_GPU_STATE_DIR"] = str(STATE_DIR)
 os.environ["FLOWER_GPU_SERVER_IDLE_S"] = "180"
-# A busy machine may take long to start one, and tests compare what a program writes.
+# Starting a fork server may take long on a busy machine. Tests compare the output of programs, which must not
+# contain the notice about this wait.
 os.environ["FLOWER_GPU_SAY_WAIT_S"] = "120"
-# Nor do their calls wait for cores that others have.
+# With a ledger of their own, calls of tests do not wait for cores that other programs have leased.
 (STATE_DIR / "ledger").mkdir(mode=0o1777)
 os.environ["FLOWER_GPU_LEDGER_DIR"] = str(STATE_DIR / "ledger")
-# For commands whose tests do not mind what else is in the state folder: processes of pytest-xdist have the
-# fork servers of the one that starts them, as each new one imports for seconds.
+# For commands in tests that do not depend on the content of the state folder. All processes of pytest-xdist
+# share the fork servers of their parent, because each new server imports for seconds.
 os.environ.setdefault("TESTS_SHARED_STATE_DIR", str(STATE_DIR))
-# Each SuperNode is asked so often whether it has a message. At the launcher's 0.1 s, eight of them keep half
-# a core busy with that, while the tests wait for something else.
+# Interval in seconds at which each SuperNode is polled for a message. At the launcher's 0.1 s, polling eight
+# SuperNodes keeps half a core busy while the tests wait for something else.
 os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.5")
-# A thread of OpenMP that spins takes the core from the thread that it waits for, where tests run beside each
-# other. Read when PyTorch is imported. With it, training takes a fifth of the CPU time on two cores.
+# If tests run in parallel, a spinning OpenMP thread takes the core from the thread that it waits for. With
+# this setting, training takes a fifth of the CPU time on two cores. PyTorch reads it during its import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -90,11 +91,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    end_later(item)  # once more, since pytest takes it back when a test has failed
+    # Pytest cancels the timer when a test fails, so it is set again.
+    end_later(item)
 
 
 class TimedOut(OutcomeException):
-    """A test has taken too long. Hypothesis would take pytest's own exception as an example that fails."""
+    """A test exceeded its time limit. Hypothesis would treat pytest's own exception as a failing example."""
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
@@ -118,10 +120,10 @@ def pytest_runtest_logfinish() -> None:
 
 
 def end_later(item: pytest.Item) -> None:
-    """End a process of pytest-xdist whose test is still there a minute after it ought to have failed.
+    """Exit a pytest-xdist process if its test still runs a minute after its time limit.
 
-    pytest-timeout sends a signal, once. What waits in C, or in a ``finally`` after that, would wait for ever.
-    The tracebacks of all threads are shown, and another process goes on with the next test.
+    pytest-timeout sends a single signal. A test that blocks in C, or in a ``finally`` after the signal, would
+    never end. The tracebacks of all threads are printed, and another process continues with the next test.
     """
     if hasattr(item.config, "workerinput"):
         stderr = item.config.stash[fault_handler_stderr_fd_key]
@@ -129,24 +131,25 @@ def end_later(item: pytest.Item) -> None:
 
 
 def limit_s(item: pytest.Item) -> float:
-    """Return how many seconds a test may take."""
+    """Return the time limit of a test in seconds."""
     marker = item.get_closest_marker("timeout")
     return float(marker.args[0] if marker else item.config.getini("timeout"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, files whose tests may take long come early: one at the end would leave others idle.
+    """Order the files for pytest-xdist, and extend the time limits of property tests.
 
-    Between them come shorter ones: whole federations at the same time would all want the CPU, and what is
-    left for the end waits for most of its time.
+    Files with long tests come early, because a long file at the end would leave the other processes idle.
+    They alternate with short files, because several federations at the same time would compete for the CPU.
 
-    Tests of properties get as many times as long as they have examples.
+    The time limit of a property test is multiplied by the same factor as its number of examples.
     """
     if (factor := examples(1)) > 1:
         for item in items:
             if is_hypothesis_test(getattr(item, "obj", None)):
                 item.add_marker(pytest.mark.timeout(factor * limit_s(item)), append=False)
-    if hasattr(config, "workerinput"):  # of pytest-xdist
+    # Only processes of pytest-xdist have this attribute.
+    if hasattr(config, "workerinput"):
         longest_s: dict[Path, float] = {}
         for item in items:
             longest_s[item.path] = max(longest_s.get(item.path, 0), limit_s(item))
@@ -154,8 +157,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         long = sorted((path for path in longest_s if longest_s[path] > usual_s), key=lambda p: -longest_s[p])
         short = [path for path in longest_s if longest_s[path] <= usual_s]
         mixed = filter(None, chain.from_iterable(zip_longest(long, short)))
-        place = {path: number for number, path in enumerate(mixed)}
-        items.sort(key=lambda item: place[item.path])
+        position = {path: number for number, path in enumerate(mixed)}
+        items.sort(key=lambda item: position[item.path])
 
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -163,7 +166,7 @@ Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def cuda_host(tmp_path: Path) -> Callable[..., cuda_stub.Host]:
-    """Make a host with cards that PyTorch can use; see tests/cuda_stub/README.md."""
+    """Create a host with stub GPUs that PyTorch can use; see tests/cuda_stub/README.md."""
     if reason := cuda_stub.reason_not_to_run():
         pytest.skip(reason)
     return partial(cuda_stub.Host, tmp_path / "cuda-host")
@@ -183,7 +186,7 @@ def write_script(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def run_script(write_script: Callable[..., Path]) -> Script:
-    """Run a script in a Python of its own to its end, and fail with its stderr if it fails."""
+    """Run a script in a new Python process until it exits, and fail with its stderr if it fails."""
 
     def run(
         text: str,

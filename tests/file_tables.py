@@ -1,4 +1,4 @@
-"""The tables of files in the docs."""
+"""Reads the tables of files in the docs."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def files_in_table(page: str, heading: str = "") -> set[str]:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Return what is in a folder, as tables name it."""
+    """Return the names in a folder as the tables write them, with a slash after folders."""
     return {path.name + "/" * path.is_dir() for path in folder.iterdir()}

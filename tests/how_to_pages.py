@@ -1,4 +1,4 @@
-"""The commands and code of pages, above all of those below docs/how-to, and an app for them."""
+"""Reads commands and code from pages of the docs, mainly docs/how-to, and writes an app for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ server, client = ServerApp(), ClientApp()
 
 
 def write_app(folder: Path, code: str) -> Path:
-    """Write the app my-app with this code after its imports; return the folder of its package."""
+    """Write the app my-app with `code` after its imports, and return the folder of its package."""
     package = folder / "my-app" / "my_app"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -46,19 +46,19 @@ def write_app(folder: Path, code: str) -> Path:
 
 
 def blocks(page: str | Path, language: str) -> list[str]:
-    """Return the blocks of code in a language: of a page, or of one below docs/how-to by its name."""
-    found: list[str] = re.findall(rf"```{language}\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
-    return found
+    """Return the code blocks of a page in a language. A name stands for a page below docs/how-to."""
+    texts: list[str] = re.findall(rf"```{language}\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+    return texts
 
 
 def block(page: str | Path, language: str, having: str) -> str:
-    """Return the only block of code of a page with a text in it."""
-    (found,) = (text for text in blocks(page, language) if having in text)
-    return found
+    """Return the only code block of a page that contains the text `having`."""
+    (matching,) = (text for text in blocks(page, language) if having in text)
+    return matching
 
 
 def commands(page: str, having: str = "") -> list[str]:
-    """Return the commands of a page's first block, or of the first with a text in it, without comments."""
+    """Return the commands of a page's first block that contains `having`, without comments."""
     lines = next((text for text in blocks(page, "bash") if having in text), "").splitlines()
     return [command for line in lines if (command := re.sub(r"(^|\s)# ?.*", "", line).rstrip())]
 

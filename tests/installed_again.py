@@ -1,4 +1,4 @@
-"""A second distribution of Flower, as pip leaves it beside the first: its metadata and its commands."""
+"""A second distribution of Flower next to the first, as pip installs it: its metadata and its commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flower_gpu.flower import commands
 
 
 def installed_again(folder: Path, name: str, version: str = "1.99") -> Path:
-    """Write the metadata of such a distribution; return the folder for ``sys.path``."""
+    """Write the metadata of a distribution of Flower, and return the folder for ``sys.path``."""
     packages = folder / "packages"
     info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)

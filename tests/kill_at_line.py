@@ -1,4 +1,4 @@
-"""End a process at a line of some code, to see what it leaves."""
+"""Kills a process at a line of some code, so tests can check the state that it leaves behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import flower_gpu.leases
 from flower_gpu import files
 
-#: The files of the ledger: acquire, wait and release are in them.
+#: The files of the ledger, which contain acquire, wait and release.
 LEDGER_CODE = (
     files.__file__,
     *(f"{flower_gpu.leases.__path__[0]}/{name}.py" for name in ("ledger", "tickets", "ledger_folder")),
@@ -19,7 +19,7 @@ LEDGER_CODE = (
 
 
 def kill_at_line(left: int, code: tuple[str, ...] = LEDGER_CODE) -> None:
-    """Have this process killed at its n-th line in these files."""
+    """Kill this process after `left` more lines in the files `code`."""
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left

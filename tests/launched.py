@@ -1,6 +1,6 @@
-"""Runs `flower-gpu launch` on a whole app as a user does, and checks that nothing of it is left.
+"""Runs `flower-gpu launch` on a whole app as a user does, and checks that no process is left behind.
 
-Also the host with stub GPUs on which it may run, and what its trace says.
+Also has a host with stub GPUs for such runs, and helpers to read their traces.
 """
 
 from __future__ import annotations
@@ -35,45 +35,48 @@ SIMULATE = (*COMMAND[:-1], "simulate")
 
 
 class StubHost(Host):
-    """A host with GPUs of 16 GiB and a ledger of its own."""
+    """A host with stub GPUs of 16 GiB and a separate ledger."""
 
     def __init__(self, folder: Path, gpus: int) -> None:
         super().__init__(folder, gpus=gpus)
         self.ledger = folder / "ledger"
         self.ledger.mkdir(mode=0o700)
         self.env["FLOWER_GPU_LEDGER_DIR"] = str(self.ledger)
-        # PyTorch must not be told of a GPU that only NVML has.
+        # PyTorch must not learn of a GPU that exists only in NVML.
         self.env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 
     def status(self) -> State:
-        """What the ledger says, to somebody who takes its mutex."""
+        """Return the state of the ledger, read with its mutex held."""
         return Ledger(LedgerFolder(self.ledger)).status()
 
     def observed(self) -> AbstractContextManager[list[dict[str, dict[str, int]]]]:
-        """Look all the time at who holds how much of which GPU, by lease."""
+        """Record continuously the bytes that each lease holds of each GPU."""
         return observed(
             self.ledger,
             lambda holders: {
-                one.id: {part.uuid: part.memory_bytes for part in one.gpu_parts}
-                for one in holders
-                if one.gpu_parts
+                entry.id: {part.uuid: part.memory_bytes for part in entry.gpu_parts}
+                for entry in holders
+                if entry.gpu_parts
             },
         )
 
 
 def events_of(folder: Path, *names: str) -> list[dict[str, Any]]:
-    """Return these events of a trace, in their order."""
+    """Return the events of a trace with these names, in their order."""
     path = folder / trace.FILE_NAME
     return [event for event in trace.read(path) if event["event"] in names] if path.exists() else []
 
 
 def most_at_a_time(events: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many of these workers there were at a time: each starts after its lease, and ends before."""
-    running = most = 0
+    """Return the largest number of workers that ran at the same time.
+
+    Each worker starts after its lease was granted, and ends before the lease is released.
+    """
+    running = largest = 0
     for event in events:
         running += 1 if event["event"] == "worker_started" else -1
-        most = max(most, running)
-    return most
+        largest = max(largest, running)
+    return largest
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Launched:
 
     @property
     def workers(self) -> list[WorkerSpan]:
-        """Every call in a worker."""
+        """Spans of all calls that ran in a worker."""
         return self.history.workers
 
     @property
@@ -105,11 +108,11 @@ class Launched:
         return events_of(self.folder, *names)
 
     def leased(self) -> dict[str, set[int]]:
-        """The GPUs that each client had, by the trace."""
-        found: dict[str, set[int]] = {}
+        """Return the indices of the GPUs that each client leased according to the trace."""
+        indices: dict[str, set[int]] = {}
         for event in self.events("lease_granted"):
-            found.setdefault(event["client"], set()).update(gpu["index"] for gpu in event["gpus"])
-        return found
+            indices.setdefault(event["client"], set()).update(gpu["index"] for gpu in event["gpus"])
+        return indices
 
     def logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in self.folder.glob("*.log"))
@@ -119,9 +122,9 @@ Launch = Callable[..., Launched]
 
 
 def launcher(folder: Path) -> Launch:
-    """Return what launches an app and waits for its end, with a folder for its logs.
+    """Return a function that launches an app, waits for its end, and keeps its logs below `folder`.
 
-    All runs of these tests have one home: a fork server is no good for who has another one.
+    All runs share one home folder, because a fork server only serves programs with the same HOME.
     """
     runs, home = folder / "runs", Path(SHARED_STATE["FLOWER_GPU_STATE_DIR"], "home")
     home.mkdir(exist_ok=True)
@@ -150,10 +153,10 @@ def launcher(folder: Path) -> Launch:
 
 
 def assert_nothing_left(folder: Path) -> None:
-    """No process mentions the run's folder in its environment or command line any more, or soon will not.
+    """Check that soon no process has the run's folder in its environment or command line.
 
-    Flower's own processes look once in a while whether their parent has ended; on a busy machine, later. A
-    fork server that the run has started stays for others. Its workers do not.
+    Flower's processes check only from time to time whether their parent has exited, and later on a busy
+    machine. A fork server that the run started stays for other programs, but its workers must be gone.
     """
     deadline = time.monotonic() + 60
     while (left := _processes_of(folder)) and time.monotonic() < deadline:
@@ -162,12 +165,12 @@ def assert_nothing_left(folder: Path) -> None:
 
 
 def _processes_of(folder: Path) -> dict[int, str]:
-    found, parents = {}, {}
+    commands, parents = {}, {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             command = " ".join(process.cmdline())
             if str(folder) in command or any(str(folder) in value for value in process.environ().values()):
-                found[process.pid], parents[process.pid] = command, process.ppid()
-    servers = {pid for pid, command in found.items() if "flower_gpu.workers.forkserver" in command}
-    stay = {pid for pid in servers if parents[pid] not in servers}
-    return {pid: command for pid, command in found.items() if pid not in stay | {os.getpid()}}
+                commands[process.pid], parents[process.pid] = command, process.ppid()
+    servers = {pid for pid, command in commands.items() if "flower_gpu.workers.forkserver" in command}
+    staying = {pid for pid in servers if parents[pid] not in servers}
+    return {pid: command for pid, command in commands.items() if pid not in staying | {os.getpid()}}

@@ -1,4 +1,4 @@
-"""An observer of the ledger: not one of those who lease, so it would see what they do wrong."""
+"""An observer of the ledger. It takes no leases itself, so it sees mistakes of the processes that do."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ _LOOK_S = 0.02
 
 @contextmanager
 def observed(ledger: Path, note: Callable[[tuple[Entry, ...]], T]) -> Iterator[list[T]]:
-    """Look at who holds leases, see :func:`observed_states`."""
+    """Record the holders of leases like :func:`observed_states`."""
     with observed_states(ledger, lambda state: note(state.holders)) as seen:
         yield seen
 
 
 @contextmanager
 def observed_states(ledger: Path, note: Callable[[State], T]) -> Iterator[list[T]]:
-    """Look every few milliseconds, with the ledger's mutex held, at who holds leases and who waits.
+    """Read the state of the ledger every few milliseconds, with its mutex held, while the block runs.
 
     Parameters
     ----------
     ledger : Path
         The ledger's folder.
     note : callable
-        Makes of what the ledger says what is to be kept of one look.
+        Returns the value to keep for one state of the ledger.
 
     Yields
     ------
     list
-        What was kept. If a look failed the block does, too: later ones are missing.
+        The kept values. If reading the state failed, the block fails at its end, because later values are
+        missing.
     """
     seen: list[T] = []
     failed: list[Exception] = []
     ended = threading.Event()
-    own = Ledger(LedgerFolder(ledger))
+    opened = Ledger(LedgerFolder(ledger))
 
     def look() -> None:
         try:
             while not ended.wait(_LOOK_S):
-                seen.append(note(own.status()))
+                seen.append(note(opened.status()))
         except Exception as error:
             failed.append(error)
 
@@ -62,4 +63,4 @@ def observed_states(ledger: Path, note: Callable[[State], T]) -> Iterator[list[T
         thread.join()
     if failed:
         raise failed[0]
-    assert seen, "nobody looked"
+    assert seen, "the state of the ledger was never read"

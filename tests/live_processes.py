@@ -1,4 +1,4 @@
-"""What tests ask about processes of this host."""
+"""Queries about the processes of this host."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import psutil
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process runs; one that has ended and waits for its parent does not."""
+    """Return True if a process is running. A zombie does not count."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False
 
 
 def processes_with(name: str, folder: Path) -> dict[int, str]:
-    """Return the processes started with a variable that names a folder, or one in it, and their commands."""
-    found = {}
+    """Return commands by pid of all processes with the variable `name` set to `folder` or a path in it."""
+    commands = {}
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another account's
+        # The process may have exited, or belong to another account.
+        with suppress(psutil.Error):
             value = process.environ().get(name, "")
             if value == str(folder) or value.startswith(f"{folder}{os.sep}"):
-                found[process.pid] = " ".join(process.cmdline()) + " "
-    return found
+                commands[process.pid] = " ".join(process.cmdline()) + " "
+    return commands

@@ -1,4 +1,4 @@
-"""Runs a command that has more than 1,024 open files, more than `select.select` can wait for."""
+"""Runs a command with more than 1,024 open files, which is the limit of `select.select`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import resource
 import sys
 from pathlib import Path
 
-#: Goes before a command.
+#: Prefix for a command.
 WITH_MANY_FILES = (sys.executable, str(Path(__file__)))
 MANY = 1100
 
 
 def open_many() -> None:
-    """Open so many files that the number of the next one is too large for `select.select`."""
+    """Open enough files to make the next descriptor too large for `select.select`."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if hard < 0 else min(4096, hard), hard))
     for _ in range(MANY):

@@ -1,4 +1,4 @@
-"""A server that answers as MLflow's does: `mlflow-skinny` has only the client."""
+"""A stand-in for MLflow's server, because `mlflow-skinny` contains only the client."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ _ANSWER = {"experiment": {"experiment_id": "1", "name": "app"}, "run": {"info": 
 
 
 class MLflowServer:
-    """A server with one run.
+    """A server with a single run.
 
-    `asked`: the last part of each request's path; `credentials`: those of the same requests.
-    `metrics`: name and step of each one that was taken. `tags`: the same for tags, with their values.
-    While it `is_down` each request is an error. It refuses metrics named as in `refused`.
+    Attributes
+    ----------
+    asked
+        Last part of the path of each request.
+    credentials
+        Authorization header of each request, or None.
+    metrics
+        Name and step of each metric that was accepted.
+    tags
+        Values of the tags that were set, by name.
+    is_down
+        While True, each request is answered with an error.
+    refused
+        Names of metrics that are refused.
+    failures
+        Number of requests that were answered with an error.
     """
 
     def __init__(self) -> None:
@@ -26,7 +39,7 @@ class MLflowServer:
         self.tags: dict[str, str] = {}
         self.is_down = False
         self.refused: set[str] = set()
-        self.failures = 0  # requests that were answered with an error
+        self.failures = 0
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -41,7 +54,7 @@ class MLflowServer:
                 error = {"error_code": "INVALID_PARAMETER_VALUE", "message": "no such name"}
                 self.wfile.write(json.dumps(_ANSWER if status == 200 else error).encode())
 
-            do_POST = do_GET  # noqa: N815 - the name that the library looks for
+            do_POST = do_GET  # noqa: N815 - http.server requires this name
 
             def log_message(self, *_: Any) -> None:
                 pass

@@ -1,4 +1,4 @@
-"""What tests of something else leave out of events: how far a worker is, how long a lease was waited for."""
+"""Filters events about the progress of workers and leases, for tests that do not check these events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PHASES = ("task_started", "worker_result", "lease_requested", "lease_not_granted
 
 
 def without_phases(into: list[Any]) -> Callable[[Mapping[str, Any]], None]:
-    """Return what takes events into a list, but for those."""
+    """Return a function that appends events to the list `into`, except for those named in PHASES."""
 
     def take(event: Mapping[str, Any]) -> None:
         if event["event"] not in PHASES:

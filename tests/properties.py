@@ -1,18 +1,18 @@
-"""How many examples the properties of the tests are checked with; ``conftest.py`` has the profiles."""
+"""Number of examples for each property test. ``conftest.py`` has the profiles."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-#: Examples of a property that sets no number of its own.
+#: Number of examples of a property that does not set its own.
 USUAL = 100
-#: Factor for the number of examples in the profile that explores.
+#: Factor for the number of examples in the profile "explore".
 EXPLORED = 20
 
 
 def examples(number: int) -> int:
-    """Return the number of examples of a property that usually has ``number`` of them.
+    """Return the number of examples for a property that usually has ``number`` examples.
 
-    The profile that explores multiplies it, because a number in ``@settings`` hides that of the profile.
+    A number in ``@settings`` hides the number of the profile, so the profile's factor is applied here.
     """
     return number * settings.default.max_examples // USUAL

@@ -1,4 +1,4 @@
-"""States of virtual nodes as records, which the store has as bytes."""
+"""A store of the states of virtual nodes that takes and returns records instead of bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flower_gpu.flower.resuming.states import StateStore
 
 
 class RecordStates(StateStore):
-    """A store that takes records, and gives them."""
+    """A store that encodes records on `put` and decodes them on `get`."""
 
     def get(self, partition: int) -> RecordDict:
         data = self.read(partition)

@@ -1,4 +1,4 @@
-"""Records of Flower of all kinds for hypothesis, and how to compare them."""
+"""Hypothesis strategies for all kinds of Flower's records, and functions to compare records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ dtypes = st.one_of(
 ndarrays = dtypes.flatmap(
     lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
 )
-large = st.builds(np.full, st.integers(1000, 3000), st.integers(0, 9))  # beside a pickle, not in it
+# Large arrays are sent next to the pickle instead of inside it.
+large = st.builds(np.full, st.integers(1000, 3000), st.integers(0, 9))
 raw = st.builds(
     lambda data: Array(dtype="bfloat16", shape=(len(data) // 2,), stype="raw", data=data),
     st.binary(max_size=9000),
@@ -55,7 +56,7 @@ def _array_record(items: dict[str, Array]) -> ArrayRecord:
 
 
 def contents(records: RecordDict) -> list[Any]:
-    """Everything in records, in its order and with its types; equal for NaNs as well."""
+    """Return all contents of records in order and with types. Contents with equal NaNs compare equal."""
     return [(name, type(record), _items(record)) for name, record in records.items()]
 
 
@@ -69,7 +70,7 @@ def _items(record: Any) -> list[Any]:
 
 
 def filled(number: int, size: int = 100) -> RecordDict:
-    """A state with so many bytes in its array, of the same size and another one for each number."""
+    """Return a state with `size` bytes in its array. Each number gives a different state of that size."""
     array = Array(np.full(size, number % 256, np.uint8))
     return RecordDict(
         {"arrays": ArrayRecord({"a": array}), "config": ConfigRecord({"number": number.to_bytes(4)})}
@@ -77,7 +78,7 @@ def filled(number: int, size: int = 100) -> RecordDict:
 
 
 def number_of(state: Any) -> int:
-    """The number of a state that :func:`filled` made; checks that all of it is of that number."""
+    """Return the number of a state made by :func:`filled`, after checking that all of it has that number."""
     number = int.from_bytes(state["config"]["number"])
     values = set(state["arrays"]["a"].numpy().tolist())
     assert values <= {number % 256}

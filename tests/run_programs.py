@@ -1,4 +1,4 @@
-"""Programs that run to their end, for what they print."""
+"""Runs programs until they exit, and returns their output."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-TIMEOUT_S = 150  # more than enough; the machine may be busy
+#: Generous limit in seconds, because the machine may be busy.
+TIMEOUT_S = 150
 
 Ended = subprocess.CompletedProcess[str]
 
 
 def run(command: Sequence[object], timeout_s: float = TIMEOUT_S, **options: Any) -> Ended:
-    """Run a command; `options` are those of subprocess.run."""
+    """Run a command. `options` are passed to `subprocess.run`."""
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout_s, **options)
 
 
 def run_python(code: str, *arguments: object, **options: Any) -> Ended:
-    """Run code in a Python of its own."""
+    """Run code in a new Python process."""
     return run([sys.executable, "-c", code, *arguments], **options)
 
 

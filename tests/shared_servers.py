@@ -1,12 +1,13 @@
-"""Fork servers that the programs of all tests may share: each new one imports for seconds."""
+"""Fork servers that programs of all tests may share, because each new server imports for seconds."""
 
 from __future__ import annotations
 
 import os
 
-#: For programs whose tests do not mind what else is in the state folder.
+#: Variables for programs in tests that do not depend on the content of the state folder.
 SHARED_STATE = {
     "FLOWER_GPU_STATE_DIR": os.environ["TESTS_SHARED_STATE_DIR"],
     "FLOWER_GPU_SERVER_IDLE_S": "300",
-    "MKL_CBWR": "AUTO",  # workers have it with --deterministic: then the command's server is theirs
+    # Workers have this variable with --deterministic. A command that has it too shares its server with them.
+    "MKL_CBWR": "AUTO",
 }

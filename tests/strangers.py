@@ -1,4 +1,4 @@
-"""What a process of another account can reach of the sockets of others (Linux; only root can become one)."""
+"""Checks which sockets a process of another account can reach. Needs Linux, and root to switch accounts."""
 
 from __future__ import annotations
 
@@ -43,40 +43,43 @@ print(json.dumps(reached))
 
 
 def addresses_of(pids: Iterable[int]) -> list[tuple[int, str]]:
-    """Return kind and address of each Unix socket of these processes to which somebody could connect."""
+    """Return kind and address of each Unix socket of these processes that accepts connections."""
     inodes = _socket_inodes(pids)
-    found = []
+    addresses = []
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, kind, _, inode, *name = line.split(maxsplit=7)
         if inode in inodes and name and (int(flags, 16) & _ACCEPTS or int(kind, 16) == 2):
-            found.append((int(kind, 16), name[0].replace("@", "\0")))
-    return sorted(set(found))
+            addresses.append((int(kind, 16), name[0].replace("@", "\0")))
+    return sorted(set(addresses))
 
 
 def listening_on(pids: Iterable[int]) -> set[str]:
-    """Return the addresses, as the kernel writes them, on which these processes wait for TCP connections."""
+    """Return the addresses, in the kernel's notation, on which these processes accept TCP connections."""
     inodes = _socket_inodes(pids)
     text = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     sockets = [line.split() for line in text.splitlines()]
-    return {found[1].partition(":")[0] for found in sockets if found[3] == _LISTENS and found[9] in inodes}
+    return {
+        fields[1].partition(":")[0] for fields in sockets if fields[3] == _LISTENS and fields[9] in inodes
+    }
 
 
 def reached_by_a_stranger(sockets: Iterable[tuple[int, str]], folders: Iterable[Path] = ()) -> list[str]:
     """Return the addresses that a process of another account can connect to, and the folders it can enter."""
     asked = json.dumps({"sockets": list(sockets), "folders": list(map(str, folders))})
     program = [sys.executable, "-S", "-c", _STRANGER, asked]
-    # Not from a folder that the stranger cannot enter, which would be a reason of its own.
+    # The current folder must be one that the stranger can enter, or the program would fail for that reason.
     done = run(program, check=True, cwd="/")
     reached: list[str] = json.loads(done.stdout)
     return reached
 
 
 def _socket_inodes(pids: Iterable[int]) -> set[str]:
-    found = set()
+    inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                what = str(link.readlink())
-                if what.startswith("socket:["):
-                    found.add(what[len("socket:[") : -1])
-    return found
+            # A descriptor may have been closed meanwhile.
+            with suppress(FileNotFoundError):
+                target = str(link.readlink())
+                if target.startswith("socket:["):
+                    inodes.add(target[len("socket:[") : -1])
+    return inodes

@@ -1,4 +1,4 @@
-"""The PyTorch that is installed, by its version. Importing this imports no torch."""
+"""Capabilities of the installed PyTorch, derived from its version without importing it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from flower_gpu.frameworks import pytorch, pytorch_memory
 
 VERSION = Version(pytorch.installed_version() or "0")
 
-#: Whether it takes a cap from its settings, and whether it tells these.
+#: True if PyTorch reads a memory cap from its settings, and True if it can report these settings.
 TAKES_CAP = pytorch_memory.knows_fraction(str(VERSION))
 TELLS_SETTINGS = Version("2.12") <= VERSION
 
 
 def with_cap(fraction: str, own: str = "") -> str | None:
-    """Return what PYTORCH_ALLOC_CONF is in a worker with this cap; None: not set."""
+    """Return PYTORCH_ALLOC_CONF in a worker with this cap, or None if it is not set there."""
     cap = f"per_process_memory_fraction:{fraction}" if TAKES_CAP else ""
     return ",".join(filter(None, [own, cap])) or None
 

@@ -1,4 +1,4 @@
-"""Waits for what another process does, where there is nothing to select on."""
+"""Polls for an action of another process if there is no descriptor to wait on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], what: object = "", timeout_s: float = 120.0) -> T:
-    """Wait until a condition gives something true, and return that; fail after more than enough time."""
-    began = time.monotonic()
-    while not (found := condition()):
-        waited_s = time.monotonic() - began
+    """Wait until a condition returns a true value, and return the value. Fail after `timeout_s` seconds."""
+    start = time.monotonic()
+    while not (value := condition()):
+        waited_s = time.monotonic() - start
         assert waited_s < timeout_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(min(max(0.01, waited_s / 20), 0.1))  # a look may cost much: at all processes
-    return found
+        # The interval grows, because a condition may be expensive, for example if it looks at all processes.
+        time.sleep(min(max(0.01, waited_s / 20), 0.1))
+    return value

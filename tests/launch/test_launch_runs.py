@@ -35,58 +35,60 @@ TOKEN = "hf_0f_this_run"
 
 @pytest.fixture(scope="module")
 def both_runs(launch: Launch) -> list[tuple[Path, int, str, str]]:
-    """Run an app twice at once that knows nothing of flower_gpu.
+    """Start two concurrent runs of an app that does not use flower_gpu.
 
-    In the first run one client cannot evaluate. In the second one, whose messages start with Flower's own
-    ``flwr-clientapp``, none can train.
+    In the first run, one client fails to evaluate. The second run starts messages with Flower's own
+    ``flwr-clientapp``, and all its clients fail to train.
 
     Returns
     -------
     list
-        Of each run its folder, exit status, stdout, and stderr.
+        Run folder, exit status, stdout and stderr of each run.
     """
     options = (
         ["evaluate-fails-on='1'", "--tracker", "wandb", "--tracker=tensorboard"],
         ["train-fails-on='0 1'", "--no-fast-start", "-v"],
     )
-    # At this level Flower logs each question of a SuperExec.
+    # At this level Flower logs each request of a SuperExec for a task.
     environment = {"WANDB_MODE": "offline", "FLWR_LOG_LEVEL": "DEBUG", "HF_TOKEN": TOKEN}
     started = [launch(ORDINARY_APP, "--run-config", *more, env=environment) for more in options]
-    return [(one.folder, *ended) for one in started for ended in [one.finish()]]
+    return [(run.folder, *ended) for run in started for ended in [run.finish()]]
 
 
 @pytest.fixture
 def ordinary_run(both_runs: list[tuple[Path, int, str, str]]) -> tuple[Path, str, str]:
-    """The first one's folder, stdout, and stderr."""
+    """Run folder, stdout and stderr of the first run."""
     folder, code, out, err = both_runs[0]
     assert code == 0, err
     return folder, out, err
 
 
-def test_no_file_of_a_run_has_a_token_of_the_environment(
+def test_no_file_of_a_run_contains_a_token_of_the_environment(
     both_runs: list[tuple[Path, int, str, str]],
 ) -> None:
-    """Neither of a run that completed nor of one that failed, with its report."""
+    """This holds for a completed run and a failed run, including their reports."""
     for folder, _, out, err in both_runs:
         write_report(folder)
-        found = [path for path in folder.rglob("*") if path.is_file()]
-        assert any(path.name == "result.json" for path in found)
-        assert [path for path in found if TOKEN.encode() in path.read_bytes()] == []
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert any(path.name == "result.json" for path in files)
+        assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
         assert TOKEN not in out + err
 
 
-def test_trackers_get_what_the_trace_tells(ordinary_run: tuple[Path, str, str]) -> None:
+def test_trackers_get_the_metrics_of_the_trace(ordinary_run: tuple[Path, str, str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, out, _ = ordinary_run
     read = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()
-    found = {tag: {event.step: event.value for event in read.Scalars(tag)} for tag in read.Tags()["scalars"]}
-    assert found["evaluate/eval_acc"] == {1: 0.25, 2: 0.5}
-    assert found["rounds/evaluate/failed"] == {1: 1, 2: 1}
-    assert found["clients/train/train_loss/client 1"] == {1: 0.5, 2: 0.5}, "by clients, not by Flower's ids"
+    scalars = {
+        tag: {event.step: event.value for event in read.Scalars(tag)} for tag in read.Tags()["scalars"]
+    }
+    assert scalars["evaluate/eval_acc"] == {1: 0.25, 2: 0.5}
+    assert scalars["rounds/evaluate/failed"] == {1: 1, 2: 1}
+    assert scalars["clients/train/train_loss/client 1"] == {1: 0.5, 2: 0.5}, "by client, not by node id"
     assert re.search(f"^tracker +tensorboard --logdir runs/{folder.name}/tensorboard$", out, re.M)
-    # The supervisor has ended all processes of the run, and left the one of W&B until all was sent.
+    # The supervisor ended all processes of the run, but waited until the process of W&B had sent everything.
     [sent] = folder.glob("wandb/offline-run-*/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(sent)]
     shown = run(command).stdout
@@ -94,15 +96,19 @@ def test_trackers_get_what_the_trace_tells(ordinary_run: tuple[Path, str, str]) 
     assert re.search(r"^  outcome +completed$", shown, re.M) and "finished (exit code 0)" in shown, shown
 
 
-def test_an_ordinary_app_is_shown_as_a_simulation_is(ordinary_run: tuple[Path, str, str]) -> None:
+def test_the_output_for_an_ordinary_app_has_the_format_of_a_simulation(
+    ordinary_run: tuple[Path, str, str],
+) -> None:
     folder, out, err = ordinary_run
-    took = r"(\d+ min )?\S+ s"  # on a busy machine a round takes minutes, and there are lines within it
+    # On a busy machine a round takes minutes, and further lines appear during the round.
+    took = r"(\d+ min )?\S+ s"
     for number, accuracy in ((1, "0.25"), (2, "0.5")):
         assert re.search(rf"^round {number}/2  train +2/2 clients +{took}  train_loss 0.5$", out, re.M)
-        told = rf"^round {number}/2  evaluate +2/2 clients +{took}  1 failed, eval_acc {accuracy}$"
-        assert re.search(told, out, re.M), out
+        line = rf"^round {number}/2  evaluate +2/2 clients +{took}  1 failed, eval_acc {accuracy}$"
+        assert re.search(line, out, re.M), out
     assert re.search(r"^outcome +completed, 2 of 8 messages failed$", out, re.M)
-    # Its text has a lone surrogate: Flower can send the error, so nobody waits a minute for the reply.
+    # The text of the error has a lone surrogate. It is escaped, so Flower can send the error at once instead
+    # of waiting a minute for the reply.
     assert re.search(
         r"^  client 1, evaluate in rounds 1, 2 \(2 messages\): .*NameError.* in im\\udcffage", out, re.M
     )
@@ -122,18 +128,18 @@ def test_an_ordinary_app_is_shown_as_a_simulation_is(ordinary_run: tuple[Path, s
     assert failures.count("evaluate of client 1 failed in round") == 2
 
 
-def test_tables_of_files_are_true(ordinary_run: tuple[Path, str, str]) -> None:
+def test_the_tables_of_files_in_the_docs_match_a_run(ordinary_run: tuple[Path, str, str]) -> None:
     folder, *_ = ordinary_run
-    there = files_in(folder)
+    files = files_in(folder)
     reference = files_in_table("reference/launch.md", "## The folder of a run")
-    assert there <= reference
-    # What this run has no reason for. Another test may have written its report.
-    assert reference - there - {"report.html"} == {"app/"}
-    assert files_in_table("tutorial/first-federation.md") <= there
+    assert files <= reference
+    # This run does not need a copy of the app. Another test may have written the report.
+    assert reference - files - {"report.html"} == {"app/"}
+    assert files_in_table("tutorial/first-federation.md") <= files
 
 
-def test_all_clients_fail(both_runs: list[tuple[Path, int, str, str]]) -> None:
-    """With Flower's own ``flwr-clientapp`` the traceback is in the SuperNode's log."""
+def test_a_launch_fails_if_all_clients_fail(both_runs: list[tuple[Path, int, str, str]]) -> None:
+    """With Flower's own ``flwr-clientapp``, the traceback is only in the SuperNode's log."""
     folder, code, out, err = both_runs[1]
     assert code == 1
     assert re.match(r"flower-gpu \S+, Python \S+, \S+\n", err)  # -v
@@ -150,25 +156,25 @@ def test_all_clients_fail(both_runs: list[tuple[Path, int, str, str]]) -> None:
     assert 'train-fails-on = "0 1"' in report and f"flwr {version('flwr')}" in report
 
 
-def test_logs_and_commands_of_both(both_runs: list[tuple[Path, int, str, str]]) -> None:
+def test_logs_show_which_command_handled_the_messages(both_runs: list[tuple[Path, int, str, str]]) -> None:
     for folder, *_ in both_runs:
         logs = {path.name for path in folder.glob("*.log")} - {"failures.log", "flwr-list.log"}
         fast = json.loads((folder / "result.json").read_text())["settings"]["fast_start"]
         assert logs == {"client-0.log", "client-1.log", "run.log", "superlink.log"} | (
             {"programs.log", "warm-up.log"} if fast else set()
         )
-        # A worker with a lease, or Flower's own command, which is found by its entry point.
+        # Either a worker with a lease, or Flower's own command.
         program = "-c" if fast else r"/\S+/flwr-clientapp"
         assert re.search(f"started as {program}\n", (folder / "client-0.log").read_text())
         assert (folder / "flwr" / "config.toml").exists()
 
 
-def test_superexecs_are_woken_and_ask_for_nothing_in_vain(ordinary_run: tuple[Path, str, str]) -> None:
+def test_superexecs_are_woken_instead_of_polling_for_tasks(ordinary_run: tuple[Path, str, str]) -> None:
     folder, *_ = ordinary_run
     for log, tasks in (("superlink", 1), ("client-0", 4), ("client-1", 4)):
-        questions = (folder / f"{log}.log").read_text().count("Runtime.AcquireTask")
-        # One more at the start, and one in a minute; Flower's asks ten times in a second.
-        assert tasks <= questions <= tasks + 12, log
+        requests = (folder / f"{log}.log").read_text().count("Runtime.AcquireTask")
+        # One more request comes at the start, and one per minute. Flower polls ten times a second.
+        assert tasks <= requests <= tasks + 12, log
 
 
 PARSES = """
@@ -190,12 +196,12 @@ def parsing_app(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lost(
+def dying_runs(
     launch: Launch, parsing_app: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[LaunchRun, int, str, str]]:
-    """Run, at once, an app of which a client is killed, and one whose ServerApp exits; with their ends.
+    """Two concurrent runs with their exit status, stdout and stderr: a client is killed, a ServerApp exits.
 
-    The first run is in a locale of ASCII, its app in a folder whose name is not ASCII.
+    The first run has an ASCII locale, and the name of its app's folder is not ASCII.
     """
     app = shutil.copytree(ORDINARY_APP, tmp_path_factory.mktemp("dying") / "\u00e9")
     dies = ["--run-config", "train-dies-on='0' num-server-rounds=1"]
@@ -204,26 +210,26 @@ def lost(
     return {name: (run, *run.finish()) for name, run in started.items()}
 
 
-def test_a_killed_client_of_an_app_without_our_line_costs_its_reply_only(
-    lost: dict[str, tuple[LaunchRun, int, str, str]],
+def test_a_killed_client_of_an_app_without_gpu_mod_loses_only_its_reply(
+    dying_runs: dict[str, tuple[LaunchRun, int, str, str]],
 ) -> None:
-    """It runs in a worker, so Flower need not wait a minute for its heartbeat."""
-    run, code, out, err = lost["client"]
+    """The message runs in a worker, so Flower does not wait a minute for a missing heartbeat."""
+    run, code, out, err = dying_runs["client"]
     assert code == 0, err
     events = list(trace.read(run.folder / trace.FILE_NAME))
-    [reply] = [each for each in events if each["event"] == "reply" and each["error"]]
+    [reply] = [event for event in events if event["event"] == "reply" and event["error"]]
     assert reply["error"].startswith("train of client 0: the worker (pid ")
     assert "was killed by SIGKILL (9)" in reply["error"]
-    assert sum(each["event"] == "worker_started" for each in events) == 4, "each message had a worker"
-    [told] = re.findall("^  client 0, train in round 1: (.*)", out, re.M)
-    assert told.startswith("the worker was killed by SIGKILL (9)")
+    assert sum(event["event"] == "worker_started" for event in events) == 4, "each message had a worker"
+    [failure] = re.findall("^  client 0, train in round 1: (.*)", out, re.M)
+    assert failure.startswith("the worker was killed by SIGKILL (9)")
 
 
-def test_a_serverapp_that_exits_ends_its_run_with_its_own_words(
-    lost: dict[str, tuple[LaunchRun, int, str, str]], parsing_app: Path
+def test_a_serverapp_that_exits_ends_its_run_with_its_output(
+    dying_runs: dict[str, tuple[LaunchRun, int, str, str]], parsing_app: Path
 ) -> None:
-    """A minute without a heartbeat would end it otherwise, and nothing would be told."""
-    run, code, _, err = lost["server"]
+    """Otherwise the run would end only after a minute without a heartbeat, and without a reason."""
+    run, code, _, err = dying_runs["server"]
     assert code == 1
     sentence = r"the ServerApp exited: sys.exit\(2\) in server_app.py, line 6\. Its argparse has read the"
     assert re.match(f"flower-gpu launch: .*{sentence}", err), err
@@ -236,19 +242,20 @@ def test_a_serverapp_that_exits_ends_its_run_with_its_own_words(
 
 
 @pytest.fixture(scope="module")
-def ends(launch: Launch) -> dict[str, LaunchRun]:
-    """Start, at once, runs that do not come to a good end."""
+def failing_runs(launch: Launch) -> dict[str, LaunchRun]:
+    """Concurrent runs that are killed, interrupted, or fail."""
     waits = "seconds=1000.0"
     configs = {"killed client": waits, "Ctrl-C": waits, "failed server": "fail='evaluate'"}
-    environment = {CPU_LEASES.variable: "off"}  # else they wait for each other's cores
+    # With leases of cores, the runs would wait for each other.
+    environment = {CPU_LEASES.variable: "off"}
     return {
         name: launch(TINY_APP, "--clients=1", "--run-config", text, env=environment)
         for name, text in configs.items()
     }
 
 
-def test_a_killed_client_is_named(ends: dict[str, LaunchRun]) -> None:
-    run = ends["killed client"]
+def test_a_killed_supernode_ends_the_run_with_its_signal(failing_runs: dict[str, LaunchRun]) -> None:
+    run = failing_runs["killed client"]
     run.wait_for_a_worker()
     pid = next(
         pid for pid in run.processes() if "flower-supernode" in Path(f"/proc/{pid}/cmdline").read_text()
@@ -259,8 +266,8 @@ def test_a_killed_client_is_named(ends: dict[str, LaunchRun]) -> None:
     assert "ended with SIGKILL (-9)" in err.splitlines()[0]
 
 
-def test_nothing_survives_ctrl_c(ends: dict[str, LaunchRun]) -> None:
-    run = ends["Ctrl-C"]
+def test_nothing_survives_ctrl_c(failing_runs: dict[str, LaunchRun]) -> None:
+    run = failing_runs["Ctrl-C"]
     run.wait_for_a_worker()
     pids = run.processes()
     assert len(pids) >= 6
@@ -277,9 +284,11 @@ def test_nothing_survives_ctrl_c(ends: dict[str, LaunchRun]) -> None:
     assert (history.highest_round, result["messages"], result["failed"]) == (0, 0, 0)
 
 
-def test_superlink_reports_a_failed_server_app(ends: dict[str, LaunchRun]) -> None:
-    code, _, err = ends["failed server"].finish()
+def test_superlink_reports_a_failed_server_app(failing_runs: dict[str, LaunchRun]) -> None:
+    code, _, err = failing_runs["failed server"].finish()
     assert code == 1
     assert "Flower reports the run as finished:failed" in err.splitlines()[0]
     assert "RuntimeError: the evaluation fails on purpose" in err
-    assert json.loads((ends["failed server"].folder / "result.json").read_text())["workers_started"] == 1
+    assert (
+        json.loads((failing_runs["failed server"].folder / "result.json").read_text())["workers_started"] == 1
+    )

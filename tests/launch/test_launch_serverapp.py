@@ -1,4 +1,4 @@
-"""Our ``flwr-serverapp``: what goes through Flower's own grid is in the trace, unnoticed by the app."""
+"""Our ``flwr-serverapp`` records messages of Flower's own grid in the trace, without the app's help."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from flower_gpu.launch.supervisor import Supervisor
 
 
 class FlowerGrid(HttpGrid):
-    """Flower's own grid with no SuperLink: the nodes 1, 2, ... answer when they are asked for the first time.
+    """Flower's own grid without a SuperLink. Nodes 1, 2, ... reply at the first pull.
 
-    Its ``send_and_receive`` is Flower's.
+    Only ``push_messages`` and ``pull_messages`` are replaced. ``send_and_receive`` is Flower's.
     """
 
     def __init__(self, silent: tuple[int, ...] = (), largest: int = 10) -> None:
@@ -48,8 +48,8 @@ class FlowerGrid(HttpGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        here = [id_ for id_ in message_ids if self.sent[id_].metadata.dst_node_id not in self._silent]
-        return [self._reply(id_) for id_ in here]
+        answered = [id_ for id_ in message_ids if self.sent[id_].metadata.dst_node_id not in self._silent]
+        return [self._reply(id_) for id_ in answered]
 
     def _reply(self, id_: str) -> Message:
         message = self.sent[id_]
@@ -63,7 +63,7 @@ class FlowerGrid(HttpGrid):
 
 @pytest.fixture(autouse=True)
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the run that is recorded, in a process as Flower starts it."""
+    """The folder of the recorded run, with this process set up like a process that Flower starts."""
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
@@ -75,18 +75,18 @@ def messages(*nodes: int, kind: str = "query", server_round: int = 1) -> list[Me
     return [Message(RecordDict(config), node, kind) for node in nodes]
 
 
-def told(folder: Path, *names: str) -> list[list[Any]]:
+def events_in(folder: Path, *names: str) -> list[list[Any]]:
     events = trace.read(folder / trace.FILE_NAME)
     return [[event.get(name) for name in ("event", *names)] for event in events]
 
 
-def test_replies_are_told_one_by_one(tmp_path: Path) -> None:
+def test_each_reply_is_recorded_in_the_trace(tmp_path: Path) -> None:
     grid = FlowerGrid()
     with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder, serverapp.GridTime())
         replies = list(grid.send_and_receive(messages(1, 2, 9)))
     assert len(replies) == 3 and isinstance(grid, HttpGrid)
-    lines = told(tmp_path, "round", "node", "error", "messages", "failed", "metrics")
+    lines = events_in(tmp_path, "round", "node", "error", "messages", "failed", "metrics")
     assert [*lines[:3], *sorted(lines[3:6], key=lambda line: line[2]), *lines[6:]] == [
         ["round_started", 1, None, None, 1, None, None],
         ["round_grew", 1, None, None, 2, None, None],
@@ -98,38 +98,40 @@ def test_replies_are_told_one_by_one(tmp_path: Path) -> None:
     ]
 
 
-def test_that_all_clients_fail_is_told_and_the_server_goes_on(tmp_path: Path) -> None:
+def test_a_round_in_which_all_clients_fail_is_recorded_and_the_server_continues(tmp_path: Path) -> None:
     grid = FlowerGrid()
     with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder, serverapp.GridTime())
         for server_round in (1, 2):
             assert len(list(grid.send_and_receive(messages(9, 10, server_round=server_round)))) == 2
-    assert [line for line in told(tmp_path, "reason") if line[0] == "all_failed"] == [
+    assert [line for line in events_in(tmp_path, "reason") if line[0] == "all_failed"] == [
         ["all_failed", "all 2 clients failed in round 1"]
     ]
 
 
-def test_what_has_no_reply_in_time_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_without_a_reply_in_time_is_recorded_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     grid = FlowerGrid(silent=(2,))
     with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder, serverapp.GridTime())
         assert len(list(grid.send_and_receive(messages(1, 2), timeout=2))) == 1
-    replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
+    replies = [line for line in events_in(tmp_path, "node", "error") if line[0] == "reply"]
     assert replies == [["reply", 1, None], ["reply", 2, "no reply within 2 s"]]
 
 
-def test_messages_that_flower_cannot_send_have_failed(tmp_path: Path) -> None:
+def test_messages_that_flower_cannot_send_are_recorded_as_failed(tmp_path: Path) -> None:
     grid = FlowerGrid(largest=1)
     with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder, serverapp.GridTime())
         assert list(grid.send_and_receive(messages(1, 2), timeout=0.0)) == []
-    replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
+    replies = [line for line in events_in(tmp_path, "node", "error") if line[0] == "reply"]
     assert replies == [["reply", node, "the message could not be sent"] for node in (1, 2)]
 
 
-def test_messages_from_several_threads(tmp_path: Path) -> None:
-    """As Flower's older strategies send them: one by one, each from a thread of its own."""
+def test_messages_from_several_threads_are_recorded(tmp_path: Path) -> None:
+    """Flower's older strategies send each message from a separate thread."""
     grid = FlowerGrid()
     with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder, serverapp.GridTime())
@@ -141,7 +143,7 @@ def test_messages_from_several_threads(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    lines = told(tmp_path, "round", "task", "node", "error")
+    lines = events_in(tmp_path, "round", "task", "node", "error")
     replies = sorted(line[3] for line in lines if line[0] == "reply")
     assert replies == [1, 2, 3]
 
@@ -175,29 +177,29 @@ def test_a_round_in_which_every_client_failed_has_no_checkpoint(tmp_path: Path) 
             list(grid.send_and_receive(messages(*nodes, server_round=server_round)))
             state = RoundState(server_round, ArrayRecord(), {}, {}, capture_random_state())
             grid.finished_round(state)
-    found = Checkpoints(folder.checkpoint, StateStore()).read()
-    assert found is not None and found.server_round == 1
+    checkpoint = Checkpoints(folder.checkpoint, StateStore()).read()
+    assert checkpoint is not None and checkpoint.server_round == 1
 
 
-def test_a_grid_of_flowers_has_what_is_replaced() -> None:
-    """Its own ``send_and_receive`` goes through the two methods that tell of messages and replies."""
+def test_flowers_grid_still_has_the_methods_that_are_replaced() -> None:
+    """Recording relies on Flower's ``send_and_receive`` calling these two methods."""
     names = HttpGrid.send_and_receive.__code__.co_names
     assert "push_messages" in names and "pull_messages" in names
     assert issubclass(HttpGrid, Grid)
 
 
-def test_without_our_commands_a_run_goes_on_and_says_so(
+def test_a_run_without_our_commands_continues_and_reports_it(
     tmp_path: Path, tiny_app: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(file))
     plan = make_plan(LaunchOptions(tiny_app, log_dir=tmp_path / "runs"))
-    said: list[str] = []
-    one = Federation(plan, RunFolder.create(plan.options.log_dir), {}, Supervisor(""), said.append)
-    one.use_our_commands()
-    assert "PATH" not in one._link_env and "PATH" not in one._node_env
-    assert [line.partition(":")[0] for line in said] == [
+    notes: list[str] = []
+    federation = Federation(plan, RunFolder.create(plan.options.log_dir), {}, Supervisor(""), notes.append)
+    federation.use_our_commands()
+    assert "PATH" not in federation._link_env and "PATH" not in federation._node_env
+    assert [line.partition(":")[0] for line in notes] == [
         "messages start as slowly as Flower's own, and rounds are not shown while they run; "
         "without gpu_mod in tiny its clients have no leases"
     ]

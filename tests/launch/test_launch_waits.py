@@ -1,4 +1,4 @@
-"""A launch whose start takes long says what it waits for, and where to read on."""
+"""A launch that starts slowly says what it is waiting for, and names the log to read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flower_gpu.launch.supervisor import Service, Supervisor
 
 pytestmark = pytest.mark.timeout(240)
 
-# Before the rest of the ServerApp's module: the run waits until the file is there.
+# Prepended to the ServerApp's module, so the run waits until the file exists.
 WAIT = """
 import pathlib, time
 while not pathlib.Path({path!r}).exists():
@@ -29,26 +29,26 @@ while not pathlib.Path({path!r}).exists():
 
 
 @pytest.mark.e2e
-def test_a_slow_server_app_beside_a_second_distribution_of_flower(
+def test_a_slow_server_app_is_named_with_two_distributions_of_flower_installed(
     launch: Callable[..., LaunchRun], tiny_app: Path, tmp_path: Path
 ) -> None:
-    """Each command of Flower is there twice, and the run is none the worse for it."""
-    path, goes_on = tiny_app / "tiny" / "server_app.py", tmp_path / "goes-on"
-    path.write_text(WAIT.format(path=str(goes_on)) + path.read_text())
+    """Each command of Flower exists twice, and the run completes nevertheless."""
+    path, continue_file = tiny_app / "tiny" / "server_app.py", tmp_path / "goes-on"
+    path.write_text(WAIT.format(path=str(continue_file)) + path.read_text())
     (other,) = {*distribution.NAMES} - {*distribution.installed()}
     env = {"PYTHONPATH": str(installed_again(tmp_path, other))}
     started = launch(tiny_app, "--clients=2", "--rounds=1", "--start-method=in-process", env=env)
     assert started.process.stdout is not None
-    # On a busy machine other lines come first: about the SuperLink, for example.
+    # On a busy machine other lines come first, for example about the SuperLink.
     wait = "waiting for the ServerApp to send its first message. The end of "
     line = next((line for line in started.process.stdout if line.startswith(wait)), None)
-    goes_on.touch()
+    continue_file.touch()
     assert line is not None and re.search(r"run\.log: \S", line), "the last line of the log"
     code, out, err = started.finish()
     assert code == 0, out + err
 
 
-def test_each_part_that_is_missing_is_named_with_its_log(tiny_app: Path, tmp_path: Path) -> None:
+def test_each_missing_part_is_named_with_its_log(tiny_app: Path, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "runs")
     federation = Federation(
         make_plan(LaunchOptions(tiny_app, clients=7)), folder, {}, Supervisor("A=b"), lambda _: None
@@ -66,9 +66,10 @@ def test_each_part_that_is_missing_is_named_with_its_log(tiny_app: Path, tmp_pat
     first = "$ flower-supernode\nINFO: SuperNode ID: 5\n"
     for node in nodes[1:]:
         node.log.write_text(first)
-    nodes[0].log.write_text(f"{first}$ {shlex.join(['flower-supernode'])}\nAttempt failed\n")  # started again
-    said = federation.missing()
-    assert "to let in the SuperNodes of client 0. The end of" in said and said.endswith(": Attempt failed")
+    # The SuperNode of client 0 was restarted.
+    nodes[0].log.write_text(f"{first}$ {shlex.join(['flower-supernode'])}\nAttempt failed\n")
+    text = federation.missing()
+    assert "to let in the SuperNodes of client 0. The end of" in text and text.endswith(": Attempt failed")
     for node in nodes:
         node.log.unlink(missing_ok=True)
     assert "SuperNodes of clients 0, 1, 2, 3, 4 and 2 more. The end of" in federation.missing()

@@ -1,4 +1,4 @@
-"""What the logs of SuperNodes say is told once."""
+"""Notices from the logs of SuperNodes are reported once."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ EXIT = "\x1b[91mERROR \x1b[0m:     Exit Code: 305"
 
 
 class Nodes:
-    """Two SuperNodes, of which there are the logs only."""
+    """Two SuperNodes, represented only by their logs."""
 
     def __init__(self, folder: Path, with_warnings: bool = True) -> None:
-        self.told: list[str] = []
-        self._notices = Notices(2, self.told.append, with_warnings)
+        self.notices: list[str] = []
+        self._notices = Notices(2, self.notices.append, with_warnings)
         self._logs = [folder / f"supernode-{number}.log" for number in range(2)]
         self._new = [Follower(log) for log in self._logs]
 
     def write(self, number: int, *lines: str) -> list[str]:
-        """Return what is told of lines in the log of a node."""
+        """Append lines to the log of a node, and return the notices that they cause."""
         with self._logs[number].open("a") as log:
             log.writelines(f"{line}\n" for line in lines)
-        self.told.clear()
+        self.notices.clear()
         self._notices.look(f"SuperNode {number}", self._new[number], self._logs[number])
-        return list(self.told)
+        return list(self.notices)
 
     def turn_away(self, number: int) -> list[str]:
-        self.told.clear()
+        self.notices.clear()
         self._notices.turned_away(f"SuperNode {number}", ": why")
-        return list(self.told)
+        return list(self.notices)
 
 
 @pytest.fixture
@@ -44,22 +44,22 @@ def nodes(tmp_path: Path) -> Nodes:
     return Nodes(tmp_path)
 
 
-def test_a_superlink_out_of_reach_is_told_once_for_all_nodes_and_when_all_are_in(nodes: Nodes) -> None:
+def test_an_unreachable_superlink_is_reported_once_and_so_is_the_end_of_the_wait(nodes: Nodes) -> None:
     assert len(nodes.write(0, FAILED, FAILED)) == 1
     assert nodes.write(1, FAILED, FAILED) == []
     assert nodes.write(0, IN) == []
     assert nodes.write(1, IN) == ["connected: 2 of 2 SuperNodes"]
-    assert nodes.write(1, FAILED, IN) == [], "it was started again"
+    assert nodes.write(1, FAILED, IN) == [], "the node was restarted"
 
 
-def test_a_key_is_told_of_when_it_is_refused_and_when_it_is_registered(nodes: Nodes) -> None:
+def test_a_refused_key_is_reported_and_so_is_its_registration(nodes: Nodes) -> None:
     assert nodes.turn_away(1) == ["SuperNode 1 is not let in: why"]
     assert nodes.turn_away(1) == []
     assert nodes.write(1, EXIT, IN) == ["SuperNode 1 is let in"]
     assert nodes.turn_away(1) == ["SuperNode 1 is not let in: why"]
 
 
-def test_warnings_and_errors_are_told_once_with_their_log(nodes: Nodes, tmp_path: Path) -> None:
+def test_warnings_and_errors_are_reported_once_with_their_log(nodes: Nodes, tmp_path: Path) -> None:
     log = tmp_path / "supernode-0.log"
     assert nodes.write(0, HOT.format(0), FULL, HOT.format(1)) == [
         f"SuperNode 0: GPU 0 is ?hot (in {log})",
@@ -81,15 +81,15 @@ def traceback(exception: str) -> list[str]:
     return [RAISED, *cause, *chain, "Traceback (most recent call last):", *frames, exception]
 
 
-def test_the_exception_of_an_app_is_told_once_for_each_text(nodes: Nodes, tmp_path: Path) -> None:
+def test_each_distinct_exception_of_an_app_is_reported_once(nodes: Nodes, tmp_path: Path) -> None:
     log = tmp_path / "supernode-0.log"
-    told = f"SuperNode 0: ClientApp raised an exception: {{}} (in {log})"
+    notice = f"SuperNode 0: ClientApp raised an exception: {{}} (in {log})"
     lines = [
         *traceback("ValueError: no data for client 1"),
         IN,
         *traceback("ValueError: no data for client 2"),
     ]
-    assert nodes.write(0, *lines) == [told.format("ValueError: no data for client 1")]
+    assert nodes.write(0, *lines) == [notice.format("ValueError: no data for client 1")]
     error = ["RuntimeError: Error(s) in loading state_dict for Net:", '\tMissing key(s) in state_dict: "w"']
-    assert nodes.write(0, *traceback(error[0]), error[1]) == [told.format(f"{error[0]} {error[1].strip()}")]
+    assert nodes.write(0, *traceback(error[0]), error[1]) == [notice.format(f"{error[0]} {error[1].strip()}")]
     assert nodes.write(1, *traceback("ValueError: no data for client 3")) == []

@@ -1,4 +1,4 @@
-"""SuperNodes that cannot start: the command says why, and ends where another start would not help."""
+"""If a SuperNode cannot start, the command says why, and exits if a restart would not help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_PORT = "127.0.0.1:99999"
 
 @pytest.fixture
 def without_tls() -> Iterator[str]:
-    """The address of a server that speaks HTTP without TLS, as a SuperLink that has no certificates."""
+    """The address of an HTTP server without TLS, which stands in for a SuperLink without certificates."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -31,7 +31,7 @@ def without_tls() -> Iterator[str]:
         thread.join()
 
 
-def test_a_fault_that_stays_ends_the_command_with_its_reason(without_tls: str, tmp_path: Path) -> None:
+def test_a_permanent_fault_ends_the_command_with_its_reason(without_tls: str, tmp_path: Path) -> None:
     expected = {
         (
             "--insecure",
@@ -58,7 +58,7 @@ def test_a_fault_that_stays_ends_the_command_with_its_reason(without_tls: str, t
         assert re.fullmatch(f"flower-gpu supernode: SuperNode 0 ended with {expected[options]}.*\n", err), err
 
 
-def test_two_supernodes_on_one_port_are_refused_in_a_sentence() -> None:
+def test_a_port_that_is_already_used_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ended = run_cli("supernode", "--", "--insecure", "--superlink", NO_PORT, "--port", port)

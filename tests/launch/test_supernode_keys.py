@@ -1,4 +1,4 @@
-"""SuperNodes with keys as docs/how-to/supernodes.md says, and Flower's own SuperLink that asks for keys."""
+"""SuperNodes with keys as docs/how-to/supernodes.md says, and a SuperLink of Flower that asks for keys."""
 
 from __future__ import annotations
 
@@ -18,46 +18,49 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def superlink(tmp_path: Path) -> Iterator[SuperLink]:
-    with keyed_superlink(tmp_path) as found:
-        yield found
+    with keyed_superlink(tmp_path) as link:
+        yield link
 
 
 def processes_of_node(pid: int, private: Path) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
+        # The process may have exited.
+        with suppress(psutil.Error):
             if f"--auth-supernode-private-key {private} " in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
-def test_a_node_is_let_in_once_its_key_is_registered(superlink: SuperLink, tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    process = superlink.start_node(tmp_path, said)
+def test_a_node_connects_once_its_key_is_registered(superlink: SuperLink, tmp_path: Path) -> None:
+    output = tmp_path / "said"
+    process = superlink.start_node(tmp_path, output)
     try:
-        # Other SuperNodes may not end early twice.
-        until(lambda: starts(tmp_path) > 2, "it has asked several times", 200)
+        # More than two starts show that refused keys do not count as early exits, which are limited to one.
+        until(lambda: starts(tmp_path) > 2, "the node has retried several times", 200)
         keys = {path.name: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
         assert sorted(keys) == ["supernode-0", "supernode-0.pub"]
-        text = said.read_text()
+        text = output.read_text()
         assert text.count("SuperNode 0 is not let in") == text.count("flwr supernode register FILE.pub") == 1
         superlink.flwr(first_command("supernodes.md", "flwr supernode register"), tmp_path)
         is_in = "\nSuperNode 0 is let in\n"
         for words in (is_in, "1 of 1 SuperNodes\n"):
-            until(lambda words=words: said.read_text().count(words) == 1, "it is let in", 180)
+            until(lambda words=words: output.read_text().count(words) == 1, "the node is let in", 180)
 
-        # The SuperLink takes one that was killed for connected still; it comes back as the same node.
-        before = [node["node-id"] for node in superlink.nodes()]
-        entered = entries(tmp_path)
+        # The SuperLink still considers a killed node connected. The node comes back with the same id.
+        ids_before = [node["node-id"] for node in superlink.nodes()]
+        connections_before = connections(tmp_path)
         killed = processes_of_node(process.pid, Path("keys") / "supernode-0")
         assert killed
-        for each in killed:
-            each.kill()
-        until(lambda: said.read_text().count("SuperNode 0 is not let in") == 2, "it is turned away", 180)
-        # Between the two it is offline, for less than a look at the SuperLink may take.
-        until(lambda: entries(tmp_path) > entered, "the SuperLink lets it in again", 240)
-        until(lambda: said.read_text().count(is_in) == 2, "which is said again", 180)
-        assert [node["node-id"] for node in superlink.nodes()] == before
+        for node_process in killed:
+            node_process.kill()
+        until(
+            lambda: output.read_text().count("SuperNode 0 is not let in") == 2, "the node is turned away", 180
+        )
+        # The node is offline for less time than a query of the SuperLink may take, so the log is read.
+        until(lambda: connections(tmp_path) > connections_before, "the SuperLink lets the node in again", 240)
+        until(lambda: output.read_text().count(is_in) == 2, "the connection is reported again", 180)
+        assert [node["node-id"] for node in superlink.nodes()] == ids_before
 
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0
@@ -71,7 +74,7 @@ def starts(folder: Path) -> int:
     return log_of(folder).count("$ flower-supernode")
 
 
-def entries(folder: Path) -> int:
+def connections(folder: Path) -> int:
     return log_of(folder).count("SuperNode ID:")
 
 

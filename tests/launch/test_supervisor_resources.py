@@ -1,4 +1,4 @@
-"""A launch leaves no process and no socket for Python's garbage collector to find."""
+"""A launch closes its processes and sockets itself instead of leaving them to the garbage collector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ folder = Path(sys.argv[1])
 marker = f"FLOWER_GPU_RUN_DIR={folder}"
 with Supervisor(marker) as supervisor:
     supervisor.fork_programs({**os.environ, "FLOWER_GPU_RUN_DIR": str(folder)}, folder / "programs.log")
-    gc.collect()  # the server runs
+    # The server is still running here.
+    gc.collect()
     supervisor.stop()
     print(supervisor.left)
 del supervisor

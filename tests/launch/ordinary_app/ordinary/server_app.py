@@ -1,4 +1,4 @@
-"""A server with a strategy of Flower's."""
+"""A server with one of Flower's strategies."""
 
 import numpy as np
 from flwr.app import ArrayRecord, Context
@@ -10,6 +10,6 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the rounds."""
+    """Run all rounds."""
     initial = ArrayRecord([np.zeros(1, np.float32)])
     FedAvg().start(grid, initial, num_rounds=context.run_config["num-server-rounds"])

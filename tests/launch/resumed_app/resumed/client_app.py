@@ -1,4 +1,4 @@
-"""A client whose result depends on its partition, the round and the model; it tells what its state counts."""
+"""A client with updates that depend on partition, round and model. It reports the counter in its state."""
 
 import time
 

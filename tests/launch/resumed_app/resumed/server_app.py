@@ -1,4 +1,4 @@
-"""Two of three clients train in a round: which ones, is drawn from Python's generator."""
+"""A server that samples two of three clients for each round with Python's random generator."""
 
 import json
 import random

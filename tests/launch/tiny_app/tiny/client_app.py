@@ -1,4 +1,4 @@
-"""A client that counts its rounds in its state and leaves what it was given in its log."""
+"""A client that counts its rounds in its state, and writes its node config and run config to its log."""
 
 import json
 import time

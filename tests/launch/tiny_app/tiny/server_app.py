@@ -1,4 +1,4 @@
-"""A server that reports one round after the other."""
+"""A server that writes a trace event after each round."""
 
 import numpy as np
 from flwr.common import Context, ndarrays_to_parameters
