@@ -1,6 +1,7 @@
-"""A program that runs calls in confined workers, and tells what it unpickled meanwhile.
+"""A program that runs calls in confined workers and reports what it unpickled meanwhile.
 
-``python confined_caller.py METHOD confined|free CALLS``, with the calls as JSON: names, tasks and arguments.
+``python confined_caller.py METHOD confined|free CALLS``, with the calls as JSON:
+lists of a name, a task and its arguments.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-seen: list[str] = []
+unpickling: list[str] = []
 
 
 class Recording(pickle.Unpickler):
     def load(self) -> Any:
-        seen.append("Unpickler.load")
+        unpickling.append("Unpickler.load")
         return super().load()
 
 
 def recorded(name: str, function: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        seen.append(name)
+        unpickling.append(name)
         return function(*args, **kwargs)
 
     return call
@@ -32,7 +33,9 @@ def recorded(name: str, function: Any) -> Any:
 def main() -> None:
     pickle.loads, pickle.load = recorded("loads", pickle.loads), recorded("load", pickle.load)
     pickle.Unpickler = Recording  # type: ignore[misc]
-    sys.addaudithook(lambda event, args: seen.append(str(args)) if event == "pickle.find_class" else None)
+    sys.addaudithook(
+        lambda event, args: unpickling.append(str(args)) if event == "pickle.find_class" else None
+    )
 
     import light_servers
 
@@ -43,13 +46,13 @@ def main() -> None:
     light_servers.begin()
     method, kind, calls = sys.argv[1:]
     settings = call_settings({"start_method": method, "timeout_s": 100.0})
-    told: dict[str, dict[str, Any]] = {}
+    report: dict[str, dict[str, Any]] = {}
     for name, task, *arguments in json.loads(calls):
-        found = told[name] = {}
-        seen.clear()
+        entry = report[name] = {}
+        unpickling.clear()
         with for_message(Allowed(), [str(Path(__file__).parent)]) as confinement:
             try:
-                found["value"] = run_call(
+                entry["value"] = run_call(
                     f"confined_tasks:{task}",
                     arguments,
                     settings=settings.with_worker(confinement=confinement if kind == "confined" else None),
@@ -57,10 +60,10 @@ def main() -> None:
                     by_name=True,
                 )
             except Exception as error:
-                found["error"], found["text"] = type(error).__name__, str(error)
-        found["unpickled"] = [*seen]
-        found["peak_kib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps(told))
+                entry["error"], entry["text"] = type(error).__name__, str(error)
+        entry["unpickled"] = [*unpickling]
+        entry["peak_kib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps(report))
 
 
 main()

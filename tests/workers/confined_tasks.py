@@ -1,4 +1,4 @@
-"""Tasks of confined workers that write what no honest one does. Imported in the worker only."""
+"""Tasks that send what no honest confined worker sends. They are imported in the worker only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flower_gpu.workers.own_process import facts
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
@@ -23,14 +23,14 @@ class Bomb:
 
 
 class BombError(Exception):
-    """Likewise."""
+    """An error that creates a folder when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, self.args
 
 
-def value(given: Any) -> Any:
-    return given
+def value(argument: Any) -> Any:
+    return argument
 
 
 def raises(marker: str) -> None:
@@ -40,7 +40,7 @@ def raises(marker: str) -> None:
 def raises_ours(name: str) -> None:
     from flower_gpu import errors
 
-    raise getattr(errors, name)("as it is said there")
+    raise getattr(errors, name)("the text of the error")
 
 
 def returns_object(marker: str) -> Bomb:
@@ -48,12 +48,12 @@ def returns_object(marker: str) -> Bomb:
 
 
 def _leaves(data: bytes) -> None:
-    """Leave these bytes in the place of the reply."""
+    """Write these bytes in place of the reply."""
     worker.leave_reply = lambda _, descriptor: os.pwrite(descriptor, data, 0)
 
 
 def leaves_pickle(marker: str, shape: str) -> None:
-    """Leave a pickle in the forms of other replies."""
+    """Reply with a pickle, in several forms that other replies have."""
     bomb = pickle.dumps(Bomb(marker))
     if shape == "bare":
         return _leaves(bomb)
@@ -69,9 +69,9 @@ def leaves_pickle(marker: str, shape: str) -> None:
     return None
 
 
-def sends(*told: dict[str, Any]) -> str:
-    """Send events, and then return something."""
-    for event in told:
+def sends(*sent: dict[str, Any]) -> str:
+    """Send events, then return a value."""
+    for event in sent:
         sink = facts.sink
         assert sink is not None
         sink(event)
@@ -79,7 +79,7 @@ def sends(*told: dict[str, Any]) -> str:
 
 
 def writes_much(size: int) -> str:
-    """Write one line of so many bytes into the pipe of events."""
+    """Write one line of ``size`` bytes into the pipe of events."""
     sink = facts.sink
     assert sink is not None
     sink({"event": "x" * size})

@@ -1,4 +1,4 @@
-"""What an ordinary app does, in a confined worker."""
+"""Tasks for confined workers. Most do what ordinary apps do."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ VARIABLES = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUC
 
 
 def variables() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in VARIABLES:
         Path(os.environ[name], "file").write_text("mine")
-        found[name] = os.environ[name]
-    found["agent"] = os.environ.get("SSH_AUTH_SOCK")
-    found["tempfile"] = tempfile.gettempdir()
-    return found
+        values[name] = os.environ[name]
+    values["agent"] = os.environ.get("SSH_AUTH_SOCK")
+    values["tempfile"] = tempfile.gettempdir()
+    return values
 
 
 def reads(path: str) -> str:
@@ -56,12 +56,12 @@ def computes_in_processes() -> list[Any]:
         squares = pool.map(_square, [1, 2, 3])
     with multiprocessing.Manager() as manager:
         shared = manager.dict(a=1)
-        found = dict(shared)
+        copied = dict(shared)
     lock = multiprocessing.Lock()
     with lock:
         pass
     line = [sys.executable, "-c", "print('from a program')"]
-    return [squares, found, subprocess.run(line, capture_output=True, text=True, check=True).stdout]
+    return [squares, copied, subprocess.run(line, capture_output=True, text=True, check=True).stdout]
 
 
 def asks_another_worker(path: str) -> list[str]:
@@ -75,13 +75,13 @@ def asks_another_worker(path: str) -> list[str]:
 
 
 def leaves_a_process() -> int:
-    """Leave one in a session of its own."""
+    """Leave a process in its own session."""
     line = [sys.executable, "-c", "import time; time.sleep(600)"]
     return subprocess.Popen(line, start_new_session=True).pid
 
 
 def leaves_a_process_that_leaves_the_group() -> int:
-    """Leave one that makes a session when the worker has ended, before its group is."""
+    """Leave a process that creates a session after the worker has ended, but before its group is killed."""
     code = (
         "import os, time\n"
         "while os.getppid() == int(os.environ['WORKER']): time.sleep(0.001)\n"
@@ -91,19 +91,19 @@ def leaves_a_process_that_leaves_the_group() -> int:
     return subprocess.Popen(line, env={**os.environ, "WORKER": f"{os.getpid()}"}).pid
 
 
-def leaves_what_is_hard_to_remove() -> str:
-    """Leave it where multiprocessing makes sockets."""
+def leaves_folders_that_are_hard_to_remove() -> str:
+    """Leave deeply nested folders where multiprocessing creates its sockets."""
     folder = multiprocessing.current_process()._config["tempdir"]  # type: ignore[attr-defined]
-    place = os.open(folder, os.O_RDONLY)
+    parent = os.open(folder, os.O_RDONLY)
     for _ in range(1500):
-        os.mkdir("d", dir_fd=place)
-        place = os.open("d", os.O_RDONLY, dir_fd=place)
+        os.mkdir("d", dir_fd=parent)
+        parent = os.open("d", os.O_RDONLY, dir_fd=parent)
     Path(folder, "closed").mkdir(mode=0)
     return os.path.realpath(folder)
 
 
 def leaves_a_link_for_the_next_try(to: str) -> str:
-    """Have the call tried again, with a link in the place of a folder."""
+    """Make the call be retried, with a symlink in place of its cache folder."""
     cache = Path(os.environ["XDG_CACHE_HOME"])
     if cache.is_symlink():
         return "came again"
@@ -114,29 +114,29 @@ def leaves_a_link_for_the_next_try(to: str) -> str:
 
 
 def is_alone() -> bool:
-    """Tell whether other workers' groups are out of reach: they are in other sessions."""
+    """Return True if this worker leads its own session. It cannot reach the groups of other sessions."""
     return os.getsid(0) == os.getpgrp() == os.getpid()
 
 
 def copies_and_touches() -> str:
-    """Do with files what is without effect, or limited, here."""
-    one, two, new = (Path(os.environ["TMPDIR"], name) for name in ("one", "two", "new"))
-    one.write_text("text")
-    one.chmod(0o640)
-    shutil.copy2(one, two)
-    for path in (one, new):
+    """Copy and touch files by means that have no effect, or a limited one, in a confined worker."""
+    first, second, new = (Path(os.environ["TMPDIR"], name) for name in ("one", "two", "new"))
+    first.write_text("text")
+    first.chmod(0o640)
+    shutil.copy2(first, second)
+    for path in (first, new):
         path.touch()
-    os.utime(one, (1, 1))
-    subprocess.run(["cp", "-a", one, f"{two}-again"], check=True)
-    subprocess.run(["cp", "--reflink=auto", one, f"{two}-more"], check=True)
-    shutil.copytree(one.parent, one.parent.with_name("tree"))
+    os.utime(first, (1, 1))
+    subprocess.run(["cp", "-a", first, f"{second}-again"], check=True)
+    subprocess.run(["cp", "--reflink=auto", first, f"{second}-more"], check=True)
+    shutil.copytree(first.parent, first.parent.with_name("tree"))
     os.sched_setaffinity(threading.get_native_id(), os.sched_getaffinity(0))
     os.nice(1)
-    return new.read_text() + two.read_text()
+    return new.read_text() + second.read_text()
 
 
 def waits(file: str) -> None:
-    """Say that it is there, and wait for the end."""
+    """Report that the worker is running, then wait until it is killed."""
     import time
 
     Path(os.environ["HOME"], "file").write_text(file)

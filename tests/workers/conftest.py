@@ -1,4 +1,4 @@
-"""Start methods, and the check that a call left nothing behind."""
+"""Fixtures for start methods, fork servers and callers, and the check that a call left nothing behind."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from flower_gpu.workers.forkserver import client
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """Have fork servers of the module's own, without torch; yield their folder."""
-    with forkservers.own_servers(light=True) as found:
-        yield found
+    """Give the module its own fork servers, without torch, and yield their folder."""
+    with forkservers.own_servers(light=True) as path:
+        yield path
 
 
 @pytest.fixture
 def caller() -> Iterator[Caller]:
-    """One who has calls run on lines of workers; after the test nothing of them is left."""
-    made = Caller()
-    yield made
-    made.close()
+    """A caller that runs calls on lines of workers. After the test, no worker may be left."""
+    new_caller = Caller()
+    yield new_caller
+    new_caller.close()
 
 
 @pytest.fixture(params=SUPERVISED)
@@ -53,7 +53,7 @@ def start_method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def first_call() -> None:
-    """What is opened or imported once for all calls is there after this."""
+    """Make one call per method, so that everything opened or imported only once is present."""
     for method in ("spawn", "forkserver"):
         run_in_worker("plain_tasks:answer", start_method=method)
 
@@ -65,41 +65,42 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     first_call: None,
 ) -> Iterator[Run]:
-    """Trace the calls of a test, and check after it that nothing of them is left."""
+    """Trace the calls of a test, and check afterwards that they left nothing behind."""
     folder, temporary = tmp_path / "run", tmp_path / "temporary"
     folder.mkdir()
     temporary.mkdir()
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(folder))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    # PyTorch's compiler makes its folder as soon as it is imported, in any thread, and keeps the folder.
-    # All tests share one: another folder is another environment, with a fork server of 300 MB of its own.
+    # PyTorch's compiler creates this folder when it is imported, in any thread, and keeps it. All tests
+    # share one folder: another folder is another environment, which needs its own fork server of 300 MB.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "torchinductor"))
-    # Forks share that of this process, which an earlier test may have left: what they leak would be there
-    # until this process ends.
+    # Forks share the resource tracker of this process, which an earlier test may have started. What they
+    # leak would then stay until this process ends.
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     before = descriptors()
     shared = set(SHARED_MEMORY.iterdir())
-    this = Run(folder, temporary)
+    traced = Run(folder, temporary)
 
-    yield this
+    yield traced
 
     assert zombies_of(os.getpid()) == []
-    for pid in {*this.pids()} - {os.getpid()}:  # a call in this process; it may lead a group
+    # This process may have run a call itself, and may lead a group.
+    for pid in {*traced.pids()} - {os.getpid()}:
         assert wait_until(lambda pid=pid: not running_in_group(pid)), f"group {pid}: {running_in_group(pid)}"
     folders = set((state_folder.state_dir() / "sockets").iterdir())
-    assert not [path for path in folders for pid in this.pids() if path.name.endswith(f"-{pid}")]
+    assert not [path for path in folders for pid in traced.pids() if path.name.endswith(f"-{pid}")]
     kept = {str(connection.fileno()) for connection in client._memory.stays.connections.values()}
-    assert {name: what for name, what in descriptors().items() if name not in before.keys() | kept} == {}
+    assert {name: target for name, target in descriptors().items() if name not in before.keys() | kept} == {}
     assert wait_until(lambda: not new_in_shared_memory(shared)), new_in_shared_memory(shared)
     assert list(temporary.iterdir()) == []
 
 
 @pytest.fixture
 def after_reaching(tmp_path: Path) -> Callable[..., BaseException]:
-    """Call a task that hangs, and return the error of a call whose task was reached in time.
+    """Call a task that hangs, and return the error of the first call whose task started in time.
 
-    A short limit keeps the test short; a machine that is too busy to get there gets a longer one.
+    A short limit keeps the test short. On a busy machine the call is repeated with a longer limit.
     """
 
     def call(
@@ -115,7 +116,8 @@ def after_reaching(tmp_path: Path) -> Callable[..., BaseException]:
             with pytest.raises(expected) as caught:
                 run_in_worker(task, str(reached), *args, timeout_s=timeout_s, **options)
             missing = [part for part in says if part not in str(caught.value)]
-            if reached.exists() and not missing:  # it may get there between the limit and its end
+            # The task may start between the limit and the end of the worker.
+            if reached.exists() and not missing:
                 return caught.value
         raise AssertionError(f"{task} not reached in {limits_s} s, or {missing} not in: {caught.value}")
 

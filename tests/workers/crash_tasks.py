@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 
 class OwnError(Exception):
-    """Can be passed between processes."""
+    """An error that can be passed between processes."""
 
 
 class UnpicklableError(Exception):
@@ -25,7 +25,7 @@ class UnpicklableError(Exception):
 
 
 class NotRebuiltError(Exception):
-    """Can be pickled, but not built from its args."""
+    """An error that can be pickled, but not rebuilt from its args."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
@@ -42,7 +42,7 @@ class CannotBePickled:
 
 
 class CannotBeRebuilt:
-    """Can be pickled, but only the process that made it can build it again."""
+    """An object that can be pickled, but rebuilt only in the process that made it."""
 
     def __reduce__(self) -> Any:
         return _only_in, (os.getpid(),)
@@ -134,7 +134,7 @@ def killed_while_writing_the_reply() -> Any:
     import numpy as np
 
     class Big:
-        """Its second part comes up after the first has been taken."""
+        """Kills the worker when it is pickled, after the array before it."""
 
         def __reduce__(self) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -175,7 +175,8 @@ def hang_in_sleep(reached: str) -> None:
 
 def hang_with_the_gil(reached: str) -> None:
     Path(reached).touch()
-    while True:  # a signal ends one sleep
+    # A signal ends a single sleep.
+    while True:
         ctypes.PyDLL(None).sleep(600)
 
 
@@ -211,7 +212,7 @@ def hang_with_children(reached: str) -> None:
 
 
 def start_children() -> None:
-    """Start a child that ignores all it can, and a grandchild; they stay in the worker's group."""
+    """Start a child that ignores signals, and a grandchild. Both stay in the worker's process group."""
     ignore = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 15)]"
     subprocess.Popen([sys.executable, "-S", "-c", f"{ignore}; time.sleep(600)"])
     subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], stdout=subprocess.DEVNULL)
@@ -237,14 +238,14 @@ def leak_shared_memory(crash: bool) -> str:
 
 
 def leak_to_a_slow_tracker(folder: Path) -> None:
-    """Leave shared memory to a resource tracker that is held up: the caller of the call has its pipe open."""
+    """Leak shared memory to a resource tracker that ends late, because the test keeps its pipe open."""
     from multiprocessing import resource_tracker, shared_memory
 
     block = shared_memory.SharedMemory(create=True, size=1 << 20)
     tracker = resource_tracker._resource_tracker
-    told = {"pid": os.getpid(), "fd": tracker._fd, "tracker": tracker._pid, "name": block.name}
-    (folder / "new").write_text(json.dumps(told))
-    (folder / "new").rename(folder / "told")
+    report = {"pid": os.getpid(), "fd": tracker._fd, "tracker": tracker._pid, "name": block.name}
+    (folder / "new").write_text(json.dumps(report))
+    (folder / "new").rename(folder / "report")
     while not (folder / "go").exists():
         time.sleep(0.01)
 
@@ -276,7 +277,7 @@ def close_everything() -> int:
     return 42
 
 
-def write_what_is_no_text() -> None:
+def write_invalid_text() -> None:
     os.write(1, b"caf\xc3\xa9 \xff\xfe broken \xc3")
     print("a lone surrogate: \udc80", file=sys.stderr)
     os._exit(7)

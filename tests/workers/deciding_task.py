@@ -13,13 +13,13 @@ ACCELERATOR = torch.accelerator.is_available()
 
 
 def load(**_: str) -> None:
-    """Load nothing: the module is there. Other arguments are for other fork servers."""
+    """Load nothing: importing this module is enough. Other arguments get another fork server."""
 
 
 def seen() -> dict[str, Any]:
-    """Return what the module has found, and what this process itself would."""
+    """Return what this module saw when it was imported, and what this process sees now."""
     return {
-        "found": (DEVICE, COUNT, ACCELERATOR),
+        "at_import": (DEVICE, COUNT, ACCELERATOR),
         "is_bad_fork": torch.cuda._is_in_bad_fork(),  # type: ignore[no-untyped-call]
         "is_available": torch.cuda.is_available(),
         "parent": os.getppid(),

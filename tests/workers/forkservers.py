@@ -1,4 +1,4 @@
-"""Fork servers of a test's own, processes that call through them, and environments to run in."""
+"""Fork servers for tests, processes that make calls through them, and virtual environments."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ from flower_gpu.workers import state_folder
 from flower_gpu.workers.forkserver import client, control
 
 
-def marks(timeout_s: float = 180, *, own: str | None = None) -> list[pytest.MarkDecorator]:
-    """Return the marks of a module whose tests need fork servers; ``own``: the fixture with its own ones."""
+def marks(timeout_s: float = 180, *, fixture: str | None = None) -> list[pytest.MarkDecorator]:
+    """Return pytest marks for a module whose tests need fork servers.
+
+    ``fixture``: name of the fixture that gives the module its own servers.
+    """
     needed = pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3")
-    return [pytest.mark.timeout(timeout_s), needed, *([pytest.mark.usefixtures(own)] if own else [])]
+    return [pytest.mark.timeout(timeout_s), needed, *([pytest.mark.usefixtures(fixture)] if fixture else [])]
 
 
-#: Environment in which a process finds the modules of this folder.
+#: Environment variables with which a process can import the modules of this folder.
 WITH_TASKS = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 }
 
-# Calls what it is told to, and tells what came of it; "do" runs code in the caller itself.
+# Makes the requested calls and prints their results. "do" runs code in the caller itself.
 PROGRAM = """
 import json, os, sys
 from flower_gpu import run_in_worker
@@ -61,11 +64,11 @@ for line in sys.stdin:
 
 
 class CallError(Exception):
-    """What a call in another process raised."""
+    """The error of a call in another process."""
 
 
 class Client:
-    """A process that makes calls, one at a time; leads a session of its own."""
+    """A process that makes calls, one at a time. It leads its own session."""
 
     def __init__(self, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
@@ -102,7 +105,7 @@ class Client:
         return self.receive()
 
     def do(self, code: str) -> Any:
-        """Run code in the process; returns the variable ``answer``."""
+        """Run code in the process, and return its variable ``answer``."""
         self.send_code(code)
         return self.receive()
 
@@ -110,18 +113,18 @@ class Client:
         self._write({"do": textwrap.dedent(code)})
 
     def errors(self) -> str:
-        """Return what it wrote to stderr."""
+        """Return everything that the process wrote to stderr."""
         self._errors.seek(0)
         return self._errors.read()
 
     def kill(self) -> None:
-        """Kill it with everything in its process group."""
+        """Kill the process and its process group."""
         if self._process.poll() is None:
             os.killpg(self.pid, 9)
         self._process.communicate()
 
     def close(self) -> None:
-        """Have it end by itself."""
+        """Close standard input, and wait until the process has ended."""
         self._process.communicate(timeout=150)
         self._errors.close()
 
@@ -141,12 +144,14 @@ class Client:
 
 @contextmanager
 def own_servers(idle_s: float = 60, *, light: bool = False) -> Iterator[Path]:
-    """Let calls of this process and its children use fork servers of their own, in the folder yielded.
+    """Give this process and its children their own fork servers, and yield the servers' folder.
 
-    ``light``: servers without torch.
+    ``idle_s``: seconds after which a server without users ends.
+    ``light``: use servers without torch.
     """
     folder = Path(tempfile.mkdtemp(prefix="flower-gpu-test-"))
-    folder.chmod(0o755)  # as a user's own: what is in it is guarded by the servers' folder alone
+    # Like a user's own folder: only the mode of the servers' folder in it protects the servers.
+    folder.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         if light:
             patch.setenv("LIGHT_SERVERS", "1")
@@ -157,20 +162,20 @@ def own_servers(idle_s: float = 60, *, light: bool = False) -> Iterator[Path]:
             yield state_folder.state_dir()
         finally:
             pids = control.stop(wait_s=20)
-            leave()
+            release_servers()
             shutil.rmtree(folder, ignore_errors=True)
     assert not [pid for pid in pids if is_running(pid)]
 
 
 def compile_library(path: Path, source: str, *options: str) -> None:
-    """Compile C code into a shared library; without a compiler the test is skipped."""
+    """Compile C code into a shared library. Without a compiler, skip the test."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     command = ["cc", "-shared", "-fPIC", "-pthread", "-x", "c", "-", *options, "-o", str(path)]
     subprocess.run(command, input=source, text=True, check=True, timeout=150)
 
 
-# Threads of a library's own, and those of OpenMP.
+# A library that starts its own threads, and threads of OpenMP.
 THREADS = """
 #include <pthread.h>
 #include <unistd.h>
@@ -190,35 +195,35 @@ int sum_in_two_threads(void)
 """
 
 
-def leave() -> None:
-    """Have this process no longer keep a server from ending."""
+def release_servers() -> None:
+    """Close this process's connections to fork servers, so that they may end."""
     client._memory.stays.close()
 
 
 def only_server() -> control.Status:
-    """Return the one server that there is, once others have ended."""
+    """Wait until a single server is left, and return its status."""
     assert wait_until(lambda: len(control.status()) == 1), control.status()
     return control.status()[0]
 
 
 def until_only(condition: Any) -> control.Status:
-    """Return the one server that there is, once it is as it should be."""
+    """Wait until a single server is left and fulfils a condition, and return its status."""
 
-    found: list[control.Status] = []
+    statuses: list[control.Status] = []
 
-    def is_so() -> bool:
-        found[:] = control.status()
-        return len(found) == 1 and bool(condition(found[0]))
+    def is_fulfilled() -> bool:
+        statuses[:] = control.status()
+        return len(statuses) == 1 and bool(condition(statuses[0]))
 
-    # Importing libraries takes a busy machine its time.
-    assert wait_until(is_so, timeout_s=150), found
-    return found[0]
+    # On a busy machine, importing libraries takes long.
+    assert wait_until(is_fulfilled, timeout_s=150), statuses
+    return statuses[0]
 
 
 def make_environment(folder: Path, packages: Mapping[str, str]) -> str:
-    """Make a virtual environment with some packages and what each worker needs; returns its interpreter.
+    """Make a virtual environment for workers with some more packages, and return its interpreter.
 
-    It has no torch, which each of many fork servers there would take seconds to import.
+    It has no torch, because each of its many fork servers would take seconds to import torch.
     """
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True, timeout=150
@@ -226,8 +231,8 @@ def make_environment(folder: Path, packages: Mapping[str, str]) -> str:
     site = site_packages(folder)
     (site / "flower_gpu.pth").write_text(f"{Path(flower_gpu.__file__).parents[1]}\n")
     for package in (cloudpickle, numpy):
-        there = Path(package.__file__).parent
-        for linked in (there, there.with_name(f"{there.name}.libs")):
+        source = Path(package.__file__).parent
+        for linked in (source, source.with_name(f"{source.name}.libs")):
             if linked.exists():
                 (site / linked.name).symlink_to(linked)
     for name, text in packages.items():
@@ -236,12 +241,12 @@ def make_environment(folder: Path, packages: Mapping[str, str]) -> str:
 
 
 def site_packages(folder: Path) -> Path:
-    """Return the folder of a virtual environment with its packages."""
+    """Return the folder with the packages of a virtual environment."""
     return next((folder / "lib").glob("python*")) / "site-packages"
 
 
 def install(site: Path, name: str, text: str) -> None:
-    """Do what pip does: a package, and a folder with its metadata."""
+    """Install a package as pip does: the package, and a folder with its metadata."""
     (site / name).mkdir()
     (site / name / "__init__.py").write_text(textwrap.dedent(text))
     (site / f"{name}-1.0.dist-info").mkdir()

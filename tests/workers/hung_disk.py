@@ -1,12 +1,12 @@
-"""A file system that takes requests and does not answer them: who looks there is in state D, and stays there.
+"""A file system that accepts requests but does not answer them, so a process that uses it stays in state D.
 
-It is FUSE's, served by this process: the kernel makes a process wait for the answer to a request that the
-server has read, whatever signal arrives. As a program it runs another one beside such a disk, in a mount
-namespace of its own::
+It is a FUSE file system, served by this process. Once the server has read a request, the kernel makes the
+requesting process wait for the answer, whatever signal arrives. Run as a program, this module starts another
+program that can use such a disk, in its own mount namespace::
 
     python hung_disk.py FOLDER PROGRAM ARGUMENT...
 
-A line on its standard input lets it answer all requests with an error. It ends with the program's status.
+After a line on its standard input, it answers all requests with an error. It exits with the program's status.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MS_PRIVATE_REC = (1 << 18) | (1 << 14)
 
 
 class HungDisk:
-    """The server of such a file system, mounted at ``folder``."""
+    """The server of a file system that hangs, mounted at ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -55,7 +55,7 @@ class HungDisk:
                         self._fail_all()
 
     def answer(self) -> None:
-        """Answer all requests with an error, from now on."""
+        """Answer all pending and future requests with an error."""
         with self._lock:
             self._answers = True
             self._fail_all()
@@ -72,7 +72,7 @@ def _call(function: str, *arguments: object) -> None:
 
 
 def _own_mounts() -> None:
-    """Enter a mount namespace of this process's own, and a user namespace where it is not root."""
+    """Enter a new mount namespace and, unless this process is root, a new user namespace."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", _CLONE_NEWNS | (_CLONE_NEWUSER if user else 0))
     if user:
@@ -83,15 +83,15 @@ def _own_mounts() -> None:
 
 
 def main(folder: str, *program: str) -> int:
-    """Run a program beside a disk that hangs until a line can be read from standard input."""
+    """Run a program with a disk that hangs until a line can be read from standard input."""
     _own_mounts()
     disk = HungDisk(Path(folder))
 
-    def answer_when_told() -> None:
+    def answer_on_request() -> None:
         sys.stdin.readline()
         disk.answer()
 
-    threading.Thread(target=answer_when_told, daemon=True).start()
+    threading.Thread(target=answer_on_request, daemon=True).start()
     return subprocess.run([sys.executable, *program], check=False).returncode
 
 

@@ -1,4 +1,4 @@
-"""Fork servers without torch, for this process and its forks: importing it takes seconds of CPU."""
+"""Fork servers without torch, for this process and its forks. Importing torch takes seconds of CPU time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from flower_gpu.workers.forkserver import client
 
 
 class Memory(client._Memory):
-    """What a process remembers that wants no torch in its fork servers."""
+    """The state of a process that wants no torch in its fork servers."""
 
     def begin(self) -> None:
         super().begin()
@@ -14,5 +14,5 @@ class Memory(client._Memory):
 
 
 def begin() -> None:
-    """Use such servers from now on."""
+    """Use fork servers without torch for all later calls."""
     client._memory = Memory()

@@ -17,7 +17,7 @@ pool: Any = None
 
 
 class Table:
-    """Something that has its own use for an array of objects, as a data frame has."""
+    """An object that holds an array of objects, as a data frame does."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -34,12 +34,12 @@ def square(number: int) -> int:
 
 
 def squares_of_pools() -> list[list[int]]:
-    """Ask processes of a pool, started in each way that there is."""
-    found = []
+    """Compute squares in pools of all of multiprocessing's start methods."""
+    results = []
     for method in ("fork", "forkserver", "spawn"):
         with multiprocessing.get_context(method).Pool(1) as pool:
-            found.append(pool.map(square, range(4)))
-    return found
+            results.append(pool.map(square, range(4)))
+    return results
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def never_ends_its_thread() -> int:
 
 
 def keeps_a_pool() -> int:
-    """Leave a pool of processes in a global, which is ended as a program's is: at its end."""
+    """Leave a process pool in a global variable. It is closed at exit, as in any program."""
     global pool
     pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
     return pool.submit(square, 7).result()
@@ -102,7 +102,7 @@ def count_in_many_ways() -> None:
 
 
 def log(with_flower: bool = False) -> None:
-    """Log with every logger that may be told apart, on stderr and once each."""
+    """Log to stderr with each kind of logger, once each."""
     if with_flower:
         import flwr.common.logger  # noqa: F401
     for name in ("flwr", "flwr.flower_gpu", "flower_gpu", "my.own", "flwr.my.own", ""):
@@ -112,7 +112,7 @@ def log(with_flower: bool = False) -> None:
     logging.getLogger("flwr").warning("")
 
 
-def log_in_a_worker_of_this_one() -> None:
+def log_in_a_nested_worker() -> None:
     flower_gpu.run_in_worker("plain_tasks:log", start_method="spawn")
 
 
@@ -121,7 +121,7 @@ class Unreadable:
         raise RuntimeError("no text")
 
 
-def log_what_has_no_text() -> str:
+def log_an_object_without_text() -> str:
     logging.raiseExceptions = False
     logging.getLogger("flwr").warning(Unreadable())
     return "went on"

@@ -1,4 +1,4 @@
-"""What the kernel says about processes (Linux), and the trace about the calls of a test."""
+"""Processes as the kernel lists them (Linux), and the calls of a test as its trace lists them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from waiting import until
 from flower_gpu import trace
 from flower_gpu.workers.forkserver import control
 
-#: Where POSIX shared memory and semaphores are, of all processes of the host.
+#: Folder with the POSIX shared memory and semaphores of all processes of the host.
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -33,14 +33,14 @@ def all_processes() -> Iterator[Status]:
             continue
         try:
             text = (folder / "stat").read_text()
-        except OSError:  # it went meanwhile
+        except OSError:  # The process has ended meanwhile.
             continue
         state, parent, group = text.rpartition(")")[2].split()[:3]
         yield Status(int(folder.name), state, int(parent), int(group))
 
 
 def running_in_group(group: int) -> list[int]:
-    """Return the processes of a group that are not dead, whoever has to reap them."""
+    """Return the processes of a group that have not ended. Zombies count as ended."""
     return [status.pid for status in all_processes() if status.group == group and status.state not in "ZX"]
 
 
@@ -53,20 +53,20 @@ def children_of(parent: int) -> list[int]:
 
 
 def new_in_shared_memory(before: set[Path]) -> set[Path]:
-    """Return the files that have come into :data:`SHARED_MEMORY`, but for those that others on this host use.
+    """Return the new files in :data:`SHARED_MEMORY` that no unrelated process uses.
 
-    What a worker leaves there is used by nobody, by its caller or by its fork server. Tests that run beside
-    this one have files there, too.
+    A file that a worker leaves there is unused, or used by its caller or its fork server. Tests that run at
+    the same time have files there, too.
     """
     new = set(SHARED_MEMORY.iterdir()) - before
     return {path for path in new if not any(map(_is_other, _users_of(path)))}
 
 
 def _users_of(path: Path) -> Iterator[int]:
-    """Find who has a file open or mapped; a semaphore is mapped only."""
+    """Yield the processes that have a file open or mapped. A semaphore is only mapped."""
     for status in all_processes():
         process = Path(f"/proc/{status.pid}")
-        with suppress(OSError):  # it went meanwhile, or is another account's
+        with suppress(OSError):  # The process has ended meanwhile, or belongs to another account.
             if f"{path}\n" in (process / "maps").read_text(errors="replace") or any(
                 str(path) == str(link.readlink()) for link in (process / "fd").iterdir()
             ):
@@ -74,7 +74,7 @@ def _users_of(path: Path) -> Iterator[int]:
 
 
 def _is_other(pid: int) -> bool:
-    """Tell whether a process is there that is neither this one, nor its fork server, nor comes from them."""
+    """Return True if a process runs that is not related to this process or its fork servers."""
     parents = {status.pid: status.parent for status in all_processes()}
     if pid not in parents:
         return False
@@ -87,24 +87,24 @@ def _is_other(pid: int) -> bool:
 
 
 def descriptors() -> dict[str, str]:
-    """Return this process's open descriptors, and what each one is."""
-    found = {}
+    """Return the targets of this process's open descriptors, by number."""
+    targets = {}
     for link in Path("/proc/self/fd").iterdir():
         try:
-            found[link.name] = str(link.readlink())
-        except OSError:  # the one that listed the folder
+            targets[link.name] = str(link.readlink())
+        except OSError:  # This descriptor listed the folder and is closed now.
             continue
-    return found
+    return targets
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 90.0) -> bool:
-    """Wait until a condition holds; tell whether it does."""
+    """Wait until a condition holds. Return False if it does not hold in time."""
     with suppress(AssertionError):
         return until(condition, timeout_s=timeout_s)
     return False
 
 
-#: The start methods whose workers are processes of their own.
+#: The start methods whose workers are separate processes.
 SUPERVISED = ("forkserver", "spawn", "fork")
 
 

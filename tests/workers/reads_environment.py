@@ -1,4 +1,4 @@
-"""A module that decides at its import, as many do that look for a GPU."""
+"""A module that reads a variable when it is imported, as modules that look for a GPU do."""
 
 from __future__ import annotations
 

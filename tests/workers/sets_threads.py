@@ -1,4 +1,4 @@
-"""A task whose module sets the number of threads before it imports torch, as many do."""
+"""A task module that sets the number of threads before it imports torch, as many do."""
 
 from __future__ import annotations
 

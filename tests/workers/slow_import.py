@@ -1,4 +1,4 @@
-"""A module whose import takes its time."""
+"""A module that takes a second to import."""
 
 import time
 

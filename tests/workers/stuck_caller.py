@@ -1,6 +1,6 @@
-"""Calls whose workers get stuck on a disk that hangs; run beside one by ``hung_disk.py``.
+"""Calls with workers that get stuck on a disk that hangs. ``hung_disk.py`` runs this program.
 
-Prints a line of JSON after each step, and waits for the end of all workers at last.
+It prints a line of JSON after each step. At the end it waits until all workers have ended.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from flower_gpu.workers.life import children
 STAT = "tasks_stuck:look_at"
 
 
-def tell(step: str, **fields: Any) -> None:
-    """Print what came of a step."""
+def report(step: str, **fields: Any) -> None:
+    """Print the result of a step."""
     print(json.dumps({"step": step, **fields}), flush=True)
 
 
@@ -57,32 +57,32 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def stuck_programs(disk: str, given_up: list[str]) -> None:
-    """Run programs that get stuck, and note which of them were given up."""
+def stuck_programs(disk: str, abandoned: list[str]) -> None:
+    """Run programs that get stuck, and note which of them were abandoned."""
     command = [sys.executable, "-c", "import os, sys; os.stat(sys.argv[1])", f"{disk}/program"]
     try:
         unkillable.run(command, timeout_s=0.5)
     except subprocess.TimeoutExpired:
-        given_up.append("run")
+        abandoned.append("run")
     if not unkillable.end_group(subprocess.Popen(command, process_group=0), 0.5):
-        given_up.append("end_group")
+        abandoned.append("end_group")
 
 
 def main(disk: str, method: str, scratch: str) -> None:
-    """Have three workers get stuck: one is late, one is interrupted, one is cancelled."""
+    """Let three workers get stuck. The calls are timed out, interrupted and cancelled, respectively."""
     light_servers.begin()
     pids = [Path(scratch) / name for name in ("late", "interrupted", "cancelled")]
     call: dict[str, Any] = {"gpu": "never", "start_method": method}
-    given_up: list[str] = []
-    programs = threading.Thread(target=stuck_programs, args=(disk, given_up))
+    abandoned: list[str] = []
+    programs = threading.Thread(target=stuck_programs, args=(disk, abandoned))
     programs.start()
 
     try:
         run_in_worker(STAT, disk, str(pids[0]), timeout_s=3, **call)
     except WorkerError as error:
-        tell("late", kind=type(error).__name__, text=str(error), pid=int(pids[0].read_text()))
-    tell("leased", holders=holders())
-    tell("goes on", value=run_in_worker("plain_tasks:square", 6, **call))
+        report("late", kind=type(error).__name__, text=str(error), pid=int(pids[0].read_text()))
+    report("leased", holders=holders())
+    report("goes on", value=run_in_worker("plain_tasks:square", 6, **call))
 
     def interrupt() -> None:
         until(lambda: is_stuck(pids[1]))
@@ -92,7 +92,7 @@ def main(disk: str, method: str, scratch: str) -> None:
     try:
         run_in_worker(STAT, disk, str(pids[1]), **call)
     except KeyboardInterrupt:
-        tell("interrupted")
+        report("interrupted")
 
     line = caller.Line()
     errors: list[BaseException] = []
@@ -109,14 +109,14 @@ def main(disk: str, method: str, scratch: str) -> None:
     line.cancel()
     thread.join()
     programs.join()
-    tell("programs", given_up=given_up)
-    tell("cancelled", kind=type(errors[0]).__name__)
+    report("programs", abandoned=abandoned)
+    report("cancelled", kind=type(errors[0]).__name__)
     line.close()
 
     until(lambda: all(ended(int(path.read_text())) for path in pids))
     until(lambda: not holders())
-    until(lambda: not [each for each in threading.enumerate() if each.name == "flower-gpu-leaving"])
-    tell("gone", workers=[pid for pid in children() if str(pid) in map(Path.read_text, pids)])
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "flower-gpu-leaving"])
+    report("gone", workers=[pid for pid in children() if str(pid) in map(Path.read_text, pids)])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What a worker that is confined tries at the sockets of fork servers and of other workers.
+"""Attacks by a confined worker on the sockets of fork servers and of other workers.
 
-A worker of these tests can open everything but the state folder: there the sockets are.
+A worker of these tests can open everything except the state folder, which holds the sockets.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _OPEN_BY_PIDFD = 438  # pidfd_getfd
 
 
 def confine() -> None:
-    """Give up the state folder, and processes outside."""
-    rights, here = {}, Path("/")
+    """Give up access to the state folder and to other processes."""
+    rights, folder = {}, Path("/")
     for part in state_folder.state_dir().parts[1:]:
-        beside = [entry for entry in here.iterdir() if entry.name != part and not entry.is_symlink()]
-        rights |= {str(entry): landlock.WRITE | landlock.DEVICE for entry in beside}
-        here /= part
+        siblings = [entry for entry in folder.iterdir() if entry.name != part and not entry.is_symlink()]
+        rights |= {str(entry): landlock.WRITE | landlock.DEVICE for entry in siblings}
+        folder /= part
     landlock.confine(rights)
 
 
@@ -40,7 +40,7 @@ def _file() -> Path:
     return state_folder.state_dir() / sockets.PROOF
 
 
-def _own() -> Path:
+def _new_file() -> Path:
     path = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"])) / sockets.PROOF
     path.touch(0o600)
     return path
@@ -51,7 +51,7 @@ def _opened(flags: int) -> Callable[[], list[int]]:
 
 
 def _another_file() -> list[int]:
-    return [os.open(_own(), os.O_RDONLY)]
+    return [os.open(_new_file(), os.O_RDONLY)]
 
 
 def _reopened() -> list[int]:
@@ -65,45 +65,45 @@ def _linked() -> list[int]:
 
 
 def _moved() -> list[int]:
-    own = _own()
-    descriptor = os.open(own, os.O_RDONLY)
-    own.replace(_file())
+    new_file = _new_file()
+    descriptor = os.open(new_file, os.O_RDONLY)
+    new_file.replace(_file())
     return [descriptor]
 
 
-def _made_anew() -> list[int]:
+def _created_anew() -> list[int]:
     _file().unlink()
     return [os.open(_file(), os.O_RDONLY | os.O_CREAT, 0o600)]
 
 
-def _of_another_process(pid: int, number: int) -> list[int]:
+def _opened_by_proc(pid: int, number: int) -> list[int]:
     return [os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY)]
 
 
-def _taken_from_another_process(pid: int, number: int) -> list[int]:
-    found = ctypes.CDLL(None, use_errno=True).syscall(_OPEN_BY_PIDFD, os.pidfd_open(pid), number, 0)
-    if found < 0:
+def _opened_by_pidfd(pid: int, number: int) -> list[int]:
+    descriptor = ctypes.CDLL(None, use_errno=True).syscall(_OPEN_BY_PIDFD, os.pidfd_open(pid), number, 0)
+    if descriptor < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return [found]
+    return [descriptor]
 
 
-def _ways(holder: tuple[int, int]) -> dict[str, Callable[[], list[int]]]:
+def _methods(holder: tuple[int, int]) -> dict[str, Callable[[], list[int]]]:
     return {
         "nothing": list,
         "opened": _opened(os.O_RDONLY),
         "opened for reading and writing": _opened(os.O_RDWR),
         "opened by its path only": _opened(os.O_PATH),
         "opened for ioctl only": _opened(_IOCTL_ONLY),
-        "opened by its path, then by that": _reopened,
+        "opened by its path, then through /proc": _reopened,
         "another file": _another_file,
         "a memory file": lambda: [os.memfd_create(sockets.PROOF)],
         "a folder": lambda: [os.open(tempfile.mkdtemp(dir=os.environ["TMPDIR"]), os.O_RDONLY)],
         "two files": lambda: [*_another_file(), *_another_file()],
-        "of another process": lambda: _of_another_process(*holder),
-        "taken from another process": lambda: _taken_from_another_process(*holder),
+        "by another process's /proc": lambda: _opened_by_proc(*holder),
+        "by another process's pidfd": lambda: _opened_by_pidfd(*holder),
         "linked": _linked,
-        "a file of its own in the place": _moved,
-        "made anew": _made_anew,
+        "replaced by a file of its own": _moved,
+        "created anew": _created_anew,
     }
 
 
@@ -124,51 +124,51 @@ def _asked(connection: socket.socket, message: dict[str, Any], descriptors: list
 
 
 def attempts(name: str, holder: tuple[int, int], *, confined: bool) -> dict[str, str]:
-    """Ask a fork server who it is, each time with something else to show; return what came of each.
+    """Ask a fork server for its status, each time with another proof, and return the results.
 
-    ``holder``: a process that has the file open, and the number there.
+    ``holder``: a process that has the file with the proof open, and the descriptor's number in it.
     """
     if confined:
         confine()
-    found = {}
-    for way, open_them in _ways(holder).items():
+    results = {}
+    for method, open_them in _methods(holder).items():
         try:
             shown = open_them()
         except OSError as error:
-            found[way] = type(error).__name__
+            results[method] = type(error).__name__
             continue
         with _connected(name) as connection, suppress(messages.Gone):
             messages.send(connection, sockets.CALLER, shown)
-            found[way] = _asked(connection, {"op": "status"}, [])
+            results[method] = _asked(connection, {"op": "status"}, [])
         for descriptor in shown:
             os.close(descriptor)
-    return found
+    return results
 
 
 def requests(name: str, record: dict[str, Any]) -> list[str]:
-    """Ask a fork server for each thing that callers ask for, from a process that is confined."""
+    """Send a fork server each request that callers send, from a confined process."""
     confine()
     start = {"name": "0" * 20, "idle_s": 60.0, "without": [], "preload": [["os:_exit", {}]]}
     nothing = [os.open(os.devnull, os.O_RDWR) for _ in range(7)]
-    here = os.open("/", os.O_PATH)
-    found = []
+    root = os.open("/", os.O_PATH)
+    results = []
     for message, descriptors in (
         ({"op": "status"}, []),
         ({"op": "stop"}, []),
         ({"op": "stay"}, []),
         ({"op": "learn", "names": ["json"], "kind": ""}, []),
-        ({"op": "open", "record": record, "now": True}, [here, nothing[0]]),
+        ({"op": "open", "record": record, "now": True}, [root, nothing[0]]),
         ({"op": "fork"}, nothing),
-        ({"op": "preload", "start": start}, [here, *nothing[:3]]),
-        (sockets.CALLER, [here]),
+        ({"op": "preload", "start": start}, [root, *nothing[:3]]),
+        (sockets.CALLER, [root]),
     ):
         with _connected(name) as connection:
-            found.append(_asked(connection, message, descriptors))
-    return found
+            results.append(_asked(connection, message, descriptors))
+    return results
 
 
 def hold_connections(name: str, started: str, until: str) -> None:
-    """Connect to a fork server again and again, say nothing, and wait."""
+    """Open many connections to a fork server, send nothing, and wait."""
     confine()
     connections = [_connected(name) for _ in range(20)]
     for connection in connections:
@@ -179,15 +179,15 @@ def hold_connections(name: str, started: str, until: str) -> None:
 
 
 def calls(*methods: str) -> list[Any]:
-    """Call in workers of this one as any app may."""
+    """Call in workers from this worker, as any app may."""
     confine()
-    found: list[Any] = []
+    results: list[Any] = []
     for method in methods:
         try:
-            found.append(run_in_worker("tasks_confined:can_read_state", start_method=method))
+            results.append(run_in_worker("tasks_confined:can_read_state", start_method=method))
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 def can_read_state() -> bool:
@@ -203,17 +203,17 @@ def servers() -> list[str]:
 
 
 def open_files() -> dict[str, str]:
-    """Return what this worker has open, by descriptor."""
-    found = {}
+    """Return the targets of this worker's open descriptors, by number."""
+    targets = {}
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # that of the folder itself
-            found[link.name] = str(link.readlink())
-    return found
+        with suppress(FileNotFoundError):  # This descriptor listed the folder.
+            targets[link.name] = str(link.readlink())
+    return targets
 
 
 def values() -> list[str]:
-    """Return the values of callers' variables that this worker finds in its memory."""
-    found = set()
+    """Return the values of callers' variables that this worker can read in its memory."""
+    values_in_memory = set()
     with Path("/proc/self/maps").open() as maps, Path("/proc/self/mem").open("rb", buffering=0) as memory:
         for line in maps:
             fields = line.split()
@@ -221,27 +221,27 @@ def values() -> list[str]:
                 continue
             begin, end = (int(number, 16) for number in fields[0].split("-"))
             memory.seek(begin)
-            with suppress(OSError):  # a page of a file that is shorter
+            with suppress(OSError):  # The page lies behind the end of a file.
                 for value in re.findall(_VALUE, memory.read(end - begin)):
-                    found.add(value.decode())
-    return sorted(value for value in found if value.endswith(ending(value.partition("+")[0])))
+                    values_in_memory.add(value.decode())
+    return sorted(value for value in values_in_memory if value.endswith(ending(value.partition("+")[0])))
 
 
 _VALUE = rb"value-of-[a-z]+\+[0-9a-f]{16}"
 
 
 def ending(name: str) -> str:
-    """Return the end of a value that no memory holds by chance."""
+    """Return the end of a value, which no memory holds by chance."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def _key() -> bytes:
-    """Return what multiprocessing's own sockets ask for and show."""
+    """Return the key with which multiprocessing authenticates its sockets."""
     return bytes(process.current_process().authkey)
 
 
 def listen(ready: str, until: str) -> str:
-    """Listen as multiprocessing does, for whoever has the key; say what came."""
+    """Listen as multiprocessing does, for processes with the key. Return the message or the error."""
     with Listener(family="AF_UNIX", authkey=_key()) as listener:
         listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]
         Path(ready + ".new").write_text(str(listener.address))
@@ -256,7 +256,7 @@ def listen(ready: str, until: str) -> str:
 
 
 def speak(address: str) -> str:
-    """Connect to a listener of another worker with the key that this one has."""
+    """Connect to another worker's listener with the key of this worker."""
     try:
         with Client(address, authkey=_key()) as connection:
             connection.send("something to unpickle")

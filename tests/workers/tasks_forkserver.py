@@ -1,4 +1,4 @@
-"""Tasks that tell what their worker has from its fork server and what from its caller."""
+"""Tasks that report what their worker has from its fork server and what from its caller."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server() -> int:
 
 
 def wait(started: str, until: str) -> int:
-    """Say by a file that it runs, and do so until another file is there."""
+    """Create a file to report that the task runs, then wait until another file exists."""
     parent = os.getppid()
     Path(started).touch()
     while not Path(until).exists():
@@ -45,7 +45,7 @@ def nap(seconds: float) -> int:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return a plain attribute of a module, and whether that was there before this one."""
+    """Return an attribute of a module, and True if the module was loaded before this one."""
     return [getattr(import_module(module), name), module in LOADED_BEFORE]
 
 
@@ -64,14 +64,14 @@ def root_logger(loaded: str) -> list[Any]:
 
 
 def uses(*modules: str) -> list[bool]:
-    """Import modules; tell which were there already."""
+    """Import modules, and return for each one True if it was loaded before this one."""
     for name in modules:
         import_module(name)
     return loaded_before(*modules)
 
 
 def uses_in_fork(*modules: str) -> list[list[bool]]:
-    """Import modules in forks of this worker, each in one after the other; tell which were there already."""
+    """Import one more module in each fork of this worker, and return the results of :func:`uses`."""
     from flower_gpu.workers import caller, methods
     from flower_gpu.workers.call import Call
 
@@ -83,24 +83,24 @@ def variables(*names: str) -> list[str | None]:
 
 
 def environment() -> list[list[str]]:
-    """All variables, of Python and of the C library, as hexadecimal bytes."""
+    """Return all variables, as Python and as the C library have them, in hexadecimal."""
     import ctypes
 
     block = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
-    raw, place = [], 0
-    while (entry := block[place]) is not None:
+    raw, index = [], 0
+    while (entry := block[index]) is not None:
         raw.append(entry.hex())
-        place += 1
+        index += 1
     python = [(name + b"=" + value).hex() for name, value in os.environb.items()]
     return [sorted(python), sorted(raw)]
 
 
 def inherited() -> dict[str, Any]:
-    """Return what a child has from its parent."""
+    """Return the properties that a child inherits from its parent."""
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     umask = os.umask(0)
     return {
-        **of_the_kernel(),
+        **kernel_properties(),
         "path": sys.path,
         "folder": Path().stat().st_ino,
         "umask": umask,
@@ -111,17 +111,17 @@ def inherited() -> dict[str, Any]:
     }
 
 
-def of_the_kernel() -> dict[str, Any]:
-    """Return what a child has of privileges, scheduling and the like."""
+def kernel_properties() -> dict[str, Any]:
+    """Return the privileges, scheduling and other kernel properties of this process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    of_status = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs")
+    status_names = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs")
     library = ctypes.CDLL(None)
     numbers = {"x86_64": (252, 239), "aarch64": (31, 236)}.get(platform.machine())
     mode, nodes = ctypes.c_int(), (ctypes.c_ulong * 64)()
     if numbers:
         library.syscall(numbers[1], ctypes.byref(mode), nodes, ctypes.c_ulong(4096), None, 0)
     return {
-        **{name: status[name].split() for name in of_status},
+        **{name: status[name].split() for name in status_names},
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "class": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
         "io": library.syscall(numbers[0], 1, 0) if numbers else 0,
@@ -134,12 +134,12 @@ def of_the_kernel() -> dict[str, Any]:
     }
 
 
-def drawn() -> list[float]:
+def random_numbers() -> list[float]:
     import numpy as np
     import torch
 
-    of_numpy = float(np.random.rand()), float(np.random.default_rng().random())
-    return [random.random(), *of_numpy, float(torch.rand(1))]
+    numpy_numbers = float(np.random.rand()), float(np.random.default_rng().random())
+    return [random.random(), *numpy_numbers, float(torch.rand(1))]
 
 
 def hashed(text: str) -> int:
@@ -157,13 +157,13 @@ def plus_one(weights: list[Any]) -> tuple[list[Any], int]:
 
 
 def libraries_of_cudnn() -> list[str]:
-    """Return the files of cuDNN that this process has."""
+    """Return the files of cuDNN that this process has loaded."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split(maxsplit=5)[5] for line in lines if "/libcudnn" in line})
 
 
 def allocates() -> int:
-    """Use the GPU, and return how much of it PyTorch has."""
+    """Use the GPU, and return the bytes that PyTorch has reserved on it."""
     import torch
 
     assert torch.ones(1024, device="cuda").is_cuda

@@ -1,4 +1,4 @@
-"""Tasks for workers of lines, of which some come back to the same process."""
+"""Tasks for workers of lines. Several of them may run in the same process."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ kept: list[Any] = []
 
 
 def count() -> tuple[int, int]:
-    """Return this process, and how many calls it has had."""
+    """Return the pid of this process, and the number of its calls so far."""
     kept.append(None)
     return os.getpid(), len(kept)
 
 
 def keep(array: Any) -> Any:
-    """Keep an argument; return the sums of all that were kept."""
+    """Keep an argument, and return the sums of all kept arguments."""
     kept.append(array)
-    return [float(one.sum()) for one in kept]
+    return [float(kept_array.sum()) for kept_array in kept]
 
 
 def keep_and_change(array: Any, value: float) -> Any:
-    """Return an argument that was changed in place; it stays here as well."""
+    """Change an argument in place, keep it, and return it."""
     array += value
     kept.append(array)
-    for one in kept[:-1]:
-        one += 1000.0  # the caller has these; they are its own by now
+    # The caller already has its own copies of these arrays, so it must not see this change.
+    for kept_array in kept[:-1]:
+        kept_array += 1000.0
     return array
 
 
 def descriptors() -> list[str]:
-    """Return what this process has open."""
-    found = []
+    """Return the targets of this process's open descriptors."""
+    targets = []
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the one that listed the folder
-            found.append(str(link.readlink()))
-    return found
+        with suppress(OSError):  # This descriptor listed the folder and is closed now.
+            targets.append(str(link.readlink()))
+    return targets
 
 
 def chatter(count: int, size: int) -> int:
@@ -66,7 +67,7 @@ def chatter_everywhere(count: int) -> int:
 
 
 def chatter_later(count: int) -> None:
-    """Leave a thread that sends events for a while."""
+    """Leave a thread behind that sends events for a while."""
 
     def send() -> None:
         for number in range(count):
@@ -94,7 +95,7 @@ def say_pid_and_hang(file: str) -> NoReturn:
 
 
 def leave_semaphore(file: str) -> None:
-    """Have a semaphore as that of a DataLoader that spawns its workers: it has a file."""
+    """Create a semaphore that has a file, like those of a DataLoader that spawns its workers."""
     kept.append(multiprocessing.get_context("spawn").Semaphore())
     Path(file).write_text(kept[-1]._semlock.name)
     time.sleep(600)

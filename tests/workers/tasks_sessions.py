@@ -1,4 +1,4 @@
-"""Tasks that put processes into sessions of their own."""
+"""Tasks that start processes in their own sessions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flower_gpu.workers.forkserver import control
 
 
 def leave(folder: str, end: str) -> list[bool]:
-    """Start some, each of which leaves a file with its pid; tell whether they live while this worker does."""
+    """Start processes that write their pids to files. Return for each one True if it left this session."""
     for number in range(2):
         subprocess.Popen(["sh", "-c", f"echo $$ > {folder}/shell{number}; sleep 600"], start_new_session=True)
     _daemon(Path(folder))
@@ -32,17 +32,17 @@ def leave(folder: str, end: str) -> list[bool]:
 
 
 def start_server(kind: str) -> int:
-    """Start a fork server of another kind than this worker's, and return its process."""
+    """Start another kind of fork server than this worker's, and return its pid."""
     light_servers.begin()
     os.environ["LC_OF_ANOTHER_SERVER"] = kind
-    before = {one.pid for one in control.status()}
+    before = {status.pid for status in control.status()}
     run_in_worker("os:getpid", start_method="forkserver")
-    (new,) = {one.pid for one in control.status()} - before
+    (new,) = {status.pid for status in control.status()} - before
     return new
 
 
 def _daemon(folder: Path) -> None:
-    """Fork twice, as daemons do; the last one has a child in yet another session."""
+    """Fork twice, as daemons do. The daemon has a child in yet another session."""
     if os.fork():
         os.wait()
         return

@@ -1,4 +1,4 @@
-"""Tasks that make Unix sockets, in all the ways in which libraries do."""
+"""Tasks that create Unix sockets in all the ways in which libraries do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 @contextmanager
 def _opened() -> Iterator[None]:
-    """Have a Listener, a Manager, a process that shares descriptors, and multiprocessing's fork server."""
+    """Run a Listener, a Manager, a process that shares descriptors, and multiprocessing's fork server."""
     child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
     child.start()
-    ours, theirs = multiprocessing.Pipe()
-    sharing = multiprocessing.get_context("fork").Process(target=_share, args=(theirs,))
+    receiving, sending = multiprocessing.Pipe()
+    sharing = multiprocessing.get_context("fork").Process(target=_share, args=(sending,))
     sharing.start()
-    with Listener(), multiprocessing.get_context("spawn").Manager() as manager, ours.recv():
+    with Listener(), multiprocessing.get_context("spawn").Manager() as manager, receiving.recv():
         manager.dict()
         yield
     for process in (child, sharing):
@@ -28,13 +28,13 @@ def _opened() -> Iterator[None]:
 
 
 def _share(connection: Connection) -> None:
-    """Share a descriptor, as workers of a DataLoader share tensors: over a socket of this process."""
+    """Share a descriptor over a socket of this process, as workers of a DataLoader share tensors."""
     connection.send(multiprocessing.Pipe()[0])
     time.sleep(600)
 
 
 def wait_with_sockets(ready: str, go: str) -> str:
-    """Say who this is, and wait until there is a file."""
+    """Write this process's pid to a file, and wait until another file exists."""
     with _opened():
         Path(ready + ".new").write_text(str(os.getpid()))
         Path(ready + ".new").rename(ready)
@@ -44,6 +44,6 @@ def wait_with_sockets(ready: str, go: str) -> str:
 
 
 def end_with_sockets() -> None:
-    """End at once, with all of that."""
+    """Kill this process while the sockets are open."""
     with _opened():
         os.kill(os.getpid(), 9)

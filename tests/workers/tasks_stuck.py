@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def look_at(folder: str, pid_file: str) -> None:
-    """Write down which process this is, and look for a file."""
+    """Write this process's pid to a file, and look for a file in the folder."""
     Path(pid_file).write_text(str(os.getpid()))
     Path(folder, "file").stat()

@@ -1,4 +1,4 @@
-"""Tasks that tell how many threads the libraries of their process use."""
+"""Tasks that report how many threads the libraries of their process use."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import numpy as np
 
 
 def another_openmp() -> ctypes.CDLL:
-    """Return the OpenMP runtime that comes with scikit-learn, without that: importing it takes seconds."""
+    """Load scikit-learn's OpenMP runtime without scikit-learn, which takes seconds to import."""
     (library,) = (file for file in files("scikit-learn") or [] if file.name.startswith("libgomp"))
     return ctypes.CDLL(str(library.locate()))
 
 
 def count_threads() -> dict[str, Any]:
-    """Load the libraries where they are not loaded yet, and ask them."""
+    """Load the libraries unless they are loaded, and return their numbers of threads."""
     import scipy.linalg  # noqa: F401
     import threadpoolctl
     import torch
@@ -32,8 +32,8 @@ def count_threads() -> dict[str, Any]:
     counts: dict[str, Any] = {"torch": torch.get_num_threads()}
     with ThreadPoolExecutor(1) as pool:
         counts["torch in a new thread"] = pool.submit(torch.get_num_threads).result()
-    if found := re.search(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info()):
-        counts["torch's MKL"] = int(found[1])
+    if match := re.search(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info()):
+        counts["torch's MKL"] = int(match[1])
     for library in threadpoolctl.threadpool_info():
         counts[Path(library["filepath"]).name] = library["num_threads"]
     return counts
@@ -46,7 +46,7 @@ def variable_and_torch() -> tuple[str | None, int]:
 
 
 def compute() -> None:
-    """Run a region with several threads in each library; in a bad fork it never ends."""
+    """Compute with several threads in each library. In a fork with a broken runtime, this never ends."""
     import scipy.linalg
     import torch
 
@@ -71,6 +71,6 @@ def set_in_torch(threads: int) -> int:
 
 
 def ends_late() -> int:
-    """Return a result, and take more than a second to exit."""
+    """Return a result, then take more than a second to exit."""
     atexit.register(time.sleep, 1.5)
     return 42

@@ -39,7 +39,7 @@ def initial_weights(seed: int) -> list[np.ndarray]:
 def train(
     weights: list[np.ndarray], config: dict[str, Any], *, threads: int = 1, loader_workers: int = 0
 ) -> tuple[list[np.ndarray], int, dict[str, float]]:
-    """Two epochs with dropout, shuffling and momentum."""
+    """Train for two epochs with dropout, shuffling and momentum."""
     torch.set_num_threads(threads)
     torch.manual_seed(config["seed"])
     model = make_model()

@@ -1,4 +1,4 @@
-"""The caller is interrupted or killed: its workers, and what they started, go with it."""
+"""When the caller is interrupted or killed, its workers and their processes end as well."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ INTERRUPTED = """
     run_in_worker(busy_in_the_worker, start_method=sys.argv[1])
 """
 
-# Each worker has two children that ignore what can be ignored, as those of a DataLoader ignore SIGINT. A fork
-# of the caller has a copy of all its descriptors.
+# Each worker has two children that ignore signals, as workers of a DataLoader ignore SIGINT. A fork of the
+# caller holds copies of all its descriptors.
 KILLED = """
     import ctypes, os, signal, subprocess, sys, threading, time
     from pathlib import Path
@@ -49,7 +49,8 @@ KILLED = """
         threading.Thread(target=run_in_worker, args=(busy, hold), kwargs={"start_method": method}).start()
     idle = Line()
     pid = idle.run(Call("os:getpid"), method, calls=2)
-    os.write(1, f"pids {pid}\\n".encode())  # in one piece: others write as well
+    # A single write, because the workers write at the same time.
+    os.write(1, f"pids {pid}\\n".encode())
     while len(os.listdir(folder)) < 2:
         time.sleep(0.01)
     child = os.fork()
@@ -95,22 +96,25 @@ def read_pids(process: subprocess.Popen[str], lines: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("to", "start_method"),
+    ("receiver", "start_method"),
     [*(("group", method) for method in SUPERVISED), ("caller", "forkserver")],
     indirect=["start_method"],
 )
-def test_ctrl_c(to: str, start_method: str, run: Run, caller: Callable[..., subprocess.Popen[str]]) -> None:
-    """A terminal sends it to the whole group."""
+def test_ctrl_c_ends_the_worker_before_its_caller(
+    receiver: str, start_method: str, run: Run, caller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A terminal sends SIGINT to the whole process group."""
     process = caller(INTERRUPTED, start_method)
     (worker,) = read_pids(process)
     assert worker != process.pid
-    (os.killpg if to == "group" else os.kill)(process.pid, signal.SIGINT)
+    (os.killpg if receiver == "group" else os.kill)(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
     assert errors.count("Traceback") == 1
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert "in busy_in_the_worker" not in errors
-    assert not is_running(worker)  # not only soon, but before the caller has ended
+    # The worker has ended before the caller, not shortly after it.
+    assert not is_running(worker)
     (finished,) = run.events("worker_finished")
     assert finished["outcome"] == "cancelled"
 
@@ -118,7 +122,7 @@ def test_ctrl_c(to: str, start_method: str, run: Run, caller: Callable[..., subp
 def test_ctrl_c_during_many_short_calls(
     start_method: str, caller: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """A Ctrl-C at any moment of a call leaves no worker, no traceback of one, no descriptor, and no lease."""
+    """A Ctrl-C at any moment of a call leaves no worker, traceback of a worker, descriptor or lease."""
     script = """
         import gc, os, random, signal, sys, threading, time
         from flower_gpu import run_in_worker
@@ -158,10 +162,10 @@ def test_ctrl_c_during_many_short_calls(
         thread.join()
         print("pids", os.getpid())
         print("interrupted" if interrupted else "never interrupted")
-        gc.collect()  # of tracebacks
-        print("lost", [one for one in opened() if one not in descriptors])
-        leases = [one for one in Ledger().status().holders if one.pid == os.getpid()]
-        print("no lease is left", not leases, flush=True)
+        gc.collect()  # Tracebacks may keep descriptors open.
+        print("lost", [target for target in opened() if target not in descriptors])
+        leases = [entry for entry in Ledger().status().holders if entry.pid == os.getpid()]
+        print("all leases released", not leases, flush=True)
         time.sleep(600)
     """
     process = caller(script, start_method)
@@ -169,16 +173,16 @@ def test_ctrl_c_during_many_short_calls(
     assert process.stdout is not None
     assert process.stdout.readline() == "interrupted\n"
     assert process.stdout.readline() == "lost []\n"
-    assert process.stdout.readline() == "no lease is left True\n"
+    assert process.stdout.readline() == "all leases released True\n"
     assert wait_until(lambda: not [pid for pid in children_of(process.pid) if is_running(pid)])
     process.kill()
     assert "Process flower-gpu" not in process.communicate()[1]
 
 
-def test_caller_is_killed(
+def test_workers_end_when_their_caller_is_killed(
     start_method: str, caller: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """With two calls, one of which holds the GIL, a worker that waits for another one, and a fork."""
+    """The caller has two running calls, one of which holds the GIL, an idle worker, and a fork."""
     folder = tmp_path / "reached"
     folder.mkdir()
     process = caller(KILLED, start_method, folder)

@@ -1,4 +1,4 @@
-"""A script's own settings, and its functions, as workers and their processes find them."""
+"""Settings and functions of a script, as its workers and their processes see them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forkservers import WITH_TASKS
 
 pytestmark = pytest.mark.timeout(300)
 
-#: A script that sets everything below its main guard, and looks at it in a worker of each kind.
+#: A script that changes settings below its main guard, and reads them in a worker of each kind.
 SETS = """
 import decimal, json, locale, logging, multiprocessing, socket, sys, threading
 import numpy, torch
@@ -58,13 +58,13 @@ if __name__ == "__main__":
     torch.multiprocessing.set_sharing_strategy("file_system")
     torch.set_float32_matmul_precision("medium")
     torch.set_deterministic_debug_mode("error")
-    torch.set_num_threads(1)  # of two cores or more
+    torch.set_num_threads(1)  # The default is the number of cores.
     for method in sys.argv[1:]:
         print(json.dumps(run_in_worker(look, start_method=method)), flush=True)
     print(json.dumps(look()))
 """
 
-#: A script whose calls stand in contexts of PyTorch, in a thread, as Flower calls clients.
+#: A script that makes calls in PyTorch's contexts and in a thread, as Flower calls clients.
 CONTEXTS = """
 import json, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -102,11 +102,11 @@ if __name__ == "__main__":
     calls = [fit, *(GPUClient(fit, start_method=method, gpu="never").fit for method in sys.argv[1:])]
     with ThreadPoolExecutor(1) as thread:
         for name, context in contexts.items():
-            found = [thread.submit(in_context, context, call).result() for call in calls]
-            print(json.dumps([name, found]), flush=True)
+            results = [thread.submit(in_context, context, call).result() for call in calls]
+            print(json.dumps([name, results]), flush=True)
 """
 
-#: A script whose worker starts a process of its own, as articles have it, after it has computed in threads.
+#: A script whose worker computes in threads and then starts a process, as examples in articles do.
 STARTS = """
 import multiprocessing as mp
 import sys
@@ -116,18 +116,18 @@ from flower_gpu import run_in_worker
 class Data:
     size = 64
 
-def compute(seed, found):
+def compute(seed, results):
     torch.manual_seed(seed)
     matrix = torch.rand(Data.size * 8, Data.size * 8)
-    found[seed] = float((matrix @ matrix).relu().sum()), __name__, mp.get_start_method()
+    results[seed] = float((matrix @ matrix).relu().sum()), __name__, mp.get_start_method()
 
 def task():
     (torch.rand(512, 512) @ torch.rand(512, 512)).exp().sum()
-    found = mp.Manager().dict()
-    process = mp.Process(target=compute, args=(3, found))
+    results = mp.Manager().dict()
+    process = mp.Process(target=compute, args=(3, results))
     process.start()
     process.join()
-    return process.exitcode, dict(found)
+    return process.exitcode, dict(results)
 
 if __name__ == "__main__":
     start, *methods = sys.argv[1:]
@@ -146,23 +146,24 @@ def run(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_a_worker_takes_over_what_a_script_sets(tmp_path: Path) -> None:
+def test_a_worker_takes_over_the_settings_of_a_script(tmp_path: Path) -> None:
     done = run(tmp_path, SETS, "forkserver", "spawn")
-    *found, of_script = done.stdout.splitlines()
-    expected: dict[str, Any] = json.loads(of_script)
+    *in_workers, in_script = done.stdout.splitlines()
+    expected: dict[str, Any] = json.loads(in_script)
     assert expected["start method"] == "spawn"
-    assert [json.loads(line) for line in found] == [expected] * 2, done.stderr
-    assert done.stderr.count("of.script says a line of the worker") == 3  # the last one is the script's own
+    assert [json.loads(line) for line in in_workers] == [expected] * 2, done.stderr
+    # Two workers and the script itself have logged.
+    assert done.stderr.count("of.script says a line of the worker") == 3
 
 
 def test_a_call_in_a_context_of_pytorch_computes_as_without_a_worker(tmp_path: Path) -> None:
-    """So a fit in the context of ``no_grad`` fails in a worker, too."""
+    """For example, a fit in the context ``no_grad`` also fails in a worker."""
     done = run(tmp_path, CONTEXTS, "forkserver", "spawn", "fork")
     assert done.returncode == 0, done.stderr
-    found = dict(map(json.loads, done.stdout.splitlines()))
-    for name, (plain, *in_workers) in found.items():
+    results_by_context = dict(map(json.loads, done.stdout.splitlines()))
+    for name, (plain, *in_workers) in results_by_context.items():
         assert in_workers == [plain] * 3, name
-    plain = {name: results[0] for name, results in found.items()}
+    plain = {name: results[0] for name, results in results_by_context.items()}
     assert plain["none"] == {"gradients": True, "autocast": False, "of product": "torch.float32", "error": ""}
     assert plain["autocast"]["of product"] == "torch.bfloat16"
     for name in ("no_grad", "inference_mode"):
@@ -171,19 +172,19 @@ def test_a_call_in_a_context_of_pytorch_computes_as_without_a_worker(tmp_path: P
 
 
 @pytest.mark.parametrize("start", ["spawn", "default", "forkserver"])
-def test_a_process_that_a_task_starts(start: str, tmp_path: Path) -> None:
-    """With every start method it finds the script's functions, and has threads of its own."""
+def test_a_process_of_a_task_has_the_functions_of_the_script(start: str, tmp_path: Path) -> None:
+    """With every start method, the process can use the script's functions, and its threads work."""
     done = run(tmp_path, STARTS, start, "forkserver", *(["spawn"] if start == "spawn" else []))
-    found = [eval(line) for line in done.stdout.splitlines()]  # of the script above
-    assert [code for code, _ in found] == [0] * len(found) and found, done.stderr
-    values = [results[3] for _, results in found]
+    outcomes = [eval(line) for line in done.stdout.splitlines()]
+    assert [code for code, _ in outcomes] == [0] * len(outcomes) and outcomes, done.stderr
+    values = [results[3] for _, results in outcomes]
     assert len(set(values)) == 1
     _, module, used = values[0]
     assert used == start or (start == "default" and used in ("fork", "forkserver"))
     assert module == ("__main__" if used == "fork" else "__mp_main__")
 
 
-#: A script with settings that a worker cannot take over as they are.
+#: A script with settings that a worker cannot take over unchanged.
 ODD = """
 import logging, sys, threading
 import numpy, torch
@@ -216,14 +217,14 @@ if __name__ == "__main__":
 """
 
 
-def test_settings_that_cannot_be_taken_over_fail_no_call(tmp_path: Path) -> None:
+def test_settings_that_cannot_be_taken_over_do_not_fail_the_call(tmp_path: Path) -> None:
     done = run(tmp_path, ODD)
     assert done.stdout.splitlines() == ["(inf, 'cpu')"] * 2, done.stderr
     assert done.stderr.count("a line of the worker") == 2 and "Logging error" not in done.stderr
 
 
-def test_a_script_without_a_main_guard_cannot_run_away(tmp_path: Path) -> None:
-    """multiprocessing imports it in the new process, where the same call must not start anew."""
+def test_a_script_without_a_main_guard_does_not_start_processes_endlessly(tmp_path: Path) -> None:
+    """multiprocessing imports the script in the new process, which must not make the same call again."""
     done = run(
         tmp_path,
         """

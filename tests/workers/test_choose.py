@@ -1,4 +1,4 @@
-"""Which start method ``auto`` takes, with a real shared library in the place of NVIDIA's driver."""
+"""The start method that ``auto`` chooses, with a real shared library in place of NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from flower_gpu.options import START_METHODS
 from flower_gpu.workers import methods as start
 
-# As the driver: cuDeviceGetCount fails with CUDA_ERROR_NOT_INITIALIZED (3) before cuInit. No device tells its
-# UUID (CUDA_ERROR_NOT_SUPPORTED, 801) before it was given one.
+# Like the driver, cuDeviceGetCount fails with CUDA_ERROR_NOT_INITIALIZED (3) before cuInit. A device reports
+# no UUID (CUDA_ERROR_NOT_SUPPORTED, 801) until ``be`` has set it.
 DRIVER = """
 #include <string.h>
 static int initialised, devices, is_known;
@@ -29,7 +29,7 @@ int cuInit(unsigned int count) { initialised = 1; devices = (int)count; return 0
 int cuDeviceGetCount(int *count) { if (!initialised) return 3; *count = devices; return 0; }
 """
 
-# Each case in a fork: CUDA is initialised for good.
+# Each case runs in a fork, because a process cannot undo the initialisation of CUDA.
 SCRIPT = """
     import ctypes, json, os, sys
     from flower_gpu.errors import ConfigError
@@ -96,17 +96,19 @@ CHOICES = [
 ]
 
 
-def test_choice(driver: str, run_script: Callable[..., Any]) -> None:
+def test_the_choice_depends_on_the_program_and_the_state_of_cuda(
+    driver: str, run_script: Callable[..., Any]
+) -> None:
     cases = [
-        ("" if cuda == NO_LIBRARY else driver, program, asked, cuda if isinstance(cuda, int) else None)
-        for program, cuda, asked, _ in CHOICES
+        ("" if cuda == NO_LIBRARY else driver, program, method, cuda if isinstance(cuda, int) else None)
+        for program, cuda, method, _ in CHOICES
     ]
-    found = run_script(SCRIPT, json.dumps(cases)).stdout.splitlines()
-    assert [*zip(CHOICES, found, strict=True)] == [(case, case[3]) for case in CHOICES]
+    choices = run_script(SCRIPT, json.dumps(cases)).stdout.splitlines()
+    assert [*zip(CHOICES, choices, strict=True)] == [(case, case[3]) for case in CHOICES]
 
 
 def test_a_program_named_flwr_clientapp_forks(run_script: Callable[..., Any]) -> None:
-    """The real thing, not the function: by its own name, and nothing is pickled."""
+    """A script with that file name forks its worker, so a lock can be passed without being pickled."""
     done = run_script(
         """
         import threading
@@ -118,5 +120,5 @@ def test_a_program_named_flwr_clientapp_forks(run_script: Callable[..., Any]) ->
     assert done.stdout == "False\n"
 
 
-def test_every_name_that_settings_take_is_a_start_method() -> None:
+def test_every_name_that_settings_accept_is_a_start_method() -> None:
     assert start.METHODS.keys() == set(START_METHODS) - {"auto"}

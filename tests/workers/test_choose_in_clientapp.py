@@ -1,4 +1,4 @@
-"""What `auto` takes in a ``flwr-clientapp``, which is new for every message, and what is learned there."""
+"""The choice of `auto` in a ``flwr-clientapp``, which is a new process for each message."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import forkservers
 import pytest
 from forkservers import Client, only_server, until_only
 
-pytestmark = forkservers.marks(own="folder")
+pytestmark = forkservers.marks(fixture="folder")
 
-# The last one is imported by the server only when a file is there; by workers at once.
+# The server can import ``late`` only after a file has been created. Workers import it at once.
 PACKAGES = {
     "by_name": "",
     "by_fork": "",
@@ -32,14 +32,14 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def clientapp(venv: Path, **env: str) -> Client:
-    """A process that the choice takes for a ``flwr-clientapp``."""
-    found = Client(str(venv / "bin" / "python"), {"FLOWER_GPU_START_METHOD": "auto", **env})
-    found.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")
-    return found
+    """Start a process that looks like a ``flwr-clientapp``."""
+    client = Client(str(venv / "bin" / "python"), {"FLOWER_GPU_START_METHOD": "auto", **env})
+    client.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")
+    return client
 
 
-def test_a_function_that_is_named_gets_the_fork_server(venv: Path) -> None:
-    """What one message's worker imports is there for the next one's."""
+def test_a_named_function_runs_in_a_fork_of_the_fork_server(venv: Path) -> None:
+    """Libraries that the worker of one message imports are loaded in the next worker."""
     with clientapp(venv) as app:
         assert app.call("tasks_forkserver:uses", "by_name") == [False]
     until_only(lambda status: "by_name" in status.libraries)
@@ -48,7 +48,7 @@ def test_a_function_that_is_named_gets_the_fork_server(venv: Path) -> None:
         assert app.call("tasks_forkserver:server") == only_server().pid != app.pid
 
 
-def test_a_function_that_is_an_object_and_what_cannot_be_passed_on_are_forked(venv: Path) -> None:
+def test_function_objects_and_arguments_that_cannot_be_pickled_are_forked(venv: Path) -> None:
     with clientapp(venv) as app:
         app.do("import threading, tasks_forkserver\nlock = threading.Lock()")
         assert app.do("answer = run_in_worker(tasks_forkserver.server)") == app.pid
@@ -57,14 +57,14 @@ def test_a_function_that_is_an_object_and_what_cannot_be_passed_on_are_forked(ve
         assert "lower" not in app.errors()
         with pytest.raises(forkservers.CallError, match="WorkerStartError"):
             app.do("run_in_worker('tasks_forkserver:parent_of', lock, start_method='forkserver')")
-        # An error of the task's own is none of that: it is not run twice.
+        # An error of the task itself must not make it run twice.
         with pytest.raises(forkservers.CallError, match="WorkerStartError: cannot import the task"):
             app.call("no_such_module:task")
 
 
 STARTS = {
     "an executor": "from concurrent import futures; pool = futures.ThreadPoolExecutor(1); pool.submit(int)",
-    # Flower may start a thread at any time, so the order of threads tells nothing.
+    # Flower may start a thread at any time, so the order of threads has no meaning.
     "an executor, before a thread of Flower's": """
 import threading
 from concurrent import futures
@@ -75,7 +75,7 @@ def heartbeat():
 heartbeat.__module__ = "flwr.supercore.heartbeat"
 threading.Thread(target=heartbeat, daemon=True).start()
 """,
-    "an executor that still works, though it takes no more work": """
+    "an executor that is shut down but still runs a task": """
 import threading
 from concurrent import futures
 pool = futures.ThreadPoolExecutor(1)
@@ -84,7 +84,7 @@ pool.submit(is_over.wait)
 pool.shutdown(wait=False)
 end = is_over.set
 """,
-    # OpenBLAS waits for a lock of that thread before a fork, which hangs sometimes.
+    # Before a fork, OpenBLAS waits for a lock of that thread, which sometimes hangs.
     "matrix products": """
 import itertools, threading, numpy
 matrix = numpy.ones((200, 200))
@@ -102,20 +102,20 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("starts", STARTS.values(), ids=STARTS.keys())
-def test_with_threads_of_the_app_it_is_not_forked(venv: Path, threads: str, starts: str) -> None:
-    """A fork would have none of them, and wait for them for ever."""
+def test_a_process_with_threads_of_the_app_is_not_forked(venv: Path, threads: str, starts: str) -> None:
+    """A fork would not have these threads, and might wait for them for ever."""
     with clientapp(venv, THREADS=threads) as app:
         app.do("import tasks_forkserver")
         assert app.do("answer = run_in_worker(tasks_forkserver.server)") == app.pid
         app.do(f"end = int\n{starts}")
         assert app.do("answer = run_in_worker(tasks_forkserver.server)") == only_server().pid
         assert "lower" not in app.errors()
-        app.do("end()")  # else the process waits for it at its exit
+        app.do("end()")  # Otherwise the process would wait for the executor at exit.
 
 
 @pytest.mark.parametrize("policy", ["passive", "active"])
-def test_with_threads_of_openmp_and_openblas_it_is(threads: str, policy: str) -> None:
-    """Threads of OpenMP with the policy ``active`` use a core each while they wait."""
+def test_a_process_with_threads_of_openmp_and_openblas_is_forked(threads: str, policy: str) -> None:
+    """With the policy ``active``, waiting threads of OpenMP use a core each."""
     env = {"FLOWER_GPU_START_METHOD": "auto", "THREADS": threads, "OMP_WAIT_POLICY": policy}
     with Client(env=env) as app:
         app.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")
@@ -129,11 +129,11 @@ def test_with_threads_of_openmp_and_openblas_it_is(threads: str, policy: str) ->
             library.sum_in_two_threads()
             import time
             from concurrent import futures
-            pool = futures.ThreadPoolExecutor(2)  # as Flower's own, which gets the parts of a message
+            pool = futures.ThreadPoolExecutor(2)  # like Flower's pool, which fetches the parts of a message
             pool.map(time.sleep, [0.3, 0.3])
             pool.shutdown(wait=False)
             import tqdm
-            list(tqdm.tqdm(range(2)))  # leaves a thread that watches bars
+            list(tqdm.tqdm(range(2)))  # leaves tqdm's monitor thread behind
             answer = len(os.listdir("/proc/self/task"))
             """
         )
@@ -142,18 +142,18 @@ def test_with_threads_of_openmp_and_openblas_it_is(threads: str, policy: str) ->
         assert app.do("answer = run_in_worker(lambda: library.sum_in_two_threads())") == 45
 
 
-def test_where_there_can_be_no_fork_server_it_is_forked(venv: Path, tmp_path: Path) -> None:
+def test_the_process_is_forked_if_no_fork_server_can_start(venv: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with clientapp(venv, FLOWER_GPU_STATE_DIR=str(tmp_path / "file")) as app:
         assert app.call("tasks_forkserver:server") == app.pid
         assert "fork server" not in app.errors()
 
 
-def test_what_a_fork_imports_is_learned(venv: Path) -> None:
-    """A ``flwr-clientapp`` of ours is a worker itself, and what it forks tells it what it had to import."""
+def test_libraries_that_a_fork_imports_are_learned(venv: Path) -> None:
+    """Our ``flwr-clientapp`` is a worker itself. Its forks report to it which libraries they imported."""
     with Client(str(venv / "bin" / "python")) as starter:
-        found = starter.call("tasks_forkserver:uses_in_fork", "by_fork", "by_fork_of_it")
-        assert found == [[False], [False, False]]
+        loaded = starter.call("tasks_forkserver:uses_in_fork", "by_fork", "by_fork_of_it")
+        assert loaded == [[False], [False, False]]
         until_only(lambda status: {"by_fork", "by_fork_of_it"} <= set(status.libraries))
         assert starter.call("tasks_forkserver:uses_in_fork", "by_fork", "by_fork_of_it") == [
             [True],
@@ -161,8 +161,10 @@ def test_what_a_fork_imports_is_learned(venv: Path) -> None:
         ]
 
 
-def test_the_next_message_waits_for_what_the_last_one_imported(venv: Path, tmp_path: Path) -> None:
-    """Not those of another run, which may need nothing of it."""
+def test_the_next_message_of_a_run_waits_for_the_libraries_of_the_previous_message(
+    venv: Path, tmp_path: Path
+) -> None:
+    """Messages of another run do not wait, because they may not need these libraries."""
     marker = forkservers.site_packages(venv) / "late" / "__init__.py.now"
     runs = [tmp_path / name for name in ("this", "other")]
     for run in runs:
@@ -170,11 +172,11 @@ def test_the_next_message_waits_for_what_the_last_one_imported(venv: Path, tmp_p
     with (
         clientapp(venv, FLOWER_GPU_RUN_DIR=str(runs[0])) as first,
         clientapp(venv, FLOWER_GPU_RUN_DIR=str(runs[0])) as second,
-        clientapp(venv, FLOWER_GPU_RUN_DIR=str(runs[1])) as of_other,
+        clientapp(venv, FLOWER_GPU_RUN_DIR=str(runs[1])) as other,
     ):
         assert first.call("tasks_forkserver:uses", "late") == [False]
         second.send("tasks_forkserver:uses", "late")
-        assert of_other.call("tasks_forkserver:uses", "late") == [False]
-        time.sleep(0.5)  # the one that waits would have its answer by now
+        assert other.call("tasks_forkserver:uses", "late") == [False]
+        time.sleep(0.5)  # If ``second`` did not wait, it would have imported the library now.
         marker.touch()
         assert second.receive() == [True]

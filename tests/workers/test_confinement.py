@@ -1,4 +1,4 @@
-"""Confined workers find what an ordinary app needs, and their folder goes with them."""
+"""Confined workers can do what ordinary apps need, and their folder is removed with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Confined = Callable[..., Any]
 
 @pytest.fixture
 def method() -> str:
-    """How workers start, where a test does not look at several ways."""
+    """The start method of tests that use only one."""
     return "forkserver"
 
 
@@ -53,11 +53,11 @@ both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 def call(task: str, *args: Any, start_method: str = "forkserver", gpus: int = 1, **allowed: Any) -> Any:
     settings = call_settings({"start_method": start_method, "num_gpus": gpus, "gpu": "never"})
-    with for_message(Allowed(**allowed), [TASKS]) as found:
+    with for_message(Allowed(**allowed), [TASKS]) as message_confinement:
         return run_call(
             f"confinement_tasks:{task}",
             args,
-            settings=settings.with_worker(confinement=found),
+            settings=settings.with_worker(confinement=message_confinement),
             kind="train",
             by_name=True,
         )
@@ -68,16 +68,16 @@ def folders() -> list[Path]:
 
 
 @both_methods
-def test_folders_of_the_message_are_its_own_and_are_removed(confined: Confined) -> None:
-    found = confined("variables")
-    own = Path(found["HOME"]).parent
-    assert own.parent == state_folder.state_dir() / "confined"
-    assert all(Path(path).is_relative_to(own) for path in found.values() if path)
-    assert (found["tempfile"], found["agent"]) == (found["TMPDIR"], None)
-    assert not own.exists()
+def test_a_message_has_its_own_folders_which_are_removed(confined: Confined) -> None:
+    variables = confined("variables")
+    folder = Path(variables["HOME"]).parent
+    assert folder.parent == state_folder.state_dir() / "confined"
+    assert all(Path(path).is_relative_to(folder) for path in variables.values() if path)
+    assert (variables["tempfile"], variables["agent"]) == (variables["TMPDIR"], None)
+    assert not folder.exists()
 
 
-def test_what_the_operator_names_can_be_read_or_written(confined: Confined, tmp_path: Path) -> None:
+def test_only_paths_of_the_operator_can_be_read_or_written(confined: Confined, tmp_path: Path) -> None:
     data, results = tmp_path / "data", tmp_path / "results"
     for folder in (data, results):
         folder.mkdir()
@@ -92,7 +92,7 @@ def test_what_the_operator_names_can_be_read_or_written(confined: Confined, tmp_
             confined(task, str(path), **paths)
 
 
-def test_one_port_can_be_connected_to_and_no_other(confined: Confined) -> None:
+def test_only_the_given_port_can_be_connected_to(confined: Confined) -> None:
     with socket.create_server(("127.0.0.1", 0)) as named, socket.create_server(("127.0.0.1", 0)) as other:
         ports = (named.getsockname()[1],)
         assert confined("connects", *ports, ports=ports) == "done"
@@ -102,52 +102,52 @@ def test_one_port_can_be_connected_to_and_no_other(confined: Confined) -> None:
                 confined(task, *port, ports=ports if port else ())
 
 
-def test_an_app_can_use_processes_and_programs(confined: Confined) -> None:
+def test_an_app_can_start_processes_and_programs(confined: Confined) -> None:
     assert confined("computes_in_processes") == [[1, 4, 9], {"a": 1}, "from a program\n"]
 
 
 @both_methods
-def test_a_worker_of_a_worker_is_confined_and_returns_what_it_likes(confined: Confined) -> None:
+def test_a_nested_worker_is_confined_and_may_return_any_object(confined: Confined) -> None:
     assert confined("asks_another_worker", "/etc/shadow") == ["(1+2j)", "PermissionError"]
 
 
-def test_copies_of_files_and_their_dates(confined: Confined) -> None:
+def test_files_can_be_copied_with_their_dates(confined: Confined) -> None:
     assert confined("copies_and_touches") == "text"
 
 
 @both_methods
-def test_what_it_leaves_ends_with_it(confined: Confined) -> None:
+def test_processes_and_folders_that_a_worker_leaves_are_removed(confined: Confined) -> None:
     assert confined("is_alone")
-    for leaves in ("leaves_a_process", "leaves_a_process_that_leaves_the_group"):
-        pid = confined(leaves)
-        until(lambda: not is_running(pid), leaves, timeout_s=90)  # noqa: B023 - before the next one
-    assert not Path(confined("leaves_what_is_hard_to_remove")).exists()
+    for task in ("leaves_a_process", "leaves_a_process_that_leaves_the_group"):
+        pid = confined(task)
+        until(lambda: not is_running(pid), task, timeout_s=90)  # noqa: B023 - called before the next iteration
+    assert not Path(confined("leaves_folders_that_are_hard_to_remove")).exists()
     assert confined("variables")
 
 
-def test_a_link_that_it_leaves_for_the_next_try_leads_nowhere(confined: Confined, tmp_path: Path) -> None:
+def test_a_symlink_left_for_the_next_try_is_not_followed(confined: Confined, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the app's own folders cannot be made"):
         confined("leaves_a_link_for_the_next_try", str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_that_stops_to_be_traced_has_not_exited() -> None:
-    """Its parent, which is told of that as of an end, would take it for one."""
+    """The kernel notifies the parent as if the worker had ended."""
     program = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)"
     with subprocess.Popen([sys.executable, "-c", program]) as process:
         worker = OwnChild(process.pid, process.wait)
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_TRACING_STOP, "it has stopped")
         assert not worker.has_exited()
-        os.kill(process.pid, signal.SIGKILL)  # Popen.kill would take it for ended as well
+        os.kill(process.pid, signal.SIGKILL)  # Popen.kill would assume that it has ended.
         until(worker.has_exited, "it has exited")
         assert worker.reap() == -signal.SIGKILL
 
 
-def test_a_start_that_fails_leaves_the_caller_no_parent_of_orphans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_start_the_caller_no_longer_adopts_orphans(monkeypatch: pytest.MonkeyPatch) -> None:
     def adopts() -> bool:
-        found = ctypes.c_int(0)
-        ctypes.CDLL(None).prctl(37, ctypes.byref(found), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
-        return bool(found.value)
+        value = ctypes.c_int(0)
+        ctypes.CDLL(None).prctl(37, ctypes.byref(value), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+        return bool(value.value)
 
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     before = adopts()
@@ -161,24 +161,24 @@ def test_a_start_that_fails_leaves_the_caller_no_parent_of_orphans(monkeypatch: 
     [({"gpus": 2}, "allows one GPU for a call")]
     + [({"start_method": method}, "open files of its caller") for method in ("in-process", "fork")],
 )
-def test_what_cannot_be_confined_is_refused(options: dict[str, Any], text: str) -> None:
+def test_calls_that_cannot_be_confined_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         call("variables", **options)
 
 
-def test_the_folder_of_a_message_whose_process_was_killed_goes_with_the_next_one(
+def test_the_next_message_removes_the_folder_of_a_killed_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = (
-        "import sys; sys.path[:0] = sys.argv[1:]; from test_confinement import call; call('waits', 'theirs')"
+        "import sys; sys.path[:0] = sys.argv[1:]; from test_confinement import call; call('waits', 'text')"
     )
     line = [sys.executable, "-c", program, TASKS, str(Path(TASKS).parent)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
         assert caller.stdout.readline() == "waits\n"
-        (left,) = folders()
+        (folder,) = folders()
         monkeypatch.syspath_prepend(TASKS)
         call("variables")
-        assert folders() == [left], "that of a living process stays"
+        assert folders() == [folder], "the folder of a running process must stay"
         os.kill(caller.pid, signal.SIGKILL)
     until(lambda: call("variables") is not None and not folders(), "the folder is removed")

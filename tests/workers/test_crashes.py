@@ -1,4 +1,4 @@
-"""What goes wrong in a worker, for each supervised start method: nothing is left, the next call works."""
+"""Failures in workers, for each supervised start method. Nothing is left, and the next call works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flower_gpu.workers.forkserver import client
 
 @dataclass(frozen=True)
 class Crash:
-    """A task, the error its caller gets, and what the error says."""
+    """A task, the error that its caller gets, and texts in the error's message."""
 
     task: str
     error: type[BaseException]
@@ -49,7 +49,7 @@ class Crash:
         return "-".join([self.task.partition(":")[2], *map(str, self.args)])
 
     def check(self, error: BaseException) -> None:
-        """Hold the error that the caller got to what is expected."""
+        """Check the error that the caller got."""
         assert type(error) is self.error or self.error is KeyError
         if self.error is not crash_tasks.SilentError:
             text = str(error)
@@ -162,19 +162,25 @@ HANGS = [
 ]
 
 
-#: What a worker tells of an error, and what it writes, is the same for all start methods; its end is not.
-OF_ALL = {"value_error", "no_such_function", "system_exit-no data here", "kill_itself-9", "segfault"}
-OF_ALL |= {"die_with_children", "close_everything", "leak_shared_memory-True"}
-OF_ALL |= {"killed_while_writing_the_reply"}
-WAYS = [(case, way) for case in CRASHES for way in SUPERVISED if way == "forkserver" or str(case) in OF_ALL]
+#: Cases for all start methods. A worker reports errors in the same way for each, but ends differently.
+FOR_ALL_METHODS = {"value_error", "no_such_function", "system_exit-no data here", "kill_itself-9", "segfault"}
+FOR_ALL_METHODS |= {"die_with_children", "close_everything", "leak_shared_memory-True"}
+FOR_ALL_METHODS |= {"killed_while_writing_the_reply"}
+CASES = [
+    (case, method)
+    for case in CRASHES
+    for method in SUPERVISED
+    if method == "forkserver" or str(case) in FOR_ALL_METHODS
+]
 
 
-@pytest.mark.parametrize(("case", "start_method"), WAYS, ids=str, indirect=["start_method"])
-def test_crash(case: Crash, start_method: str, run: Run) -> None:
+@pytest.mark.parametrize(("case", "start_method"), CASES, ids=str, indirect=["start_method"])
+def test_a_crash_is_reported_to_the_caller(case: Crash, start_method: str, run: Run) -> None:
     with pytest.raises(case.error) as caught:
         run_in_worker(case.task, *case.args, start_method=start_method)
     case.check(caught.value)
-    assert "worker_library" not in sys.modules  # what only the worker needs is not imported here
+    # The caller must not import a library that only the worker needs.
+    assert "worker_library" not in sys.modules
     (finished,) = run.events("worker_finished")
     assert finished["outcome"] == case.outcome
     assert finished["error"].startswith(type(caught.value).__name__)
@@ -182,10 +188,15 @@ def test_crash(case: Crash, start_method: str, run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("function", "says", "start_method"),
-    [(*hang, way) for hang in HANGS for way in SUPERVISED if way == "forkserver" or hang is HANGS[0]],
+    [
+        (*hang, method)
+        for hang in HANGS
+        for method in SUPERVISED
+        if method == "forkserver" or hang is HANGS[0]
+    ],
     indirect=["start_method"],
 )
-def test_timeout(
+def test_a_task_that_hangs_is_ended_at_the_time_limit(
     function: str, says: list[str], start_method: str, run: Run, after_reaching: Callable[..., BaseException]
 ) -> None:
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
@@ -200,7 +211,7 @@ def test_timeout(
     assert {line["outcome"] for line in run.events("worker_finished")} == {"timeout"}
 
 
-def test_exception_class_of_main(run_script: Callable[..., Any]) -> None:
+def test_an_exception_class_of_main_is_raised_in_the_caller(run_script: Callable[..., Any]) -> None:
     done = run_script(
         """
         import sys
@@ -218,15 +229,15 @@ def test_exception_class_of_main(run_script: Callable[..., Any]) -> None:
             try:
                 run_in_worker(task, start_method=method)
             except OwnError as error:
-                said = str(error.__cause__)
-                print(error, error.code, "script.py" in said, "in task" in said)
+                cause = str(error.__cause__)
+                print(error, error.code, "script.py" in cause, "in task" in cause)
         """,
         *SUPERVISED,
     )
     assert done.stdout == "from main 5 True True\n" * 3
 
 
-def test_killed_from_outside(start_method: str, run: Run) -> None:
+def test_a_worker_killed_from_outside_is_reported(start_method: str, run: Run) -> None:
     def kill_soon() -> None:
         assert wait_until(lambda: bool(run.pids()), timeout_s=60)
         os.kill(run.pids()[0], signal.SIGTERM)
@@ -240,54 +251,58 @@ def test_killed_from_outside(start_method: str, run: Run) -> None:
     assert run_in_worker("plain_tasks:answer", start_method=start_method) == 42
 
 
-@pytest.mark.parametrize("way", [*SUPERVISED, "of a run"])
-def test_a_pool_in_a_global_ends_with_its_worker(way: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to wait until the worker is killed."""
+@pytest.mark.parametrize("method", [*SUPERVISED, "line of workers"])
+def test_a_pool_in_a_global_ends_with_its_worker(
+    method: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller does not have to wait until the worker is killed."""
     monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 60.0)
     with contextlib.ExitStack() as stack:
-        call: Callable[..., Any] = partial(run_in_worker, start_method=way)
-        if way == "of a run":
+        call: Callable[..., Any] = partial(run_in_worker, start_method=method)
+        if method == "of a run":
             call = stack.enter_context(contextlib.closing(Caller())).run
         assert ThreadPoolExecutor(1).submit(call, "plain_tasks:keeps_a_pool").result(30) == 49
 
 
 @pytest.mark.parametrize("task", ["leave_children", "close_stdout"])
-def test_result_counts(task: str, start_method: str, run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_result_is_returned_despite_odd_leftovers(
+    task: str, start_method: str, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run_in_worker(f"crash_tasks:{task}", start_method=start_method) == 42
     assert capfd.readouterr() == ("", "")
 
 
-def test_leaked_shared_memory_is_tidied_up(start_method: str, run: Run) -> None:
-    """Python's resource tracker gets the moment it needs; the fixture looks into /dev/shm."""
+def test_leaked_shared_memory_is_removed(start_method: str, run: Run) -> None:
+    """Python's resource tracker gets the time that it needs. The fixture ``run`` checks /dev/shm."""
     name = run_in_worker("crash_tasks:leak_shared_memory", False, start_method=start_method)
     assert name.startswith("psm_")
 
 
-@pytest.mark.parametrize("way", ["spawn", "forkserver", "of a run"])
-def test_a_slow_resource_tracker_gets_its_time(way: str, run: Run, tmp_path: Path) -> None:
-    """The next call does not wait for it."""
-    if way == "of a run" and not client.is_supported():
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "line of workers"])
+def test_a_slow_resource_tracker_gets_its_time(method: str, run: Run, tmp_path: Path) -> None:
+    """The tracker may end after its call, and the next call does not wait for it."""
+    if method == "line of workers" and not client.is_supported():
         pytest.skip("needs Linux 5.3")
     with contextlib.ExitStack() as stack:
-        call: Callable[..., Any] = partial(run_in_worker, start_method=way)
-        if way == "of a run":
+        call: Callable[..., Any] = partial(run_in_worker, start_method=method)
+        if method == "line of workers":
             call = stack.enter_context(contextlib.closing(Caller())).run
         with ThreadPoolExecutor() as pool:
             running = pool.submit(call, "crash_tasks:leak_to_a_slow_tracker", tmp_path)
-            assert wait_until((tmp_path / "told").exists)
-            told = json.loads((tmp_path / "told").read_text())
-            pipe = os.open(f"/proc/{told['pid']}/fd/{told['fd']}", os.O_WRONLY)
+            assert wait_until((tmp_path / "report").exists)
+            report = json.loads((tmp_path / "report").read_text())
+            pipe = os.open(f"/proc/{report['pid']}/fd/{report['fd']}", os.O_WRONLY)
             (tmp_path / "go").touch()
             running.result()
         assert call("plain_tasks:echo", 1) == (1,)
-        block = SHARED_MEMORY / told["name"]
-        assert is_running(told["tracker"]) and block.exists()
+        block = SHARED_MEMORY / report["name"]
+        assert is_running(report["tracker"]) and block.exists()
         os.close(pipe)
-        assert wait_until(lambda: not is_running(told["tracker"]))
+        assert wait_until(lambda: not is_running(report["tracker"]))
         assert not block.exists()
 
 
-def test_argument_that_cannot_be_passed(run: Run) -> None:
+def test_an_argument_that_cannot_be_pickled_is_refused(run: Run) -> None:
     with pytest.raises(WorkerStartError) as caught:
         run_in_worker("plain_tasks:echo", threading.Lock(), start_method="spawn")
     for part in (
@@ -301,33 +316,33 @@ def test_argument_that_cannot_be_passed(run: Run) -> None:
     assert run.pids() == []
 
 
-def test_a_function_of_ours_is_not_named_in_the_place_of_the_users(run: Run) -> None:
+def test_an_error_does_not_name_our_function_instead_of_the_users(run: Run) -> None:
     with pytest.raises(WorkerStartError) as caught:
         run_in_worker(trace.read, threading.Lock(), start_method="spawn")
     text = "the function, or what it is called with, cannot be passed to a worker (TypeError: "
     assert f"read on the server: {text}" in str(caught.value)
 
 
-def test_argument_that_cannot_be_rebuilt(run: Run) -> None:
+def test_an_argument_that_cannot_be_rebuilt_is_an_error_in_the_worker(run: Run) -> None:
     with pytest.raises(RuntimeError, match=r"built in \d+, made in \d+") as caught:
         run_in_worker("plain_tasks:echo", crash_tasks.CannotBeRebuilt(), start_method="spawn")
     assert "crash_tasks.py" in str(caught.value.__cause__)
 
 
-def test_fork_passes_what_cannot_be_pickled() -> None:
+def test_a_fork_gets_arguments_that_cannot_be_pickled() -> None:
     lock = threading.Lock()
     assert run_in_worker(lambda passed: passed.acquire(timeout=1), lock, start_method="fork") is True
-    assert not lock.locked()  # the worker's copy is
+    assert not lock.locked()  # Only the worker's copy is locked.
 
 
-def test_without_a_worker_errors_are_as_they_are() -> None:
+def test_in_process_errors_are_raised_unchanged() -> None:
     with pytest.raises(crash_tasks.OwnError) as caught:
         run_in_worker("crash_tasks:own_error", start_method="in-process")
     assert caught.value.__cause__ is None
     assert run_in_worker("plain_tasks:pid", start_method="in-process") == os.getpid()
 
 
-def test_an_exit_is_where_the_app_called_it_and_not_in_a_library() -> None:
+def test_an_exit_is_attributed_to_the_app_not_to_a_library() -> None:
     library: dict[str, Any] = {}
     code = "import sys\ndef exit(code): raise SystemExit(code)\n"
     exec(compile(code, "/env/site-packages/wandb/exit_hooks.py", "exec"), library)

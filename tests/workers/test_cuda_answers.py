@@ -1,4 +1,4 @@
-"""A module that workers find imported may have asked for GPUs: NVML answered, and CUDA is untouched."""
+"""A module that is preloaded for workers may ask for GPUs: NVML answers, and CUDA stays uninitialised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WITHOUT = ("cpu", 0, False)
 
 @pytest.fixture(scope="module", autouse=True)
 def servers() -> Iterator[Path]:
-    """What has imported torch is there for all tests; what has imported the module is of each test's own."""
+    """Share the fork server with torch among the tests. Each test gets its own server with the module."""
     with forkservers.own_servers() as folder:
         yield folder
 
@@ -34,10 +34,11 @@ def host(tmp_path: Path) -> nvml_stub.Host:
     return nvml_stub.Host(tmp_path / "host", gpus=2)
 
 
-def check(seen: dict[str, Any], found: tuple[str, int, bool]) -> None:
-    assert tuple(seen["found"]) == found
+def check(seen: dict[str, Any], expected: tuple[str, int, bool]) -> None:
+    assert tuple(seen["at_import"]) == expected
     assert not seen["is_bad_fork"]
-    assert not seen["is_available"]  # there is no CUDA here, and a worker asks that
+    # The worker itself asks CUDA, and this host has none.
+    assert not seen["is_available"]
 
 
 CALL = """
@@ -49,11 +50,11 @@ answer = worker.run(call, "forkserver")
 """
 
 
-def test_preloaded_in_a_fork_server(host: nvml_stub.Host) -> None:
-    """Calls from which all GPUs are hidden have a server of their own; others share one, with any GPU."""
+def test_a_preloaded_module_sees_the_gpus_of_the_call(host: nvml_stub.Host) -> None:
+    """Calls from which all GPUs are hidden have their own server. All other calls share a server."""
     with Client(env=dict(host.env)) as caller:
         servers = []
-        # The first call for a certain GPU gets a successor of the server, with the libraries of GPUs.
+        # The first call for a given GPU gets a successor of the server, with the libraries for GPUs.
         for visible in (None, "GPU-1", None, ""):
             env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
             seen = caller.do(CALL.format(env=env))
@@ -63,22 +64,22 @@ def test_preloaded_in_a_fork_server(host: nvml_stub.Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "visible", "expected", "said"),
+    ("mode", "visible", "expected", "warning"),
     [
         ("mig", "{mig}", WITH_A_GPU, ""),
         ("broken", None, WITHOUT, "the NVIDIA driver is not loaded"),
-        # A control group, or a file's mode, keeps this account from a card.
+        # A control group, or the mode of a device file, denies this account the card.
         ("one hidden", "{gpu}", WITH_A_GPU, ""),
         ("one hidden", None, WITH_A_GPU, ""),
         ("all hidden", "{gpu}", WITHOUT, "GPU 0: this account may not use it"),
     ],
 )
-def test_what_pytorch_would_ask_cuda_for(
+def test_answers_depend_on_the_gpus_that_are_visible(
     host: nvml_stub.Host,
     mode: str,
     visible: str | None,
     expected: tuple[str, int, bool],
-    said: str,
+    warning: str,
     servers: Path,
 ) -> None:
     env = {**host.env, **ONE_THREAD}
@@ -94,6 +95,6 @@ def test_what_pytorch_would_ask_cuda_for(
     caller = Caller(env=env, preload=[(f"{MODULE}:load", arguments)], without=frozenset())
     check(caller.run(f"{MODULE}:seen"), expected)
     caller.close()
-    told = "".join(log.read_text().removeprefix(before.get(log, "")) for log in servers.glob("*.log"))
-    assert told.count("a module asked for GPUs when it was imported for all workers") == bool(said)
-    assert said in told
+    logged = "".join(log.read_text().removeprefix(before.get(log, "")) for log in servers.glob("*.log"))
+    assert logged.count("a module asked for GPUs when it was imported for all workers") == bool(warning)
+    assert warning in logged

@@ -1,4 +1,4 @@
-"""`flower-gpu simulate` in a fork of the host's fork server: as in a process of its own."""
+"""`flower-gpu simulate` in a fork of the host's fork server behaves as in its own process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = forkservers.marks(timeout_s=300)
 
 PROJECT = """
 [project]
-name = "told"
+name = "reporter"
 version = "1.0.0"
 [tool.flwr.app]
 publisher = "flower-gpu"
@@ -37,7 +37,7 @@ clientapp = "client_app:app"
 do = ""
 """
 CLIENT = "from flwr.clientapp import ClientApp\napp = ClientApp()\n"
-# Its main does what the run config says, and tells where.
+# The main function runs the code in the run config, and can report its process.
 SERVER = """
 import json, os, signal, subprocess, sys, threading, time
 from pathlib import Path
@@ -46,16 +46,16 @@ from flwr.serverapp import ServerApp
 
 app = ServerApp()
 
-def tell(**more):
-    found = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "cwd": os.getcwd(), **more}
-    print("told", json.dumps(found), flush=True)
+def report(**more):
+    fields = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "cwd": os.getcwd(), **more}
+    print("report", json.dumps(fields), flush=True)
 
 @app.main()
 def main(grid, context):
     exec(context.run_config["do"], globals())
 """
-WAIT = "tell(); time.sleep(600)"
-UNTIL_CLOSED = "tell(); sys.stdin.read(); print('done', flush=True)"
+WAIT = "report(); time.sleep(600)"
+UNTIL_CLOSED = "report(); sys.stdin.read(); print('done', flush=True)"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +66,7 @@ def own_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("told")
+    folder = tmp_path_factory.mktemp("reporter")
     (folder / "pyproject.toml").write_text(PROJECT)
     (folder / "client_app.py").write_text(CLIENT)
     (folder / "server_app.py").write_text(SERVER)
@@ -75,15 +75,15 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(app: Path, do: str, *options: str) -> list[str]:
     config = f"do={json.dumps(do)}"
-    where = ["--log-dir", str(app / "runs"), "--no-progress"]
+    output_options = ["--log-dir", str(app / "runs"), "--no-progress"]
     simulate = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(app)]
-    return [*simulate, "--clients", "1", *where, "--run-config", config, *options]
+    return [*simulate, "--clients", "1", *output_options, "--run-config", config, *options]
 
 
-def told(text: str) -> dict[str, Any]:
-    (line,) = [line for line in text.splitlines() if line.startswith("told ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("told "))
-    return found
+def report_in(text: str) -> dict[str, Any]:
+    (line,) = [line for line in text.splitlines() if line.startswith("report ")]
+    report: dict[str, Any] = json.loads(line.removeprefix("report "))
+    return report
 
 
 def run(
@@ -92,56 +92,56 @@ def run(
     done = subprocess.run(
         command(app, do, *options), input=stdin, capture_output=True, text=True, timeout=120, **more
     )
-    return done, told(done.stdout) if "told " in done.stdout else {}
+    return done, report_in(done.stdout) if "report " in done.stdout else {}
 
 
 @contextmanager
 def running(app: Path, do: str = WAIT, **more: Any) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Start a run, and yield its command and what it told."""
+    """Start a run, and yield its command and its report."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
     with subprocess.Popen(command(app, do), text=True, start_new_session=True, **pipes) as process:
         try:
             assert process.stdout is not None
-            yield process, told(process.stdout.readline())
+            yield process, report_in(process.stdout.readline())
         finally:
             process.kill()
 
 
-def test_it_is_one_with_what_the_command_was_started_with(app: Path, tmp_path: Path) -> None:
+def test_a_run_has_the_streams_and_environment_of_its_command(app: Path, tmp_path: Path) -> None:
     do = (
-        "tell(line=sys.stdin.read(), mask=os.umask(0), value=os.environ['A'], "
+        "report(line=sys.stdin.read(), mask=os.umask(0), value=os.environ['A'], "
         "main=sys.modules['__main__'].__file__)"
     )
-    done, found = run(
+    done, report = run(
         app, do, stdin="typed", cwd=tmp_path, umask=0o027, env={**os.environ, "A": "b", "PYTHONSAFEPATH": "1"}
     )
     assert done.returncode == 0, done.stderr
-    assert found["cwd"] == str(tmp_path)
-    assert found["argv"][1:3] == ["simulate", str(app)]
-    assert found["main"] == found["argv"][0]
-    assert (found["line"], found["mask"], found["value"]) == ("typed", 0o027, "b")
+    assert report["cwd"] == str(tmp_path)
+    assert report["argv"][1:3] == ["simulate", str(app)]
+    assert report["main"] == report["argv"][0]
+    assert (report["line"], report["mask"], report["value"]) == ("typed", 0o027, "b")
 
 
 def test_the_command_may_have_many_open_files(app: Path) -> None:
-    """It waits for the run, whatever number the descriptor for that has."""
+    """The command waits for the run, even if the descriptor for that has a large number."""
     done = subprocess.run(
-        [*WITH_MANY_FILES, *command(app, "tell()")], capture_output=True, text=True, timeout=120
+        [*WITH_MANY_FILES, *command(app, "report()")], capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0 and told(done.stdout)["parent"] != os.getpid(), done.stderr
+    assert done.returncode == 0 and report_in(done.stdout)["parent"] != os.getpid(), done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_under_a_debugger_or_with_another_start_method_it_is_in_the_command_itself(app: Path) -> None:
+def test_under_a_debugger_or_with_another_start_method_the_command_runs_it_itself(app: Path) -> None:
     program = (
         "import sys; sys.settrace(lambda *_: None); from flower_gpu.cli.main import main; sys.exit(main())"
     )
-    arguments = command(app, "tell()")[3:]
+    arguments = command(app, "report()")[3:]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120
     )
-    assert told(done.stdout)["parent"] == os.getpid(), done.stderr
-    done, found = run(app, "tell()", env={**os.environ, "FLOWER_GPU_START_METHOD": "spawn"})
-    assert found["parent"] == os.getpid(), done.stderr
+    assert report_in(done.stdout)["parent"] == os.getpid(), done.stderr
+    done, report = run(app, "report()", env={**os.environ, "FLOWER_GPU_START_METHOD": "spawn"})
+    assert report["parent"] == os.getpid(), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -152,55 +152,55 @@ def test_under_a_debugger_or_with_another_start_method_it_is_in_the_command_itse
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             137,
-            "the process of simulate told was killed by SIGKILL (9)",
+            "the process of simulate reporter was killed by SIGKILL (9)",
         ),
         ("os._exit(9)", 9, ""),
     ],
 )
-def test_the_exit_status_is_that_of_the_run(do: str, status: int, text: str, app: Path) -> None:
+def test_the_command_exits_with_the_status_of_the_run(do: str, status: int, text: str, app: Path) -> None:
     done, _ = run(app, do)
     assert text in done.stderr
     assert done.returncode == status
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_it_as_if_it_were_the_command(number: int, status: int, app: Path) -> None:
-    with running(app) as (process, found):
-        assert found["pid"] != process.pid
-        assert found["parent"] in [status.pid for status in control.status()]
-        assert ["simulate told"] in [status.workers for status in control.status()]
+def test_a_signal_to_the_command_ends_the_run(number: int, status: int, app: Path) -> None:
+    with running(app) as (process, report):
+        assert report["pid"] != process.pid
+        assert report["parent"] in [status.pid for status in control.status()]
+        assert ["simulate reporter"] in [status.workers for status in control.status()]
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == status, errors
         assert "interrupted" in errors
-        assert not is_running(found["pid"])
+        assert not is_running(report["pid"])
 
 
-def test_it_ends_when_the_command_is_killed(app: Path) -> None:
-    with running(app, "child = subprocess.Popen(['sleep', '600']); tell(); time.sleep(600)") as (
+def test_the_run_ends_when_the_command_is_killed(app: Path) -> None:
+    with running(app, "child = subprocess.Popen(['sleep', '600']); report(); time.sleep(600)") as (
         process,
-        found,
+        report,
     ):
         process.kill()
         process.wait(60)
-        assert until(lambda: not is_running(found["pid"]))
-    assert control.status(), "the server goes on"
+        assert until(lambda: not is_running(report["pid"]))
+    assert control.status(), "the server must go on"
 
 
-def test_what_it_leaves_behind_ends_with_it(app: Path) -> None:
+def test_processes_that_a_run_leaves_are_ended(app: Path) -> None:
     do = (
         "sleeps = 'setsid sleep 600 >/dev/null 2>&1 & echo $!'; "
         "child = subprocess.run(sleeps, shell=True, capture_output=True); "
-        "time.sleep(1); pid = int(child.stdout); tell(left=pid, lives=os.path.exists(f'/proc/{pid}'))"
+        "time.sleep(1); pid = int(child.stdout); report(left=pid, lives=os.path.exists(f'/proc/{pid}'))"
     )
-    done, found = run(app, do)
+    done, report = run(app, do)
     assert done.returncode == 0, done.stderr
-    assert found["lives"], "as long as the run"
-    assert until(lambda: not is_running(found["left"]))
+    assert report["lives"], "a process must live as long as its run"
+    assert until(lambda: not is_running(report["left"]))
 
 
 def in_terminal(arguments: Sequence[str], typed: Sequence[tuple[str, str]]) -> tuple[str, int]:
-    """Run a command in a terminal; type each text when the text before it has come."""
+    """Run a command in a terminal. Type each text once the text before it has been printed."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(arguments[0], list(arguments))
@@ -212,7 +212,7 @@ def in_terminal(arguments: Sequence[str], typed: Sequence[tuple[str, str]]) -> t
     try:
         while data := os.read(terminal, 4096):
             seen += data.decode()
-    except OSError:  # it is closed
+    except OSError:  # The terminal is closed.
         pass
     os.close(terminal)
     return seen, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -226,41 +226,41 @@ def test_in_a_terminal_a_breakpoint_can_be_used(app: Path) -> None:
     assert "went on" in shown
 
 
-def test_in_a_terminal_ctrl_c_ends_it(app: Path) -> None:
-    shown, status = in_terminal(command(app, WAIT), [("told ", "\x03")])
+def test_in_a_terminal_ctrl_c_ends_the_run(app: Path) -> None:
+    shown, status = in_terminal(command(app, WAIT), [("report ", "\x03")])
     assert status == 130, shown
     assert "interrupted" in shown
 
 
-def test_ctrl_z_stops_it_until_it_is_to_go_on(app: Path) -> None:
+def test_ctrl_z_stops_the_run_until_it_is_continued(app: Path) -> None:
     def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
-    with running(app) as (process, found):
+    with running(app) as (process, report):
         process.send_signal(signal.SIGTSTP)
-        assert until(lambda: state(process.pid) == "T" and state(found["pid"]) == "T")
+        assert until(lambda: state(process.pid) == "T" and state(report["pid"]) == "T")
         process.send_signal(signal.SIGCONT)
-        assert until(lambda: state(process.pid) != "T" and state(found["pid"]) != "T")
+        assert until(lambda: state(process.pid) != "T" and state(report["pid"]) != "T")
 
 
-# The next ones end the server.
+# The next tests end the server.
 
 
-def test_it_holds_its_fork_server_that_is_told_to_stop(app: Path) -> None:
-    with running(app, UNTIL_CLOSED, stdin=subprocess.PIPE) as (process, found):
+def test_a_fork_server_told_to_stop_waits_for_the_run(app: Path) -> None:
+    with running(app, UNTIL_CLOSED, stdin=subprocess.PIPE) as (process, report):
         assert control.stop()
         time.sleep(0.5)
-        assert is_running(found["parent"])
+        assert is_running(report["parent"])
         output, _ = process.communicate("", timeout=60)
         assert (output, process.returncode) == ("done\n", 0)
-    assert until(lambda: not is_running(found["parent"]))
+    assert until(lambda: not is_running(report["parent"]))
 
 
-def test_it_goes_on_when_the_fork_server_is_killed(app: Path) -> None:
-    with running(app, UNTIL_CLOSED, stdin=subprocess.PIPE) as (process, found):
-        os.kill(found["parent"], signal.SIGKILL)
-        assert until(lambda: not is_running(found["parent"]))
+def test_a_run_goes_on_when_its_fork_server_is_killed(app: Path) -> None:
+    with running(app, UNTIL_CLOSED, stdin=subprocess.PIPE) as (process, report):
+        os.kill(report["parent"], signal.SIGKILL)
+        assert until(lambda: not is_running(report["parent"]))
         output, errors = process.communicate("", timeout=60)
         assert output == "done\n"
-        assert "how simulate told has ended is not known: the fork server was ended" in errors
+        assert "how simulate reporter has ended is not known: the fork server was ended" in errors
         assert process.returncode == 255

@@ -1,4 +1,4 @@
-"""The life of a fork server: who starts it, who may use it, when it ends, what replaces it."""
+"""The life of a fork server: its start, its callers, its end and its replacement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flower_gpu import WorkerDiedError, run_in_worker
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.workers.forkserver import client, control, program, sockets
 
-pytestmark = forkservers.marks(own="folder")
+pytestmark = forkservers.marks(fixture="folder")
 
 FORKSERVER = {"start_method": "forkserver"}
 
@@ -28,52 +28,52 @@ FORKSERVER = {"start_method": "forkserver"}
 @pytest.fixture
 def no_server() -> None:
     control.stop(wait_s=20)
-    forkservers.leave()
+    forkservers.release_servers()
     assert control.status() == []
 
 
 def call() -> int:
-    """Call in this process; returns the pid of the server."""
+    """Make a call in this process, and return the pid of the server."""
     server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
     assert isinstance(server, int)
     return server
 
 
 def name_of_server(caller: Client) -> str:
-    """Return the name of a caller's server, which has been ended."""
+    """Return the name of a caller's server, and end that server."""
     caller.call("tasks_forkserver:server")
     name = only_server().name
     control.stop(wait_s=20)
     return name
 
 
-class TestOneForAll:
-    def test_clients_at_the_same_moment_start_one_server(self, no_server: None) -> None:
+class TestSharedServer:
+    def test_simultaneous_clients_start_a_single_server(self, no_server: None) -> None:
         with ExitStack() as stack:
             clients = [stack.enter_context(Client()) for _ in range(4)]
-            for each in clients:
-                each.do("pass")  # it is up
-            for each in clients:
-                each.send("tasks_forkserver:server")
-            (server,) = {each.receive() for each in clients}
+            for caller in clients:
+                caller.do("pass")  # The client has started now.
+            for caller in clients:
+                caller.send("tasks_forkserver:server")
+            (server,) = {caller.receive() for caller in clients}
             status = only_server()
             assert (status.pid, status.calls, status.users) == (server, 4, 4)
             parent = next(process.parent for process in all_processes() if process.pid == server)
-            assert parent not in [os.getpid(), *(each.pid for each in clients)]
-            assert os.getsid(server) not in {os.getsid(each.pid) for each in clients}
-            for each in clients:
-                assert children_of(each.pid) == []
-                assert each.do("answer = [name for name in sys.modules if name.startswith('torch')]") == []
-            for each in clients[:3]:  # one of them has started it
-                each.kill()
+            assert parent not in [os.getpid(), *(caller.pid for caller in clients)]
+            assert os.getsid(server) not in {os.getsid(caller.pid) for caller in clients}
+            for caller in clients:
+                assert children_of(caller.pid) == []
+                assert caller.do("answer = [name for name in sys.modules if name.startswith('torch')]") == []
+            for caller in clients[:3]:  # One of the clients has started the server.
+                caller.kill()
             assert clients[3].call("tasks_forkserver:server") == server
         assert until_only(lambda status: status.users == 0).pid == server
 
     def test_a_fork_of_a_client_is_a_client(self) -> None:
-        with Client() as forking:
-            server = forking.call("tasks_forkserver:server")
+        with Client() as parent:
+            server = parent.call("tasks_forkserver:server")
             before = only_server().users
-            in_fork = forking.do(
+            in_fork = parent.do(
                 """
                 read, write = os.pipe()
                 if not os.fork():
@@ -86,16 +86,16 @@ class TestOneForAll:
                 """
             )
             assert in_fork == server
-            assert forking.call("tasks_forkserver:server") == server
+            assert parent.call("tasks_forkserver:server") == server
             assert until_only(lambda status: status.users == before).pid == server
 
 
 class TestEnd:
-    def test_it_ends_when_nobody_has_a_use_for_it(self) -> None:
+    def test_a_server_without_users_ends(self) -> None:
         with forkservers.own_servers(idle_s=0.5, light=True) as folder:
             with Client() as using:
                 server = using.call("tasks_forkserver:server")
-                with pytest.raises(AssertionError):  # it stays although its client does nothing
+                with pytest.raises(AssertionError):  # The server stays although its client is idle.
                     assert wait_until(lambda: not is_running(server), timeout_s=2)
                 assert only_server().users == 1
                 assert len(list(folder.glob("*.socket"))) == 1
@@ -104,7 +104,7 @@ class TestEnd:
             assert control.status() == []
             assert call() != server
 
-    def test_its_workers_come_to_their_end_when_it_is_told_to(self, no_server: None, tmp_path: Path) -> None:
+    def test_a_server_told_to_stop_waits_for_its_workers(self, no_server: None, tmp_path: Path) -> None:
         go = tmp_path / "go"
         with ThreadPoolExecutor(6) as pool:
             running = [
@@ -116,17 +116,17 @@ class TestEnd:
             assert len(server.workers) == 6
             os.kill(server.pid, signal.SIGTERM)
             assert wait_until(lambda: control.status() == [])
-            other = call()  # while the old one waits for its workers
+            other = call()  # The old server still waits for its workers.
             assert is_running(server.pid)
             go.touch()
-            assert {each.result() for each in running} == {server.pid} != {other}
+            assert {future.result() for future in running} == {server.pid} != {other}
         assert wait_until(lambda: not is_running(server.pid))
         assert only_server().pid == other
 
 
 class TestReplacement:
-    def test_killed_while_workers_run(self, tmp_path: Path) -> None:
-        """They return what they have to, and a crash of theirs is still one."""
+    def test_workers_outlive_a_killed_server(self, tmp_path: Path) -> None:
+        """They still return their results, and a crash is still reported."""
         files = [str(tmp_path / name) for name in ("first", "second")]
         go = tmp_path / "go"
         with ThreadPoolExecutor() as pool:
@@ -144,8 +144,10 @@ class TestReplacement:
             assert "how is not known (the fork server that forked it was ended" in str(caught.value)
         assert call() != server
 
-    def test_one_that_hangs(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        """The user is told what is waited for."""
+    def test_a_server_that_hangs_is_replaced(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The log says what the caller waits for."""
         monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
         monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
@@ -155,8 +157,10 @@ class TestReplacement:
         assert not is_running(server)
         assert f"the fork server (pid {server}) has not answered for 0.1 s: it is stopped" in caplog.text
 
-    def test_one_that_hangs_and_cannot_be_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Another one takes its place, although its socket still takes connections."""
+    def test_a_server_that_hangs_and_cannot_be_killed_is_replaced(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A new server takes its place, although the socket of the old server still accepts connections."""
         monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
         monkeypatch.setattr(client, "KILLED_S", 0.1)
@@ -168,7 +172,7 @@ class TestReplacement:
         assert is_running(server)
         os.kill(server, signal.SIGKILL)
 
-    def test_one_that_hangs_between_finding_and_forking(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_server_that_hangs_before_the_fork_is_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
         fork, stopped = client.ServerPlace.fork, []
@@ -183,16 +187,16 @@ class TestReplacement:
         assert call() not in stopped
         assert not is_running(stopped[0])
 
-    def test_one_whose_folder_was_removed(self, tmp_path: Path) -> None:
+    def test_a_server_whose_folder_was_removed_is_replaced(self, tmp_path: Path) -> None:
         with forkservers.own_servers(light=True) as folder:
             server = call()
             folder.rename(tmp_path / "elsewhere")
             assert call() != server
-            forkservers.leave()
+            forkservers.release_servers()
             assert wait_until(lambda: not is_running(server))
 
-    def test_one_that_is_stuck_in_its_start(self) -> None:
-        """It ends by itself, also if its starter is gone; other callers say what they wait for."""
+    def test_a_server_that_is_stuck_in_its_start_is_replaced(self) -> None:
+        """The server ends even if its starter has been killed. Other callers say what they wait for."""
         with forkservers.own_servers(light=True) as folder, Client() as starter, Client() as other:
             starter.do("from flower_gpu.workers.forkserver import program; program._START_S = 5.0")
             other.do("os.environ['FLOWER_GPU_SAY_WAIT_S'] = '0.2'")
@@ -209,8 +213,8 @@ class TestReplacement:
             assert said.count(f"is being started by another process (pid {stuck})") == 1
             assert "still waiting: the fork server is not ready yet (it may take 300 s)" in said
 
-    def test_one_whose_start_does_not_come_to_an_end(self) -> None:
-        """No caller waits for ever, for example where the starter was stopped."""
+    def test_callers_do_not_wait_endlessly_for_a_start(self) -> None:
+        """For example, the process that starts the server may be stopped."""
         with (
             forkservers.own_servers(light=True),
             Client() as other,
@@ -218,15 +222,15 @@ class TestReplacement:
         ):
             sockets.name_starter(lock)
             other.do("from flower_gpu.workers.forkserver import program; program.LONGEST_START_S = 1.0")
-            says = rf"WorkerStartError.*another process \(pid {os.getpid()}\), for more than 1 s"
-            with pytest.raises(forkservers.CallError, match=says):
+            message = rf"WorkerStartError.*another process \(pid {os.getpid()}\), for more than 1 s"
+            with pytest.raises(forkservers.CallError, match=message):
                 other.call("tasks_forkserver:server")
 
     @pytest.mark.parametrize("kills", [1, 2])
-    def test_one_that_is_killed_while_it_starts(
+    def test_a_server_that_is_killed_while_it_starts_is_started_once_more(
         self, kills: int, no_server: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Who waits for it starts another, once; then it is told, and the next call starts one."""
+        """The call starts a second server. If it ends too, the call fails. The next call starts a server."""
         start, killed = program._start, []
 
         def start_and_kill(*arguments: Any) -> int:
@@ -243,7 +247,7 @@ class TestReplacement:
         assert call() == only_server().pid
 
 
-def test_two_seeds_of_the_hash_have_two_servers(no_server: None) -> None:
+def test_each_hash_seed_has_its_own_server(no_server: None) -> None:
     with Client() as plain, Client(env={"PYTHONHASHSEED": "7"}) as seeded:
         assert plain.call("tasks_forkserver:server") != seeded.call("tasks_forkserver:server")
         assert len(control.status()) == 2

@@ -1,4 +1,4 @@
-"""What a worker that is confined gets from the sockets of fork servers, and of other workers: nothing."""
+"""A confined worker can use neither the sockets of fork servers nor those of other workers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ pytestmark = [
     pytest.mark.skipif(not _can_confine(), reason="needs Landlock 3 (Linux 6.2)"),
 ]
 FORKSERVER = {"start_method": "forkserver"}
-#: What a server that answers says of itself.
+#: The fields of a server's status report.
 ANSWER = str(sorted(set(vars(control.Status)["__dataclass_fields__"]) - {"name", "memory_bytes"}))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder() -> Iterator[Path]:
-    with forkservers.own_servers(light=True) as found:
-        yield found
+    with forkservers.own_servers(light=True) as path:
+        yield path
 
 
 @pytest.fixture(autouse=True)
@@ -56,54 +56,54 @@ def _own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def holder(folder: Path) -> Iterator[tuple[int, int]]:
-    """This process, which has the file open as a caller has it for a moment."""
+    """This process holds the file with the proof open, as each caller does for a moment."""
     run_in_worker("tasks_forkserver:server", **FORKSERVER)
     descriptor = os.open(folder / sockets.PROOF, os.O_RDONLY)
     yield os.getpid(), descriptor
     os.close(descriptor)
 
 
-def test_the_file_is_the_accounts_own(holder: tuple[int, int]) -> None:
-    found = os.fstat(holder[1])
-    assert (found.st_mode & 0o7777, found.st_uid, found.st_size) == (0o600, os.getuid(), 0)
+def test_only_the_account_may_open_the_file(holder: tuple[int, int]) -> None:
+    status = os.fstat(holder[1])
+    assert (status.st_mode & 0o7777, status.st_uid, status.st_size) == (0o600, os.getuid(), 0)
 
 
-def test_a_confined_worker_cannot_show_that_it_is_a_caller(holder: tuple[int, int]) -> None:
-    """It cannot open the file; what it can open is refused."""
+def test_a_confined_worker_cannot_prove_that_it_is_a_caller(holder: tuple[int, int]) -> None:
+    """It cannot open the file with the proof, and the server refuses every other file."""
     before = only_server()
-    found = run_in_worker("tasks_confined:attempts", before.name, holder, confined=True, **FORKSERVER)
-    assert found == {
+    results = run_in_worker("tasks_confined:attempts", before.name, holder, confined=True, **FORKSERVER)
+    assert results == {
         "nothing": "closed",
         "opened": "PermissionError",
         "opened for reading and writing": "PermissionError",
         "opened by its path only": "closed",
         "opened for ioctl only": "closed",
-        "opened by its path, then by that": "PermissionError",
+        "opened by its path, then through /proc": "PermissionError",
         "another file": "closed",
         "a memory file": "closed",
         "a folder": "closed",
         "two files": "closed",
         "linked": "OSError",
-        "a file of its own in the place": "PermissionError",
-        "made anew": "PermissionError",
-        "of another process": "PermissionError",
-        "taken from another process": "PermissionError",
+        "replaced by a file of its own": "PermissionError",
+        "created anew": "PermissionError",
+        "by another process's /proc": "PermissionError",
+        "by another process's pidfd": "PermissionError",
     }
     assert run_in_worker("tasks_forkserver:server", **FORKSERVER) == only_server().pid
 
 
-def test_others_can(holder: tuple[int, int]) -> None:
-    """The same attempts of a worker that is not confined: so they are what counts above."""
+def test_an_unconfined_worker_can_prove_that_it_is_a_caller(holder: tuple[int, int]) -> None:
+    """The same attempts succeed in an unconfined worker, so only the confinement prevents them above."""
     server = only_server()
-    found = run_in_worker("tasks_confined:attempts", server.name, holder, confined=False, **FORKSERVER)
+    results = run_in_worker("tasks_confined:attempts", server.name, holder, confined=False, **FORKSERVER)
     refused = ("nothing", "by its path only", "ioctl", "another file", "memory", "folder", "two files")
-    for way, came in found.items():
-        assert came == ("closed" if any(text in way for text in refused) else ANSWER), way
+    for method, result in results.items():
+        assert result == ("closed" if any(text in method for text in refused) else ANSWER), method
     assert run_in_worker("tasks_forkserver:server", **FORKSERVER) == only_server().pid
 
 
-def test_no_request_of_a_confined_worker_is_done(folder: Path) -> None:
-    """No worker, nothing learned, nobody who stays, no end, no line about others."""
+def test_every_request_of_a_confined_worker_is_refused(folder: Path) -> None:
+    """The server forks no worker, learns nothing, counts no user, does not stop and reports no status."""
     with Client() as other:
         server = other.call("tasks_forkserver:server")
         before = until_only(lambda status: not status.workers)
@@ -117,8 +117,8 @@ def test_no_request_of_a_confined_worker_is_done(folder: Path) -> None:
             "label": "hostile",
             "kind": "",
         }
-        found = run_in_worker("tasks_confined:requests", before.name, record, **FORKSERVER)
-        assert found == ["closed"] * 8
+        answers = run_in_worker("tasks_confined:requests", before.name, record, **FORKSERVER)
+        assert answers == ["closed"] * 8
         after = until_only(lambda status: not status.workers)
         assert (after.pid, after.calls) == (server, before.calls + 1)
         assert (after.users, after.libraries) == (before.users, before.libraries)
@@ -126,8 +126,8 @@ def test_no_request_of_a_confined_worker_is_done(folder: Path) -> None:
         assert other.call("tasks_forkserver:server") == server
 
 
-def test_a_call_of_a_confined_worker() -> None:
-    """An app may call in workers: they are spawned, and confined like the worker that calls."""
+def test_a_call_of_a_confined_worker_is_spawned() -> None:
+    """Workers that a confined worker starts are spawned, and confined like their caller."""
     before = only_server().calls
     refused, spawned = run_in_worker("tasks_confined:calls", "forkserver", "auto", **FORKSERVER)
     assert refused.startswith("WorkerStartError: cannot start a worker: fork servers fork workers only for")
@@ -142,52 +142,53 @@ def test_a_confined_process_sees_no_servers() -> None:
 
 
 @pytest.mark.parametrize("method", SUPERVISED)
-def test_a_worker_has_nothing_of_its_server_open(method: str, folder: Path, tmp_path: Path) -> None:
-    """Neither its socket and connections, also not those of others, nor the file that callers show."""
+def test_a_worker_does_not_inherit_the_servers_descriptors(method: str, folder: Path, tmp_path: Path) -> None:
+    """It has neither the server's socket, nor a connection, nor the file with the proof."""
     started, until = tmp_path / "started", tmp_path / "until"
     with Client() as other, Client() as caller:
         other.send("tasks_forkserver:wait", str(started), str(until))
         assert wait_until(started.exists, timeout_s=60)
-        found: dict[str, Any] = caller.call("tasks_confined:open_files", start_method=method)
+        targets: dict[str, Any] = caller.call("tasks_confined:open_files", start_method=method)
         until.touch()
         other.receive()
-    own = str(folder / "sockets")
-    # That to its caller; a fork of the caller has that one's end, too.
-    assert sum(what.startswith("socket:") for what in found.values()) == 1 + (method == "fork")
-    left = {
-        number: what
-        for number, what in found.items()
-        if (what.startswith("anon_inode:") and method != "fork")
-        or (what.startswith(str(folder)) and not what.startswith(own))
+    socket_folders = str(folder / "sockets")
+    # A worker has its connection to the caller. A fork of the caller also has the caller's end of it.
+    assert sum(target.startswith("socket:") for target in targets.values()) == 1 + (method == "fork")
+    inherited = {
+        number: target
+        for number, target in targets.items()
+        if (target.startswith("anon_inode:") and method != "fork")
+        or (target.startswith(str(folder)) and not target.startswith(socket_folders))
     }
-    assert not left
-    assert sum(what.startswith(own) for what in found.values()) == 1
+    assert not inherited
+    assert sum(target.startswith(socket_folders) for target in targets.values()) == 1
 
 
-def test_a_worker_has_no_variables_of_other_callers(tmp_path: Path) -> None:
-    """Neither of one whose worker runs, nor of one that is gone: a fork has all that its server has read."""
+def test_a_worker_does_not_see_variables_of_other_callers(tmp_path: Path) -> None:
+    """A fork has everything that its server has read, so the server must not read callers' variables."""
     started, until = tmp_path / "started", tmp_path / "until"
 
     def value(name: str) -> str:
         return f"value-of-{name}+{tasks_confined.ending(f'value-of-{name}')}"
 
-    def many(name: str) -> dict[str, str]:  # or the worker's own might lie in the place of all of them
-        return {f"OF_{name}_{one}": value(name + one) for one in string.ascii_lowercase}
+    # Many variables, because the worker's own variables overwrite some of the memory.
+    def many(name: str) -> dict[str, str]:
+        return {f"OF_{name}_{letter}": value(name + letter) for letter in string.ascii_lowercase}
 
     first = run_in_worker("tasks_forkserver:server", **FORKSERVER)
     with Client(env=many("another")) as other, Client(env={"OF_CALLER": value("caller")}) as caller:
         with Client(env=many("earlier")) as earlier:
             assert earlier.call("tasks_forkserver:server") == first
-        other.send("tasks_forkserver:wait", str(started), str(until), env=many("given"))
+        other.send("tasks_forkserver:wait", str(started), str(until), env=many("argument"))
         assert wait_until(started.exists, timeout_s=60)
-        found = caller.call("tasks_confined:values")
+        values = caller.call("tasks_confined:values")
         until.touch()
         assert other.receive() == first
-    assert found == [value("caller")]
+    assert values == [value("caller")]
 
 
-def test_a_fork_of_a_caller_has_not_what_other_threads_show(tmp_path: Path) -> None:
-    """A worker may be forked from a process at the moment in which another thread of it asks a server."""
+def test_a_fork_of_a_caller_does_not_inherit_the_proof(tmp_path: Path) -> None:
+    """A process may fork a worker at the moment at which one of its threads asks a server."""
     with Client() as caller:
         leaked = caller.do(
             """
@@ -208,9 +209,9 @@ def test_a_fork_of_a_caller_has_not_what_other_threads_show(tmp_path: Path) -> N
                 read, write = os.pipe()
                 pid = os.fork()
                 if pid == 0:
-                    there = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
+                    files = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
                              if os.path.exists(f"/proc/self/fd/{number}")]
-                    os.write(write, b"1" if any(name.endswith("/callers") for name in there) else b"0")
+                    os.write(write, b"1" if any(name.endswith("/callers") for name in files) else b"0")
                     os._exit(0)
                 os.waitpid(pid, 0)
                 answer += int(os.read(read, 1))
@@ -224,19 +225,19 @@ def test_a_fork_of_a_caller_has_not_what_other_threads_show(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("method", SUPERVISED)
-def test_a_worker_cannot_speak_to_a_listener_of_another(method: str, tmp_path: Path) -> None:
-    """Who has the key of a listener has it unpickle something: forks of one server have different keys."""
-    ready, over = tmp_path / "ready", tmp_path / "over"
-    with Client(env={"FLOWER_GPU_START_METHOD": method}) as listening:
-        listening.send("tasks_confined:listen", str(ready), str(over))
+def test_a_worker_cannot_connect_to_a_listener_of_another_worker(method: str, tmp_path: Path) -> None:
+    """A listener unpickles messages of processes with its key, so forks of a server have different keys."""
+    ready, done = tmp_path / "ready", tmp_path / "over"
+    with Client(env={"FLOWER_GPU_START_METHOD": method}) as listener:
+        listener.send("tasks_confined:listen", str(ready), str(done))
         assert wait_until(ready.exists, timeout_s=60)
         assert run_in_worker("tasks_confined:speak", ready.read_text(), **FORKSERVER) == "AuthenticationError"
-        assert wait_until(over.exists, timeout_s=60)
-        assert listening.receive() == "AuthenticationError"
+        assert wait_until(done.exists, timeout_s=60)
+        assert listener.receive() == "AuthenticationError"
 
 
 def test_nothing_is_preloaded_for_a_confined_worker(tmp_path: Path) -> None:
-    """A server would run functions of the app itself, where callers show their descriptors."""
+    """Otherwise the server would run functions of the app, and callers send it their descriptors."""
     call = Call(
         "tasks_forkserver:server",
         label="test",
@@ -249,18 +250,18 @@ def test_nothing_is_preloaded_for_a_confined_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_no_app_runs_where_it_could_read_the_state_folder(
+def test_no_app_runs_if_it_could_read_the_state_folder(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator may have it in a folder that all apps can read, such as /dev/shm."""
+    """An operator may place it in a folder that all apps can read, such as /dev/shm."""
     (tmp_path / "own").mkdir()
-    own = Confinement(str(tmp_path / "own"), read=(str(Path(__file__).parent),))
+    confinement = Confinement(str(tmp_path / "own"), read=(str(Path(__file__).parent),))
     call = Call(
         "tasks_forkserver:server",
-        env=own.environment(),
+        env=confinement.environment(),
         setup=leased_worker.SETUP,
         label="test",
-        confinement=own,
+        confinement=confinement,
     )
     with thread_names.given(tmp_path / "own"):
         with monkeypatch.context() as patch:
@@ -273,8 +274,8 @@ def test_no_app_runs_where_it_could_read_the_state_folder(
         assert run(call, method)
 
 
-def test_the_file_was_removed(folder: Path) -> None:
-    """By somebody who tidies up: the next caller makes it anew."""
+def test_a_removed_file_is_created_again(folder: Path) -> None:
+    """A cleanup may remove the file. The next caller creates it again."""
     server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
     (folder / sockets.PROOF).unlink()
     assert run_in_worker("tasks_forkserver:server", **FORKSERVER) == server
@@ -283,8 +284,8 @@ def test_the_file_was_removed(folder: Path) -> None:
         assert other.call("tasks_forkserver:server") == server
 
 
-def test_a_server_whose_only_connections_are_of_a_confined_process_ends(tmp_path: Path) -> None:
-    """Nobody uses it."""
+def test_connections_of_confined_processes_do_not_keep_a_server_alive(tmp_path: Path) -> None:
+    """They do not count as users."""
     with forkservers.own_servers(idle_s=1, light=True):
         started, until = tmp_path / "started", tmp_path / "until"
         server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
@@ -292,7 +293,7 @@ def test_a_server_whose_only_connections_are_of_a_confined_process_ends(tmp_path
         with Client(env={"FLOWER_GPU_START_METHOD": "spawn"}) as hostile:
             hostile.send("tasks_confined:hold_connections", name, str(started), str(until))
             assert wait_until(started.exists, timeout_s=60)
-            forkservers.leave()
+            forkservers.release_servers()
             assert wait_until(lambda: not is_running(server), timeout_s=60)
             until.touch()
             hostile.receive()

@@ -1,4 +1,4 @@
-"""A worker of the fork server is what a fresh process of its caller would be, whatever is loaded there."""
+"""A worker of the fork server equals a new process of its caller, whatever the server has loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from processes import wait_until
 
 from flower_gpu.workers.forkserver import control, fitness
 
-pytestmark = forkservers.marks(own="folder")
+pytestmark = forkservers.marks(fixture="folder")
 
 PACKAGES = {
     "reads_variable": 'import os\nVALUE = os.environ.get("READS_HOME", "none")\n',
@@ -50,40 +50,40 @@ def load():
 
 @pytest.fixture(scope="module")
 def python(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with some more libraries."""
+    """An interpreter with additional libraries."""
     return forkservers.make_environment(tmp_path_factory.mktemp("fitness") / "venv", PACKAGES)
 
 
 @pytest.fixture(scope="module")
 def first(python: str) -> Iterator[Client]:
-    """A caller without special wishes."""
+    """A caller that sets no special variables."""
     with Client(python) as caller:
         yield caller
 
 
 @pytest.fixture
 def learned(python: str, first: Client) -> str:
-    """Return the interpreter, once a server without special wishes has all libraries."""
-    is_there = lambda: all(first.call("tasks_forkserver:uses", *PACKAGES))  # noqa: E731
-    assert wait_until(is_there, timeout_s=60), control.status()
+    """Return the interpreter, once the server of the first caller has all libraries."""
+    is_loaded = lambda: all(first.call("tasks_forkserver:uses", *PACKAGES))  # noqa: E731
+    assert wait_until(is_loaded, timeout_s=60), control.status()
     return python
 
 
 class TestVariables:
-    def test_what_a_library_read_when_it_was_imported(self, learned: str) -> None:
-        """Each caller gets what its own variable says, before and after the library is learned."""
-        with Client(learned) as without, Client(learned, {"READS_HOME": "one"}) as one:
-            assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
-            values = [one.call("tasks_forkserver:attribute", "reads_variable", "VALUE") for _ in range(3)]
+    def test_a_library_sees_the_variables_of_its_caller(self, learned: str) -> None:
+        """Each caller gets the value of its own variable, before and after the server learns the library."""
+        with Client(learned) as plain, Client(learned, {"READS_HOME": "one"}) as custom:
+            assert plain.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
+            values = [custom.call("tasks_forkserver:attribute", "reads_variable", "VALUE") for _ in range(3)]
             assert [value for value, _ in values] == ["one"] * 3
             assert wait_until(
-                lambda: one.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["one", True]
+                lambda: custom.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["one", True]
             )
-            assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
-            without.do("os.environ['READS_HOME'] = 'two'")
-            assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "two"
-            without.do("del os.environ['READS_HOME']")
-            assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
+            assert plain.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
+            plain.do("os.environ['READS_HOME'] = 'two'")
+            assert plain.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "two"
+            plain.do("del os.environ['READS_HOME']")
+            assert plain.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
 
     def test_data_are_loaded_only_in_a_server_that_fits(self, learned: str, tmp_path: Path) -> None:
         """Otherwise, a caller with another value of a variable would load its data twice."""
@@ -97,8 +97,8 @@ class TestVariables:
                 assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == value
         assert (tmp_path / "log").read_text().splitlines() == ["three", "four"]
 
-    def test_flowers_folder_which_launch_makes_anew_for_each_run(self, tmp_path: Path) -> None:
-        """What Flower makes of it at import is for its command line only: one server is good for all runs."""
+    def test_a_new_folder_of_flower_needs_no_new_server(self, tmp_path: Path) -> None:
+        """``launch`` creates it for each run. At import, only Flower's command line depends on it."""
         program = """
             import os, sys
             from flower_gpu.workers.forkserver import identity
@@ -115,17 +115,19 @@ class TestVariables:
         done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100, check=True)
         assert "FLWR_HOME" not in done.stdout
 
-    def test_of_one_call(self, learned: str) -> None:
+    def test_a_library_sees_the_variables_of_the_call(self, learned: str) -> None:
         with Client(learned) as caller:
             for value in ("three", "four", "three"):
-                found = caller.call(
+                result = caller.call(
                     "tasks_forkserver:attribute", "reads_variable", "VALUE", env={"READS_HOME": value}
                 )
-                assert found[0] == value
+                assert result[0] == value
             assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
 
-    def test_set_by_the_task_before_its_imports(self, learned: str, tmp_path: Path) -> None:
-        """The first lines of many a task: a variable, and then the library that reads it."""
+    def test_a_library_sees_variables_that_the_task_sets_before_its_imports(
+        self, learned: str, tmp_path: Path
+    ) -> None:
+        """Many task modules first set a variable and then import the library that reads it."""
         (tmp_path / "setting_task.py").write_text(
             'import os\nos.environ["READS_HOME"] = "of the task"\nimport reads_variable\n'
             "def value():\n    return reads_variable.VALUE\n"
@@ -136,8 +138,10 @@ class TestVariables:
             for _ in range(3):
                 assert caller.call("setting_task:value") == "of the task"
 
-    def test_set_anew_by_the_task_in_each_worker(self, learned: str, tmp_path: Path) -> None:
-        """No server could have read that; the worker is spawned, and the caller told."""
+    def test_a_task_that_sets_another_value_in_each_worker_is_spawned(
+        self, learned: str, tmp_path: Path
+    ) -> None:
+        """No server could have read that value before."""
         (tmp_path / "restless_task.py").write_text(
             'import os\nos.environ["READS_HOME"] = str(os.getpid())\nimport reads_variable\n'
             "def value():\n    return reads_variable.VALUE == str(os.getpid())\n"
@@ -146,23 +150,23 @@ class TestVariables:
             caller.do(f"sys.path.append({str(tmp_path)!r})")
             assert [caller.call("restless_task:value", start_method="auto") for _ in range(2)] == [True, True]
 
-    def test_set_by_libraries(self, learned: str) -> None:
-        """What they set and read is no reason to import them again; a caller's own value goes first."""
+    def test_variables_that_libraries_set_need_no_new_import(self, learned: str) -> None:
+        """A library that reads its own variable is not imported again. A caller's value takes precedence."""
         variable, value_of = "tasks_forkserver:variables", "tasks_forkserver:attribute"
         with Client(learned, {"SOMETHING_ELSE": "1"}) as caller:
             assert caller.call(variable, "SETS_ITSELF") == ["by the library"]
             assert caller.call(variable, "SETS_ITSELF", env={"SETS_ITSELF": "mine"}) == ["mine"]
             for name in ("SETS_AND_READS", "HAS_DEFAULT"):
-                found = caller.call(value_of, name.lower(), "VALUE")
-                assert found == [caller.call(variable, name)[0], True]
-                assert found[0] == caller.call(value_of, name.lower(), "VALUE", start_method="spawn")[0]
-            # Nor is a copy of all variables a use of one.
+                result = caller.call(value_of, name.lower(), "VALUE")
+                assert result == [caller.call(variable, name)[0], True]
+                assert result[0] == caller.call(value_of, name.lower(), "VALUE", start_method="spawn")[0]
+            # A copy of all variables does not count as a use of each variable.
             assert caller.call(value_of, "lists_variables", "VALUE")[1]
         with Client(learned, {"HAS_DEFAULT": "mine"}) as caller:
             assert [caller.call(value_of, "has_default", "VALUE")[0] for _ in range(2)] == ["mine"] * 2
 
-    def test_all_of_them(self, python: str) -> None:
-        """Python's and the C library's, as a fresh process has them: with odd bytes, and none unset."""
+    def test_all_variables_equal_those_of_a_new_process(self, python: str) -> None:
+        """Python and the C library agree, including odd bytes and removed variables."""
         with Client(python, {"TO_BE_REMOVED": "1"}) as caller:
             caller.do(
                 """
@@ -183,7 +187,7 @@ class TestVariables:
 
 
 class TestShadows:
-    def test_a_library_of_the_users_own(self, learned: str, tmp_path: Path) -> None:
+    def test_a_users_own_module_hides_a_library(self, learned: str, tmp_path: Path) -> None:
         (tmp_path / "reads_variable.py").write_text("VALUE = 'own'\n")
         with Client(learned) as plain, Client(learned) as caller:
             caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
@@ -191,8 +195,10 @@ class TestShadows:
                 assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["own", False]
                 assert plain.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
 
-    def test_where_it_lies(self, learned: str, tmp_path: Path) -> None:
-        """One behind the library is never found; one in the working directory is before it."""
+    def test_a_module_hides_a_library_only_if_it_comes_first_in_the_path(
+        self, learned: str, tmp_path: Path
+    ) -> None:
+        """A folder behind the library does not count, but the working directory comes before it."""
         (tmp_path / "reads_variable").mkdir()
         (tmp_path / "reads_variable" / "__init__.py").write_text("VALUE = 'own'\n")
         with Client(learned) as caller:
@@ -201,10 +207,10 @@ class TestShadows:
             caller.do(f"os.chdir({str(tmp_path)!r}); assert '' in sys.path")
             assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["own", False]
 
-    def test_a_single_file_that_calls_itself_a_package(
+    def test_a_single_file_that_claims_to_be_a_package_is_not_hidden(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As six does. It lies where it was found, and so nothing of a caller hides it."""
+        """``six`` does so. Its file lies in the folder of the search path, so only another file hides it."""
         (tmp_path / "six_alike.py").write_text("__path__ = []\n")
         monkeypatch.syspath_prepend(tmp_path)
         importlib.import_module("six_alike")
@@ -214,24 +220,25 @@ class TestShadows:
         (tmp_path / "own" / "six_alike.py").touch()
         assert shadows.hidden([str(tmp_path / "own"), str(tmp_path)], "/") == ["six_alike"]
 
-    def test_a_package_that_is_compiled(self) -> None:
-        """As tomli may be: its file is ``__init__`` with a longer ending."""
+    def test_a_compiled_package_is_located(self) -> None:
+        """``tomli`` may be compiled: its file is ``__init__`` with a longer ending."""
         package = ModuleType("compiled_alike")
         origin = "/there/compiled_alike/__init__.cpython-311-x86_64-linux-gnu.so"
         package.__spec__ = ModuleSpec("compiled_alike", None, origin=origin)
         with patch.dict(sys.modules, {"compiled_alike": package}):
             assert fitness._homes_of_modules()["compiled_alike"] == "/there"
 
-    def test_a_library_that_is_found_by_another_name(self, tmp_path: Path) -> None:
-        """As distutils of setuptools, which PyTorch 2.6 imports: no folder of a caller hides it."""
+    def test_a_library_with_another_name_is_not_hidden(self, tmp_path: Path) -> None:
+        """PyTorch 2.6 imports setuptools' copy as distutils. No folder of a caller hides it."""
         (tmp_path / "other_alike.py").touch()
         module = ModuleType("other_alike")
         module.__spec__ = ModuleSpec("other_alike", None, origin="/there/setuptools/_other/__init__.py")
         with patch.dict(sys.modules, {"other_alike": module}):
             assert fitness.Shadows().hidden([str(tmp_path)], "/") == []
 
-    def test_a_module_of_python_that_the_server_cannot_do_without(self, tmp_path: Path) -> None:
-        (tmp_path / "hmac.py").write_text("VALUE = 'own'\n")  # numpy imports Python's
+    def test_a_module_that_the_server_itself_needs_cannot_be_hidden(self, tmp_path: Path) -> None:
+        # numpy imports Python's hmac.
+        (tmp_path / "hmac.py").write_text("VALUE = 'own'\n")
         task = ("tasks_forkserver:attribute", "hmac", "VALUE")
         with forkservers.own_servers(light=True), Client() as caller:
             caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
@@ -240,7 +247,7 @@ class TestShadows:
             assert caller.call(*task, start_method="auto") == ["own", False]
             assert "workers are spawned, which is slower" in caller.errors()
 
-    def test_an_edited_task(self, python: str, tmp_path: Path) -> None:
+    def test_an_edited_task_is_loaded_again(self, python: str, tmp_path: Path) -> None:
         task = tmp_path / "edited_task.py"
         with Client(python) as caller:
             caller.do(f"sys.path.insert(0, {str(tmp_path)!r}); sys.dont_write_bytecode = True")
@@ -249,7 +256,7 @@ class TestShadows:
                 assert caller.call("edited_task:number") == number
 
 
-# What any process may change of itself.
+# Properties that any process may change of itself.
 CHANGES_OF_THE_KERNEL = (
     "os.nice(1)",
     "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))",
@@ -270,7 +277,7 @@ CHANGES_OF_THE_KERNEL = (
 
 
 class TestInherited:
-    def test_as_a_spawned_worker(self, python: str) -> None:
+    def test_a_worker_inherits_the_same_as_a_spawned_worker(self, python: str) -> None:
         with Client(python) as caller:
             seen = [caller.call("tasks_forkserver:inherited")]
             for change in (
@@ -299,7 +306,7 @@ class TestInherited:
                 assert seen[-1][name] == value != seen[0][name] or name in same, name
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to give up")
-    def test_a_caller_with_fewer_capabilities_gets_a_worker_with_as_few(self, python: str) -> None:
+    def test_a_caller_with_fewer_capabilities_gets_a_worker_with_the_same(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as usual, Client(python) as hardened:
             server = usual.call("tasks_forkserver:server")
             (name,) = (status.name for status in control.status())
@@ -307,19 +314,20 @@ class TestInherited:
                 """
                 import ctypes
                 library = ctypes.CDLL(None)
-                library.prctl(24, 21, 0, 0, 0)  # its programs: no CAP_SYS_ADMIN
-                library.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # itself none
+                library.prctl(24, 21, 0, 0, 0)  # Programs that it starts have no CAP_SYS_ADMIN.
+                # It has no capabilities itself.
+                library.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
                 """
             )
-            usuals, forked, spawned = (
+            of_usual, forked, spawned = (
                 caller.call("tasks_forkserver:of_the_kernel", start_method=method)
                 for caller, method in ((usual, "forkserver"), (hardened, "forkserver"), (hardened, "spawn"))
             )
             assert forked == spawned
-            assert int(usuals["CapEff"][0], 16) ^ int(forked["CapEff"][0], 16) == 1 << 21
+            assert int(of_usual["CapEff"][0], 16) ^ int(forked["CapEff"][0], 16) == 1 << 21
             assert hardened.call("tasks_forkserver:server") != server
             assert usual.call("tasks_forkserver:server") == server
-            # Nor does it get one by a name that it should not use.
+            # It gets no worker of the other server either, if it uses that server's name.
             refused = hardened.do(
                 f"""
                 from flower_gpu.workers import messages
@@ -335,15 +343,15 @@ class TestInherited:
             )
             assert "no fork server fits this process" in refused
 
-    def test_a_removed_working_directory(self, python: str, tmp_path: Path) -> None:
+    def test_a_worker_can_start_in_a_removed_directory(self, python: str, tmp_path: Path) -> None:
         (tmp_path / "gone").mkdir()
         with Client(python) as caller:
             caller.do(f"os.chdir({str(tmp_path / 'gone')!r}); os.rmdir(os.getcwd())")
-            found = caller.call("tasks_forkserver:inherited")
-            assert found["folder"] == caller.do("answer = os.stat('.').st_ino")
+            inherited = caller.call("tasks_forkserver:inherited")
+            assert inherited["folder"] == caller.do("answer = os.stat('.').st_ino")
 
-    def test_nothing_of_the_one_that_started_the_server(self, python: str) -> None:
-        """Its limits, signals and umask are for its own workers."""
+    def test_a_worker_inherits_nothing_from_the_starter_of_its_server(self, python: str) -> None:
+        """The limits, signals and umask of the starter apply only to its own workers."""
         with forkservers.own_servers(light=True), Client(python) as starter:
             starter.do(
                 """
@@ -358,7 +366,7 @@ class TestInherited:
                     """
             )
             for change in CHANGES_OF_THE_KERNEL:
-                if "/proc/self" in change:  # the others make it another server
+                if "/proc/self" in change:  # With the other changes, it would get another server.
                     starter.do(change)
             starter.call("tasks_forkserver:server")
             with Client(python) as other:
@@ -366,8 +374,8 @@ class TestInherited:
                 assert forked == other.call("tasks_forkserver:inherited", start_method="spawn")
 
 
-def test_a_library_that_catches_every_error_does_not_go_on_with_half_of_its_work(tmp_path: Path) -> None:
-    """It starts a thread, imports another library, and keeps what it has: matplotlib so keeps its fonts."""
+def test_a_library_that_catches_every_error_cannot_continue_after_it_is_refused(tmp_path: Path) -> None:
+    """It starts a thread, catches all errors and saves incomplete data, like matplotlib's list of fonts."""
     (tmp_path / "starts_and_catches.py").write_text(
         "import threading\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"

@@ -1,4 +1,4 @@
-"""What makes another environment of installed packages, and so another fork server; and what does not."""
+"""Changes of the installed packages that lead to another fork server, and changes that do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flower_gpu.workers.forkserver import client, identity
 
 pytestmark = pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3")
 
-# As a user's: this environment may have been told not to write bytecode.
+# A user's environment writes bytecode. The environment of the tests may have turned that off.
 WRITING = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 NAME = (
     "import os, sys; sys.path.append(sys.argv[1])\n"
@@ -27,7 +27,7 @@ NAME = (
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with installed packages of several kinds."""
+    """A folder with several kinds of installed packages."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     forkservers.install(folder, "package", "VALUE = 1\n")
@@ -38,26 +38,26 @@ def site(tmp_path: Path) -> Path:
 
 
 def name(site: Path) -> str:
-    """Return the name of the server that a new process uses."""
+    """Return the name of the server that a new process would use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
         identity._packages.cache_clear()
         return identity.server_name(WRITING, [], [])
 
 
-def imports(site: Path) -> None:
+def import_packages(site: Path) -> None:
     program = "import sys; sys.path.append(sys.argv[1]); import single, package"
     subprocess.run([sys.executable, "-c", program, str(site)], env=WRITING, check=True, timeout=150)
 
 
-def compiles(site: Path) -> None:
+def compile_packages(site: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "compileall", "-q", str(site)], env=WRITING, check=True, timeout=150
     )
 
 
-@pytest.mark.parametrize("write", [imports, compiles])
-def test_bytecode_is_no_change(site: Path, write: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("write", [import_packages, compile_packages])
+def test_writing_bytecode_does_not_change_the_server(site: Path, write: Callable[[Path], None]) -> None:
     folders = site, site / "package"
     before, times = name(site), [folder.stat().st_mtime_ns for folder in folders]
     write(site)
@@ -68,26 +68,26 @@ def test_bytecode_is_no_change(site: Path, write: Callable[[Path], None]) -> Non
     assert name(site) == before
 
 
-def installed(site: Path) -> None:
+def install_another(site: Path) -> None:
     forkservers.install(site, "another", "")
 
 
-def removed(site: Path) -> None:
+def remove(site: Path) -> None:
     shutil.rmtree(site / "package")
     shutil.rmtree(site / "package-1.0.dist-info")
 
 
-def installed_again(site: Path) -> None:
-    """The same version, as of a development build."""
-    removed(site)
+def install_again(site: Path) -> None:
+    """Install the same version again, as with a development build."""
+    remove(site)
     forkservers.install(site, "package", "VALUE = 1\n")
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "installed": installed,
+    "installed": install_another,
     "updated": lambda site: (site / "package-1.0.dist-info").rename(site / "package-1.1.dist-info"),
-    "installed again": installed_again,
-    "removed": removed,
+    "installed again": install_again,
+    "removed": remove,
     "copied by hand": lambda site: (site / "namespace" / "__init__.py").touch(),
     "replaced by hand": lambda site: (site / "package" / "__init__.py").write_text("VALUE = 2\n"),
     "a single module": lambda site: (site / "single.py").write_text("VALUE = 2\n"),
@@ -96,28 +96,29 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_change_of_packages_is_one(site: Path, change: Callable[[Path], object]) -> None:
+def test_a_change_of_packages_changes_the_server(site: Path, change: Callable[[Path], object]) -> None:
     before = name(site)
     folder_ns = site.stat().st_mtime_ns
     change(site)
-    os.utime(site, ns=(folder_ns, folder_ns))  # whatever its own time says
+    os.utime(site, ns=(folder_ns, folder_ns))  # The folder's own time does not show the change.
     assert name(site) != before
 
 
-def test_a_change_is_seen_in_a_process_that_goes_on(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_process_notices_a_change_of_packages(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
     before = identity.server_name(WRITING, [], [])
-    installed(site)
-    os.utime(site, ns=(1, 1))  # the clock for files may not have gone on
+    install_another(site)
+    # The clock of the file system may be too coarse to show the change.
+    os.utime(site, ns=(1, 1))
     assert identity.server_name(WRITING, [], []) != before
 
 
-def test_a_change_of_this_package_is_one(tmp_path: Path) -> None:
-    """In a copy, as an editable install is one."""
+def test_a_change_of_this_package_changes_the_server(tmp_path: Path) -> None:
+    """The test uses a copy, which is like an editable install."""
     source = Path(identity.__file__).parents[2]
     shutil.copytree(source, tmp_path / "flower_gpu", ignore=shutil.ignore_patterns("__pycache__"))
 
-    def its_name() -> str:
+    def name_with_copy() -> str:
         done = subprocess.run(
             [sys.executable, "-c", NAME, str(tmp_path)],
             env={**WRITING, "PYTHONPATH": str(tmp_path)},
@@ -129,9 +130,9 @@ def test_a_change_of_this_package_is_one(tmp_path: Path) -> None:
         )
         return done.stdout
 
-    before = its_name()
-    assert (tmp_path / "flower_gpu" / "__pycache__").is_dir()  # written by the first
-    assert its_name() == before
+    before = name_with_copy()
+    assert (tmp_path / "flower_gpu" / "__pycache__").is_dir()  # The first process has written it.
+    assert name_with_copy() == before
     with (tmp_path / "flower_gpu" / "options.py").open("a") as file:
         file.write("# edited\n")
-    assert its_name() != before
+    assert name_with_copy() != before

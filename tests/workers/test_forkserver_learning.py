@@ -1,4 +1,4 @@
-"""What a fork server loads for all: libraries that workers needed, and what the user names."""
+"""Libraries that a fork server loads for all workers after a worker imported them or the user named them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import flower_gpu
 from flower_gpu.workers.forkserver import control
 from flower_gpu.workers.forkserver.libraries import Growth
 
-pytestmark = forkservers.marks(own="folder")
+pytestmark = forkservers.marks(fixture="folder")
 
 
 PACKAGES = {
     "harmless": "VALUE = 1\n",
-    # In a worker its import never ends; it asks for other modules meanwhile, as large libraries do.
+    # In a worker, its import never ends. Like large libraries, it imports other modules meanwhile.
     "slow": """
         import os, time
         from contextlib import suppress
@@ -41,7 +41,7 @@ PACKAGES = {
         VALUE = 4
         """,
     "crashes": "import os, signal\nif os.getsid(0) == os.getpid(): os.kill(os.getpid(), signal.SIGSEGV)\n",
-    # In a server its import ends once a file is there.
+    # In a server, its import ends once a file exists.
     "gated": """
         import os, time
         while os.getsid(0) == os.getpid() and not os.path.exists(__file__ + ".open"):
@@ -56,7 +56,7 @@ PACKAGES = {
 }
 
 
-# An extension module that starts a thread while it is created, before its code runs. Those of polars do so.
+# An extension module that starts a thread while it is created, before its code runs, as polars does.
 NATIVE = """
 #include <Python.h>
 #include <pthread.h>
@@ -76,7 +76,7 @@ PyMODINIT_FUNC PyInit_native(void)
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with libraries of all sorts."""
+    """A virtual environment with libraries of all kinds."""
     folder = tmp_path_factory.mktemp("learning") / "venv"
     forkservers.make_environment(folder, PACKAGES)
     return folder
@@ -88,30 +88,30 @@ def python(environment: Path) -> str:
 
 
 def learn(caller: Client, *modules: str) -> control.Status:
-    """Have a worker import modules; returns what the server says once it has them."""
+    """Import modules in a worker, and return the server's status once it has learned them."""
     caller.call("tasks_forkserver:uses", *modules)
     return until_only(lambda status: {name.partition(".")[0] for name in modules} <= set(status.libraries))
 
 
 class TestLibraries:
-    def test_what_a_worker_imported_is_there_for_the_next(self, python: str) -> None:
+    def test_a_library_that_a_worker_imported_is_loaded_in_the_next_worker(self, python: str) -> None:
         with Client(python) as first, Client(python) as second:
             assert first.call("tasks_forkserver:uses", "harmless_too") == [False]
             server = learn(first, "harmless", "harmless_too")
             for caller in (first, second):
                 assert caller.call("tasks_forkserver:loaded_before", "harmless", "harmless_too") == [True] * 2
                 assert caller.call("tasks_forkserver:server") == server.pid
-            assert server.users == 1  # the other one came later
+            assert server.users == 1  # The other caller has made its first call later.
             assert not control.stop(if_unused=True)
-            # There were two servers: the stack of a worker has nothing of them.
+            # The second server is a fork of the first. A worker's stack shows neither of them.
             stack = first.call("tasks_forkserver:stack")
             assert stack[:2] == ["<module>", "main"] and stack[-1] == "stack"
             assert not {"_on_fork", "_on_learn", "_grow"} & set(stack)
-            # What a library does to the root logger is not there.
+            # Workers do not inherit changes that a library made to the root logger.
             learn(first, "logs")
             assert first.call("tasks_forkserver:root_logger", "logs") == [[], "WARNING"]
 
-    def test_so_are_modules_of_this_package_where_it_is_installed_in_place(self, python: str) -> None:
+    def test_modules_of_an_editable_install_of_this_package_are_learned(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:
             assert caller.call("tasks_forkserver:uses", "flower_gpu.calls.leased_worker") == [True]
             server = only_server()
@@ -119,22 +119,22 @@ class TestLibraries:
             assert until_only(lambda status: "flower_gpu" in status.libraries).pid != server.pid
             assert caller.call("tasks_forkserver:uses", "flower_gpu.watch.spans") == [True]
 
-    def test_a_worker_that_is_ended_while_it_imports_has_told_what(self, python: str) -> None:
+    def test_a_worker_that_is_ended_during_an_import_has_reported_it(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:
             assert caller.call("tasks_forkserver:server") == only_server().pid
             with pytest.raises(forkservers.CallError, match="WorkerTimeoutError") as caught:
                 caller.call("tasks_forkserver:uses", "slow", timeout_s=8)
-            found = re.search(
+            match = re.search(
                 r"within timeout_s=8, of which at least (\S+) s went into imports", str(caught.value)
             )
-            assert found and 0.5 <= float(found[1]) <= 8, caught.value
+            assert match and 0.5 <= float(match[1]) <= 8, caught.value
             until_only(lambda status: "slow" in status.libraries)
             assert caller.call("tasks_forkserver:uses", "slow", timeout_s=60) == [True]
 
-    def test_what_a_worker_imports_while_a_successor_begins_is_there_as_well(
+    def test_imports_during_the_start_of_a_successor_are_learned_as_well(
         self, python: str, environment: Path
     ) -> None:
-        """The successor was forked before. The calls are of two kinds, so the second one need not wait."""
+        """The successor was forked before. The second call is of another kind, so it does not wait."""
         gate = forkservers.site_packages(environment) / "gated" / "__init__.py.open"
         with forkservers.own_servers(light=True), Client(python) as caller, Client(python) as other:
             assert caller.call("tasks_forkserver:uses", "gated") == [False]
@@ -145,7 +145,7 @@ class TestLibraries:
             successor = until_only(lambda status: "harmless" in status.libraries)
             assert successor.pid != server and "gated" in successor.libraries
 
-    def test_a_process_can_have_it_learn_before_its_first_call(self, python: str) -> None:
+    def test_a_process_can_name_libraries_before_its_first_call(self, python: str) -> None:
         names = ("harmless_too", "harmless_too.VALUE", "nowhere", "starts_thread", "tasks_forkserver", "")
         with Client(python) as caller:
             caller.do(
@@ -162,24 +162,24 @@ class TestLibraries:
             assert caller.call("tasks_forkserver:loaded_before", "harmless_too", "harmless") == [True, True]
             assert caller.call("tasks_forkserver:server") == server.pid
 
-    def test_what_it_learned_is_kept_for_the_next_server(self, python: str, tmp_path: Path) -> None:
-        """Modules of the user are not among it."""
+    def test_learned_libraries_are_kept_for_the_next_server(self, python: str, tmp_path: Path) -> None:
+        """Modules of the user are not learned."""
         (tmp_path / "own_module.py").write_text("import harmless\n")
         (tmp_path / "own_package").mkdir()
         (tmp_path / "own_package" / "__init__.py").touch()
         with Client(python) as caller:
             caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
             for _ in range(2):
-                found = caller.call("tasks_forkserver:uses", "own_module", "own_package", "harmless")
-                assert found[:2] == [False, False]
+                loaded = caller.call("tasks_forkserver:uses", "own_module", "own_package", "harmless")
+                assert loaded[:2] == [False, False]
             learn(caller, "harmless")
             assert not {"own_module", "own_package", "tasks_forkserver"} & set(only_server().libraries)
             (server,) = control.stop(wait_s=20)
             assert caller.call("tasks_forkserver:loaded_before", "harmless") == [True]
             assert only_server().pid != server
 
-    def test_one_that_does_harm_is_not_learned(self, python: str, driver: str) -> None:
-        """Workers import it themselves, each for itself."""
+    def test_a_harmful_library_is_not_learned(self, python: str, driver: str) -> None:
+        """Each worker imports it itself."""
         harmful = ("touches_cuda", "starts_thread", "crashes")
         with Client(python, {"DRIVER": driver}) as caller:
             server = caller.call("tasks_forkserver:server")
@@ -196,7 +196,7 @@ class TestLibraries:
     def test_an_extension_that_starts_a_thread_is_tried_once(
         self, module: str, python: str, environment: Path
     ) -> None:
-        """Also if it is asked for by its own name: then nothing else is being imported meanwhile."""
+        """This includes an import by its own name, when no other module is being imported."""
         library = module.partition(".")[0]
         native = forkservers.site_packages(environment) / library / "native.so"
         forkservers.compile_library(native, NATIVE, f"-I{sysconfig.get_paths()['include']}")
@@ -209,7 +209,7 @@ class TestLibraries:
             assert log.read_text().count("importing it starts a thread") == 1
 
     @pytest.mark.parametrize(
-        ("told", "refused"),
+        ("reported", "refused"),
         [
             ('["a"]', {"a"}),
             ('["b", "of another"]', {"b", "of another"}),
@@ -219,22 +219,22 @@ class TestLibraries:
             ("null", None),
         ],
     )
-    def test_each_trial_that_fails_refuses_a_library_of_those_it_was_to_import(
-        self, told: str, refused: set[str] | None
+    def test_each_failed_trial_refuses_at_least_one_of_its_libraries(
+        self, reported: str, refused: set[str] | None
     ) -> None:
         read, write = os.pipe()
-        os.write(write, told.encode())
+        os.write(write, reported.encode())
         os.close(write)
         assert Growth(0, read, ["a.one", "a.two", "b"], deadline=0).refused() == refused
 
-    def test_a_trial_does_not_keep_a_server_that_nobody_uses(self, python: str) -> None:
+    def test_a_trial_does_not_keep_an_unused_server_alive(self, python: str) -> None:
         with forkservers.own_servers(idle_s=1, light=True):
             with Client(python) as caller:
                 assert caller.call("tasks_forkserver:uses", "hangs") == [False]
                 server = only_server().pid
             assert wait_until(lambda: not is_running(server), timeout_s=60)
 
-    def test_a_caller_waits_once_for_a_trial_and_says_for_what(self, python: str) -> None:
+    def test_a_caller_waits_once_for_a_trial_and_says_why(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:
             caller.do(
                 """
@@ -247,8 +247,8 @@ class TestLibraries:
             reason = "still waiting: the fork server imports hangs, for at most 1 s"
             assert caller.errors().count(reason) == 1
 
-    def test_one_that_hangs(self, python: str, tmp_path: Path) -> None:
-        """The server works on meanwhile, gives it up in the end, and ends at once when it is told to."""
+    def test_a_library_whose_import_hangs_is_refused(self, python: str, tmp_path: Path) -> None:
+        """Meanwhile the server forks workers. It ends the trial at a limit, and stops at once on request."""
         shutil.copytree(Path(flower_gpu.__file__).parent, tmp_path / "flower_gpu")
         source = tmp_path / "flower_gpu" / "workers" / "forkserver" / "server.py"
         assert source.read_text().count("_TRIAL_S = 300.0") == 1
@@ -267,8 +267,10 @@ class TestLibraries:
             assert wait_until(lambda: not is_running(server))
 
     @pytest.mark.parametrize("library", ["breaks_later", "hangs_later"])
-    def test_one_that_does_harm_only_later(self, library: str, python: str, environment: Path) -> None:
-        """At the start of the next server: it comes up without, and no call notices."""
+    def test_a_learned_library_that_becomes_harmful_is_left_out(
+        self, library: str, python: str, environment: Path
+    ) -> None:
+        """The next server starts without this library, and no call fails."""
         marker = forkservers.site_packages(environment) / library / "__init__.py.broken"
         with forkservers.own_servers(light=True), Client(python) as caller:
             learn(caller, library)
@@ -282,9 +284,7 @@ class TestLibraries:
             finally:
                 marker.unlink()
 
-    def test_no_call_fails_while_servers_take_over_from_each_other(
-        self, python: str, environment: Path
-    ) -> None:
+    def test_no_call_fails_while_servers_replace_each_other(self, python: str, environment: Path) -> None:
         site = forkservers.site_packages(environment)
         new = [f"another{number}" for number in range(3)]
         for name in new:
@@ -294,9 +294,9 @@ class TestLibraries:
             busy.do(
                 """
                 import threading
-                servers, errors, over = set(), [], threading.Event()
+                servers, errors, done = set(), [], threading.Event()
                 def work():
-                    while not over.is_set():
+                    while not done.is_set():
                         try:
                             servers.add(run_in_worker("tasks_forkserver:nap", 0.05))
                         except BaseException as error:
@@ -307,7 +307,7 @@ class TestLibraries:
             )
             pids = [learn(learning, name).pid for name in new]
             servers, errors = busy.do(
-                "over.set(); [each.join() for each in threads]; answer = [list(servers), errors]"
+                "done.set(); [thread.join() for thread in threads]; answer = [list(servers), errors]"
             )
             assert errors == []
             assert len(set(pids)) == len(new) and len(servers) > 1
@@ -315,7 +315,9 @@ class TestLibraries:
 
 
 class TestEnvironments:
-    def test_an_update_gets_a_new_one_and_the_old_one_ends(self, environment: Path, python: str) -> None:
+    def test_an_update_leads_to_a_new_server_and_ends_the_old_server(
+        self, environment: Path, python: str
+    ) -> None:
         package = forkservers.site_packages(environment) / "updated" / "__init__.py"
         with forkservers.own_servers(idle_s=1, light=True):
             forkservers.install(package.parents[1], "updated", "VERSION = 1\n")

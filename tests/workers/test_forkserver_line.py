@@ -1,4 +1,4 @@
-"""Hundreds of callers at the same moment: a fork server with a long line is not one that hangs."""
+"""Hundreds of simultaneous callers: a fork server with a long queue must not look as if it hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flower_gpu.workers.forkserver.waiting import Wait
 pytestmark = forkservers.marks(timeout_s=300)
 
 PROCESSES, THREADS = 3, 40
-# Callers that lose patience earlier than a server takes for all of them.
+# Callers whose limit for an answer is shorter than the time that a server needs for all of them.
 IMPATIENT = """
 from flower_gpu.workers.forkserver import client, control
 client._SAY_S = client._ANSWER_S = control._ANSWER_S = 2.0
@@ -45,7 +45,7 @@ for thread in threads:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An environment in which a fork takes long enough for a line, and not longer."""
+    """An environment in which forks are slow enough for a queue to form."""
     folder = tmp_path_factory.mktemp("line") / "venv"
     python = forkservers.make_environment(folder, {})
     (forkservers.site_packages(folder) / "slow.pth").write_text(
@@ -57,31 +57,31 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
-def at_once(callers: list[Client]) -> list[int | str]:
+def call_at_once(callers: list[Client]) -> list[int | str]:
     for caller in callers:
         caller.do(IMPATIENT)
         caller.send_code(CALL_AT_ONCE.format(threads=THREADS))
-    return [one for caller in callers for one in caller.receive()]
+    return [server for caller in callers for server in caller.receive()]
 
 
-def test_hundreds_at_once_are_all_served_by_one_server_and_by_another_where_that_stopped(python: str) -> None:
+def test_hundreds_of_calls_share_a_server_until_it_is_stopped(python: str) -> None:
     with forkservers.own_servers(light=True), ExitStack() as stack:
         callers = [stack.enter_context(Client(python)) for _ in range(PROCESSES)]
         server = callers[0].call("tasks_forkserver:server")
-        assert at_once(callers) == [server] * (PROCESSES * THREADS)
+        assert call_at_once(callers) == [server] * (PROCESSES * THREADS)
         assert only_server().pid == server
         os.kill(server, signal.SIGSTOP)
-        found = at_once(callers[:1])
+        servers = call_at_once(callers[:1])
         assert not is_running(server)
-        assert found == [only_server().pid] * THREADS
+        assert servers == [only_server().pid] * THREADS
 
 
-def test_who_waits_in_line_minds_the_time_limit() -> None:
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with here, there:
-        here.settimeout(30)
+def test_a_caller_in_the_queue_respects_its_time_limit() -> None:
+    connection, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with connection, server_end:
+        connection.settimeout(30)
         for _ in range(3):
-            messages.send(there, messages.BUSY)
+            messages.send(server_end, messages.BUSY)
         with pytest.raises(TimeoutError, match="serves other callers first"):
-            client._ask_or_end("0" * 20, here, {"op": "open"}, [], time.monotonic() - 1, Wait())
-        assert here.fileno() == -1
+            client._ask_or_end("0" * 20, connection, {"op": "open"}, [], time.monotonic() - 1, Wait())
+        assert connection.fileno() == -1

@@ -1,4 +1,4 @@
-"""What frameworks load when a GPU is first used is there in workers that are to use one, and in no others."""
+"""Libraries that frameworks load at the first use of a GPU are preloaded only for workers with a GPU."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ALL = "", "_adv", "_cnn", "_engines_precompiled", "_engines_runtime_compiled", "
 
 @pytest.fixture
 def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[cuda_stub.Host]:
-    made = cuda_host(gpus=1)
+    stub_host = cuda_host(gpus=1)
     ledger = tmp_path / "ledger"
     ledger.mkdir()
-    made.env["FLOWER_GPU_LEDGER_DIR"] = str(ledger)
+    stub_host.env["FLOWER_GPU_LEDGER_DIR"] = str(ledger)
     with forkservers.own_servers():
-        yield made
+        yield stub_host
 
 
 def parts(files: list[str]) -> list[str]:
-    """Return which parts of cuDNN these are. Importing PyTorch loads the first one."""
+    """Return the parts of cuDNN that these files hold. Importing PyTorch loads only the unnamed part."""
     assert len({str(Path(file).parent) for file in files}) == 1
     return sorted(Path(file).name.removeprefix("libcudnn").partition(".")[0] for file in files)
 
@@ -42,16 +42,17 @@ def thread_count(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
-def test_a_call_with_a_gpu_finds_them(host: cuda_stub.Host) -> None:
-    """They are loaded once, when the first such call comes, and leave a server that can still be forked.
+def test_a_call_with_a_gpu_has_the_libraries_preloaded(host: cuda_stub.Host) -> None:
+    """They are loaded once, for the first call with a GPU. Afterwards the server can still be forked.
 
-    What they have read is that of the caller: cuDNN reads how much it logs while it is loaded.
+    They see the caller's variables: cuDNN reads its log level while it is loaded.
     """
     with Client(env=dict(host.env)) as caller:
         assert parts(caller.call(TASK, gpu="never")) == [""]
         assert parts(caller.call(TASK, gpu="require")) == [*ALL]
         assert caller.call("tasks_forkserver:allocates", gpu="require") > 0
-        assert parts(caller.call(TASK, gpu="never")) == [*ALL]  # a new server would have none
+        # A new server would not have loaded the libraries.
+        assert parts(caller.call(TASK, gpu="never")) == [*ALL]
         assert thread_count(only_server().pid) == 1
         name = only_server().name
         with Client(env={**host.env, "CUDNN_LOGLEVEL_DBG": "0"}) as other:
@@ -59,7 +60,7 @@ def test_a_call_with_a_gpu_finds_them(host: cuda_stub.Host) -> None:
             assert len({name, *(server.name for server in control.status())}) == 2
 
 
-# Loads one of cuDNN's libraries as slowly as from a disk of a network.
+# Delays the loading of a library of cuDNN, as a network disk may do.
 SLOW = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -75,8 +76,10 @@ void *dlopen(const char *file, int mode)
 """
 
 
-def test_a_server_that_loads_them_slowly_is_none_that_hangs(host: cuda_stub.Host, tmp_path: Path) -> None:
-    """It answers other callers meanwhile, and those that wait say for what."""
+def test_a_server_that_loads_libraries_slowly_is_not_taken_for_hung(
+    host: cuda_stub.Host, tmp_path: Path
+) -> None:
+    """It answers callers meanwhile, and those that wait say why."""
     forkservers.compile_library(tmp_path / "slow.so", SLOW, "-ldl")
     env = {**host.env, "LD_PRELOAD": f"{host.env['LD_PRELOAD']} {tmp_path / 'slow.so'}"}
     with Client(env=env) as caller:
@@ -109,8 +112,8 @@ print(*tasks_forkserver.libraries_of_cudnn(), sep="\\n")
 """
 
 
-def test_another_cudnn(tmp_path: Path) -> None:
-    """They are those beside the one that PyTorch is linked with, except for missing and broken ones."""
+def test_libraries_beside_the_cudnn_of_pytorch_are_loaded(tmp_path: Path) -> None:
+    """The folder of PyTorch's cuDNN decides. Missing and broken libraries are skipped."""
     if (reason := cuda_stub.reason_not_to_run()) is not None:
         pytest.skip(reason)
     folder = tmp_path / "of the host"

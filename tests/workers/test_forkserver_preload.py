@@ -1,4 +1,4 @@
-"""What the user has loaded once for all workers: when, by whom, and what that may not do."""
+"""Functions that the user has run once for all workers (``preload=``), and what they must not do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flower_gpu.workers.forkserver import control
 
 pytestmark = forkservers.marks()
 
-# Each call of a function leaves a line in a file beside the module.
+# Each call of ``load`` appends a line to a file next to the module.
 TASK = """
 import os
 import time
@@ -97,9 +97,9 @@ def private_mb():
 
 @pytest.fixture(scope="module", autouse=True)
 def state() -> Iterator[Path]:
-    with forkservers.own_servers(idle_s=5, light=True) as found, Client() as one:
-        one.call("tasks_forkserver:server")
-        yield found
+    with forkservers.own_servers(idle_s=5, light=True) as folder, Client() as client:
+        client.call("tasks_forkserver:server")
+        yield folder
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Client]]:
-    """Start processes whose path has the folder with the task."""
+    """Start processes that can import the task."""
     clients = []
     path = os.pathsep.join([str(folder), forkservers.WITH_TASKS["PYTHONPATH"]])
 
@@ -119,8 +119,8 @@ def start(folder: Path) -> Iterator[Callable[..., Client]]:
         return clients[-1]
 
     yield begin
-    for each in clients:
-        each.kill()
+    for client in clients:
+        client.kill()
 
 
 def lines(folder: Path) -> list[str]:
@@ -128,9 +128,11 @@ def lines(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-class TestWhatIsLoaded:
-    def test_once_for_all_calls_of_all_processes(self, start: Callable[..., Client], folder: Path) -> None:
-        """Also where they begin together."""
+class TestLoading:
+    def test_data_are_loaded_once_for_all_calls_of_all_processes(
+        self, start: Callable[..., Client], folder: Path
+    ) -> None:
+        """The first calls of the processes begin at the same time."""
         clients = [start() for _ in range(3)]
         for _ in range(3):
             for caller in clients:
@@ -141,7 +143,7 @@ class TestWhatIsLoaded:
         (server,) = [status for status in control.status() if status.pid == int(pid)]
         assert (number, server.calls, server.preload) == ("1", 9, ["loading_task:load"])
 
-    def test_forms(self, start: Callable[..., Client]) -> None:
+    def test_preload_accepts_functions_modules_and_arguments(self, start: Callable[..., Client]) -> None:
         caller = start()
         more = {"number": 5, "a": [1, None]}
         both = [["loading_task:load", {"number": 4}], "loading_task:load_more"]
@@ -160,9 +162,9 @@ class TestWhatIsLoaded:
         for number in (1, 2, 1, 2):
             preload = ["loading_task:load", {"number": number}]
             assert caller.call("loading_task:number", preload=preload) == number
-            caller.call("loading_task:change", preload=preload)  # of its own only
+            caller.call("loading_task:change", preload=preload)  # It changes only its own copy.
         assert len(lines(folder)) == 2
-        assert caller.call("loading_task:number") is None  # without
+        assert caller.call("loading_task:number") is None  # This call has no preload.
 
     def test_an_edited_module_is_loaded_anew(self, start: Callable[..., Client], folder: Path) -> None:
         caller = start()
@@ -171,7 +173,7 @@ class TestWhatIsLoaded:
         assert caller.call("loading_task:number", preload="loading_task:load") == 11
 
     def test_large_data_is_shared(self, start: Callable[..., Client]) -> None:
-        """200 MB that four workers read at the same time are there once."""
+        """Workers share the 200 MB that were loaded for them."""
         caller = start()
         for total, private_mb, resident_mb in [
             caller.call("loading_task:private_mb", preload="loading_task:load_much") for _ in range(2)
@@ -179,8 +181,10 @@ class TestWhatIsLoaded:
             assert total == 25_000_000
             assert private_mb < 60 < 200 < resident_mb
 
-    def test_in_a_clientapp(self, start: Callable[..., Client], folder: Path) -> None:
-        """A fork of it would load anew for every message; see the choice of `auto`."""
+    def test_data_are_loaded_once_for_all_messages_of_a_clientapp(
+        self, start: Callable[..., Client], folder: Path
+    ) -> None:
+        """Therefore `auto` does not fork this process, which would load the data for each message."""
         for _ in range(2):
             app = start(FLOWER_GPU_START_METHOD="auto")
             app.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")
@@ -189,8 +193,8 @@ class TestWhatIsLoaded:
         assert len(lines(folder)) == 1
 
 
-class TestWhatGoesWrong:
-    def test_an_error_is_told(self, start: Callable[..., Client]) -> None:
+class TestFailures:
+    def test_an_error_is_reported_to_the_caller(self, start: Callable[..., Client]) -> None:
         caller = start()
         for function, says in {
             "loading_task:load_nothing": "OSError: the disk with the data is not mounted",
@@ -210,29 +214,29 @@ class TestWhatGoesWrong:
         with pytest.raises(CallError, match="touch_cuda initialised CUDA, so that no worker could use a GPU"):
             caller.call("loading_task:number", preload="loading_task:touch_cuda")
         options = {"preload": ["loading_task:touch_cuda", "loading_task:load"], "start_method": "auto"}
-        for _ in range(2):  # a process of its own may
+        for _ in range(2):  # A spawned worker may initialise CUDA.
             assert caller.call("loading_task:number", **options) == 1
         assert caller.errors().count("workers are spawned, which is slower") == 1
 
     def test_threads_are_refused_but_not_those_of_openmp(
         self, start: Callable[..., Client], tmp_path: Path
     ) -> None:
-        """A worker would wait for them for ever; OpenMP starts new ones there."""
+        """A fork would wait for the missing threads for ever, but OpenMP starts new ones."""
         library = tmp_path / "libthreads.so"
         forkservers.compile_library(library, forkservers.THREADS, "-fopenmp")
         caller = start(THREADS=str(library))
-        for function, whose in (
+        for function, origin in (
             ("start_executor", "thread ThreadPoolExecutor-0_0"),
             ("start_thread", library.name),
         ):
-            says = f"{function} starts threads in the process that workers are forked from ({whose})"
-            with pytest.raises(CallError, match=re.escape(says)):
+            message = f"{function} starts threads in the process that workers are forked from ({origin})"
+            with pytest.raises(CallError, match=re.escape(message)):
                 caller.call("loading_task:number", preload=f"loading_task:{function}")
         assert caller.call("loading_task:sums", preload="loading_task:compute_with_openmp") == [45, 45]
         options = {"preload": ["loading_task:start_executor", "loading_task:load"], "start_method": "auto"}
-        assert caller.call("loading_task:number", **options) == 1  # a process of its own may
+        assert caller.call("loading_task:number", **options) == 1  # A spawned worker may start threads.
 
-    def test_it_takes_longer_than_the_call_may(self, start: Callable[..., Client], folder: Path) -> None:
+    def test_loading_may_take_longer_than_a_call(self, start: Callable[..., Client], folder: Path) -> None:
         caller = start()
         options = {"preload": "loading_task:load_slowly"}
         with pytest.raises(CallError, match=r"WorkerTimeoutError.*load_slowly was not ready in time"):
@@ -243,10 +247,10 @@ class TestWhatGoesWrong:
         (folder / "go").touch()
         assert caller.call("loading_task:number", **options) == 7
 
-    def test_the_caller_is_slower_than_the_idle_limit(
+    def test_a_server_waits_for_a_caller_slower_than_its_idle_limit(
         self, start: Callable[..., Client], folder: Path
     ) -> None:
-        """As on a busy host: the server waits for it, and the data are loaded once."""
+        """A caller may be slow on a busy host. The data are loaded only once."""
         with forkservers.own_servers(idle_s=0.1, light=True):
             caller = start()
             caller.do(
@@ -269,7 +273,9 @@ class TestWhatGoesWrong:
             assert caller.call("loading_task:number", preload="loading_task:load") == 1
             assert len(lines(folder)) == 1
 
-    def test_interrupted_while_it_loads(self, start: Callable[..., Client], folder: Path) -> None:
+    def test_a_caller_can_be_interrupted_while_data_are_loaded(
+        self, start: Callable[..., Client], folder: Path
+    ) -> None:
         caller = start()
         caller.send("loading_task:number", preload="loading_task:load_slowly")
         assert wait_until((folder / "started").exists)
@@ -279,8 +285,10 @@ class TestWhatGoesWrong:
         (folder / "go").touch()
         assert caller.call("loading_task:number", preload="loading_task:load_slowly") == 7
 
-    def test_the_server_is_killed_or_hangs(self, start: Callable[..., Client], folder: Path) -> None:
-        """Both kinds: of the data, and the one with the libraries that the other is forked from."""
+    def test_a_server_that_is_killed_or_hangs_is_replaced(
+        self, start: Callable[..., Client], folder: Path
+    ) -> None:
+        """The server with the data was forked from the server with the libraries. Both can be replaced."""
         caller = start()
         caller.do(
             "from flower_gpu.workers.forkserver import client; client._SAY_S, client._ANSWER_S = 0.5, 3.0"

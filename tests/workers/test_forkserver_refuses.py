@@ -1,4 +1,4 @@
-"""What a fork server and its callers do not fall for: garbage, other users, folders that are not safe."""
+"""Fork servers and callers refuse garbage, other users, and folders that are not safe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flower_gpu.errors import WorkerStartError
 from flower_gpu.workers import messages
 from flower_gpu.workers.forkserver import control, identity, sockets
 
-pytestmark = forkservers.marks(own="folder")
+pytestmark = forkservers.marks(fixture="folder")
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 STRANGER = 54321
@@ -31,7 +31,7 @@ FORKSERVER = {"start_method": "forkserver"}
 
 
 def call() -> int:
-    """Call in this process; returns the pid of the server."""
+    """Make a call in this process, and return the pid of the server."""
     server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
     assert isinstance(server, int)
     return server
@@ -42,13 +42,13 @@ def connect() -> socket.socket:
 
 
 def record(**fields: Any) -> dict[str, Any]:
-    seen = {"digests": identity.digests(os.environ, os.environ), "threads": {}, "path": sys.path}
-    told = {"is_confined": False, "is_on_gpu": False, "setup": None, "label": "test", "kind": ""}
-    return {**seen, **told, **fields}
+    caller_state = {"digests": identity.digests(os.environ, os.environ), "threads": {}, "path": sys.path}
+    call_state = {"is_confined": False, "is_on_gpu": False, "setup": None, "label": "test", "kind": ""}
+    return {**caller_state, **call_state, **fields}
 
 
-def own() -> int:
-    """What only the worker reads."""
+def worker_file() -> int:
+    """Return a file with the part of a request that only the worker reads."""
     inherited = {"environ": dict(os.environ), "path": sys.path, "umask": 0o22}
     return messages.memory_file({"inherited": inherited, "env": {}})
 
@@ -59,7 +59,7 @@ def raw(data: bytes) -> Callable[[socket.socket], None]:
 
 def message(op: object, *descriptors: Callable[[], int], **fields: Any) -> Callable[[socket.socket], None]:
     def send(connection: socket.socket) -> None:
-        opened = [each() for each in descriptors]
+        opened = [open_file() for open_file in descriptors]
         messages.send(connection, {"op": op, **fields}, opened)
         for descriptor in opened:
             os.close(descriptor)
@@ -67,15 +67,15 @@ def message(op: object, *descriptors: Callable[[], int], **fields: Any) -> Calla
     return send
 
 
-def here() -> int:
+def working_folder() -> int:
     return os.open(".", os.O_PATH | os.O_DIRECTORY)
 
 
-def nothing() -> int:
+def null_device() -> int:
     return os.open(os.devnull, os.O_RDWR)
 
 
-def text() -> int:
+def broken_json() -> int:
     descriptor = os.memfd_create("text")
     os.write(descriptor, b"{]")
     return descriptor
@@ -83,9 +83,9 @@ def text() -> int:
 
 def in_file(file: Callable[[], int]) -> Callable[[socket.socket], None]:
     def send(connection: socket.socket) -> None:
-        opened = file()
-        socket.send_fds(connection, [b'{"in_file": true}'], [opened])
-        os.close(opened)
+        descriptor = file()
+        socket.send_fds(connection, [b'{"in_file": true}'], [descriptor])
+        os.close(descriptor)
 
     return send
 
@@ -104,42 +104,46 @@ GARBAGE = {
     "an attribute": message("signal"),
     "no name": message(7),
     "in a file that did not come": raw(b'{"in_file": true}'),
-    "in a folder": in_file(here),
-    "text in a file": in_file(text),
+    "in a folder": in_file(working_folder),
+    "text in a file": in_file(broken_json),
     "open without a descriptor": message("open", record=record()),
-    "open without a record": message("open", here, own),
-    "open with text as record": message("open", here, own, record="text"),
-    "open with an incomplete record": message("open", here, own, record={}),
-    "open with a list as environment": message("open", here, own, record=record(digests=[1, 2])),
-    "open with a number as path": message("open", here, own, record=record(path=3)),
-    "open with one descriptor": message("open", here, record=record()),
-    "fork without open": message("fork", *[nothing] * 4),
+    "open without a record": message("open", working_folder, worker_file),
+    "open with text as record": message("open", working_folder, worker_file, record="text"),
+    "open with an incomplete record": message("open", working_folder, worker_file, record={}),
+    "open with a list as environment": message(
+        "open", working_folder, worker_file, record=record(digests=[1, 2])
+    ),
+    "open with a number as path": message("open", working_folder, worker_file, record=record(path=3)),
+    "open with one descriptor": message("open", working_folder, record=record()),
+    "fork without open": message("fork", *[null_device] * 4),
     "reap without fork": message("reap"),
     "preload without anything": message("preload"),
-    "preload of nothing": message("preload", here, nothing, nothing, own),
-    "preload in nothing": message("preload", here, nothing, nothing, start=START),
-    "preload with text": message("preload", here, nothing, nothing, text, start=START),
-    "many descriptors": message("status", *[nothing] * 200),
+    "preload of nothing": message("preload", working_folder, null_device, null_device, worker_file),
+    "preload in nothing": message("preload", working_folder, null_device, null_device, start=START),
+    "preload with text": message(
+        "preload", working_folder, null_device, null_device, broken_json, start=START
+    ),
+    "many descriptors": message("status", *[null_device] * 200),
 }
 
 
 class TestGarbage:
     @pytest.mark.parametrize("send", GARBAGE.values(), ids=GARBAGE.keys())
-    def test_the_server_goes_on(self, send: Callable[[socket.socket], None]) -> None:
+    def test_garbage_does_not_harm_the_server(self, send: Callable[[socket.socket], None]) -> None:
         server = call()
         before = settled_descriptors(server)
         connection = connect()
-        with suppress(OSError):  # larger than the kernel takes
+        with suppress(OSError):  # The message may be larger than the kernel allows.
             send(connection)
         connection.shutdown(socket.SHUT_WR)
-        while connection.recv(1 << 16):  # its answer, if it has one
+        while connection.recv(1 << 16):  # Skip the answer, if there is any.
             pass
         connection.close()
         assert call() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
 
     def test_a_worker_is_not_reaped_by_another_connection(self, tmp_path: Path) -> None:
-        """The other one's request fails; it does not wait for somebody else's worker."""
+        """The request of the other connection fails without waiting for a worker that it did not fork."""
         started, go = tmp_path / "started", tmp_path / "go"
         with Client() as working, connect_after(call) as connection:
             working.send("tasks_forkserver:wait", str(started), str(go))
@@ -151,27 +155,27 @@ class TestGarbage:
             assert working.receive() == only_server().pid
 
     @pytest.mark.parametrize("twice", [False, True])
-    def test_closed_after_open(self, twice: bool) -> None:
+    def test_a_connection_closed_after_open_leaks_nothing(self, twice: bool) -> None:
         server = call()
         before = settled_descriptors(server)
         with connect_after(call) as connection:
-            message("open", here, own, record=record())(connection)
+            message("open", working_folder, worker_file, record=record())(connection)
             assert answer(connection) == {"fit": True}
             if twice:
-                message("open", here, own, record=record())(connection)
+                message("open", working_folder, worker_file, record=record())(connection)
                 assert answer(connection) is None
         assert call() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
 
-    def test_closed_after_fork(self) -> None:
-        """The worker has nobody who waits for it, and ends."""
+    def test_a_worker_ends_when_its_connection_is_closed(self) -> None:
+        """No caller waits for the worker any longer."""
         server = call()
         before = settled_descriptors(server)
         with connect_after(call) as connection:
             life, write = os.pipe()
-            message("open", here, own, record=record())(connection)
+            message("open", working_folder, worker_file, record=record())(connection)
             answer(connection)
-            message("fork", lambda: os.dup(life), nothing, nothing, nothing, label="")(connection)
+            message("fork", lambda: os.dup(life), null_device, null_device, null_device, label="")(connection)
             forked = answer(connection)
             assert forked is not None
             pid = forked["pid"]
@@ -183,7 +187,7 @@ class TestGarbage:
 
 
 def answer(connection: socket.socket) -> dict[str, Any] | None:
-    """Return the answer to a message; None where the server has closed the connection instead."""
+    """Return the answer to a message, or None if the server has closed the connection instead."""
     try:
         return messages.receive_answer(connection)
     except messages.Gone:
@@ -192,39 +196,39 @@ def answer(connection: socket.socket) -> dict[str, Any] | None:
 
 @contextmanager
 def connect_after(first: Callable[[], int]) -> Iterator[socket.socket]:
-    """Yield a connection to the server that a call leaves behind."""
+    """Make a call, and yield a connection to its server."""
     first()
     with connect() as connection:
         yield connection
 
 
 def settled_descriptors(pid: int) -> list[str]:
-    """Return those that stay open, once the server has seen that earlier calls are over."""
-    found = [open_descriptors(pid)]
+    """Return the descriptors that stay open once the server has noticed the end of earlier calls."""
+    readings = [open_descriptors(pid)]
 
     def is_settled() -> bool:
         time.sleep(0.05)
-        found.append(open_descriptors(pid))
-        return found[-1] == found[-2]
+        readings.append(open_descriptors(pid))
+        return readings[-1] == readings[-2]
 
     assert wait_until(is_settled)
-    return found[-1]
+    return readings[-1]
 
 
 def open_descriptors(pid: int) -> list[str]:
-    found = []
+    targets = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            what = str(link.readlink())
-            found.append("socket" if what.startswith("socket:") else what)
-    return sorted(found)
+        with suppress(FileNotFoundError):  # It was closed meanwhile.
+            target = str(link.readlink())
+            targets.append("socket" if target.startswith("socket:") else target)
+    return sorted(targets)
 
 
 AS_STRANGER = """
 import ctypes, os, socket, sys
 os.setgroups([])
 os.setresgid(54321, 54321, 54321)
-os.setresuid(54321, 54321, 0)  # another user's process, except for files
+os.setresuid(54321, 54321, 0)  # The process belongs to another user, but opens files as root.
 ctypes.CDLL(None).setfsuid(0)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.settimeout(20)
@@ -253,15 +257,17 @@ print(connection.recv(1000), flush=True)
 
 @needs_root
 class TestOtherUsers:
-    def test_are_refused_if_they_get_to_the_socket(self, folder: Path) -> None:
+    def test_other_users_are_refused_at_the_socket(self, folder: Path) -> None:
         server = call()
         program = [sys.executable, "-S", "-c", AS_STRANGER, str(folder / f"{only_server().name}.socket")]
-        answer = subprocess.run(program, capture_output=True, text=True, timeout=150, check=True).stdout
+        answer = subprocess.run(
+            program, capture_output=True, broken_json=True, timeout=150, check=True
+        ).stdout
         assert answer in ("answer b''\n", "ConnectionResetError\n", "BrokenPipeError\n")
         assert call() == server
 
-    def test_a_server_of_theirs_is_not_used(self, folder: Path) -> None:
-        """Not even root's callers hand their descriptors to somebody else's process."""
+    def test_a_server_of_another_user_is_not_used(self, folder: Path) -> None:
+        """Not even callers of root pass their descriptors to a process of another user."""
         server = call()
         name = only_server().name
         path = folder / f"{name}.socket"
@@ -270,7 +276,7 @@ class TestOtherUsers:
         stranger = subprocess.Popen(
             [sys.executable, "-c", LISTENING_STRANGER, str(folder), path.name],
             stdout=subprocess.PIPE,
-            text=True,
+            broken_json=True,
         )
         assert stranger.stdout is not None
         try:
@@ -283,7 +289,8 @@ class TestOtherUsers:
             stranger.kill()
             stranger.communicate()
             kept.rename(path)
-        assert wait_until(lambda: not is_running(server))  # its socket was away for a moment
+        # The server ends because its socket was missing for a moment.
+        assert wait_until(lambda: not is_running(server))
         assert call() != server
 
 
@@ -292,18 +299,18 @@ UNSAFE: dict[str, Callable[[Path], object]] = {
     "a link": lambda path: path.symlink_to(tempfile.mkdtemp(dir=path.parent)),
     "a link to nothing": lambda path: path.symlink_to(path.parent / "nowhere"),
     "a file": lambda path: path.touch(),
-    "somebody else's": lambda path: (path.mkdir(mode=0o700), os.chown(path, STRANGER, STRANGER)),
+    "another user's": lambda path: (path.mkdir(mode=0o700), os.chown(path, STRANGER, STRANGER)),
 }
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(make, id=name, marks=needs_root if name == "somebody else's" else ())
+        pytest.param(make, id=name, marks=needs_root if name == "another user's" else ())
         for name, make in UNSAFE.items()
     ],
 )
-def test_an_unsafe_folder(make: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsafe_folder_is_refused(make: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="flower-gpu-test-") as parent:
         path = Path(parent, f"flower-gpu-{os.getuid()}")
         monkeypatch.setenv("FLOWER_GPU_STATE_DIR", parent)
@@ -316,15 +323,16 @@ def test_an_unsafe_folder(make: Callable[[Path], object], monkeypatch: pytest.Mo
         assert control.status() == [] == control.stop()
         if not path.is_file():
             return
-        with Client(env={"FLOWER_GPU_START_METHOD": "auto"}) as other:  # slower, but it works
+        # With ``auto`` the calls work, but more slowly.
+        with Client(env={"FLOWER_GPU_START_METHOD": "auto"}) as other:
             for _ in range(2):
                 assert other.call("tasks_forkserver:server") == other.pid
             assert other.errors().count("RuntimeWarning: workers are spawned, which is slower") == 1
             assert str(path) in other.errors()
 
 
-def test_a_long_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Longer than an address of a socket."""
+def test_the_folder_may_have_a_long_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The path is longer than the address of a socket may be."""
     with forkservers.own_servers(light=True) as short:
         monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(short / ("long" * 50) / ("longer" * 30)))
         server = call()

@@ -1,4 +1,4 @@
-"""Callers in odd conditions: closed streams, limits, ignored signals, other code that waits for children."""
+"""Callers under odd conditions: closed streams, limits, ignored signals, other code that reaps children."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def own_folder() -> Iterator[str]:
-    """A folder that the user of the next test may write to."""
+    """A folder that the other user of a test may write to."""
     folder = tempfile.mkdtemp(dir="/tmp")
     os.chown(folder, 54321, 54321)
     yield folder
@@ -32,8 +32,10 @@ def own_folder() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("closed", ["1", "012"])
-def test_caller_with_closed_standard_streams(closed: str, run_script: RunScript, tmp_path: Path) -> None:
-    """Then descriptors of the call would get the numbers 0, 1 and 2, on which a worker puts its own."""
+def test_a_caller_may_have_closed_its_standard_streams(
+    closed: str, run_script: RunScript, tmp_path: Path
+) -> None:
+    """Descriptors of the call could get the numbers 0, 1 and 2, which the worker uses for its streams."""
     answer = tmp_path / "answer"
     run_script(
         """
@@ -50,17 +52,17 @@ def test_caller_with_closed_standard_streams(closed: str, run_script: RunScript,
         def streams():
             return os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1")[:5]
 
-        found = []
+        results = []
         for method in methods:
-            found.append(run_in_worker(streams, start_method=method))
+            results.append(run_in_worker(streams, start_method=method))
             try:
                 run_in_worker("crash_tasks:kill_itself", 9, start_method=method)
             except WorkerDiedError as error:
-                found.append((error.exitcode, error.tail))
-            found.append([os.readlink("/proc/self/fd/" + number) for number in closed])
+                results.append((error.exitcode, error.tail))
+            results.append([os.readlink("/proc/self/fd/" + number) for number in closed])
         with open(path, "w") as file:
-            print(found, file=file)
-        os._exit(0)  # Python itself cannot end without its streams
+            print(results, file=file)
+        os._exit(0)  # Python cannot end normally without its streams.
         """,
         str(answer),
         closed,
@@ -72,8 +74,8 @@ def test_caller_with_closed_standard_streams(closed: str, run_script: RunScript,
     assert answer.read_text() == f"{expected * 3}\n"
 
 
-def test_sigchld_is_ignored(run_script: RunScript) -> None:
-    """Then the kernel reaps, and nobody learns how a process ended; but a fork server is another process."""
+def test_a_caller_may_ignore_sigchld(run_script: RunScript) -> None:
+    """The kernel then reaps workers, so their exit status is lost, except for those of a fork server."""
     done = run_script(
         """
         import signal, subprocess, sys
@@ -100,7 +102,7 @@ def test_sigchld_is_ignored(run_script: RunScript) -> None:
     ]
 
 
-def test_somebody_else_waits_for_all_children(run_script: RunScript) -> None:
+def test_other_code_may_reap_all_children(run_script: RunScript) -> None:
     done = run_script(
         """
         import os, sys, threading, time
@@ -128,8 +130,8 @@ def test_somebody_else_waits_for_all_children(run_script: RunScript) -> None:
     assert done.stdout.splitlines() == (["42"] * 3 + ["leaving at once", "died"]) * 3
 
 
-def test_few_descriptors_left(run_script: RunScript) -> None:
-    """Too few to start a worker is an error that says so and leaves none open; enough is enough."""
+def test_a_call_with_too_few_descriptors_fails_and_leaks_none(run_script: RunScript) -> None:
+    """With enough descriptors, the call succeeds."""
     done = run_script(
         """
         import os, resource, sys
@@ -159,8 +161,8 @@ def test_few_descriptors_left(run_script: RunScript) -> None:
     assert done.stdout == "WorkerStartError 42 True\n" * 3
 
 
-def test_file_size_limit(run_script: RunScript) -> None:
-    """RLIMIT_FSIZE holds for memory files too."""
+def test_a_limit_of_the_file_size_is_reported(run_script: RunScript) -> None:
+    """RLIMIT_FSIZE also applies to memory files."""
     done = run_script(
         """
         import resource, sys
@@ -183,11 +185,11 @@ def test_file_size_limit(run_script: RunScript) -> None:
     )
     result = "no room for the result: OSError: [Errno 27] File too large"
     argument = "cannot start a worker: [Errno 27] File too large"
-    # A fork has its arguments as they are.
+    # A fork inherits its arguments, so they need no memory file.
     assert done.stdout.splitlines() == [result, argument, "[1. 1. 1.]"] * 2 + [result, "42", "[1. 1. 1.]"]
 
 
-def test_no_python_to_spawn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_python_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from flower_gpu.errors import WorkerStartError
 
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -196,8 +198,8 @@ def test_no_python_to_spawn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
 
-def test_no_more_processes_allowed(run_script: RunScript, own_folder: str) -> None:
-    """RLIMIT_NPROC does not bind root, so a user of our own makes it real."""
+def test_a_limit_of_processes_is_reported(run_script: RunScript, own_folder: str) -> None:
+    """RLIMIT_NPROC does not apply to root, so the script becomes another user."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become a user without other processes")
     done = run_script(
@@ -229,8 +231,8 @@ def test_no_more_processes_allowed(run_script: RunScript, own_folder: str) -> No
         assert "Raise that limit, or let fewer workers run at a time" in line
 
 
-def test_handlers_of_the_caller_are_not_the_workers(run_script: RunScript) -> None:
-    """Flower's would report the client's task as stopped when a worker is ended."""
+def test_a_worker_does_not_inherit_signal_handlers(run_script: RunScript) -> None:
+    """Flower's handlers would report the client's task as stopped when a worker is ended."""
     done = run_script(
         """
         import os, signal, sys
@@ -257,7 +259,8 @@ def test_buffered_output_of_the_caller_is_written_once(run_script: RunScript) ->
         """
         import os, sys
         from flower_gpu import run_in_worker
-        sys.stdout = open(1, "w", closefd=False)  # a worker that lets go of its copy writes what is in it
+        # A worker would write the buffered text when its copy of the stream is closed.
+        sys.stdout = open(1, "w", closefd=False)
         for method in sys.argv[1:]:
             sys.stdout.write("before ")
             run_in_worker("builtins:print", "in the worker", start_method=method)
@@ -268,8 +271,10 @@ def test_buffered_output_of_the_caller_is_written_once(run_script: RunScript) ->
     assert done.stdout == "before in the worker\nafter\n" * 3
 
 
-def test_what_leaves_the_group_does_not_stop_the_call(start_method: str, run: Run, tmp_path: Path) -> None:
-    """A process in a session of its own may go on writing into our pipe, where nobody ends it."""
+def test_a_process_that_left_the_group_does_not_block_the_call(
+    start_method: str, run: Run, tmp_path: Path
+) -> None:
+    """A process in its own session may go on writing into our pipe."""
     pid_file = tmp_path / "pid"
 
     def leave(reached: str) -> None:
@@ -279,30 +284,32 @@ def test_what_leaves_the_group_does_not_stop_the_call(start_method: str, run: Ru
         Path(reached).touch()
         os.setsid()
 
-    # os.setsid is refused: a worker leads a group. Its own child got away.
+    # The worker leads a group, so os.setsid fails. The worker's child has left the group.
     try:
         with pytest.raises(PermissionError):
             run_in_worker(leave, str(tmp_path / "first"), start_method=start_method)
     finally:
-        with suppress(ProcessLookupError):  # the fork server has ended it
+        with suppress(ProcessLookupError):  # The fork server may have ended it.
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
     assert wait_until(lambda: not is_running(int(pid_file.read_text())))
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
-def test_very_long_limit(start_method: str, run: Run) -> None:
-    """Longer than the kernel can wait at once (24 days)."""
+def test_a_time_limit_may_be_very_long(start_method: str, run: Run) -> None:
+    """The limit is longer than a single wait in the kernel may be (24 days)."""
     assert run_in_worker("plain_tasks:answer", start_method=start_method, timeout_s=1e9) == 42
 
 
-def test_very_short_limit(start_method: str, run: Run) -> None:
+def test_a_time_limit_may_be_very_short(start_method: str, run: Run) -> None:
     for timeout_s in (1e-9, 0.001, 0.02):
         with pytest.raises(WorkerTimeoutError, match=r"no (result|worker) within timeout_s="):
             run_in_worker("time:sleep", 600, start_method=start_method, timeout_s=timeout_s)
 
 
-def test_without_pidfd_and_waitid(start_method: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS, or with an old kernel: the same by polling."""
+def test_workers_are_supervised_without_pidfd_and_waitid(
+    start_method: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS and old kernels, workers are supervised by polling."""
     if start_method == "forkserver":
         pytest.skip("needs pidfd_open")
     monkeypatch.delattr(os, "pidfd_open")

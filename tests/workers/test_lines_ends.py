@@ -1,4 +1,4 @@
-"""A caller, the fork server or a worker ends: nothing is left, and nobody waits for ever."""
+"""When a caller, fork server or worker of a line ends, nothing is left behind and no call waits for ever."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from worker_lines import Caller
 
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerTimeoutError
 
-pytestmark = forkservers.marks(own="folder")
+pytestmark = forkservers.marks(fixture="folder")
 
 
-# Each call's worker starts a program and forks a child, and hangs.
 @pytest.fixture
 def caller() -> Iterator[Caller]:
     caller = Caller()
@@ -28,8 +27,8 @@ def caller() -> Iterator[Caller]:
     caller.close()
 
 
-def waits_for(call: Callable[[], Any], timeout_s: float = 90) -> list[BaseException]:
-    """Run a call that must not wait for ever, in a thread; return its error if it failed."""
+def run_with_limit(call: Callable[[], Any], timeout_s: float = 90) -> list[BaseException]:
+    """Run a call that must not wait for ever in a thread, and return its error, if any."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -41,21 +40,21 @@ def waits_for(call: Callable[[], Any], timeout_s: float = 90) -> list[BaseExcept
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    assert not thread.is_alive(), "it waits for ever"
+    assert not thread.is_alive(), "the call has not ended in time"
     return errors
 
 
 def test_workers_outlive_their_fork_server(caller: Caller) -> None:
     others = [caller.line() for _ in range(3)]
-    found = [caller.run("tasks_lines:count", line=line, calls=5)[0] for line in others]
+    pids = [caller.run("tasks_lines:count", line=line, calls=5)[0] for line in others]
     os.kill(caller.server_pid(), signal.SIGKILL)
-    for line, pid in zip(others, found, strict=True):
+    for line, pid in zip(others, pids, strict=True):
         assert caller.run("tasks_lines:count", line=line, calls=5) == (pid, 2)
     assert caller.run("tasks_lines:count", line=caller.lines[0], calls=5)[1] == 1
 
 
-def test_a_stopped_worker_costs_only_its_own_call(caller: Caller, tmp_path: Path) -> None:
-    """Others have the same server: that has to stay."""
+def test_a_stopped_worker_fails_only_its_own_call(caller: Caller, tmp_path: Path) -> None:
+    """The server has to stay, because other workers need it."""
     server = caller.server_pid()
     other = caller.line()
     file = tmp_path / "go on"
@@ -66,7 +65,7 @@ def test_a_stopped_worker_costs_only_its_own_call(caller: Caller, tmp_path: Path
     thread.start()
     pid, _ = caller.run("tasks_lines:count", calls=10)
     os.kill(pid, signal.SIGSTOP)
-    waits_for(lambda: caller.run("tasks_lines:count", calls=10, timeout_s=0.3))
+    run_with_limit(lambda: caller.run("tasks_lines:count", calls=10, timeout_s=0.3))
     assert wait_until(lambda: not is_running(pid))
     assert caller.run("tasks_lines:count", calls=10, timeout_s=60)[0] != pid
     file.touch()
@@ -75,15 +74,15 @@ def test_a_stopped_worker_costs_only_its_own_call(caller: Caller, tmp_path: Path
     assert caller.server_pid() == server
 
 
-def test_workers_that_die_between_calls_are_never_waited_for(caller: Caller) -> None:
-    """Whatever the worker has read of the next call by then."""
+def test_a_call_never_waits_for_a_worker_that_died_before_it(caller: Caller) -> None:
+    """The worker may have read any part of the next call when it dies."""
 
     def use() -> None:
         for _ in range(40):
             pid, _ = caller.run("tasks_lines:count", calls=10_000)
             os.kill(pid, signal.SIGKILL)
 
-    errors = waits_for(use, 90)
+    errors = run_with_limit(use, 90)
     assert [error for error in errors if not isinstance(error, WorkerDiedError)] == []
     assert caller.run("tasks_lines:count", timeout_s=60)[1] == 1
 
@@ -97,20 +96,20 @@ def test_a_fork_does_not_end_the_workers_of_its_parent(caller: Caller) -> None:
     assert caller.run("tasks_lines:count", calls=5) == (worker, 2)
 
 
-def test_cancelled_before_there_is_a_worker() -> None:
-    """The first call waits for the fork server; who gives it up by then wants no result of it."""
+def test_a_call_can_be_cancelled_before_its_worker_starts() -> None:
+    """The first call waits for the fork server, and may be cancelled meanwhile."""
     caller = Caller()
     line = caller.line()
     try:
         threading.Timer(0.01, line.cancel).start()
-        errors = waits_for(lambda: caller.run("time:sleep", 600, line=line))
+        errors = run_with_limit(lambda: caller.run("time:sleep", 600, line=line))
         assert isinstance(errors[0], FlowerGPUError)
     finally:
         caller.close()
 
 
-def test_semaphores_of_a_worker_that_is_ended_go_with_it(caller: Caller, tmp_path: Path) -> None:
-    """Its resource tracker, which is in its group, removes their files."""
+def test_semaphores_of_an_ended_worker_are_removed(caller: Caller, tmp_path: Path) -> None:
+    """The resource tracker in the worker's process group removes their files."""
     file = tmp_path / "name"
     caller.run("tasks_lines:count", calls=5)
     with pytest.raises(WorkerTimeoutError):

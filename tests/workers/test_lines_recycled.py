@@ -1,4 +1,4 @@
-"""A worker that runs several calls: what they share, and what they do not."""
+"""A worker that runs several calls, and what these calls share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from flower_gpu.errors import WorkerDiedError
 
 pytestmark = forkservers.marks()
 
-LARGE = 400_000  # numbers: enough to be mapped and not copied
+#: Number of array elements, large enough for the array to be mapped instead of copied.
+LARGE = 400_000
 
 
 @pytest.fixture(scope="module", params=["forkserver", "fork"])
-def of_module(request: pytest.FixtureRequest) -> Iterator[Caller]:
+def module_caller(request: pytest.FixtureRequest) -> Iterator[Caller]:
     with forkservers.own_servers(light=True):
         caller = Caller(request.param, setup="flower_gpu.workers.threads:apply", env={"OMP_NUM_THREADS": "1"})
         yield caller
@@ -31,19 +32,19 @@ def of_module(request: pytest.FixtureRequest) -> Iterator[Caller]:
 
 
 @pytest.fixture
-def caller(of_module: Caller) -> Iterator[Caller]:
-    yield of_module
-    for line in of_module.lines:
+def caller(module_caller: Caller) -> Iterator[Caller]:
+    yield module_caller
+    for line in module_caller.lines:
         line.retire()
 
 
-def test_a_worker_runs_as_many_calls_as_it_may(caller: Caller) -> None:
-    found = [caller.run("tasks_lines:count", calls=3) for _ in range(7)]
-    assert [calls for _, calls in found] == [1, 2, 3, 1, 2, 3, 1]
-    assert len({pid for pid, _ in found}) == 3
+def test_a_worker_runs_the_allowed_number_of_calls(caller: Caller) -> None:
+    results = [caller.run("tasks_lines:count", calls=3) for _ in range(7)]
+    assert [calls for _, calls in results] == [1, 2, 3, 1, 2, 3, 1]
+    assert len({pid for pid, _ in results}) == 3
     assert caller.lines[0].has_worker
-    # Who wants a worker that runs one call gets it after this one at the latest.
-    assert caller.run("tasks_lines:count") == (found[-1][0], 2)
+    # A call with calls=1 may use the present worker, which then ends.
+    assert caller.run("tasks_lines:count") == (results[-1][0], 2)
     assert not caller.lines[0].has_worker
     assert caller.run("tasks_lines:count")[1] == 1
 
@@ -56,7 +57,7 @@ def test_a_worker_runs_as_many_calls_as_it_may(caller: Caller) -> None:
         ("kill_itself", (9,), WorkerDiedError, "killed by SIGKILL"),
     ],
 )
-def test_a_failed_call_costs_only_itself(
+def test_a_failed_call_does_not_affect_the_next_call(
     task: str, arguments: tuple[int, ...], error: type[Exception], text: str, caller: Caller
 ) -> None:
     first = caller.run("tasks_lines:count", calls=10)
@@ -69,7 +70,7 @@ def test_a_failed_call_costs_only_itself(
     assert wait_until(lambda: not is_running(first[0]))
 
 
-def test_a_stopped_worker_can_be_let_go(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_worker_can_be_retired(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 0.3)
     pid, _ = caller.run("tasks_lines:count", calls=100)
     os.kill(pid, signal.SIGSTOP)
@@ -78,7 +79,7 @@ def test_a_stopped_worker_can_be_let_go(caller: Caller, monkeypatch: pytest.Monk
     assert caller.run("tasks_lines:count", calls=100)[1] == 1
 
 
-def test_other_variables_need_another_worker(caller: Caller) -> None:
+def test_a_call_with_other_variables_gets_another_worker(caller: Caller) -> None:
     first = caller.run("tasks_lines:count", calls=10, env={"OF_TEST": "1"})
     assert caller.run("os:getenv", "OF_TEST", calls=10, env={"OF_TEST": "1"}) == "1"
     assert caller.run("os:getenv", "OF_TEST", calls=10, env={"OF_TEST": "2"}) == "2"
@@ -86,13 +87,13 @@ def test_other_variables_need_another_worker(caller: Caller) -> None:
     assert wait_until(lambda: not is_running(first[0]))
 
 
-def test_arguments_that_a_module_keeps_stay_as_they_are(caller: Caller) -> None:
-    """The memory of earlier requests and replies is theirs for good, on both sides."""
+def test_arguments_that_a_module_keeps_are_not_overwritten(caller: Caller) -> None:
+    """The memory of earlier requests and replies is never used again, on either side."""
     returned, expected = [], []
     for number in range(6):
         argument = np.full(LARGE, float(number))
         sums = caller.run("tasks_lines:keep", argument, calls=100)
-        argument[:] = -1.0  # the caller's own from here on
+        argument[:] = -1.0  # This must not change the worker's copy.
         expected.append(float(number) * LARGE)
         assert sums == expected
     caller.lines[0].retire()
@@ -100,32 +101,34 @@ def test_arguments_that_a_module_keeps_stay_as_they_are(caller: Caller) -> None:
         result = caller.run("tasks_lines:keep_and_change", np.full(LARGE, float(number)), 0.5, calls=100)
         assert result.flags.writeable
         returned.append(result)
-        # What the worker does to the arguments of earlier calls does not come through.
-        assert [float(one[0]) for one in returned] == [n + 0.5 for n in range(number + 1)]
-        assert all((one == one[0]).all() for one in returned)
+        # Changes that the worker makes to arguments of earlier calls must not be visible here.
+        assert [float(array[0]) for array in returned] == [n + 0.5 for n in range(number + 1)]
+        assert all((array == array[0]).all() for array in returned)
     returned[0][:] = 7.0
     assert float(caller.run("tasks_lines:keep_and_change", np.zeros(LARGE), 0.0, calls=100)[0]) == 0.0
-    assert [float(one[0]) for one in returned] == [7.0] + [n + 0.5 for n in range(1, 6)]
+    assert [float(array[0]) for array in returned] == [7.0] + [n + 0.5 for n in range(1, 6)]
 
 
-def test_a_shared_model_in_many_calls(caller: Caller) -> None:
-    """What is sent again and again is written once; each call sees the model that it was sent."""
+def test_each_call_gets_the_model_that_it_was_sent(caller: Caller) -> None:
+    """A model that is sent again and again is written only once."""
     for round_ in range(2):
         model = np.full(LARGE, float(round_)).tobytes()
         for _ in range(4):
-            (seen,) = caller.run("plain_tasks:echo", model, calls=3)
-            assert seen == model
+            (returned,) = caller.run("plain_tasks:echo", model, calls=3)
+            assert returned == model
 
 
-def test_late_events_of_a_call_end_nothing(caller: Caller) -> None:
-    """A thread that a call left behind goes on to send while others run."""
-    seen: list[dict[str, Any]] = []
+def test_late_events_of_a_call_do_not_disturb_later_calls(caller: Caller) -> None:
+    """A thread that a call left behind sends events during later calls."""
+    received: list[dict[str, Any]] = []
     caller.run("tasks_lines:chatter_later", 100, calls=100)
     for _ in range(20):
-        assert caller.run("plain_tasks:answer", calls=100, on_event=without_phases(seen), timeout_s=90) == 42
+        assert (
+            caller.run("plain_tasks:answer", calls=100, on_event=without_phases(received), timeout_s=90) == 42
+        )
 
 
-def test_one_worker_does_not_grow(caller: Caller) -> None:
+def test_the_memory_of_a_worker_does_not_grow(caller: Caller) -> None:
     pid = None
 
     def use(times: int) -> list[int]:
@@ -141,7 +144,7 @@ def test_one_worker_does_not_grow(caller: Caller) -> None:
     assert after[1] - before[1] < 8 << 20
 
 
-def test_cancel_ends_the_call_that_runs(caller: Caller, tmp_path: Any) -> None:
+def test_cancel_ends_the_running_call(caller: Caller, tmp_path: Any) -> None:
     file = tmp_path / "pid"
 
     def cancel() -> None:

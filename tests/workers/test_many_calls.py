@@ -1,4 +1,4 @@
-"""Many calls: they leave nothing behind, and those of several threads at once do not disturb each other."""
+"""Many calls leave nothing behind, and simultaneous calls of several threads do not disturb each other."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ from flower_gpu.workers.own_process import facts
 pytestmark = forkservers.marks()
 
 THREADS = 8
-# What a process may have more after all of them: fragments, a small part of what one call passes.
+# Growth of a process that is allowed after all calls, for fragmentation. Leaks would be much larger.
 SLACK_MB = 16
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a process holds."""
+class Resources:
+    """Resources that a process uses."""
 
     descriptors: int
     resident_mb: float
     maps: int
 
 
-def held(pid: int) -> Held:
+def resources(pid: int) -> Resources:
     folder = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     maps = (folder / "maps").read_text().count("\n")
-    return Held(len(list((folder / "fd").iterdir())), int(status["VmRSS"].split()[0]) / 1024, maps)
+    return Resources(len(list((folder / "fd").iterdir())), int(status["VmRSS"].split()[0]) / 1024, maps)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
-    """A server that has settled, and a caller whose caches are warm."""
+    """Start a server, and make calls until the caches of server and caller are warm."""
     with forkservers.own_servers(light=True):
         call_in_threads(THREADS * 3)
         yield only_server().pid
 
 
 def call(number: int) -> int:
-    """Pass weights of 1 MB, and have them changed; return the process that forked the worker."""
+    """Pass weights of 1 MB to a worker that changes them, and return the pid of its parent."""
     weights = [np.full(1 << 17, float(number))]
     changed, parent = run_in_worker("tasks_forkserver:plus_one", weights, start_method="forkserver")
     assert changed[0][0] == changed[0][-1] == number + 1
@@ -77,7 +77,7 @@ def call_in_threads(calls: int) -> set[int]:
         return set(pool.map(call, range(calls)))
 
 
-def test_nothing_is_left(server: int) -> None:
+def test_calls_leave_nothing_behind(server: int) -> None:
     caller = os.getpid()
     before = {pid: settled(pid) for pid in (caller, server)}
     shared = set(SHARED_MEMORY.iterdir())
@@ -87,31 +87,31 @@ def test_nothing_is_left(server: int) -> None:
     assert {call(number) for number in range(25)} == call_in_threads(75) == {server}
 
     assert only_server().calls == calls_before + 100
-    assert wait_until(lambda: held(server).descriptors <= before[server].descriptors)
+    assert wait_until(lambda: resources(server).descriptors <= before[server].descriptors)
     for pid in before:
         assert zombies_of(pid) == []
         assert wait_until(lambda pid=pid: set(children_of(pid)) <= processes), children_of(pid)
-        after = held(pid)
+        after = resources(pid)
         assert after.descriptors <= before[pid].descriptors
         assert after.resident_mb < before[pid].resident_mb + SLACK_MB, (before[pid], after)
         assert after.maps <= before[pid].maps + 20, (before[pid], after)
     assert wait_until(lambda: not new_in_shared_memory(shared)), new_in_shared_memory(shared)
 
 
-def settled(pid: int) -> Held:
-    """Return what a process holds, once it has got rid of what earlier calls left for a moment."""
-    seen = [held(pid).descriptors]
+def settled(pid: int) -> Resources:
+    """Return the resources of a process once those of earlier calls are released."""
+    counts = [resources(pid).descriptors]
 
     def is_settled() -> bool:
         threading.Event().wait(0.05)
-        seen.append(held(pid).descriptors)
-        return seen[-1] == seen[-2]
+        counts.append(resources(pid).descriptors)
+        return counts[-1] == counts[-2]
 
     assert wait_until(is_settled)
-    return held(pid)
+    return resources(pid)
 
 
-def test_one_death_fails_one_call(start_method: str, run: Run) -> None:
+def test_a_dead_worker_fails_only_its_own_call(start_method: str, run: Run) -> None:
     def call(number: int) -> str:
         try:
             if number % 2:
@@ -125,8 +125,8 @@ def test_one_death_fails_one_call(start_method: str, run: Run) -> None:
     assert results == ["(0,)", "died -9", "(2,)", "died -9"]
 
 
-def test_both_start_methods_and_calls_in_this_process_at_once(run: Run) -> None:
-    """Each thread's events go to its own call, also of calls that share the process."""
+def test_all_start_methods_can_be_used_at_the_same_time(run: Run) -> None:
+    """Events of each thread go to its own call, even if calls share a process."""
 
     def call(number: int) -> int:
         method = ("forkserver", "spawn", "fork", "in-process")[number % 4]
@@ -142,8 +142,8 @@ def test_both_start_methods_and_calls_in_this_process_at_once(run: Run) -> None:
     assert facts.sink is None
 
 
-def test_a_fork_waits_for_what_another_thread_imports(run: Run) -> None:
-    """In a fork there is no such thread: it would wait for the module for ever."""
+def test_a_fork_waits_for_an_import_of_another_thread(run: Run) -> None:
+    """The fork does not have that thread, and would wait for the module for ever."""
     sys.modules.pop("slow_import", None)
     with ThreadPoolExecutor(1) as pool:
         imported = pool.submit(importlib.import_module, "slow_import")
@@ -152,14 +152,14 @@ def test_a_fork_waits_for_what_another_thread_imports(run: Run) -> None:
         imported.result()
 
 
-def test_a_fork_from_a_pool_ends_without_a_word(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    """It has the thread that called it, and must not join that as one of the pool's."""
+def test_a_fork_from_a_pool_ends_silently(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its main thread was a thread of the pool. At exit, the fork must not join it."""
     with ThreadPoolExecutor(2) as pool:
         assert pool.submit(run_in_worker, "plain_tasks:answer", start_method="fork").result() == 42
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_the_environment_can_be_copied_while_calls_set_theirs() -> None:
+def test_the_environment_can_be_copied_while_calls_change_it() -> None:
     done = threading.Event()
 
     def set_and_restore() -> None:
@@ -179,8 +179,8 @@ def test_the_environment_can_be_copied_while_calls_set_theirs() -> None:
             sys.setswitchinterval(interval)
 
 
-def test_calls_in_this_process_leave_its_environment_as_it_was(run: Run) -> None:
-    """Also where they begin and end in any order."""
+def test_calls_in_this_process_restore_its_environment(run: Run) -> None:
+    """Calls may begin and end in any order."""
     before = dict(os.environ)
     together = threading.Barrier(8)
 
@@ -193,10 +193,10 @@ def test_calls_in_this_process_leave_its_environment_as_it_was(run: Run) -> None
         list(pool.map(call, range(8)))
     kept = {name: os.environ.get(name) for name in before | dict(os.environ)}
     changed = {name for name, value in kept.items() if value != before.get(name)}
-    assert changed <= {"OMP_NUM_THREADS"}, "what a library may have read by now"
+    assert changed <= {"OMP_NUM_THREADS"}, "only a variable that a library may have read may stay changed"
 
 
-def test_a_call_in_this_process_makes_no_worker_of_the_others(run: Run) -> None:
+def test_a_call_in_this_process_does_not_turn_other_threads_into_workers(run: Run) -> None:
     began, go_on = threading.Event(), threading.Event()
 
     def wait() -> bool:
@@ -213,7 +213,7 @@ def test_a_call_in_this_process_makes_no_worker_of_the_others(run: Run) -> None:
     assert not leasing.is_worker()
 
 
-def test_a_worker_that_is_forked_in_such_a_call_is_a_process_of_its_own(run: Run) -> None:
+def test_a_worker_forked_in_such_a_call_is_a_separate_process(run: Run) -> None:
     def fork() -> bool:
         return run_in_worker(own_process.is_inside, start_method="fork", gpu="never") is False
 

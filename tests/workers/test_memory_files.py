@@ -1,4 +1,4 @@
-"""Memory files: sealed, mapped, unmapped; one that is not as it should be is an error, never a crash."""
+"""Memory files are sealed, mapped and unmapped. A damaged file is an error, never a crash."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def file() -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_read_takes_no_memory_for_what_is_not_there(file: int) -> None:
+def test_read_allocates_no_memory_beyond_the_file(file: int) -> None:
     with pytest.raises(EOFError):
         memory_files.read(file, 1 << 60, 0)
     with pytest.raises(EOFError):
         memory_files.read(file, 1, SIZE)
 
 
-def test_programs_do_not_inherit_it(file: int) -> None:
+def test_programs_do_not_inherit_the_file(file: int) -> None:
     assert not os.get_inheritable(file)
 
 
-def test_sealed_size(file: int) -> None:
+def test_a_sealed_size_cannot_be_changed(file: int) -> None:
     memory_files.seal_size(file)
     for size in (SIZE - 1, SIZE + 1):
         with pytest.raises(PermissionError):
@@ -53,29 +53,29 @@ def test_sealed_size(file: int) -> None:
     os.pwrite(file, b"2", 0)
 
 
-def test_sealed_content(file: int) -> None:
+def test_sealed_content_cannot_be_changed(file: int) -> None:
     assert memory_files.seal(file)
     with pytest.raises(PermissionError):
         os.pwrite(file, b"2", 0)
     with pytest.raises(PermissionError):
         mmap.mmap(file, SIZE)
-    assert memory_files.seal(file)  # no matter how often
+    assert memory_files.seal(file)  # Sealing again is allowed.
 
 
-def test_no_seal_on_other_files(tmp_path: Path) -> None:
+def test_other_files_cannot_be_sealed(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb") as other:
         assert not memory_files.seal(other.fileno())
 
 
-def test_what_cannot_be_mapped(file: int) -> None:
+def test_a_map_that_fails_is_an_error(file: int) -> None:
     with pytest.raises(OSError, match="cannot map"):
         memory_files.Map(-1, SIZE)
     with pytest.raises(OSError, match="cannot map"):
         memory_files.Map(file, 1 << 60)
 
 
-def test_views_that_outlive_everything() -> None:
-    """An array is used while the interpreter ends: after every exit function, in a finalizer."""
+def test_views_stay_valid_until_the_interpreter_ends() -> None:
+    """A view is used in a finalizer, after all exit functions."""
     code = """
 import os
 from flower_gpu.workers import memory_files
@@ -95,8 +95,8 @@ atexit.register(lambda: view[1])
     assert (done.returncode, done.stdout, done.stderr) == (0, "5001", "")
 
 
-def contents() -> bytes:
-    """Return a reply as it should be."""
+def valid_reply() -> bytes:
+    """Return the bytes of a valid reply."""
     descriptor = transport.create("test")
     try:
         transport.write_reply([np.arange(5000.0), np.arange(700), "text"], descriptor)
@@ -105,7 +105,7 @@ def contents() -> bytes:
         os.close(descriptor)
 
 
-GOOD = contents()
+GOOD = valid_reply()
 FIXED = transport._HEADER.size + transport._CHECKSUM.size + 2 * transport._REGION.size
 
 
@@ -120,33 +120,33 @@ def read(data: bytes) -> Any:
 
 @given(st.integers(0, len(GOOD) - 1))
 @example(0)
-def test_torn_file(size: int) -> None:
+def test_an_incomplete_file_is_refused(size: int) -> None:
     with pytest.raises(WorkerError):
         read(GOOD[:size])
 
 
 @given(st.binary(max_size=400), st.booleans())
-def test_random_file(data: bytes, with_magic: bool) -> None:
+def test_a_random_file_is_refused(data: bytes, with_magic: bool) -> None:
     with pytest.raises(WorkerError):
         read(transport._MAGIC * with_magic + data)
 
 
 @given(st.integers(0, FIXED - 1), st.integers(1, 255))
 @settings(max_examples=examples(300))
-def test_damaged_header(place: int, change: int) -> None:
+def test_a_damaged_header_is_refused(position: int, change: int) -> None:
     data = bytearray(GOOD)
-    data[place] ^= change
+    data[position] ^= change
     with pytest.raises(WorkerError):
         read(bytes(data))
 
 
-def test_memory_in_huge_pages_holds_what_it_held(run_script: Callable[..., Any]) -> None:
+def test_moving_memory_to_huge_pages_keeps_its_content(run_script: Callable[..., Any]) -> None:
     done = run_script(
         """
         import numpy as np
         from flower_gpu.workers.forkserver.forking import (collapse, huge_page_regions)
 
-        array = np.arange(8_000_000)  # 64 MB: a map of its own
+        array = np.arange(8_000_000)  # 64 MB, so it has its own map.
         copy = array.tobytes()
         first, size = array.__array_interface__["data"][0], array.nbytes
         regions = huge_page_regions()

@@ -1,4 +1,4 @@
-"""Callers with more open files than `select.select` takes, or without another thread to be had."""
+"""Callers with more open files than `select.select` accepts, and callers that cannot start a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from forkservers import WITH_TASKS
 from run_programs import run_python
 
-pytestmark = forkservers.marks(own="folder")
+pytestmark = forkservers.marks(fixture="folder")
 
 MANY_FILES = """
 import json, os, signal, subprocess, sys
@@ -69,8 +69,8 @@ print(json.dumps([results, files() - before]))
 """
 
 
-def told(code: str, *arguments: str) -> object:
-    """Return what a program tells in its last line."""
+def run_and_parse(code: str, *arguments: str) -> object:
+    """Run a program, and return the JSON value in its last line."""
     tests = Path(__file__).parents[1]
     path = os.pathsep.join([str(tests), WITH_TASKS["PYTHONPATH"]])
     done = run_python(code, *arguments, env={**os.environ, "PYTHONPATH": path})
@@ -79,12 +79,12 @@ def told(code: str, *arguments: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_what_hangs_is_ended_by_a_caller_with_many_files() -> None:
-    """A resource tracker, and a fork server that gives no answer."""
-    assert told(MANY_FILES) == [-9, True]
+def test_a_caller_with_many_files_ends_processes_that_hang() -> None:
+    """It ends a resource tracker, and replaces a fork server that does not answer."""
+    assert run_and_parse(MANY_FILES) == [-9, True]
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_without_threads_no_result_is_lost_and_no_file_stays_open(start_method: str) -> None:
-    """A worker that takes its time to exit is left to a thread, where there can be one."""
-    assert told(NO_THREADS, start_method) == [[42, 42, 42], 0]
+    """Usually a thread waits for a worker that exits late."""
+    assert run_and_parse(NO_THREADS, start_method) == [[42, 42, 42], 0]

@@ -1,4 +1,4 @@
-"""No process of another account reaches a socket of ours, nor one that a library makes in our processes."""
+"""Processes of other accounts can reach neither our sockets nor those of libraries in our processes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from flower_gpu.workers import state_folder
 pytestmark = forkservers.marks()
 
 WAIT = "tasks_sockets:wait_with_sockets"
-# Of a Listener, a Manager, the fork server of multiprocessing, and a process that shares descriptors.
+# Number of sockets: a Listener, a Manager, multiprocessing's fork server, and a process that shares
+# descriptors.
 SOCKETS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder() -> Iterator[Path]:
-    with forkservers.own_servers(light=True) as found:
-        yield found.parent  # others may enter that
+    with forkservers.own_servers(light=True) as servers_folder:
+        yield servers_folder.parent  # Other accounts may enter this folder.
 
 
 def folders_of_workers() -> list[Path]:
     return list((state_folder.state_dir() / "sockets").iterdir())
 
 
-def look_at(tmp_path: Path, call: Callable[[str, str], Any]) -> None:
-    """Look, as another account, at a worker that does :data:`WAIT`; then nothing of it is left."""
+def check_sockets(tmp_path: Path, call: Callable[[str, str], Any]) -> None:
+    """Check that another account cannot reach the sockets of a worker that runs :data:`WAIT`."""
     ready, go = tmp_path / "ready", tmp_path / "go"
     values: list[Any] = []
     thread = threading.Thread(target=lambda: values.append(call(str(ready), str(go))))
@@ -45,11 +46,11 @@ def look_at(tmp_path: Path, call: Callable[[str, str], Any]) -> None:
     try:
         assert wait_until(lambda: ready.exists() or not thread.is_alive(), 90)
         pid = int(ready.read_text())
-        found = addresses_of(running_in_group(pid))
-        assert len(found) == SOCKETS, found
-        (own,) = (path for path in folders_of_workers() if path.name.endswith(f"-{pid}"))
-        folders = [state_folder.state_dir(), own.parent, own]
-        assert reached_by_a_stranger(found, folders) == []
+        addresses = addresses_of(running_in_group(pid))
+        assert len(addresses) == SOCKETS, addresses
+        (socket_folder,) = (path for path in folders_of_workers() if path.name.endswith(f"-{pid}"))
+        folders = [state_folder.state_dir(), socket_folder.parent, socket_folder]
+        assert reached_by_a_stranger(addresses, folders) == []
         assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
     finally:
         go.touch()
@@ -58,29 +59,29 @@ def look_at(tmp_path: Path, call: Callable[[str, str], Any]) -> None:
 
 
 @needs_root
-def test_a_worker(start_method: str, tmp_path: Path) -> None:
-    look_at(tmp_path, lambda *args: run_in_worker(WAIT, *args, start_method=start_method))
+def test_sockets_of_a_worker_cannot_be_reached(start_method: str, tmp_path: Path) -> None:
+    check_sockets(tmp_path, lambda *args: run_in_worker(WAIT, *args, start_method=start_method))
     assert folders_of_workers() == []
 
 
 @needs_root
-def test_a_fork_server(folder: Path) -> None:
+def test_the_socket_of_a_fork_server_cannot_be_reached(folder: Path) -> None:
     server = run_in_worker("tasks_forkserver:server", start_method="forkserver")
-    found = addresses_of([server])
-    assert len(found) == 1
+    addresses = addresses_of([server])
+    assert len(addresses) == 1
     file = state_folder.state_dir() / f"{only_server().name}.socket"
-    assert reached_by_a_stranger([*found, (found[0][0], str(file))], [state_folder.state_dir()]) == []
+    assert reached_by_a_stranger([*addresses, (addresses[0][0], str(file))], [state_folder.state_dir()]) == []
 
 
 @needs_root
-def test_a_stranger_reaches_what_has_no_permissions() -> None:
-    """The look itself: it finds what can be reached."""
+def test_unprotected_sockets_and_folders_can_be_reached() -> None:
+    """This shows that the check itself works."""
     from multiprocessing.connection import Listener
 
     with Listener("\0flower-gpu-test"):
-        found = addresses_of([os.getpid()])
-        assert [address for _, address in found] == ["\0flower-gpu-test"]
-        assert reached_by_a_stranger(found, [Path("/")]) == ["\0flower-gpu-test", "/"]
+        addresses = addresses_of([os.getpid()])
+        assert [address for _, address in addresses] == ["\0flower-gpu-test"]
+        assert reached_by_a_stranger(addresses, [Path("/")]) == ["\0flower-gpu-test", "/"]
 
 
 def test_a_killed_worker_leaves_no_folder(start_method: str) -> None:
@@ -91,7 +92,7 @@ def test_a_killed_worker_leaves_no_folder(start_method: str) -> None:
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_killed_caller_leaves_no_folder(start_method: str, tmp_path: Path) -> None:
-    """The fork server tidies up at once, and whoever spawns a worker next."""
+    """The fork server removes it at once. Otherwise the next spawned worker's caller removes it."""
     ready = tmp_path / "ready"
     with Client() as caller:
         caller.send(WAIT, str(ready), str(tmp_path / "go"), start_method=start_method)
@@ -100,27 +101,29 @@ def test_a_killed_caller_leaves_no_folder(start_method: str, tmp_path: Path) -> 
         os.kill(caller.pid, signal.SIGKILL)
         assert wait_until(lambda: not running_in_group(pid))
     if start_method == "spawn":
-        # Not always the very next one: threads of what was killed may end a little later.
+        # Threads of the killed process may end late, so several calls may be needed.
         assert wait_until(
             lambda: run_in_worker("os:getpid", start_method="spawn") and not folders_of_workers()
         )
     else:
-        forkservers.leave()
+        forkservers.release_servers()
         server = only_server().pid
         os.kill(server, signal.SIGTERM)
         assert wait_until(lambda: not is_running(server))
         assert folders_of_workers() == []
 
 
-def test_a_folder_with_a_long_name(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
-    """Longer than an address of a socket."""
+def test_the_state_folder_may_have_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> None:
+    """The path is longer than the address of a socket may be."""
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(folder / ("long" * 30)))
     (tmp_path / "go").touch()
     assert run_in_worker(WAIT, str(tmp_path / "ready"), str(tmp_path / "go"), start_method="spawn") == "done"
     assert folders_of_workers() == []
 
 
-def test_what_is_not_a_workers_stays(folder: Path) -> None:
+def test_only_folders_of_workers_are_removed(folder: Path) -> None:
     parent = state_folder.state_dir() / "sockets"
     others = [parent / "mine", parent / "12-mine", parent / "notes.txt"]
     for path in others:
@@ -129,7 +132,8 @@ def test_what_is_not_a_workers_stays(folder: Path) -> None:
     unused = parent / "12-34"
     unused.mkdir()
     state_folder.remove_left_socket_folders()
-    assert sorted(parent.iterdir()) == sorted([*others, unused])  # others could have changed it
+    # Other accounts could have changed the folder, so nothing in it is removed.
+    assert sorted(parent.iterdir()) == sorted([*others, unused])
     parent.chmod(0o700)
     state_folder.remove_left_socket_folders()
     assert sorted(parent.iterdir()) == sorted(others)

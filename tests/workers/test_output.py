@@ -1,4 +1,4 @@
-"""What a worker writes: how it is read and remembered, and log lines that say of which client they are."""
+"""Output of workers: how it is read and kept for errors, and log lines that name their client."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from flower_gpu.workers.output import MOST_IN_A_FILE, Stream, Tail, echo
 
 def tail_of(text: str) -> str:
     tail = Tail()
-    take = tail.reader()
-    take(text)
-    take("")
+    add = tail.reader()
+    add(text)
+    add("")
     return str(tail)
 
 
@@ -47,8 +47,8 @@ a line after
 """
 
 
-def test_tail_of_stacks_shows_the_thread_that_matters() -> None:
-    """In a fork the stack goes on with that of the caller, and there may be many threads."""
+def test_the_tail_of_stacks_shows_the_current_thread() -> None:
+    """In a fork, the stack of the caller follows, and there may be many threads."""
     frames = "".join(f'  File "pytest.py", line {n} in caller\n' for n in range(60))
     shown = tail_of(STACKS.format(frames=frames)).splitlines()
     assert shown[:3] == ["a line before", "Fatal Python error: Segmentation fault", ""]
@@ -60,14 +60,14 @@ def test_tail_of_stacks_shows_the_thread_that_matters() -> None:
     assert len(shown) < 30
 
 
-def test_tail_without_a_current_thread_shows_the_last() -> None:
+def test_the_tail_without_a_current_thread_shows_the_last_thread() -> None:
     text = STACKS.replace("Current thread 0x2", "Thread 0x2").format(frames="")
     assert '  File "other.py", line 3 in wait' in tail_of(text)
     assert "innermost" not in tail_of(text)
 
 
 def test_drain_is_bounded() -> None:
-    """A process that left the worker's group may write faster than we read, for ever."""
+    """A process that left the worker's group may write faster than we can read, for ever."""
     descriptor = os.open("/dev/zero", os.O_RDONLY)
     try:
         received: list[int] = []
@@ -75,7 +75,7 @@ def test_drain_is_bounded() -> None:
     finally:
         os.close(descriptor)
     assert sum(received) == 1 << 20
-    assert received[-1] == 0  # the unfinished line is flushed
+    assert received[-1] == 0  # The unfinished line is flushed.
 
 
 class Unwritable(io.StringIO):
@@ -88,14 +88,14 @@ class Unwritable(io.StringIO):
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ValueError("closed file")])
-def test_echo_to_a_stream_that_cannot_be_written(error: Exception) -> None:
+def test_echo_ignores_a_stream_that_cannot_be_written(error: Exception) -> None:
     tail = Tail()
     for target in (Unwritable(error), None):
         echo(target, tail)(b"a line\n")
     assert str(tail) == "a line\na line"
 
 
-def test_a_file_gets_so_much_of_a_call_and_no_more(tmp_path: Path) -> None:
+def test_the_output_of_a_call_in_a_file_is_limited(tmp_path: Path) -> None:
     tail = Tail()
     with open(tmp_path / "log", "w") as file:
         on_data = echo(file, tail)
@@ -104,12 +104,12 @@ def test_a_file_gets_so_much_of_a_call_and_no_more(tmp_path: Path) -> None:
         on_data(b"the end\n")
     written = (tmp_path / "log").read_text()
     assert MOST_IN_A_FILE <= len(written) < MOST_IN_A_FILE + 1000
-    assert written.endswith("[flower-gpu: more than 16 MiB; the rest of this call's output is left out]\n")
-    assert str(tail).endswith("the end"), "errors quote the last lines all the same"
+    assert written.endswith("[flower-gpu: more than 16 MiB; the rest of this call is not here]\n")
+    assert str(tail).endswith("the end"), "errors must still quote the last lines"
 
 
-def test_lines_of_a_named_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log line has the name already, a bar is drawn once, and a file gets so much and no more."""
+def test_lines_of_a_named_call_start_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log line already has the name, a bar is shown in its last state, and the file is limited."""
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
     shown, tail = io.StringIO(), Tail()
     on_data = echo(shown, tail, "client 3: ")
@@ -144,7 +144,7 @@ MESSAGES = [
 
 
 def lines(text: str) -> list[str]:
-    """Return the messages, without what Flower's format has in front."""
+    """Return the messages without colors and the prefix of Flower's format."""
     shown = COLOR.sub("", text).splitlines()
     return [re.sub(r"^WARNING : +", "", line) for line in shown]
 
@@ -159,14 +159,14 @@ def call(task: str, client: str | None, server_round: int | None, start_method: 
 
 
 @pytest.mark.parametrize("with_flower", [False, True], ids=["alone", "with flwr"])
-def test_lines_of_a_worker(
+def test_log_lines_of_a_worker_name_its_client(
     start_method: str, with_flower: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if start_method == "fork":  # it has this process's handlers: pytest's
+    if start_method == "fork":  # The fork inherits pytest's handlers from this process.
         monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [])
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
         if with_flower or "flwr" in sys.modules:
-            pytest.skip("whether flwr is imported is decided in this process")
+            pytest.skip("a fork inherits the modules of this process")
     call("plain_tasks:log", "3", 2, start_method, with_flower)
     assert lines(capfd.readouterr().err) == expected("client 3, round 2: ")
     assert events.log_prefix() == ""
@@ -182,27 +182,27 @@ def test_lines_of_a_worker(
         ("7\nERROR: 8\x1b[2J", 1, r"client '7\nERROR: 8\x1b[2J', round 1: "),
     ],
 )
-def test_what_is_in_front(
+def test_the_prefix_names_client_and_round(
     client: str | None, server_round: int | None, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     call("plain_tasks:log", client, server_round, "forkserver")
-    # Not as a template: the prefix may look like one.
-    wanted = [message.replace("{}", prefix).replace("{{", "{").replace("}}", "}") for message in MESSAGES]
-    assert lines(capfd.readouterr().err) == wanted
+    # The prefix may contain braces, so ``str.format`` cannot be used.
+    with_prefix = [
+        message.replace("{}", prefix).replace("{{", "{").replace("}}", "}") for message in MESSAGES
+    ]
+    assert lines(capfd.readouterr().err) == with_prefix
 
 
-def test_a_worker_of_a_worker_is_of_the_same_client(capfd: pytest.CaptureFixture[str]) -> None:
-    call("plain_tasks:log_in_a_worker_of_this_one", "3", 2, "spawn")
+def test_a_nested_worker_has_the_same_prefix(capfd: pytest.CaptureFixture[str]) -> None:
+    call("plain_tasks:log_in_a_nested_worker", "3", 2, "spawn")
     assert lines(capfd.readouterr().err) == expected("client 3, round 2: ")
 
 
-def test_what_cannot_be_a_text_does_not_end_the_task() -> None:
-    assert call("plain_tasks:log_what_has_no_text", "3", 2, "forkserver") == "went on"
+def test_a_message_without_text_does_not_fail_the_task() -> None:
+    assert call("plain_tasks:log_an_object_without_text", "3", 2, "forkserver") == "went on"
 
 
-def test_a_worker_that_is_used_again_names_each_client(
-    caller: Caller, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reused_worker_names_each_client(caller: Caller, capfd: pytest.CaptureFixture[str]) -> None:
     line = caller.line()
     for client in (3, 4):
         line.begin()
@@ -228,7 +228,7 @@ print([name for name in ("flwr",) if name in sys.modules])
     ["", "import flwr.common.logger", "import logging; logging.basicConfig()"],
     ids=["alone", "flwr's logger", "basicConfig"],
 )
-def test_a_line_of_a_script_or_client_is_there_once(imports: str) -> None:
+def test_a_notice_in_a_script_is_printed_once(imports: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(imports=imports)], capture_output=True, text=True, timeout=150
     )
@@ -238,15 +238,21 @@ def test_a_line_of_a_script_or_client_is_there_once(imports: str) -> None:
     assert done.stdout == ("['flwr']\n" if "flwr" in imports else "[]\n")
 
 
-def test_every_logger_is_flowers_or_below_it() -> None:
-    """So that one handler and one format is that of all lines."""
-    made = {}
+def test_every_logger_is_flowers_or_a_child_of_it() -> None:
+    """Then all log lines have the same handler and format."""
+    names_by_place = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger"):
-                made[f"{path.relative_to(PACKAGE)}:{node.lineno}"] = [ast.unparse(each) for each in node.args]
-    assert made
-    own = {place: names for place, names in made.items() if names not in (["name"], ["events.LOGGER"])}
-    silenced = {"'mlflow.store.db.utils'"}  # of a library that tells how it makes its tables
-    assert {names[0] for names in own.values()} <= {"'flwr'", "'flwr.flower_gpu'"} | silenced, own
+                names_by_place[f"{path.relative_to(PACKAGE)}:{node.lineno}"] = [
+                    ast.unparse(argument) for argument in node.args
+                ]
+    assert names_by_place
+    literal_names = {
+        place: names for place, names in names_by_place.items() if names not in (["name"], ["events.LOGGER"])
+    }
+    silenced = {"'mlflow.store.db.utils'"}  # This library logs how it creates its tables.
+    assert {names[0] for names in literal_names.values()} <= {"'flwr'", "'flwr.flower_gpu'"} | silenced, (
+        literal_names
+    )
     assert events.LOGGER == "flwr.flower_gpu"

@@ -1,4 +1,4 @@
-"""What a running task reports, and how its caller shows it."""
+"""Progress of a running task: its events, and how the caller shows them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def events_of(start_method: str, task: str, *args: Any) -> tuple[list[Event], An
     return received, result
 
 
-def test_events_come_in_order_few_and_with_the_last() -> None:
+def test_events_are_ordered_limited_and_include_the_last() -> None:
     received, seconds = events_of("forkserver", "plain_tasks:count", 20_001, "epoch 1")
     assert received[0] == {"event": "progress", "desc": "epoch 1", "n": 0, "total": 20_001}
     assert received[-1] == {"event": "progress", "desc": "epoch 1", "n": 20_001, "total": 20_001}
@@ -45,11 +45,11 @@ def test_events_come_in_order_few_and_with_the_last() -> None:
 
 
 @pytest.mark.parametrize("start_method", [*SUPERVISED, "in-process"])
-def test_short_loops(start_method: str) -> None:
-    """Also without a length, and from a thread of the worker."""
+def test_short_loops_report_their_start_and_end(start_method: str) -> None:
+    """This includes loops without a length, and loops in a thread of the worker."""
     received, _ = events_of(start_method, "plain_tasks:count_in_many_ways")
-    found = [(event["desc"], event["n"], event["total"]) for event in received]
-    assert found == [
+    reports = [(event["desc"], event["n"], event["total"]) for event in received]
+    assert reports == [
         ("none", 0, 0),
         *[("one", 0, 1), ("one", 1, 1)],
         *[("two", 0, 2), ("two", 2, 2)],
@@ -59,16 +59,16 @@ def test_short_loops(start_method: str) -> None:
     ]
 
 
-def test_outside_of_a_call_it_just_iterates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_outside_of_a_call_progress_only_iterates(capsys: pytest.CaptureFixture[str]) -> None:
     received, _ = events_of("in-process", "plain_tasks:count", 2)
     assert len(received) == 2
     assert list(flower_gpu.progress(n * n for n in range(4))) == [0, 1, 4, 9]
     assert list(flower_gpu.progress([], desc="nothing")) == []
     assert capsys.readouterr() == ("", "")
-    assert len(received) == 2  # the call is over
+    assert len(received) == 2  # No event arrives after the call.
 
 
-def test_the_loop_may_end_early_or_fail() -> None:
+def test_a_loop_may_end_early_or_fail() -> None:
     def task() -> list[int]:
         for n in flower_gpu.progress(range(10)):
             if n == 2:
@@ -82,7 +82,9 @@ def test_the_loop_may_end_early_or_fail() -> None:
         run_in_worker(task)
 
 
-def test_nested_call_reports_to_its_own_caller(start_method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nested_call_reports_to_its_own_caller(
+    start_method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def outer(method: str) -> None:
         run_in_worker("plain_tasks:count", 3, "inner", start_method=method)
 
@@ -92,7 +94,7 @@ def test_nested_call_reports_to_its_own_caller(start_method: str, capsys: pytest
     assert "inner 3/3" in capsys.readouterr().err
 
 
-def test_plain_lines_where_there_is_no_terminal(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_progress_is_shown_as_lines(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     run_in_worker("plain_tasks:count", 30, "epoch 1", name="7")
     assert capfd.readouterr() == ("", "plain_tasks:count of client 7: epoch 1 30/30\n")
     first, last = run.events("progress")
@@ -100,7 +102,7 @@ def test_plain_lines_where_there_is_no_terminal(run: Run, capfd: pytest.CaptureF
     assert (last["n"], last["pid"]) == (30, run.pids()[0])
 
 
-def test_lines_are_thinned_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_lines_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressDisplay("fit of client 3", {}) as display:
         for n in range(101):
             display.on_event({"event": "progress", "desc": "epoch 1", "n": n, "total": 100})
@@ -110,11 +112,10 @@ def test_lines_are_thinned_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) < 100
 
 
-def test_a_line_at_the_end_of_the_servers_loops_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_ends_once_the_last_line_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The server evaluates in each round, and clients train in each round."""
-    label = (
-        f"evaluate on the server {os.urandom(4).hex()}"  # lines are remembered as long as this process lives
-    )
+    # Printed lines are remembered as long as this process lives, so the label must be new.
+    label = f"evaluate on the server {os.urandom(4).hex()}"
     for ends_once, count in ((True, 1), (False, 3)):
         for _ in range(3):
             with ProgressDisplay(label, {}, ends_once=ends_once) as display:
@@ -123,7 +124,9 @@ def test_a_line_at_the_end_of_the_servers_loops_is_printed_once(capsys: pytest.C
         assert capsys.readouterr().err == f"{label}: evaluate 2/2\n" * count
 
 
-def test_the_server_evaluates_often_and_says_so_once(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_repeated_evaluations_of_the_server_print_a_single_line(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     desc = os.urandom(4).hex()
     for _ in range(3):
         run_in_worker("plain_tasks:count", 5, desc)
@@ -141,14 +144,14 @@ def test_the_server_evaluates_often_and_says_so_once(run: Run, capfd: pytest.Cap
     ],
 )
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_an_app_that_calls_each_step_the_last_fills_nothing(
+def test_reports_of_an_endless_app_are_limited(
     reports: list[Event],
     is_terminal: bool,
     run: Run,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Trace and terminal have few of its reports, and the last one."""
+    """Each report may look like the last step. Trace and terminal get few reports, and the last report."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     last = {"desc": "end", "n": 9, "total": 9}
     began = time.monotonic()
@@ -169,7 +172,7 @@ def test_an_app_that_calls_each_step_the_last_fills_nothing(
 
 
 class Closed:
-    """A stream whose reader has gone."""
+    """A stream whose reader has closed it."""
 
     def isatty(self) -> bool:
         return False
@@ -182,7 +185,7 @@ class Closed:
 
 
 @pytest.mark.parametrize("kind", ["none", "closed", "broken"])
-def test_stderr_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_runs_even_if_stderr_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(os.devnull, "w") as closed:
         pass
     monkeypatch.setattr(sys, "stderr", {"none": None, "closed": closed, "broken": Closed()}[kind])
@@ -191,29 +194,31 @@ def test_stderr_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 def at_a_terminal(script: Path) -> str:
-    """Run a script with a pseudo-terminal as its stderr, and return what is drawn on it."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm draws to its width
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.DEVNULL, stderr=theirs) as process:
-        os.close(theirs)
-        limit = threading.Timer(120, process.kill)  # a deadlock is what one of the tests is about
+    """Run a script with a pseudo-terminal as its stderr, and return the output on it."""
+    terminal, script_end = pty.openpty()
+    fcntl.ioctl(script_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm fills its width.
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.DEVNULL, stderr=script_end
+    ) as process:
+        os.close(script_end)
+        limit = threading.Timer(120, process.kill)  # A failing test may cause a deadlock.
         limit.start()
         drawn = b""
         while True:
             try:
-                data = os.read(ours, 10_000)
-            except OSError:  # the other end is closed
+                data = os.read(terminal, 10_000)
+            except OSError:  # The other end is closed.
                 break
             if not data:
                 break
             drawn += data
-        os.close(ours)
+        os.close(terminal)
         limit.cancel()
         assert process.wait(timeout=60) == 0, drawn.decode()
     return drawn.decode()
 
 
-def test_bar_on_a_terminal(write_script: Callable[[str], Path]) -> None:
+def test_a_bar_is_drawn_on_a_terminal(write_script: Callable[[str], Path]) -> None:
     script = write_script(
         """
         import time
@@ -232,11 +237,11 @@ def test_bar_on_a_terminal(write_script: Callable[[str], Path]) -> None:
     assert "train of client 3 epoch 1:   0%|" in drawn
     assert "train of client 3 epoch 2:   0%|" in drawn
     assert "/4 [" in drawn
-    assert drawn.endswith(" \r")  # the bar is wiped at the end
+    assert drawn.endswith(" \r")  # The bar is erased at the end.
 
 
-def test_a_killed_worker_does_not_stop_the_callers_bars(write_script: Callable[[str], Path]) -> None:
-    """A fork shares tqdm's lock with its caller, who would wait for it for ever."""
+def test_a_killed_worker_does_not_block_the_callers_bars(write_script: Callable[[str], Path]) -> None:
+    """A fork shares tqdm's lock with its caller, which would wait for it for ever."""
     script = write_script(
         """
         import os

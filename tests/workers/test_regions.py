@@ -1,4 +1,4 @@
-"""The memory files of a call: what is copied and what is not, and who can change what."""
+"""The memory files of a call: which arrays are copied, and which process can change them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ needs_seals = pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed me
 
 
 class Call:
-    """One call through the two memory files, in a fork that plays the worker."""
+    """A call through the two memory files, with a fork as the worker."""
 
     def __init__(self) -> None:
         self.request, self.reply = (
@@ -44,8 +44,8 @@ class Call:
         if pid == 0:
             code = 1
             try:
-                _, given, _ = transport.read_request(self.request)
-                value = task(*given)
+                _, arguments, _ = transport.read_request(self.request)
+                value = task(*arguments)
                 transport.write_reply(value, self.reply)
                 if then is not None:
                     then(value)
@@ -68,9 +68,9 @@ class Call:
 
 @pytest.fixture
 def call() -> Iterator[Call]:
-    this = Call()
-    yield this
-    this.close()
+    new_call = Call()
+    yield new_call
+    new_call.close()
 
 
 def echo(*args: Any) -> Any:
@@ -130,51 +130,54 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 
 @settings(max_examples=examples(50))
 @given(st.lists(arrays(), max_size=4), st.booleans(), st.sampled_from([0, 1 << 20]))
-def test_any_arrays(sent: list[np.ndarray], with_seals: bool, mapped_from: int) -> None:
+def test_arrays_of_all_layouts_arrive_unchanged(
+    sent: list[np.ndarray], with_seals: bool, mapped_from: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "_MAPPED_BYTES", mapped_from)
         patch.setattr(memory_files, "SEALS", with_seals and memory_files.SEALS)
-        this = Call()
+        new_call = Call()
         try:
-            (arrived,) = this(echo, sent)
+            (arrived,) = new_call(echo, sent)
         finally:
-            this.close()
-    for ours, theirs in zip(arrived, sent, strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        assert ours.tobytes() == theirs.tobytes()
-        assert ours.flags.writeable == theirs.flags.writeable
-        assert ours.size == 0 or ours.ctypes.data % 16 == 0
+            new_call.close()
+    for result, original in zip(arrived, sent, strict=True):
+        assert (result.dtype, result.shape) == (original.dtype, original.shape)
+        assert result.tobytes() == original.tobytes()
+        assert result.flags.writeable == original.flags.writeable
+        assert result.size == 0 or result.ctypes.data % 16 == 0
 
 
 @needs_seals
-def test_what_is_updated_in_place_is_not_written_again(call: Call) -> None:
+def test_arrays_updated_in_place_are_not_written_again(call: Call) -> None:
     sent = [np.zeros(300_000), np.zeros((500, 600), np.float32, order="F")]
     arrived = call(add_one, sent)
     assert call.reply_size() < 4096
     assert [(array == 1).all() for array in arrived] == [True, True]
     assert [array.any() for array in sent] == [False, False]
     assert [array.flags.c_contiguous for array in arrived] == [True, False]
-    arrived[0] += 1  # and is the caller's own
+    arrived[0] += 1  # The caller may change the array.
     assert (arrived[0] == 2).all() and (arrived[1] == 1).all()
 
 
 @needs_seals
-def test_parts_of_what_was_given(call: Call) -> None:
+def test_parts_of_an_argument_are_written_only_if_they_overlap(call: Call) -> None:
     sent = np.arange(400_000.0)
 
     def task(array: np.ndarray) -> Any:
         return array[1000:300_000], array[300_000:].reshape(1000, 100), array[299_000:301_000], array[:3]
 
     arrived = call(task, sent)
-    assert 16_000 < call.reply_size() < 30_000  # the third overlaps: written
-    for ours, theirs in zip(arrived, task(sent), strict=True):
-        assert (ours == theirs).all()
+    # Only the third part is written, because it overlaps the others.
+    assert 16_000 < call.reply_size() < 30_000
+    for result, expected in zip(arrived, task(sent), strict=True):
+        assert (result == expected).all()
     arrived[0][-1] = arrived[1][0, 0] = -1
     assert arrived[2].tolist() == sent[299_000:301_000].tolist()
 
 
 @needs_seals
-def test_a_few_bytes_do_not_keep_a_large_request(call: Call) -> None:
+def test_a_small_part_does_not_keep_a_large_request(call: Call) -> None:
     arrived = call(lambda array: array[:50_000], np.arange(1_000_000.0))
     assert call.reply_size() > 400_000
     assert maps_of("request") == 0
@@ -182,7 +185,7 @@ def test_a_few_bytes_do_not_keep_a_large_request(call: Call) -> None:
 
 
 @needs_seals
-def test_arrays_are_unmapped_with_the_last_one(call: Call) -> None:
+def test_a_file_is_unmapped_with_its_last_array(call: Call) -> None:
     before = descriptors()
     arrived = call(lambda array: [array, np.ones(300_000)], np.zeros(300_000))
     assert (maps_of("request"), maps_of("reply")) == (1, 1)
@@ -194,7 +197,7 @@ def test_arrays_are_unmapped_with_the_last_one(call: Call) -> None:
     assert (maps_of("request"), maps_of("reply")) == (0, 0)
 
 
-def test_read_only_arrays_do_not_change(call: Call) -> None:
+def test_read_only_arrays_stay_read_only(call: Call) -> None:
     sent = np.arange(300_000.0)
     sent.flags.writeable = False
 
@@ -208,7 +211,7 @@ def test_read_only_arrays_do_not_change(call: Call) -> None:
     assert (same.flags.writeable, doubled.flags.writeable) == (False, True)
 
 
-def test_what_is_written_after_the_reply_does_not_count(call: Call) -> None:
+def test_changes_after_the_reply_have_no_effect(call: Call) -> None:
     def later(weights: list[np.ndarray]) -> None:
         weights[0][:] = 99
 
@@ -217,15 +220,16 @@ def test_what_is_written_after_the_reply_does_not_count(call: Call) -> None:
 
 
 @needs_seals
-def test_a_process_that_still_writes_into_the_request(call: Call) -> None:
+def test_a_process_that_still_writes_into_the_request_cannot_change_the_result(call: Call) -> None:
     pids, write_pid = os.pipe()
-    mapped, tell_mapped = os.pipe()
+    mapped, report_mapped = os.pipe()
 
     def task(array: np.ndarray) -> np.ndarray:
         if os.fork() == 0:
             os.setsid()
-            with mmap.mmap(call.request, 0) as memory:  # the worker's own map is not for its children
-                os.write(tell_mapped, b"x")
+            # Children do not inherit the worker's map.
+            with mmap.mmap(call.request, 0) as memory:
+                os.write(report_mapped, b"x")
                 os.write(write_pid, struct.pack("<Q", os.getpid()))
                 while True:
                     memory[-8] = (memory[-8] + 1) % 256
@@ -245,12 +249,12 @@ def test_a_process_that_still_writes_into_the_request(call: Call) -> None:
     finally:
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
-        for descriptor in (pids, write_pid, mapped, tell_mapped):
+        for descriptor in (pids, write_pid, mapped, report_mapped):
             os.close(descriptor)
 
 
 @needs_seals
-def test_hundreds_of_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_results_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_MAPPED_BYTES", 0)
     before = descriptors()
     kept = []
@@ -265,7 +269,7 @@ def test_hundreds_of_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_seals
-def test_when_nothing_can_be_mapped_any_more(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_can_be_read_without_a_map(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> None:
         raise OSError("too many maps")
 

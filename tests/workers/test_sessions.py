@@ -1,4 +1,4 @@
-"""Processes that a task puts into sessions of their own end with its worker, and not before."""
+"""Processes that a task starts in their own sessions end with its worker, and not earlier."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ TIMEOUT_S = 10
 @pytest.fixture(scope="module", autouse=True)
 def servers() -> Iterator[None]:
     with forkservers.own_servers(light=True):
-        run_in_worker("os:getpid", start_method="forkserver")  # a call with a time limit finds one
+        # Start the server now, so that calls with a time limit do not wait for it.
+        run_in_worker("os:getpid", start_method="forkserver")
         yield
 
 
 def pids_of(folder: Path) -> list[int]:
-    found = [int(path.read_text()) for path in folder.iterdir()]
-    assert len(found) == 4
-    return found
+    pids = [int(path.read_text()) for path in folder.iterdir()]
+    assert len(pids) == 4
+    return pids
 
 
 @pytest.mark.parametrize("end", ["return", "abort", "hang"])
-def test_they_end_with_the_worker(end: str, tmp_path: Path) -> None:
+def test_processes_in_other_sessions_end_with_the_worker(end: str, tmp_path: Path) -> None:
     def call() -> list[bool]:
         task, args = "tasks_sessions:leave", (str(tmp_path), end)
         timeout_s = TIMEOUT_S if end == "hang" else 60
@@ -49,22 +50,22 @@ def test_they_end_with_the_worker(end: str, tmp_path: Path) -> None:
     assert wait_until(lambda: not any(map(is_running, pids))), pids
 
 
-def test_they_outlive_other_workers(caller: Caller, tmp_path: Path) -> None:
-    """A worker that stays keeps its own while workers of other lines end."""
-    one, other = caller.line(), caller.line()
-    assert caller.run("tasks_sessions:leave", str(tmp_path), "return", line=one, calls=3) == [True] * 4
+def test_processes_in_other_sessions_outlive_other_workers(caller: Caller, tmp_path: Path) -> None:
+    """Processes of a worker that stays are not ended when workers of other lines end."""
+    line, other = caller.line(), caller.line()
+    assert caller.run("tasks_sessions:leave", str(tmp_path), "return", line=line, calls=3) == [True] * 4
     for _ in range(3):
         caller.run("os:getpid", line=other)
     assert all(map(is_running, pids_of(tmp_path)))
-    one.retire()
+    line.retire()
     pids = pids_of(tmp_path)
     assert wait_until(lambda: not any(map(is_running, pids))), pids
 
 
-def test_a_fork_server_that_a_worker_has_started_stays() -> None:
-    """Others may use it already."""
+def test_a_fork_server_started_by_a_worker_stays() -> None:
+    """Other processes may use it already."""
     pid = run_in_worker("tasks_sessions:start_server", "another", start_method="forkserver")
     assert isinstance(pid, int)
-    for _ in range(3):  # whoever looks after orphans has looked
+    for _ in range(3):  # Afterwards, the first server has ended its orphans.
         run_in_worker("os:getpid", start_method="forkserver")
     assert is_running(pid)

@@ -1,4 +1,4 @@
-"""The folder of fork servers, footprints and runs, and what a user has beside it."""
+"""The folder of fork servers, footprints and runs, and the user's own files next to it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from flower_gpu.workers.forkserver import control, sockets
 
 NAME = "0123456789abcdef0123"
 KEY = Key("app:fit", "weights", "gpu", ())
-# The second half is called as files of ours are.
-THEIRS = (
+# Files of the user. The second half have the same names as our own files.
+USER_FILES = (
     "thesis.tex",
     ".bashrc",
     "data/train.npy",
@@ -40,9 +40,9 @@ THEIRS = (
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that a user has had for long."""
+    """A folder that a user has filled long ago."""
     folder = tmp_path / "home"
-    for name in THEIRS:
+    for name in USER_FILES:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"all of {name}")
@@ -55,7 +55,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     control.stop(wait_s=20)
 
 
-def test_what_a_user_has_in_the_named_folder_stays_as_it_is(home: Path) -> None:
+def test_files_of_the_user_in_the_state_folder_stay_unchanged(home: Path) -> None:
     with Client() as caller:
         server = caller.call("tasks_forkserver:server")
         assert only_server().pid == server
@@ -64,19 +64,19 @@ def test_what_a_user_has_in_the_named_folder_stays_as_it_is(home: Path) -> None:
         assert recording.running_runs() == []
         with recording.registered(home / "data", "simulate", "app"):
             assert len(recording.running_runs()) == 1
-    left = [path for path in home.rglob("*") if state_folder.state_dir() not in (path, *path.parents)]
-    assert sorted(str(path.relative_to(home)) for path in left if path.is_file()) == sorted(THEIRS)
-    for name in THEIRS:
+    others = [path for path in home.rglob("*") if state_folder.state_dir() not in (path, *path.parents)]
+    assert sorted(str(path.relative_to(home)) for path in others if path.is_file()) == sorted(USER_FILES)
+    for name in USER_FILES:
         assert (home / name).read_text() == f"all of {name}"
         assert stat.S_IMODE((home / name).parent.stat().st_mode) == 0o755, name
     assert stat.S_IMODE(home.stat().st_mode) == 0o755
     assert stat.S_IMODE(state_folder.state_dir().stat().st_mode) == 0o700
-    assert {path.name for path in home.iterdir()} - {name.partition("/")[0] for name in THEIRS} == {
+    assert {path.name for path in home.iterdir()} - {name.partition("/")[0] for name in USER_FILES} == {
         state_folder.state_dir().name
     }
 
 
-def test_only_old_files_of_servers_that_are_gone_are_removed(home: Path) -> None:
+def test_only_old_files_of_ended_servers_are_removed(home: Path) -> None:
     folder = sockets.folder()
     Footprints().learn(KEY, 1 << 30)
     names = [f"{number:020x}" for number in range(6)]
@@ -90,7 +90,7 @@ def test_only_old_files_of_servers_that_are_gone_are_removed(home: Path) -> None
     (folder / "notes.log").touch()
     listener = sockets.listen(listening)
     sockets.listen(killed).close()
-    log = sockets.open_log(draining)  # as a server that ends with its last worker has it
+    log = sockets.open_log(draining)  # A server that waits for its last worker has its log open.
     with sockets.locked(starting, deadline=None):
         for path in folder.iterdir():
             if not path.name.startswith(new):
@@ -104,14 +104,14 @@ def test_only_old_files_of_servers_that_are_gone_are_removed(home: Path) -> None
         f"{listening}.socket",
     ]
     for name in (draining, starting):
-        assert len([each for each in kept if each.startswith(name)]) == 4
+        assert len([file for file in kept if file.startswith(name)]) == 4
     assert {"notes.log", "footprints.json"} <= set(kept)
     assert Footprints().get(KEY) == 1 << 30
     os.close(log)
     listener.close()
 
 
-def test_a_server_that_takes_no_more_calls_keeps_its_log(home: Path, tmp_path: Path) -> None:
+def test_a_draining_server_keeps_its_log(home: Path, tmp_path: Path) -> None:
     with Client() as caller:
         caller.send("tasks_forkserver:wait", str(tmp_path / "started"), str(tmp_path / "go"))
         assert wait_until((tmp_path / "started").exists)
@@ -129,8 +129,8 @@ def test_a_server_that_takes_no_more_calls_keeps_its_log(home: Path, tmp_path: P
     assert list(sockets.folder().glob(f"{name}.*")) == []
 
 
-def test_a_lock_that_was_removed_is_made_anew(home: Path) -> None:
-    """Else two processes would hold it, each its own file."""
+def test_a_removed_lock_file_is_created_again(home: Path) -> None:
+    """Otherwise two processes could hold the lock, each with its own file."""
     with sockets.locked(NAME, deadline=None):
         program = (
             "import sys\nfrom flower_gpu.workers.forkserver import sockets\n"
@@ -143,8 +143,8 @@ def test_a_lock_that_was_removed_is_made_anew(home: Path) -> None:
         assert other.stdin is not None and other.stdout is not None
         path = sockets.folder() / f"{NAME}.lock"
         assert other.stdout.readline() == "waits\n"
-        opened = f"/proc/{other.pid}/fd"
-        assert wait_until(lambda: str(path) in [str(fd.readlink()) for fd in Path(opened).iterdir()])
+        descriptors = f"/proc/{other.pid}/fd"
+        assert wait_until(lambda: str(path) in [str(fd.readlink()) for fd in Path(descriptors).iterdir()])
         path.unlink()
     assert other.stdout.readline() == "has it\n"
     with pytest.raises(TimeoutError), sockets.locked(NAME, deadline=time.monotonic() - 1):
@@ -152,7 +152,7 @@ def test_a_lock_that_was_removed_is_made_anew(home: Path) -> None:
     other.communicate("\n", timeout=60)
 
 
-def test_a_relative_folder_is_the_callers(tmp_path: Path) -> None:
+def test_a_relative_folder_is_relative_to_the_caller(tmp_path: Path) -> None:
     with Client(env={"FLOWER_GPU_STATE_DIR": "in/here", "LIGHT_SERVERS": "1"}) as caller:
         caller.do(f"os.chdir({str(tmp_path)!r})")
         try:
@@ -164,7 +164,7 @@ def test_a_relative_folder_is_the_callers(tmp_path: Path) -> None:
             caller.do("from flower_gpu.workers.forkserver import control; control.stop(wait_s=20)")
 
 
-def test_a_folder_that_others_can_write_to_is_refused_and_left(home: Path) -> None:
+def test_a_folder_that_others_can_write_to_is_refused_and_not_changed(home: Path) -> None:
     home.chmod(0o775)
     before = sorted(home.iterdir())
     with Client() as caller, pytest.raises(CallError, match="chmod go-w it, or set FLOWER_GPU_STATE_DIR"):

@@ -1,4 +1,4 @@
-"""How many threads a worker uses: planned, the user's own, the same for every start method."""
+"""The number of threads of a worker: planned or set by the user, and the same for each start method."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def torch_of_the_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Torch as it is when nobody has set anything; forked workers then have it."""
+    """Torch with its default number of threads. Forked workers inherit it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     torch = pytest.importorskip("torch")
@@ -60,7 +60,7 @@ def worker_start(request: pytest.FixtureRequest, torch_of_the_caller: Any) -> st
     return str(request.param)
 
 
-# What is planned.
+# The planned number of threads
 
 
 @given(st.integers(1, 10**9))
@@ -73,14 +73,16 @@ def test_workers_share_the_cores(concurrency: int) -> None:
 @given(
     st.integers(1, 2**31 - 1), st.lists(st.integers(1, 99)), st.integers(1, 99), st.sampled_from(["", " "])
 )
-def test_own_number_wins(first: int, deeper: list[int], concurrency: int, space: str) -> None:
+def test_a_number_of_the_user_takes_precedence(
+    first: int, deeper: list[int], concurrency: int, space: str
+) -> None:
     text = space + f"{space},{space}".join(map(str, [first, *deeper])) + space
     environ = {"OMP_NUM_THREADS": text, "FLOWER_GPU_CONCURRENCY": str(concurrency)}
     assert planned_threads(environ) == first
 
 
 @given(st.text() | st.text("0123456789,+- \tx"), st.integers(1, 99))
-def test_what_is_no_number_is_ignored(text: str, concurrency: int) -> None:
+def test_invalid_numbers_are_ignored(text: str, concurrency: int) -> None:
     concurrent = {"FLOWER_GPU_CONCURRENCY": str(concurrency)}
     threads = planned_threads({"OMP_NUM_THREADS": text, **concurrent})
     assert threads == (openmp_threads({"OMP_NUM_THREADS": text}) or planned_threads(concurrent))
@@ -88,18 +90,19 @@ def test_what_is_no_number_is_ignored(text: str, concurrency: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "٣"])
-def test_bad_concurrency(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_concurrency_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_GPU_CONCURRENCY", text)
     with pytest.raises(ConfigError) as caught:
         run_in_worker("plain_tasks:answer")
     assert f"FLOWER_GPU_CONCURRENCY must be a whole number, 1 or more, not {text!r}" in str(caught.value)
 
 
-def test_call_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_of_the_call_takes_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert call_settings({}).worker.threads == 5
     assert call_settings({"env": {"OMP_NUM_THREADS": "7,2"}}).worker.threads == 7
-    assert call_settings({"env": {"OMP_NUM_THREADS": ""}}).worker.threads == cores()  # as if it were not set
+    # An empty value counts as not set.
+    assert call_settings({"env": {"OMP_NUM_THREADS": ""}}).worker.threads == cores()
     assert call_settings({"env": {"FLOWER_GPU_CONCURRENCY": "2"}}).worker.threads == 5
 
 
@@ -107,7 +110,7 @@ TEXTS = ["1", " 3 ", "+3", "03", "4,2", "4 , 2", "4,", ",4", "4,x", "4,0", "0", 
 
 
 def test_numbers_are_read_as_openmp_reads_them() -> None:
-    """By the OpenMP runtime that comes with torch, in a process for each."""
+    """The OpenMP runtime of torch reads each text, in a new process."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
     libraries = sorted(Path(spec.origin).parent.glob("lib/libgomp*"))
@@ -122,16 +125,16 @@ def test_numbers_are_read_as_openmp_reads_them() -> None:
 
     default = read_by_openmp(None)
     for text in TEXTS:
-        ours = openmp_threads({"OMP_NUM_THREADS": text})
-        assert read_by_openmp(text) == (ours or default), text
+        number = openmp_threads({"OMP_NUM_THREADS": text})
+        assert read_by_openmp(text) == (number or default), text
 
 
-# What workers do.
+# The threads that workers use
 
 
-def test_every_library_has_the_number(worker_start: str, run: Run) -> None:
+def test_every_library_uses_the_planned_number(worker_start: str, run: Run) -> None:
     counts = run_in_worker("tasks_threads:count_threads", start_method=worker_start)
-    assert len(counts) >= 4, counts  # torch, its OpenMP runtime, BLAS of numpy and of scipy
+    assert len(counts) >= 4, counts  # torch, its OpenMP runtime, and the BLAS of numpy and of scipy
     assert set(counts.values()) == {cores()}
     for event in ("worker_started", "worker_finished"):
         assert [line["threads"] for line in run.events(event)] == [cores()]
@@ -141,44 +144,44 @@ ALL = (str(cores()), cores())
 
 
 @pytest.mark.parametrize(
-    ("of_caller", "of_call", "found"),
+    ("caller_variables", "call_variables", "expected"),
     [
         ({"FLOWER_GPU_CONCURRENCY": "1000000"}, {}, ("1", 1)),
         ({"OMP_NUM_THREADS": "2", "FLOWER_GPU_CONCURRENCY": "7"}, {"OMP_NUM_THREADS": "1,3"}, ("1,3", 1)),
         ({"OMP_NUM_THREADS": ""}, {}, ALL),
     ],
 )
-def test_own_setting_wins_over_the_share(
-    of_caller: dict[str, str],
-    of_call: dict[str, str],
-    found: tuple[str, int],
+def test_a_users_setting_takes_precedence_over_the_share_of_cores(
+    caller_variables: dict[str, str],
+    call_variables: dict[str, str],
+    expected: tuple[str, int],
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in of_caller.items():
+    for name, value in caller_variables.items():
         monkeypatch.setenv(name, value)
-    call = {"start_method": "forkserver", "env": of_call}
-    assert run_in_worker("tasks_threads:variable_and_torch", **call) == found
+    call = {"start_method": "forkserver", "env": call_variables}
+    assert run_in_worker("tasks_threads:variable_and_torch", **call) == expected
     for event in ("worker_started", "worker_finished"):
-        assert [line["threads"] for line in run.events(event)] == [found[1]]
-    assert of_caller.items() <= os.environ.items()
+        assert [line["threads"] for line in run.events(event)] == [expected[1]]
+    assert caller_variables.items() <= os.environ.items()
     assert run_in_worker("tasks_threads:set_in_torch", 3, **call) == 3
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_module_may_set_its_own(start_method: str, torch_of_the_caller: Any, run: Run) -> None:
+def test_a_task_module_may_set_its_own_number(start_method: str, torch_of_the_caller: Any, run: Run) -> None:
     assert run_in_worker("sets_threads:threads_of_torch", start_method=start_method) == ("1", 1)
 
 
-def test_number_set_in_torch_by_the_caller(torch_of_the_caller: Any, run: Run) -> None:
-    """A module of a client app that calls torch.set_num_threads means its training."""
+def test_a_number_that_the_caller_set_in_torch_is_kept(torch_of_the_caller: Any, run: Run) -> None:
+    """A client app that calls torch.set_num_threads intends this number for its training."""
     torch_of_the_caller.set_num_threads(cores() + 1)
     task = "tasks_threads:variable_and_torch"
     for method in ("fork", "in-process"):
         if method != "fork" or initialized_cuda_devices() is None:
-            found = run_in_worker(task, start_method=method)
-            assert found == (str(cores() + 1), cores() + 1), method
-    # A fresh torch takes at most as many as there are cores.
+            result = run_in_worker(task, start_method=method)
+            assert result == (str(cores() + 1), cores() + 1), method
+    # In a new process, torch uses no more threads than there are cores.
     assert run_in_worker(task, start_method="forkserver")[0] == str(cores() + 1)
     assert run_in_worker(task, start_method="forkserver", num_cpus=1) == ("1", 1)
     assert run_in_worker(task, start_method="fork", env={"OMP_NUM_THREADS": "1"}) == ("1", 1)
@@ -186,7 +189,7 @@ def test_number_set_in_torch_by_the_caller(torch_of_the_caller: Any, run: Run) -
     assert threads[-5:] == [cores() + 1] * 3 + [1] * 2
 
 
-def test_the_caller_has_its_number_afterwards(torch_of_the_caller: Any) -> None:
+def test_the_number_of_the_caller_is_restored(torch_of_the_caller: Any) -> None:
     import tasks_threads
 
     torch_of_the_caller.set_num_threads(cores() + 1)
@@ -200,10 +203,10 @@ def test_the_caller_has_its_number_afterwards(torch_of_the_caller: Any) -> None:
     tasks_threads.compute()
 
 
-# What a fork of a process with other numbers does.
+# A fork of a process with other numbers
 
 ENVIRONMENTS: list[dict[str, str]] = [
-    {"OMP_NUM_THREADS": "3,1"},  # on two cores some take only two
+    {"OMP_NUM_THREADS": "3,1"},  # On two cores, some libraries use only two threads.
     {"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "1"},
 ]
 
@@ -228,9 +231,9 @@ for variables in json.loads(sys.argv[1]):
         os.environ.update(environ)
         os.sched_setaffinity(0, cpus)
         threads.apply()
-        found = [len(os.listdir("/proc/self/task")), tasks_threads.count_threads()]
+        counts = [len(os.listdir("/proc/self/task")), tasks_threads.count_threads()]
         tasks_threads.compute()
-        os.write(write, json.dumps(found).encode())
+        os.write(write, json.dumps(counts).encode())
         os._exit(0)
     os.close(write)
     _, status = os.wait()
@@ -241,7 +244,7 @@ for variables in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def of_fresh_processes() -> list[dict[str, int]]:
+def expected_counts() -> list[dict[str, int]]:
     code = "import json, tasks_threads; print(json.dumps(tasks_threads.count_threads()))"
     base = {name: value for name, value in os.environ.items() if name not in VARIABLES} | WITH_TASKS
     return [
@@ -258,12 +261,14 @@ def of_fresh_processes() -> list[dict[str, int]]:
     ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no worker begins with libraries loaded")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="on other systems, workers start without loaded libraries"
+)
 @pytest.mark.parametrize("parent", ["after regions", "on one cpu"])
-def test_fork_has_the_numbers_of_a_fresh_process(
-    parent: str, of_fresh_processes: list[dict[str, int]], run_script: Callable[..., Any]
+def test_a_fork_uses_the_numbers_of_a_new_process(
+    parent: str, expected_counts: list[dict[str, int]], run_script: Callable[..., Any]
 ) -> None:
-    """A fork server is loaded with one thread each; its children compute with several, and do not hang."""
+    """In a fork server each library has one thread. Its forks use several threads, and do not hang."""
     done = run_script(
         FORKS,
         json.dumps(ENVIRONMENTS),
@@ -271,7 +276,8 @@ def test_fork_has_the_numbers_of_a_fresh_process(
         timeout_s=120,
         env={**WITH_TASKS, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [counts for _, counts in found] == of_fresh_processes
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [counts for _, counts in results] == expected_counts
     if parent != "on one cpu":
-        assert {running for running, _ in found} == {1}  # OpenBLAS's would wait in a busy loop
+        # Idle threads of OpenBLAS would wait in a busy loop.
+        assert {running for running, _ in results} == {1}

@@ -1,4 +1,4 @@
-"""What arrives is what was sent: arrays of every kind, in both directions."""
+"""Arrays of all kinds arrive unchanged, in both directions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return array
 
 
-#: What the arrays of test_regions have not.
+#: Arrays with properties that those of test_regions do not have.
 ARRAYS = {
     "large": np.arange(1_000_000, dtype=np.float32),
     "records": np.zeros(600, dtype=[("a", "i4"), ("b", "f8", (2,))]),
@@ -30,8 +30,8 @@ ARRAYS = {
     "records, large": np.zeros(6000, dtype=[("a", "i1"), ("b", "f8", (2,))]),
     "another class": np.arange(10_000.0).view(np.matrix),
     "masked": np.ma.masked_greater(np.arange(10_000.0), 5000),
-    "no bytes in many": np.zeros((1000, 0, 1000)),
-    "one of many dimensions": np.zeros((1,) * 32),
+    "many empty rows": np.zeros((1000, 0, 1000)),
+    "many dimensions": np.zeros((1,) * 32),
 }
 
 
@@ -44,7 +44,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
     assert arrived.ctypes.data % 16 == 0 if isinstance(arrived, np.ndarray) else True
 
 
-def test_arrays_both_ways(start_method: str, run: Run) -> None:
+def test_arrays_arrive_unchanged_in_both_directions(start_method: str, run: Run) -> None:
     arrived = run_in_worker("plain_tasks:echo", *ARRAYS.values(), start_method=start_method)
     for name, array in zip(ARRAYS, arrived, strict=True):
         try:
@@ -53,37 +53,37 @@ def test_arrays_both_ways(start_method: str, run: Run) -> None:
             raise AssertionError(name) from error
 
 
-def test_the_same_array_twice_stays_one(run: Run) -> None:
+def test_an_array_that_is_passed_twice_stays_a_single_array(run: Run) -> None:
     array = np.zeros(5000)
     first, second = run_in_worker("plain_tasks:echo", array, array)
     first[0] = 1
     assert second[0] == 1
 
 
-def test_plain_values(run: Run) -> None:
+def test_plain_values_arrive_unchanged(run: Run) -> None:
     sent = (None, 1, 2.5, "text", b"bytes", [1, [2]], {"a": (1, 2)}, {3}, OrderedDict(b=1, a=2), 10**50)
     assert run_in_worker("plain_tasks:echo", *sent) == sent
     named = {"label": 1, "args": 2, "kwargs": 3, "call": 4, "settings": 5, "kind": 6}
     assert run_in_worker("plain_tasks:echo", **named) == ((), named)
 
 
-def test_objects_are_refused_with_their_place(start_method: str, run: Run) -> None:
+def test_arrays_of_objects_are_refused_with_their_place(start_method: str, run: Run) -> None:
     objects = np.array([1, "a", None], dtype=object)
     with pytest.raises(InvalidResultError, match=r"result\[1\]\['x'\] is an array of objects .*numeric"):
         run_in_worker(lambda: [1, {"x": np.array([1, "a", None], dtype=object)}], start_method=start_method)
-    if start_method != "fork":  # which passes nothing
+    if start_method != "fork":  # A fork inherits its arguments.
         with pytest.raises(WorkerStartError, match=r"args\[0\]\[0\] is an array of objects .*numeric"):
             run_in_worker("plain_tasks:echo", [objects], start_method=start_method)
         with pytest.raises(WorkerStartError, match=r"kwargs\['named'\] is an array of objects"):
             run_in_worker("plain_tasks:echo", named=objects, start_method=start_method)
 
 
-def test_objects_inside_of_something_else(run: Run) -> None:
+def test_an_array_of_objects_inside_another_object_is_passed(run: Run) -> None:
     (arrived,) = run_in_worker("plain_tasks:echo", plain_tasks.Table())
     assert arrived.columns.tolist() == ["a", 1, None]
 
 
-def test_tensors(run: Run) -> None:
+def test_tensors_arrive_unchanged_and_writable(run: Run) -> None:
     torch = pytest.importorskip("torch")
 
     def update(tensors: list[Any], array: np.ndarray) -> Any:
@@ -129,11 +129,11 @@ def test_processes_of_the_worker_do_not_change_its_arrays(run: Run) -> None:
     assert (run_in_worker(task, array) == 1).all()
 
 
-#: More than one system call takes: just under 2 GiB.
+#: Number of bytes, more than the limit of a system call (just under 2 GiB).
 LARGE = 2**31 + 8192
 
 
-def test_more_than_two_gibibytes(run: Run) -> None:
+def test_more_than_two_gibibytes_can_be_passed(run: Run) -> None:
     available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     if available is None or int(available[1]) < 8 << 20:
         pytest.skip("needs 8 GiB of memory")
@@ -150,9 +150,9 @@ def test_more_than_two_gibibytes(run: Run) -> None:
     assert sent[-3:].tolist() == [0, 0, 5]
 
 
-def test_a_class_that_only_a_function_of_a_library_has_goes_by_value(run: Run) -> None:
+def test_a_local_class_of_a_library_is_passed_by_value(run: Run) -> None:
     class Local:
         value = 42
 
-    Local.__module__ = "flwr.app"  # as if that made it
+    Local.__module__ = "flwr.app"  # as if that module had defined it
     assert run_in_worker("plain_tasks:value_of", Local(), start_method="spawn") == 42

@@ -1,4 +1,4 @@
-"""Workers that SIGKILL does not end: they wait in the kernel for a disk that hangs (Linux; FUSE)."""
+"""Workers that SIGKILL does not end, because they wait in the kernel for a disk that hangs (Linux, FUSE)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from run_programs import run
 
 from flower_gpu.unkillable import sleeping_in
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 pytestmark = forkservers.marks()
 
 
 @pytest.fixture
 def steps(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Iterator[dict[str, Any]]]:
-    """Run ``stuck_caller.py`` beside a disk that hangs; yield what it tells after each step."""
+    """Run ``stuck_caller.py`` with a disk that hangs, and yield its report on each step."""
     disk, scratch, state, ledger = (tmp_path / name for name in ("disk", "scratch", "state", "ledger"))
     for folder in (disk, scratch, state, ledger):
         folder.mkdir(mode=0o700)
     ledger.chmod(0o1777)
-    tried = run([sys.executable, hung_disk.__file__, disk, "-c", ""], stdin=subprocess.DEVNULL)
-    if tried.returncode:
-        pytest.skip(f"no FUSE file system can be mounted here: {tried.stderr}")
+    probe = run([sys.executable, hung_disk.__file__, disk, "-c", ""], stdin=subprocess.DEVNULL)
+    if probe.returncode:
+        pytest.skip(f"no FUSE file system can be mounted here: {probe.stderr}")
     env = {
         **os.environ,
         **forkservers.WITH_TASKS,
@@ -39,7 +39,7 @@ def steps(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Iterator[d
         "FLOWER_GPU_LEDGER_DIR": str(ledger),
         "FLOWER_GPU_SERVER_IDLE_S": "0.1",
     }
-    command = [hung_disk.__file__, disk, HERE / "stuck_caller.py", disk, request.param, scratch]
+    command = [hung_disk.__file__, disk, FOLDER / "stuck_caller.py", disk, request.param, scratch]
     with subprocess.Popen(
         [sys.executable, *map(str, command)],
         env=env,
@@ -51,7 +51,7 @@ def steps(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Iterator[d
         assert program.stdin is not None
         assert program.stdout is not None
 
-        def told() -> Iterator[dict[str, Any]]:
+        def step_reports() -> Iterator[dict[str, Any]]:
             for line in program.stdout or ():
                 step = json.loads(line)
                 if step["step"] == "cancelled":
@@ -59,28 +59,28 @@ def steps(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Iterator[d
                     program.stdin.flush()
                 yield step
 
-        yield told()
+        yield step_reports()
         _, errors = program.communicate()
         assert program.returncode == 0, errors
 
 
 @pytest.mark.parametrize("steps", ["forkserver", "spawn"], indirect=True)
-def test_a_worker_that_cannot_be_killed_costs_its_call_only(steps: Iterator[dict[str, Any]]) -> None:
-    found = {step["step"]: step for step in steps}
-    late = found["late"]
+def test_a_worker_that_cannot_be_killed_fails_only_its_own_call(steps: Iterator[dict[str, Any]]) -> None:
+    reports = {step["step"]: step for step in steps}
+    late = reports["late"]
     assert late["kind"] == "WorkerTimeoutError"
     assert f"the worker (pid {late['pid']}) cannot be killed: after SIGKILL it is in state D" in late["text"]
     # The lease stays with the process.
-    assert found["leased"]["holders"] == ["tasks_stuck:look_at on the server"]
-    assert found["goes on"]["value"] == 36
-    assert "interrupted" in found
-    assert found["cancelled"]["kind"] == "WorkerDiedError"
-    # Once the disk answers, they end, and nothing of them is left.
-    assert found["gone"]["workers"] == []
-    assert found["programs"]["given_up"] == ["run", "end_group"]
+    assert reports["leased"]["holders"] == ["tasks_stuck:look_at on the server"]
+    assert reports["goes on"]["value"] == 36
+    assert "interrupted" in reports
+    assert reports["cancelled"]["kind"] == "WorkerDiedError"
+    # Once the disk answers, the workers end, and nothing is left.
+    assert reports["gone"]["workers"] == []
+    assert reports["programs"]["abandoned"] == ["run", "end_group"]
 
 
-def test_the_state_of_a_process_that_sleeps_is_told() -> None:
+def test_the_state_of_a_sleeping_process_is_reported() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert sleeping_in(process.pid).startswith("state ")
     assert sleeping_in(process.pid) == "state unknown"

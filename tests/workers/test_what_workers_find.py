@@ -1,4 +1,4 @@
-"""What a worker finds: what is defined in ``__main__``, interpreter options, paths, environment variables."""
+"""The state that a worker starts with: definitions in ``__main__``, options, paths, environment variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flower_gpu.errors import WorkerStartError
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def test_script_without_a_main_guard_runs_once(run_script: RunScript) -> None:
+def test_a_script_without_a_main_guard_runs_once(run_script: RunScript) -> None:
     done = run_script(
         """
         import sys
@@ -50,7 +50,7 @@ def test_script_without_a_main_guard_runs_once(run_script: RunScript) -> None:
     assert done.stderr == ""
 
 
-def test_tasks_of_all_kinds(start_method: str, run: Run) -> None:
+def test_tasks_may_be_functions_objects_or_names(start_method: str, run: Run) -> None:
     offset = 40
 
     class Adder:
@@ -72,16 +72,18 @@ def test_the_worker_searches_the_path_of_its_caller(
 ) -> None:
     (tmp_path / "module_of_this_test.py").write_text("def where():\n    return __file__\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("not a string")])  # Python ignores such an entry
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("not a string")])  # Python ignores this entry.
     result = run_in_worker("module_of_this_test:where", start_method=start_method)
     assert result == str(tmp_path / "module_of_this_test.py")
-    found = run_in_worker("plain_tasks:where", start_method=start_method)
-    assert found["path"] == [entry for entry in sys.path if isinstance(entry, str) or start_method == "fork"]
-    assert found["group"] == found["pid"] != os.getpgrp()
+    worker = run_in_worker("plain_tasks:where", start_method=start_method)
+    assert worker["path"] == [entry for entry in sys.path if isinstance(entry, str) or start_method == "fork"]
+    assert worker["group"] == worker["pid"] != os.getpgrp()
 
 
-def test_interpreter_options_and_a_safe_path(run_script: RunScript, tmp_path: Path) -> None:
-    """With PYTHONSAFEPATH the working folder and the script's are not searched."""
+def test_workers_have_the_interpreter_options_and_safe_path_of_the_caller(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    """With PYTHONSAFEPATH, neither the working folder nor the script's folder is searched."""
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')\n")
     (tmp_path / "signal.py").write_text("raise RuntimeError('the wrong signal')\n")
     done = run_script(
@@ -106,8 +108,8 @@ def test_interpreter_options_and_a_safe_path(run_script: RunScript, tmp_path: Pa
     sys.version_info[:3] == (3, 13, 0), reason="3.13.0 itself fails there: SystemError in a module's getattr"
 )
 @pytest.mark.parametrize("path", ["absolute", "relative"])
-def test_working_folder_is_deleted(run_script: RunScript, tmp_path: Path, path: str) -> None:
-    """Programs that run a script, such as profilers, may give it a relative ``__file__``."""
+def test_the_working_folder_may_be_deleted(run_script: RunScript, tmp_path: Path, path: str) -> None:
+    """Programs that run a script, such as profilers, may set a relative ``__file__``."""
     folder = tmp_path / "gone"
     folder.mkdir()
     text = """
@@ -125,7 +127,7 @@ def test_working_folder_is_deleted(run_script: RunScript, tmp_path: Path, path: 
 
 
 @pytest.mark.parametrize("argument", ["-c", "-"])
-def test_without_a_script_file(argument: str) -> None:
+def test_a_caller_may_have_no_script_file(argument: str) -> None:
     text = (
         "from flower_gpu import run_in_worker\n"
         f"print([run_in_worker(lambda: 42, start_method=method) for method in {SUPERVISED}])\n"
@@ -136,7 +138,7 @@ def test_without_a_script_file(argument: str) -> None:
 
 
 def test_a_worker_exits_as_a_program_does(start_method: str, run: Run, tmp_path: Path) -> None:
-    """Threads that are no daemons end first, what is printed arrives, exit functions run."""
+    """Threads that are not daemons are joined, and exit functions run."""
 
     def task(folder: Path) -> str:
         import atexit
@@ -155,7 +157,7 @@ def test_a_worker_exits_as_a_program_does(start_method: str, run: Run, tmp_path:
     assert (tmp_path / "thread").exists() and (tmp_path / "atexit").exists()
 
 
-def test_nested_calls(start_method: str, run: Run) -> None:
+def test_a_nested_call_has_its_own_process_and_group(start_method: str, run: Run) -> None:
     def outer(method: str) -> Any:
         from flower_gpu import run_in_worker
 
@@ -167,8 +169,8 @@ def test_nested_calls(start_method: str, run: Run) -> None:
     assert group == nested
 
 
-def test_calls_from_a_daemonic_process(run_script: RunScript) -> None:
-    """multiprocessing lets a daemonic process have no children of its own."""
+def test_a_daemonic_process_can_make_calls(run_script: RunScript) -> None:
+    """multiprocessing does not let a daemonic process have children."""
     done = run_script(
         """
         import multiprocessing, sys
@@ -198,7 +200,7 @@ VARIABLE = "FLOWER_GPU_TEST_VARIABLE"
 
 
 @pytest.fixture(autouse=True)
-def neither_module_nor_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_test_modules_and_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(VARIABLE, raising=False)
     yield
     for module in ("reads_environment", "changes_environment"):
@@ -209,7 +211,7 @@ VALUES = ("", "ä ö \N{SNOWMAN}", "two\nlines", "a=b", "x" * 100_000)
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork", "in-process"])
-def test_values_are_there_at_import_arrive_as_they_are_and_do_not_leak(
+def test_variables_of_a_call_are_set_before_imports_and_do_not_leak(
     start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = {f"{VARIABLE}_{number}": value for number, value in enumerate(VALUES)}
@@ -223,49 +225,49 @@ def test_values_are_there_at_import_arrive_as_they_are_and_do_not_leak(
     assert os.environ[VARIABLE] == "the caller's"
 
 
-def test_does_not_leak_after_an_error_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_does_not_leak_after_an_error_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="odd"):
         run_in_worker("crash_tasks:value_error", start_method="in-process", env={VARIABLE: "new"})
     assert VARIABLE not in os.environ
 
 
-def test_module_that_changes_the_environment(start_method: str, run: Run) -> None:
+def test_a_module_must_not_change_variables_of_the_call(start_method: str, run: Run) -> None:
     with pytest.raises(WorkerStartError) as caught:
         run_in_worker("changes_environment:task", start_method=start_method, env={VARIABLE: "s3cret"})
     for part in (f"{VARIABLE} was set to another value", "env="):
         assert part in str(caught.value)
     assert "s3cret" not in str(caught.value)
-    # It may change what the caller has not set.
+    # A module may change variables that the call does not set.
     assert run_in_worker("changes_environment:task", start_method=start_method) == "not reached"
 
 
-def test_library_path_is_set_at_exec(run: Run) -> None:
-    """The loader reads LD_LIBRARY_PATH when a program starts, so a spawned worker has it from there."""
+def test_the_library_path_is_set_before_a_worker_is_spawned(run: Run) -> None:
+    """The loader reads LD_LIBRARY_PATH only when a program starts."""
 
-    def from_the_kernel() -> bytes:
+    def initial_environment() -> bytes:
         with open("/proc/self/environ", "rb") as file:
             return file.read()
 
-    found = run_in_worker(from_the_kernel, start_method="spawn", env={"LD_LIBRARY_PATH": "/nowhere"})
-    assert b"LD_LIBRARY_PATH=/nowhere\0" in found
+    variables = run_in_worker(initial_environment, start_method="spawn", env={"LD_LIBRARY_PATH": "/nowhere"})
+    assert b"LD_LIBRARY_PATH=/nowhere\0" in variables
 
 
-def test_values_are_not_on_the_command_line(start_method: str, run: Run) -> None:
-    """Everybody on the machine may read that; a value may be a token."""
+def test_values_of_variables_are_not_on_the_command_line(start_method: str, run: Run) -> None:
+    """All accounts can read the command line, and a value may be a secret token."""
 
     def command_line() -> str:
         return Path("/proc/self/cmdline").read_text()
 
     env = {VARIABLE: "a-secret-token"}
-    found = run_in_worker(command_line, name="3", start_method=start_method, env=env)
-    assert "a-secret-token" not in found
+    text = run_in_worker(command_line, name="3", start_method=start_method, env=env)
+    assert "a-secret-token" not in text
     if start_method == "spawn":
-        assert "flower-gpu: " in found  # what it is for is
-        assert " of client 3" in found
+        assert "flower-gpu: " in text  # The name of the call is on the command line.
+        assert " of client 3" in text
 
 
-def test_output_is_utf8_whatever_the_locale_is(run_script: Callable[..., Any]) -> None:
-    """The caller reads it so, and shows what its own stream cannot write as an escape."""
+def test_output_is_utf8_in_every_locale(run_script: Callable[..., Any]) -> None:
+    """The caller decodes it as UTF-8, and escapes characters that its own stream cannot write."""
     done = run_script(
         """
         import os, sys
@@ -289,5 +291,5 @@ def test_output_is_utf8_whatever_the_locale_is(run_script: Callable[..., Any]) -
     assert done.stdout == "caf\\xe9\n'caf\\xe9'\n" * 3
 
 
-def test_a_task_may_have_pools_of_all_kinds(start_method: str) -> None:
+def test_a_task_may_use_pools_of_all_start_methods(start_method: str) -> None:
     assert run_in_worker("plain_tasks:squares_of_pools", start_method=start_method) == [[0, 1, 4, 9]] * 3

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver does in a process that starts CUDA: it names a thread from another one. And more."""
+"""Tasks that name a thread from another thread, as NVIDIA's driver does, and attacks on that feature."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def thread() -> Iterator[threading.Thread]:
 
 
 def names_a_thread(_: int = 0) -> str:
-    """Name a thread as C programs do; return its name, or the error."""
+    """Name a thread as C programs do, and return its name or the error."""
     with thread() as other:
         code = ctypes.CDLL(None).pthread_setname_np(ctypes.c_ulong(other.ident or 0), NAME.encode())
         return errno.errorcode[code] if code else _name(other.native_id)
 
 
-def names_it_by_number() -> str:
+def names_a_thread_by_number() -> str:
     with thread() as other:
         with Path(f"/proc/{os.getpid()}/task/{other.native_id}/comm").open("r+") as file:
             file.write(NAME)
@@ -76,8 +76,8 @@ class _Names:
 def in_a_data_loader() -> str:
     from torch.utils.data import DataLoader
 
-    (found,) = {name for names in DataLoader(_Names(), num_workers=2) for name in names}  # type: ignore[arg-type]
-    return str(found)
+    (result,) = {name for names in DataLoader(_Names(), num_workers=2) for name in names}  # type: ignore[arg-type]
+    return str(result)
 
 
 def in_a_worker_of_a_worker() -> str:
@@ -98,7 +98,7 @@ def in_a_program() -> str:
 
 
 def allocates() -> str:
-    """Start CUDA; return the device, or the error."""
+    """Start CUDA, and return the device or the error."""
     import torch
 
     try:
@@ -108,38 +108,44 @@ def allocates() -> str:
 
 
 def starts_cuda() -> dict[str, str]:
-    with multiprocessing.get_context("fork").Pool(1) as pool:  # before this process starts it
+    # The fork must come before this process starts CUDA.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
         in_fork = pool.apply(allocates)
-    return {"fork": in_fork, "here": allocates()}
+    return {"fork": in_fork, "worker": allocates()}
 
 
 def everywhere(ways: list[str]) -> dict[str, str]:
     return {way: globals()[way]() for way in ways}
 
 
-# What must stay closed ------------------------------------------------------------------------------------
+# Files that must stay read-only ---------------------------------------------------------------------------
 
 
 def writable(pids: dict[str, int]) -> dict[str, list[str]]:
-    """Return what can be opened for writing in ``/proc``: of these processes, this one, a child, and else."""
+    """Return the files in ``/proc`` that can be opened for writing.
+
+    The keys are the given processes, this process (``self``), a child, and all other files (``else``).
+    """
     with thread() as other, subprocess.Popen(["sleep", "600"]) as child:
         pids = {**pids, "child": child.pid, "self": os.getpid()}
-        found = {}
+        files_by_process = {}
         for name, pid in pids.items():
             words = {str(pid): name, str(other.native_id): "other thread"}
             opened = [path.split("/") for path in _files(f"/proc/{pid}") if _can_be_written(path)]
-            found[name] = sorted("/".join(words.get(word, word) for word in path) for path in opened)
-        found["else"] = sorted(filter(_can_be_written, _files("/proc")))
+            files_by_process[name] = sorted(
+                "/".join(words.get(word, word) for word in path) for path in opened
+            )
+        files_by_process["else"] = sorted(filter(_can_be_written, _files("/proc")))
         child.kill()
-    return found
+    return files_by_process
 
 
 def _files(top: str) -> Iterator[str]:
-    """Yield the files below a folder of ``/proc``; no links, no descriptors, no other process's folder."""
+    """Yield the files below a folder of ``/proc``, without links, descriptors and other processes."""
     for folder, folders, files in os.walk(top):
-        folders[:] = [each for each in folders if each not in ("fd", "map_files")]
+        folders[:] = [name for name in folders if name not in ("fd", "map_files")]
         if folder == "/proc":
-            folders[:] = [each for each in folders if not each.isdecimal()]
+            folders[:] = [name for name in folders if not name.isdecimal()]
         for file in files:
             path = f"{folder}/{file}"
             with suppress(OSError):
@@ -157,41 +163,41 @@ def _can_be_written(path: str) -> bool:
 
 
 def writes_through_an_open_file() -> str:
-    """Have a child send its open file over; say what comes of writing there."""
-    ours, theirs = socket.socketpair()
+    """Receive an open file from a child, and return the result of writing to it."""
+    receiving, sending = socket.socketpair()
     if (pid := os.fork()) == 0:
-        socket.send_fds(theirs, [b"x"], [os.open(f"/proc/self/task/{os.getpid()}/comm", os.O_RDWR)])
-        theirs.recv(1)
+        socket.send_fds(sending, [b"x"], [os.open(f"/proc/self/task/{os.getpid()}/comm", os.O_RDWR)])
+        sending.recv(1)
         os._exit(0)
-    _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+    _, (descriptor,), _, _ = socket.recv_fds(receiving, 1, 1)
     try:
         os.write(descriptor, b"of another")
     except OSError as error:
         return errno.errorcode[error.errno or 0]
     finally:
-        ours.send(b"x")
+        receiving.send(b"x")
         os.waitpid(pid, 0)
     return "written"
 
 
-# What an app can do to the process that answers -----------------------------------------------------------
+# Attacks on the process that answers ----------------------------------------------------------------------
 
 
-def sends_it_what_it_does_not_expect() -> str:
-    """Send files that are none of its, and datagrams without any."""
-    own = Path(os.environ["HOME"]).parent
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaking:
-        speaking.connect(f"/proc/self/fd/{os.open(own, os.O_PATH)}/names")
+def sends_unexpected_descriptors() -> str:
+    """Send unrelated files, and datagrams without descriptors."""
+    folder = Path(os.environ["HOME"]).parent
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+        connection.connect(f"/proc/self/fd/{os.open(folder, os.O_PATH)}/names")
         for count in (0, 1, 16, 100):
             descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
-            socket.send_fds(speaking, [b"x"], descriptors)
-            for each in descriptors:
-                os.close(each)
+            socket.send_fds(connection, [b"x"], descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
     return names_a_thread()
 
 
-def ends_processes_that_wait() -> str:
-    """End some while they wait for an answer."""
+def kills_waiting_processes() -> str:
+    """Kill processes while they wait for an answer."""
     path = f"/proc/self/task/{os.getpid()}/comm"
     for _ in range(20):
         read, write = os.pipe()
@@ -209,11 +215,11 @@ def ends_processes_that_wait() -> str:
 
 
 def opens_by_strange_paths() -> list[str]:
-    """Open by addresses that are none, and by paths that are nearly right."""
+    """Open files by invalid addresses, and by paths that are almost right."""
     libc = ctypes.CDLL(None, use_errno=True)
     number = os.getpid()
     page = -(1 << 63) // 4096 * 4096
-    found = []
+    results = []
     for path in (
         *(ctypes.c_void_p(address) for address in (0, 1, page, -1, 1 << 46)),
         *(f"/proc/self/task/{number}/{rest}".encode() for rest in ("oom_score_adj", "comm/", "attr/../comm")),
@@ -224,24 +230,24 @@ def opens_by_strange_paths() -> list[str]:
     ):
         ctypes.set_errno(0)
         descriptor = libc.open(path, os.O_RDWR)
-        found.append("opened" if descriptor >= 0 else errno.errorcode[ctypes.get_errno()])
-    return found
+        results.append("opened" if descriptor >= 0 else errno.errorcode[ctypes.get_errno()])
+    return results
 
 
 def limit_of_files() -> Any:
-    """Ask with no number left for another file."""
+    """Open the file when the limit of open files is reached, and name a thread afterwards."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     path = f"/proc/self/task/{os.getpid()}/comm"
-    held = []
+    descriptors = []
     with suppress(OSError):
         while True:
-            held.append(os.open(os.devnull, os.O_RDONLY))
+            descriptors.append(os.open(os.devnull, os.O_RDONLY))
     try:
         os.open(path, os.O_RDWR)
     except OSError as error:
-        found = errno.errorcode[error.errno or 0]
-    for each in held:
-        os.close(each)
-    return found, names_a_thread()
+        error_name = errno.errorcode[error.errno or 0]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return error_name, names_a_thread()

@@ -1,4 +1,4 @@
-"""A library that only workers import, as torch is for a client that holds weights."""
+"""A library that only workers import, as clients that only pass weights leave torch to workers."""
 
 
 class LibraryError(Exception):

@@ -1,4 +1,4 @@
-"""Lines of workers for tests, with a look at what they leave behind."""
+"""Lines of workers for tests, and checks of what they leave behind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from flower_gpu.workers.caller import Line
 
 
 class Caller:
-    """One who has calls run on lines of workers."""
+    """A caller that runs calls on lines of workers."""
 
-    def __init__(self, start_method: str = "forkserver", **of_calls: Any) -> None:
+    def __init__(self, start_method: str = "forkserver", **call_options: Any) -> None:
         self.method = methods.METHODS[start_method]
-        self.of_calls = {"without": frozenset({"torch"}), **of_calls}  # importing it takes seconds
+        # Importing torch takes seconds.
+        self.call_options = {"without": frozenset({"torch"}), **call_options}
         self.lines: list[Line] = []
-        #: Every worker that was seen, in order.
+        #: Pids of all workers so far, in order.
         self.pids: list[int] = []
 
     def line(self) -> Line:
@@ -33,43 +34,43 @@ class Caller:
         if line is None:
             line = self.lines[0] if self.lines else self.line()
         names = ("env", "kwargs", "setup", "held", "preload")
-        of_call = {**self.of_calls, **{name: options.pop(name) for name in names if name in options}}
+        call_fields = {**self.call_options, **{name: options.pop(name) for name in names if name in options}}
         line.begin()
         options.setdefault("on_start", lambda pid, _: self.pids.append(pid))
-        return line.run(Call(task, args, label="a test's call", **of_call), self.method, **options)
+        return line.run(Call(task, args, label="a test's call", **call_fields), self.method, **options)
 
     def server_pid(self) -> int:
-        """Return the fork server of the first line."""
+        """Return the pid of the first line's fork server."""
         pid: int = self.run("os:getppid")
         return pid
 
     def close(self) -> None:
-        """End everything, and check that nothing is left."""
+        """Close all lines, and check that no process or socket is left."""
         for line in self.lines:
             line.close()
-        assert wait_until(lambda: not left_of(self.pids)), left_of(self.pids)
+        assert wait_until(lambda: not running_in_groups(self.pids)), running_in_groups(self.pids)
         assert zombies_of(os.getpid()) == []
-        left = (state_folder.state_dir() / "sockets").glob("*")
-        assert not [path for path in left for pid in self.pids if path.name.endswith(f"-{pid}")]
+        sockets = (state_folder.state_dir() / "sockets").glob("*")
+        assert not [path for path in sockets for pid in self.pids if path.name.endswith(f"-{pid}")]
 
 
-def left_of(groups: Iterable[int]) -> list[Status]:
-    """Return the processes of these groups that are not dead."""
+def running_in_groups(groups: Iterable[int]) -> list[Status]:
+    """Return the processes of these groups that have not ended."""
     wanted = set(groups)
-    return [one for one in all_processes() if one.group in wanted and one.state not in "ZX"]
+    return [status for status in all_processes() if status.group in wanted and status.state not in "ZX"]
 
 
 def descriptors_of(pid: int) -> int:
-    """Return how many descriptors a process has."""
+    """Return the number of a process's open descriptors."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def resident_bytes(pid: int) -> int:
-    """Return how much memory a process has to itself."""
+    """Return the bytes of memory that a process does not share with others."""
     with open(f"/proc/{pid}/smaps_rollup") as lines:
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
 
 def settled(look: Callable[[], int], expected: int) -> bool:
-    """Wait until a count is what it should be."""
+    """Wait until a count has the expected value. Return False if it does not have it in time."""
     return wait_until(lambda: look() == expected, 5)
