@@ -119,7 +119,7 @@ def is_alone() -> bool:
 
 
 def copies_and_touches() -> str:
-    """Copy and touch files by means that have no effect, or a limited one, in a confined worker."""
+    """Copy and touch files with calls that confinement ignores or limits."""
     first, second, new = (Path(os.environ["TMPDIR"], name) for name in ("one", "two", "new"))
     first.write_text("text")
     first.chmod(0o640)

@@ -1,4 +1,4 @@
-"""Tasks that return something, show progress or log."""
+"""Tasks that return values, show progress or log."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def variables(*names: str) -> list[str | None]:
     return [os.environ.get(name) for name in names]
 
 
-def where() -> dict[str, Any]:
+def path_and_process() -> dict[str, Any]:
     return {"path": list(sys.path), "group": os.getpgrp(), "pid": os.getpid()}
 
 

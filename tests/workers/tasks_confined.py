@@ -22,7 +22,8 @@ from flower_gpu import landlock, run_in_worker
 from flower_gpu.workers import messages, state_folder
 from flower_gpu.workers.forkserver import control, sockets
 
-_IOCTL_ONLY = os.O_WRONLY | os.O_RDWR  # for open(2): neither reading nor writing
+# With these flags, open(2) permits neither reading nor writing.
+_IOCTL_ONLY = os.O_WRONLY | os.O_RDWR
 _OPEN_BY_PIDFD = 438  # pidfd_getfd
 
 

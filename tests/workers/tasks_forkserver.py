@@ -45,7 +45,7 @@ def nap(seconds: float) -> int:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return an attribute of a module, and True if the module was loaded before this one."""
+    """Return an attribute of a module, and True if the module was loaded before this module."""
     return [getattr(import_module(module), name), module in LOADED_BEFORE]
 
 
@@ -64,7 +64,7 @@ def root_logger(loaded: str) -> list[Any]:
 
 
 def uses(*modules: str) -> list[bool]:
-    """Import modules, and return for each one True if it was loaded before this one."""
+    """Import modules. For each of them, return True if it was loaded before this module."""
     for name in modules:
         import_module(name)
     return loaded_before(*modules)

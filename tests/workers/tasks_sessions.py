@@ -14,7 +14,7 @@ from flower_gpu.workers.forkserver import control
 
 
 def leave(folder: str, end: str) -> list[bool]:
-    """Start processes that write their pids to files. Return for each one True if it left this session."""
+    """Start processes that write their pids to files. Return for each True if it left this session."""
     for number in range(2):
         subprocess.Popen(["sh", "-c", f"echo $$ > {folder}/shell{number}; sleep 600"], start_new_session=True)
     _daemon(Path(folder))

@@ -119,10 +119,10 @@ def test_ctrl_c_ends_the_worker_before_its_caller(
     assert finished["outcome"] == "cancelled"
 
 
-def test_ctrl_c_during_many_short_calls(
+def test_ctrl_c_during_many_short_calls_leaves_nothing_behind(
     start_method: str, caller: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """A Ctrl-C at any moment of a call leaves no worker, traceback of a worker, descriptor or lease."""
+    """Ctrl-C comes at random moments. It must not leave a worker, its traceback, a descriptor or a lease."""
     script = """
         import gc, os, random, signal, sys, threading, time
         from flower_gpu import run_in_worker
@@ -182,7 +182,7 @@ def test_ctrl_c_during_many_short_calls(
 def test_workers_end_when_their_caller_is_killed(
     start_method: str, caller: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """The caller has two running calls, one of which holds the GIL, an idle worker, and a fork."""
+    """The caller has two running calls, an idle worker and a fork. One of the tasks holds the GIL."""
     folder = tmp_path / "reached"
     folder.mkdir()
     process = caller(KILLED, start_method, folder)

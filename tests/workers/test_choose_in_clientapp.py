@@ -129,11 +129,11 @@ def test_a_process_with_threads_of_openmp_and_openblas_is_forked(threads: str, p
             library.sum_in_two_threads()
             import time
             from concurrent import futures
-            pool = futures.ThreadPoolExecutor(2)  # like Flower's pool, which fetches the parts of a message
+            pool = futures.ThreadPoolExecutor(2)  # Flower has such a pool to fetch the parts of a message.
             pool.map(time.sleep, [0.3, 0.3])
             pool.shutdown(wait=False)
             import tqdm
-            list(tqdm.tqdm(range(2)))  # leaves tqdm's monitor thread behind
+            list(tqdm.tqdm(range(2)))  # The monitor thread of tqdm stays.
             answer = len(os.listdir("/proc/self/task"))
             """
         )

@@ -26,7 +26,7 @@ pytestmark = [
 _CALLER = Path(__file__).with_name("confined_caller.py")
 _VALUE = {"a": [1, 2.5, None, "text"], "b": {"c": True}}
 #: True for errors whose class is kept. The other two describe the caller's host, which no app may do.
-_OURS = {
+_KEEPS_CLASS = {
     "ConfigError": True,
     "InvalidResultError": True,
     "LeaseTimeoutError": False,
@@ -67,7 +67,7 @@ def run_calls(method: str, kind: str, *calls: list[Any]) -> Replies:
 @pytest.fixture(scope="module")
 def forked(markers: Path) -> Replies:
     calls: list[list[Any]] = [["value", "value", _VALUE], ["raises", "raises", str(markers / "raises")]]
-    calls += [[name, "raises_ours", name] for name in _OURS]
+    calls += [[name, "raises_ours", name] for name in _KEEPS_CLASS]
     calls += [["object", "returns_object", str(markers / "object")]]
     calls += [[shape, "leaves_pickle", str(markers / shape), shape] for shape in _SHAPES]
     calls += [["sends", "sends", *_EVENTS_SENT], ["much", "writes_much", 128 << 20]]
@@ -105,9 +105,9 @@ def test_replies_of_unconfined_workers_are_unpickled(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-@pytest.mark.parametrize("raised", _OURS)
+@pytest.mark.parametrize("raised", _KEEPS_CLASS)
 def test_which_of_our_errors_a_confined_app_can_raise(raised: str, forked: Replies) -> None:
-    expected = raised if _OURS[raised] else "WorkerTaskError"
+    expected = raised if _KEEPS_CLASS[raised] else "WorkerTaskError"
     assert (forked[raised]["error"], forked[raised]["unpickled"]) == (expected, [])
     assert "the text of the error" in forked[raised]["text"]
 
@@ -154,7 +154,7 @@ def _file(head: bytes, rest: bytes = b"", size: int | None = None) -> bytes:
         "no time": (_file(b'{"kind": "json", "cpu_s": NaN, "error": null, "value": 1}'), None),
     }.values(),
 )
-def test_bytes_that_are_no_reply_are_refused(data: bytes, size: int | None) -> None:
+def test_invalid_replies_are_refused(data: bytes, size: int | None) -> None:
     with open(memory_files.create("test"), "wb", buffering=0) as file:
         file.write(data)
         file.truncate(len(data) if size is None else size)
@@ -191,7 +191,7 @@ try:
         receiving, sending = messages.pair()
         messages._send_packet(sending, b'{"in_file": true}', [file])
         messages.receive(receiving, confined_replies.MOST_EVENT_BYTES)
-result = "accepted"
+    result = "accepted"
 except (InvalidResultError, messages.NotAMessage):
     result = "refused"
 print(result, peak_mib() - before)

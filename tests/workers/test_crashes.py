@@ -147,7 +147,7 @@ CRASHES = [
     died("write_a_lot_and_die", "exited with code 7", "xxxxx", "written", args=(True,), code=7),
     died("close_stdout_and_die", "exited with code 7", "the last words", code=7),
     died("close_everything", "exited with code", code=1),
-    died("write_what_is_no_text", "café", "broken", r"a lone surrogate: \udc80", code=7),
+    died("write_invalid_text", "café", "broken", r"a lone surrogate: \udc80", code=7),
     died("draw_a_bar_and_die", "exited with code 7", "\n    999 of 1000", code=7),
 ]
 
@@ -259,7 +259,7 @@ def test_a_pool_in_a_global_ends_with_its_worker(
     monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 60.0)
     with contextlib.ExitStack() as stack:
         call: Callable[..., Any] = partial(run_in_worker, start_method=method)
-        if method == "of a run":
+        if method == "line of workers":
             call = stack.enter_context(contextlib.closing(Caller())).run
         assert ThreadPoolExecutor(1).submit(call, "plain_tasks:keeps_a_pool").result(30) == 49
 
@@ -279,7 +279,7 @@ def test_leaked_shared_memory_is_removed(start_method: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "line of workers"])
-def test_a_slow_resource_tracker_gets_its_time(method: str, run: Run, tmp_path: Path) -> None:
+def test_a_slow_resource_tracker_is_not_killed_with_its_worker(method: str, run: Run, tmp_path: Path) -> None:
     """The tracker may end after its call, and the next call does not wait for it."""
     if method == "line of workers" and not client.is_supported():
         pytest.skip("needs Linux 5.3")

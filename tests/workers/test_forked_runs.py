@@ -48,7 +48,7 @@ app = ServerApp()
 
 def report(**more):
     fields = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "cwd": os.getcwd(), **more}
-    print("report", json.dumps(fields), flush=True)
+    print("REPORT", json.dumps(fields), flush=True)
 
 @app.main()
 def main(grid, context):
@@ -81,8 +81,8 @@ def command(app: Path, do: str, *options: str) -> list[str]:
 
 
 def report_in(text: str) -> dict[str, Any]:
-    (line,) = [line for line in text.splitlines() if line.startswith("report ")]
-    report: dict[str, Any] = json.loads(line.removeprefix("report "))
+    (line,) = [line for line in text.splitlines() if line.startswith("REPORT ")]
+    report: dict[str, Any] = json.loads(line.removeprefix("REPORT "))
     return report
 
 
@@ -92,7 +92,7 @@ def run(
     done = subprocess.run(
         command(app, do, *options), input=stdin, capture_output=True, text=True, timeout=120, **more
     )
-    return done, report_in(done.stdout) if "report " in done.stdout else {}
+    return done, report_in(done.stdout) if "REPORT " in done.stdout else {}
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def test_a_run_has_the_streams_and_environment_of_its_command(app: Path, tmp_pat
 
 
 def test_the_command_may_have_many_open_files(app: Path) -> None:
-    """The command waits for the run, even if the descriptor for that has a large number."""
+    """The command waits for the run, even if its descriptor for the run has a large number."""
     done = subprocess.run(
         [*WITH_MANY_FILES, *command(app, "report()")], capture_output=True, text=True, timeout=120
     )
@@ -227,7 +227,7 @@ def test_in_a_terminal_a_breakpoint_can_be_used(app: Path) -> None:
 
 
 def test_in_a_terminal_ctrl_c_ends_the_run(app: Path) -> None:
-    shown, status = in_terminal(command(app, WAIT), [("report ", "\x03")])
+    shown, status = in_terminal(command(app, WAIT), [("REPORT ", "\x03")])
     assert status == 130, shown
     assert "interrupted" in shown
 

@@ -188,7 +188,7 @@ def test_a_worker_does_not_see_variables_of_other_callers(tmp_path: Path) -> Non
 
 
 def test_a_fork_of_a_caller_does_not_inherit_the_proof(tmp_path: Path) -> None:
-    """A process may fork a worker at the moment at which one of its threads asks a server."""
+    """A process may fork a worker while another of its threads asks a server."""
     with Client() as caller:
         leaked = caller.do(
             """

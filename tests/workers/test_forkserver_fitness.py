@@ -252,7 +252,9 @@ class TestShadows:
         with Client(python) as caller:
             caller.do(f"sys.path.insert(0, {str(tmp_path)!r}); sys.dont_write_bytecode = True")
             for number in range(4):
-                task.write_text(f"def number():\n    return {number}{' ' * number}\n")  # another size, too
+                task.write_text(
+                    f"def number():\n    return {number}{' ' * number}\n"
+                )  # The size changes, too.
                 assert caller.call("edited_task:number") == number
 
 
@@ -264,7 +266,7 @@ CHANGES_OF_THE_KERNEL = (
     import ctypes, platform
     library = ctypes.CDLL(None)
     set_io, set_numa = {"x86_64": (251, 238), "aarch64": (30, 237)}[platform.machine()]
-    library.syscall(set_io, 1, 0, 3 << 13)  # the idle class
+    library.syscall(set_io, 1, 0, 3 << 13)  # IOPRIO_CLASS_IDLE
     """,
     "library.syscall(set_numa, 4, None, 0)  # MPOL_LOCAL",
     "library.personality(0x0040000)  # ADDR_NO_RANDOMIZE",
@@ -320,14 +322,14 @@ class TestInherited:
                 """
             )
             of_usual, forked, spawned = (
-                caller.call("tasks_forkserver:of_the_kernel", start_method=method)
+                caller.call("tasks_forkserver:kernel_properties", start_method=method)
                 for caller, method in ((usual, "forkserver"), (hardened, "forkserver"), (hardened, "spawn"))
             )
             assert forked == spawned
             assert int(of_usual["CapEff"][0], 16) ^ int(forked["CapEff"][0], 16) == 1 << 21
             assert hardened.call("tasks_forkserver:server") != server
             assert usual.call("tasks_forkserver:server") == server
-            # It gets no worker of the other server either, if it uses that server's name.
+            # The server of the other caller refuses to fork a worker for it.
             refused = hardened.do(
                 f"""
                 from flower_gpu.workers import messages

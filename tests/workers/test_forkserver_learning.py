@@ -324,7 +324,8 @@ class TestEnvironments:
             with Client(python) as caller:
                 old = learn(caller, "updated").pid
                 assert caller.call("tasks_forkserver:attribute", "updated", "VERSION") == [1, True]
-                package.write_text("VERSION = 'two'\n")  # as pip does it
+                # An update with pip changes both the module and the folder with the metadata.
+                package.write_text("VERSION = 'two'\n")
                 (package.parents[1] / "updated-1.0.dist-info").rename(
                     package.parents[1] / "updated-2.0.dist-info"
                 )

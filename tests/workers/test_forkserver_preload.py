@@ -166,7 +166,7 @@ class TestLoading:
         assert len(lines(folder)) == 2
         assert caller.call("loading_task:number") is None  # This call has no preload.
 
-    def test_an_edited_module_is_loaded_anew(self, start: Callable[..., Client], folder: Path) -> None:
+    def test_an_edited_module_is_loaded_again(self, start: Callable[..., Client], folder: Path) -> None:
         caller = start()
         assert caller.call("loading_task:number", preload="loading_task:load") == 1
         (folder / "loading_task.py").write_text(TASK.replace("number=1", "number=11"))

@@ -136,7 +136,7 @@ class TestGarbage:
         with suppress(OSError):  # The message may be larger than the kernel allows.
             send(connection)
         connection.shutdown(socket.SHUT_WR)
-        while connection.recv(1 << 16):  # Skip the answer, if there is any.
+        while connection.recv(1 << 16):  # Skip a possible answer.
             pass
         connection.close()
         assert call() == server

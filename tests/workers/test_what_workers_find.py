@@ -75,7 +75,7 @@ def test_the_worker_searches_the_path_of_its_caller(
     monkeypatch.setattr(sys, "path", [*sys.path, Path("not a string")])  # Python ignores this entry.
     result = run_in_worker("module_of_this_test:where", start_method=start_method)
     assert result == str(tmp_path / "module_of_this_test.py")
-    worker = run_in_worker("plain_tasks:where", start_method=start_method)
+    worker = run_in_worker("plain_tasks:path_and_process", start_method=start_method)
     assert worker["path"] == [entry for entry in sys.path if isinstance(entry, str) or start_method == "fork"]
     assert worker["group"] == worker["pid"] != os.getpgrp()
 
@@ -161,7 +161,7 @@ def test_a_nested_call_has_its_own_process_and_group(start_method: str, run: Run
     def outer(method: str) -> Any:
         from flower_gpu import run_in_worker
 
-        inner = run_in_worker("plain_tasks:where", start_method=method)
+        inner = run_in_worker("plain_tasks:path_and_process", start_method=method)
         return os.getpid(), inner["pid"], inner["group"]
 
     worker, nested, group = run_in_worker(outer, start_method, start_method=start_method)
