@@ -78,9 +78,9 @@ def _is_other(pid: int) -> bool:
     parents = {status.pid: status.parent for status in all_processes()}
     if pid not in parents:
         return False
-    ours = {os.getpid(), *(server.pid for server in control.status())}
+    related = {os.getpid(), *(server.pid for server in control.status())}
     while pid in parents:
-        if pid in ours:
+        if pid in related:
             return False
         pid = parents[pid]
     return True

@@ -48,7 +48,7 @@ def test_a_named_function_runs_in_a_fork_of_the_fork_server(venv: Path) -> None:
         assert app.call("tasks_forkserver:server") == only_server().pid != app.pid
 
 
-def test_function_objects_and_arguments_that_cannot_be_pickled_are_forked(venv: Path) -> None:
+def test_calls_with_function_objects_or_unpicklable_arguments_are_forked(venv: Path) -> None:
     with clientapp(venv) as app:
         app.do("import threading, tasks_forkserver\nlock = threading.Lock()")
         assert app.do("answer = run_in_worker(tasks_forkserver.server)") == app.pid

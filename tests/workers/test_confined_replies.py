@@ -25,7 +25,8 @@ pytestmark = [
 
 _CALLER = Path(__file__).with_name("confined_caller.py")
 _VALUE = {"a": [1, 2.5, None, "text"], "b": {"c": True}}
-#: True for errors whose class is kept. The other two describe the caller's host, which no app may do.
+#: True for errors that keep their class. The other two describe the caller's host, and apps are not trusted
+#: with that.
 _KEEPS_CLASS = {
     "ConfigError": True,
     "InvalidResultError": True,

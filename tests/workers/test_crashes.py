@@ -265,7 +265,7 @@ def test_a_pool_in_a_global_ends_with_its_worker(
 
 
 @pytest.mark.parametrize("task", ["leave_children", "close_stdout"])
-def test_the_result_is_returned_despite_odd_leftovers(
+def test_a_result_is_returned_despite_left_children_or_a_closed_stdout(
     task: str, start_method: str, run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_in_worker(f"crash_tasks:{task}", start_method=start_method) == 42

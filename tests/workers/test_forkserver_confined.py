@@ -93,7 +93,7 @@ def test_a_confined_worker_cannot_prove_that_it_is_a_caller(holder: tuple[int, i
 
 
 def test_an_unconfined_worker_can_prove_that_it_is_a_caller(holder: tuple[int, int]) -> None:
-    """The same attempts succeed in an unconfined worker, so only the confinement prevents them above."""
+    """Without confinement, some of the same attempts succeed, so it is the confinement that prevents them."""
     server = only_server()
     results = run_in_worker("tasks_confined:attempts", server.name, holder, confined=False, **FORKSERVER)
     refused = ("nothing", "by its path only", "ioctl", "another file", "memory", "folder", "two files")
@@ -285,7 +285,7 @@ def test_a_removed_file_is_created_again(folder: Path) -> None:
 
 
 def test_connections_of_confined_processes_do_not_keep_a_server_alive(tmp_path: Path) -> None:
-    """They do not count as users."""
+    """Confined processes do not count as users of a server."""
     with forkservers.own_servers(idle_s=1, light=True):
         started, until = tmp_path / "started", tmp_path / "until"
         server = run_in_worker("tasks_forkserver:server", **FORKSERVER)

@@ -184,7 +184,7 @@ class TestLoading:
     def test_data_are_loaded_once_for_all_messages_of_a_clientapp(
         self, start: Callable[..., Client], folder: Path
     ) -> None:
-        """Therefore `auto` does not fork this process, which would load the data for each message."""
+        """A fork of the clientapp would load the data for each message, so `auto` uses the fork server."""
         for _ in range(2):
             app = start(FLOWER_GPU_START_METHOD="auto")
             app.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")

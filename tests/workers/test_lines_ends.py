@@ -28,7 +28,7 @@ def caller() -> Iterator[Caller]:
 
 
 def run_with_limit(call: Callable[[], Any], timeout_s: float = 90) -> list[BaseException]:
-    """Run a call that must not wait for ever in a thread, and return its error, if any."""
+    """Run a call in a thread, fail if it does not end in time, and return its error, if any."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -88,7 +88,7 @@ def test_a_call_with_other_variables_gets_another_worker(caller: Caller) -> None
 
 
 def test_arguments_that_a_module_keeps_are_not_overwritten(caller: Caller) -> None:
-    """The memory of earlier requests and replies is never used again, on either side."""
+    """Neither side reuses the memory of earlier requests and replies."""
     returned, expected = [], []
     for number in range(6):
         argument = np.full(LARGE, float(number))

@@ -35,7 +35,8 @@ from flower_gpu.workers.own_process import facts
 pytestmark = forkservers.marks()
 
 THREADS = 8
-# Growth of a process that is allowed after all calls, for fragmentation. Leaks would be much larger.
+# Allowed growth of a process after all calls, because of fragmentation. It is small compared to the weights
+# that all calls pass.
 SLACK_MB = 16
 
 

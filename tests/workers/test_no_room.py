@@ -86,5 +86,5 @@ def test_a_caller_with_many_files_ends_processes_that_hang() -> None:
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_without_threads_no_result_is_lost_and_no_file_stays_open(start_method: str) -> None:
-    """Usually a thread waits for a worker that exits late."""
+    """Usually a thread waits for a worker that exits late. Here no thread can start."""
     assert run_and_parse(NO_THREADS, start_method) == [[42, 42, 42], 0]

@@ -92,7 +92,7 @@ def test_a_killed_worker_leaves_no_folder(start_method: str) -> None:
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_killed_caller_leaves_no_folder(start_method: str, tmp_path: Path) -> None:
-    """The fork server removes it at once. Otherwise the next spawned worker's caller removes it."""
+    """The fork server removes it at once. With ``spawn``, the next call removes it."""
     ready = tmp_path / "ready"
     with Client() as caller:
         caller.send(WAIT, str(ready), str(tmp_path / "go"), start_method=start_method)

@@ -66,6 +66,6 @@ def test_a_fork_server_started_by_a_worker_stays() -> None:
     """Other processes may use it already."""
     pid = run_in_worker("tasks_sessions:start_server", "another", start_method="forkserver")
     assert isinstance(pid, int)
-    for _ in range(3):  # Afterwards, the first server has ended its orphans.
+    for _ in range(3):  # These calls make the fork server look for orphans.
         run_in_worker("os:getpid", start_method="forkserver")
     assert is_running(pid)

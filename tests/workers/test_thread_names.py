@@ -28,8 +28,8 @@ pytestmark = [
 
 TASKS = str(Path(__file__).parent)
 METHODS = ("names_a_thread", "names_a_thread_by_number", "in_a_fork", "in_a_fork_of_a_fork")
-#: Tasks that name threads in other programs. If Yama lets only ancestors read a process, they fail in workers
-#: of a fork server.
+#: Tasks that name threads in other programs. With Yama, only ancestors can read a process, and the answering
+#: process is no ancestor of programs that a worker of a fork server starts.
 IN_PROGRAMS = ("in_a_worker_of_a_worker", "in_a_spawned_process", "in_a_program")
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")

@@ -60,7 +60,7 @@ def worker_start(request: pytest.FixtureRequest, torch_of_the_caller: Any) -> st
     return str(request.param)
 
 
-# The planned number of threads
+# Tests of the planned number of threads.
 
 
 @given(st.integers(1, 10**9))
@@ -129,7 +129,7 @@ def test_numbers_are_read_as_openmp_reads_them() -> None:
         assert read_by_openmp(text) == (number or default), text
 
 
-# The threads that workers use
+# Tests of the threads that workers use.
 
 
 def test_every_library_uses_the_planned_number(worker_start: str, run: Run) -> None:
@@ -203,7 +203,7 @@ def test_the_number_of_the_caller_is_restored(torch_of_the_caller: Any) -> None:
     tasks_threads.compute()
 
 
-# A fork of a process with other numbers
+# Test of a fork of a process with other numbers of threads.
 
 ENVIRONMENTS: list[dict[str, str]] = [
     {"OMP_NUM_THREADS": "3,1"},  # On two cores, some libraries use only two threads.

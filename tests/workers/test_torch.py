@@ -16,7 +16,7 @@ from flower_gpu.frameworks.cuda_answers import initialized_cuda_devices
 
 @pytest.fixture(autouse=True)
 def torch_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Import torch in this process, so that forked workers inherit it."""
+    """Import torch here, so that forked workers inherit it. Its compiler gets a temporary cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     # If backward() initialised CUDA, a fork would be refused.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

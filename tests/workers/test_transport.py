@@ -154,5 +154,5 @@ def test_a_local_class_of_a_library_is_passed_by_value(run: Run) -> None:
     class Local:
         value = 42
 
-    Local.__module__ = "flwr.app"  # As if that module had defined the class
+    Local.__module__ = "flwr.app"  # This looks as if the library had defined the class.
     assert run_in_worker("plain_tasks:value_of", Local(), start_method="spawn") == 42
