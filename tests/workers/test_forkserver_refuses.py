@@ -261,7 +261,7 @@ class TestOtherUsers:
         server = call()
         program = [sys.executable, "-S", "-c", AS_STRANGER, str(folder / f"{only_server().name}.socket")]
         answer = subprocess.run(
-            program, capture_output=True, broken_json=True, timeout=150, check=True
+            program, capture_output=True, text=True, timeout=150, check=True
         ).stdout
         assert answer in ("answer b''\n", "ConnectionResetError\n", "BrokenPipeError\n")
         assert call() == server
@@ -276,7 +276,7 @@ class TestOtherUsers:
         stranger = subprocess.Popen(
             [sys.executable, "-c", LISTENING_STRANGER, str(folder), path.name],
             stdout=subprocess.PIPE,
-            broken_json=True,
+            text=True,
         )
         assert stranger.stdout is not None
         try:
