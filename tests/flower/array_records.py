@@ -1,4 +1,4 @@
-"""Records for tests, and a worker that sends them back."""
+"""Array records for tests, and a child process that sends them back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flwr.common import Array, ArrayRecord
 
-from flower_gpu.flower import arrays  # noqa: F401 - how records travel
+from flower_gpu.flower import arrays  # noqa: F401 - registers how records are pickled
 from flower_gpu.workers import transport
 
 
@@ -23,7 +23,7 @@ def record(size: int = 300_000, value: float = 0.0) -> ArrayRecord:
 
 
 def arrived_from(value: Any) -> Any:
-    """Send a value to a fork that sends it back."""
+    """Send a value to a forked process and return the copy that it sends back."""
     request, reply = transport.create("flower-gpu-request"), transport.create("flower-gpu-reply")
     try:
         shared = transport.write_request(value, request)

@@ -1,4 +1,4 @@
-"""Tasks for Flower's arrays; imported by workers."""
+"""Tasks on Flower's arrays. Workers import this module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def update(record: ArrayRecord) -> ArrayRecord:
 
 
 def add_one_and_look_again(array: Array) -> tuple[float, float, bool]:
-    """Change what ``numpy`` returns; the array itself must not change."""
+    """Change the result of ``numpy()``. The array itself must not change."""
     first = array.numpy()
     first += 1
     return float(first.sum()), float(array.numpy().sum()), array.data == Array(array.numpy()).data
@@ -39,7 +39,7 @@ def torch_step(record: ArrayRecord) -> ArrayRecord:
 
 
 def files(record: ArrayRecord) -> tuple[list[str], float]:
-    """Return the memory files that this worker has mapped, and the sum over the arrays."""
+    """Return the names of the memory files that this worker has mapped, and the sum over all arrays."""
     total = sum(float(array.numpy().sum()) for array in record.values())
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split("memfd:")[1].split()[0] for line in lines if "memfd:" in line}), total

@@ -1,4 +1,4 @@
-"""Puts the folder on sys.path, as a user's app folder is: workers get the caller's sys.path."""
+"""Puts this folder on sys.path, as a user's app folder would be. Workers inherit the caller's sys.path."""
 
 import sys
 from pathlib import Path

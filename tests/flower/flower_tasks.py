@@ -1,4 +1,4 @@
-"""Tasks that the tests of this folder run in workers, by name or by reference."""
+"""Tasks that the tests of this folder run in workers, given as a name or as a function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mean(weights: list[Any], config: dict[str, Any], step: float = 1.0) -> tuple
 
 
 def train_with_torch(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
-    """Update all weights in place, as an optimizer does; return PyTorch's own types."""
+    """Update all weights in place, as an optimizer does, and return PyTorch types."""
     import torch
 
     updated = [torch.from_numpy(array).add_(1.0) for array in weights]
@@ -37,7 +37,7 @@ def nan_weights(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def masked_weights(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
-    """Train all but a mask, which travels with the weights: a buffer of the model's state."""
+    """Train the first array. The second is a mask, a buffer that is part of the model's state."""
     weights[0] += 1
     assert np.isneginf(weights[1]).any()
     return weights, 1, {}
@@ -69,7 +69,7 @@ def evaluate_message(server_round: int, arrays: Any) -> Any:
 
 
 class ExistingClient(NumPyClient):
-    """Stands for a user's client: knows nothing of flower_gpu."""
+    """A user's client, written without flower_gpu."""
 
     def __init__(self, step: float, partition: int = 0) -> None:
         self.step, self.partition = step, partition

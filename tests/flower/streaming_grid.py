@@ -1,4 +1,4 @@
-"""A grid that hands over replies as they come, and what its clients do: train in this process."""
+"""Grids for tests of strategies. Their nodes train in this process, so no network is involved."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flower_gpu.flower.rounds import RoundState
 
 
 def reply_of(node: int, content: RecordDict | Error, number: int = 0) -> Message:
-    """Return a reply of a node to a message of its own."""
+    """Return a reply of a node to a new message."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-    asked = Message(RecordDict(), dst_node_id=node, message_type="train")
-    asked.metadata.__dict__["_message_id"] = f"message-{number}"
-    return Message(content, reply_to=asked)
+    message = Message(RecordDict(), dst_node_id=node, message_type="train")
+    message.metadata.__dict__["_message_id"] = f"message-{number}"
+    return Message(content, reply_to=message)
 
 
 def content_of(arrays: dict[str, Any], metrics: dict[str, Any]) -> RecordDict:
@@ -32,7 +32,7 @@ def content_of(arrays: dict[str, Any], metrics: dict[str, Any]) -> RecordDict:
 
 
 def train(message: Message) -> RecordDict | Error:
-    """Move each weight by what depends on node and round only; node 13 fails."""
+    """Change each weight by a step that depends only on node and round. Node 13 fails."""
     node = message.metadata.dst_node_id
     if node == 13:
         return Error(code=1, reason="out of luck")
@@ -46,16 +46,16 @@ def train(message: Message) -> RecordDict | Error:
 
 
 class PlainTestGrid(Grid):
-    """Nodes that train one after the other, in an order of their own; replies come in a list.
+    """A grid that returns all replies in one list, as Flower's grids do. Its nodes train one by one.
 
     Parameters
     ----------
     nodes : iterable of int
-        Their ids.
+        Ids of the nodes.
     order : callable, optional
-        Brings messages into the order in which their replies come.
+        Returns the messages of a round in the order in which their replies arrive.
     ends_in : int, optional
-        Round in the middle of which the run is ended.
+        Round during which the run is interrupted.
     """
 
     run: Any = None
@@ -106,7 +106,7 @@ class PlainTestGrid(Grid):
 
 
 class StreamingTestGrid(PlainTestGrid):
-    """The same nodes; replies come one by one, and a run can go on where another one was ended."""
+    """A grid that yields each reply as it arrives, and whose runs can be resumed."""
 
     def __init__(self, nodes: Iterable[int], *, state: RoundState | None = None, **options: Any) -> None:
         super().__init__(nodes, **options)
@@ -127,7 +127,7 @@ class StreamingTestGrid(PlainTestGrid):
         keeps_integers: bool,
         in_order: bool,
     ) -> Generator[SumItem, None, None]:
-        """Sum replies as hosts do: as they come, or in blocks of four nodes."""
+        """Sum replies as hosts do: in order of arrival, or in blocks of four nodes."""
         total: tuple[int, ReplySum] | None = None
         if in_order:
             messages = sorted(messages, key=lambda message: message.metadata.dst_node_id)
@@ -148,7 +148,7 @@ class StreamingTestGrid(PlainTestGrid):
         return self._state
 
     def finished_round(self, state: RoundState) -> None:
-        random_state = json.loads(json.dumps(state.random_state))  # as a file would give it back
+        random_state = json.loads(json.dumps(state.random_state))  # as if read from a file
         metrics = {
             name: dict(getattr(state, name))
             for name in ("train_metrics", "evaluate_metrics", "client_metrics")
@@ -157,6 +157,6 @@ class StreamingTestGrid(PlainTestGrid):
 
 
 def shuffled(seed: int) -> Callable[[list[Message]], list[Message]]:
-    """Return an order that depends on a seed and leaves the global random state alone."""
+    """Return a random order for ``order``. It leaves the global random state alone."""
     order = random.Random(seed)
     return lambda messages: order.sample(messages, len(messages))

@@ -1,4 +1,4 @@
-"""Flower's Array and ArrayRecord through a worker: the same in every way, with fewer copies."""
+"""Flower's Array and ArrayRecord behave the same after a trip through a worker, with fewer copies."""
 
 from __future__ import annotations
 
@@ -26,59 +26,59 @@ from flower_gpu.workers import memory_files, transport
 needs_seals = pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed memory files")
 
 
-def worked_on(task: Any, sent: Any) -> Any:
-    """Run a task in a worker; records travel in the same way with each start method."""
+def run_in_fork(task: Any, sent: Any) -> Any:
+    """Run a task in a worker. ``fork`` suffices, since each start method sends records in the same way."""
     return run_in_worker(task, sent, start_method="fork")
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
-def test_both_ways(start_method: str) -> None:
+def test_a_record_makes_a_round_trip(start_method: str) -> None:
     sent = record()
     arrived = run_in_worker(array_tasks.same, sent, start_method=start_method)
     assert type(arrived) is ArrayRecord
     assert list(arrived) == list(sent)
     for name in sent:
         assert isinstance(arrived[name], Array)
-        ours, theirs = arrived[name].numpy(), sent[name].numpy()
-        assert (ours.dtype, ours.shape, ours.flags.f_contiguous) == (
-            theirs.dtype,
-            theirs.shape,
-            theirs.flags.f_contiguous,
+        arrived_array, sent_array = arrived[name].numpy(), sent[name].numpy()
+        assert (arrived_array.dtype, arrived_array.shape, arrived_array.flags.f_contiguous) == (
+            sent_array.dtype,
+            sent_array.shape,
+            sent_array.flags.f_contiguous,
         )
-        assert (ours == theirs).all()
-        ours += 1  # as from np.load
+        assert (arrived_array == sent_array).all()
+        arrived_array += 1  # writable, like an array from np.load
     assert arrived == sent and sent == arrived
 
 
-def test_torch() -> None:
+def test_a_worker_trains_with_torch() -> None:
     sent = record(value=2)
     arrived = run_in_worker(array_tasks.torch_step, sent, start_method="forkserver")
     assert (arrived["large"].numpy() == 3).all()
     assert (sent["large"].numpy() == 2).all()
 
 
-def test_an_array_does_not_change_with_what_numpy_returned() -> None:
+def test_changing_the_result_of_numpy_does_not_change_the_array() -> None:
     sent = Array(np.zeros(300_000))
-    first, again, same = worked_on(array_tasks.add_one_and_look_again, sent)
+    first, again, same = run_in_fork(array_tasks.add_one_and_look_again, sent)
     assert (first, again, same) == (300_000, 0, True)
-    arrived = worked_on(array_tasks.same, sent)
+    arrived = run_in_fork(array_tasks.same, sent)
     changed = arrived.numpy()
     changed += 1
     assert not arrived.numpy().any()
     assert arrived == sent
 
 
-def test_an_array_whose_id_was_asked_for() -> None:
-    """Flower then keeps views in it, which cannot be pickled."""
+def test_an_array_can_be_sent_after_its_object_id_was_read() -> None:
+    """After ``object_id`` is read, Flower keeps views in the array that cannot be pickled."""
     for size in (10, 300_000):
         sent = ArrayRecord([np.arange(size, dtype=np.float32)])
         sent_id = sent.object_id
-        arrived = worked_on(array_tasks.same, sent)
+        arrived = run_in_fork(array_tasks.same, sent)
         assert arrived.object_id == sent_id
 
 
 @needs_seals
-def test_bytes_are_made_when_somebody_asks() -> None:
+def test_the_serialised_bytes_are_created_on_first_access() -> None:
     arrived = arrived_from(record())
     array = arrived["large"]
     assert type(array) is arrays.Array
@@ -90,7 +90,7 @@ def test_bytes_are_made_when_somebody_asks() -> None:
     assert not hasattr(array, "something_else")
 
 
-def test_it_is_flowers_in_every_way() -> None:
+def test_a_received_array_behaves_like_flowers_array() -> None:
     sent = record()["large"]
     arrived = arrived_from(sent)
     assert isinstance(arrived, Array)
@@ -119,20 +119,20 @@ def test_copies_are_plain_arrays(duplicate: Any) -> None:
     assert twin == record()["large"]
 
 
-def test_new_bytes() -> None:
+def test_assigned_data_replaces_the_received_data() -> None:
     arrived = arrived_from(record())["large"]
-    before = arrived.object_id
+    id_before = arrived.object_id
     other = Array(np.ones(5))
     arrived.data, arrived.shape, arrived.dtype = other.data, other.shape, other.dtype
     assert arrived == other
-    assert arrived.object_id == other.object_id != before
+    assert arrived.object_id == other.object_id != id_before
     assert (arrived.numpy() == 1).all()
-    assert worked_on(array_tasks.same, arrived) == other
+    assert run_in_fork(array_tasks.same, arrived) == other
 
 
-def test_other_serialisations() -> None:
+def test_unknown_serialisation_types_pass_through() -> None:
     sent = Array(dtype="mine", shape=(3,), stype="mine", data=os.urandom(10_000))
-    arrived = worked_on(array_tasks.same, sent)
+    arrived = run_in_fork(array_tasks.same, sent)
     assert arrived == sent
     with pytest.raises(TypeError, match="mine"):
         arrived.numpy()
@@ -145,7 +145,7 @@ def npy(array: np.ndarray, version: tuple[int, int] | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_versions_of_the_format(version: tuple[int, int]) -> None:
+def test_all_versions_of_the_npy_format_are_read(version: tuple[int, int]) -> None:
     numbers = np.arange(5000.0)
     data = npy(numbers, version)
     arrived = arrived_from(Array(dtype="float64", shape=(5000,), stype="numpy.ndarray", data=data))
@@ -153,8 +153,8 @@ def test_versions_of_the_format(version: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("offset", [1, 4, 8])
-def test_other_lengths_of_the_header(offset: int) -> None:
-    """Written by something else than numpy: torch needs 16-byte alignment all the same."""
+def test_the_data_is_aligned_whatever_the_header_length(offset: int) -> None:
+    """Programs other than numpy may write such headers. PyTorch needs 16-byte alignment all the same."""
     text = "{'descr': '<c16', 'fortran_order': False, 'shape': (5000,), }"
     header = text.ljust(128 - 10 + offset - 1) + "\n"
     numbers = np.arange(5000, dtype=np.complex128)
@@ -178,9 +178,9 @@ def test_other_lengths_of_the_header(offset: int) -> None:
 )
 def test_broken_data_fails_as_in_flower(data: bytes) -> None:
     sent = Array(dtype="float64", shape=(5000,), stype="numpy.ndarray", data=data)
-    with pytest.raises(Exception) as of_flower:  # numpy's own
+    with pytest.raises(Exception) as flower_error:  # an exception of numpy
         sent.numpy()
-    with pytest.raises(type(of_flower.value)):
+    with pytest.raises(type(flower_error.value)):
         arrived_from(sent).numpy()
 
 
@@ -199,22 +199,22 @@ def test_broken_data_fails_as_in_flower(data: bytes) -> None:
     st.booleans(),
     st.booleans(),
 )
-def test_any_array(values: np.ndarray, with_seals: bool, fortran: bool) -> None:
+def test_any_array_makes_a_round_trip(values: np.ndarray, with_seals: bool, fortran: bool) -> None:
     sent = Array(np.asfortranarray(values) if fortran else values)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_files, "SEALS", with_seals and memory_files.SEALS)
         patch.setattr(transport, "_MAPPED_BYTES", 0)
         arrived = arrived_from(sent)
-    theirs = sent.numpy()
+    sent_array = sent.numpy()
     for _ in range(2):
-        ours = arrived.numpy()
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        assert ours.tobytes() == theirs.tobytes()
-        assert ours.flags.writeable
+        arrived_array = arrived.numpy()
+        assert (arrived_array.dtype, arrived_array.shape) == (sent_array.dtype, sent_array.shape)
+        assert arrived_array.tobytes() == sent_array.tobytes()
+        assert arrived_array.flags.writeable
     assert arrived == sent
 
 
-def test_an_array_that_is_used_at_exit() -> None:
+def test_an_array_can_be_used_at_exit() -> None:
     code = """
 import atexit
 @atexit.register  # the first one runs last
@@ -230,5 +230,5 @@ reply = transport.create("test")
 transport.write_reply(Array(np.ones(300_000)), reply)
 array = transport.read_reply(reply)
 """
-    done = run_python(code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0 1.0 2400128\n", "")
+    completed = run_python(code)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, "2.0 1.0 2400128\n", "")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flower_tasks  # the folder of this file is on sys.path (pytest rootdir/conftest), as a user's app is
+import flower_tasks  # conftest.py puts this folder on sys.path, as a user's app folder would be
 import numpy as np
 import pytest
 from flwr.common import Code, FitIns, GetParametersIns, ndarrays_to_parameters, parameters_to_ndarrays
@@ -45,7 +45,9 @@ class Overriding(GPUClient):
         (flower_tasks.add_one, "in-process"),
     ],
 )
-def test_fit_runs_in_its_own_process_and_returns_what_flower_accepts(train_fn: Any, method: str) -> None:
+def test_each_fit_runs_in_a_new_process_and_returns_types_that_flower_accepts(
+    train_fn: Any, method: str
+) -> None:
     client = GPUClient(train_fn, kwargs={"step": 2.0}, start_method=method)
     pids = set()
     for server_round in range(2):
@@ -61,14 +63,14 @@ def test_fit_runs_in_its_own_process_and_returns_what_flower_accepts(train_fn: A
 
 
 @pytest.mark.parametrize("method", ["fork", "in-process"])
-def test_evaluate(method: str) -> None:
+def test_evaluate_runs_in_a_worker_and_returns_plain_floats(method: str) -> None:
     client = GPUClient(evaluate_fn="flower_tasks:mean", start_method=method)
     loss, num_examples, metrics = client.evaluate(weights(), {})
     assert (loss, num_examples, metrics) == (0.0, 5, {"accuracy": 0.25})
     assert type(loss) is float and type(metrics["accuracy"]) is float
 
 
-def test_overridden_method_runs_in_a_worker() -> None:
+def test_an_overridden_method_runs_in_a_worker() -> None:
     result, _, metrics = Overriding(3.0, start_method="forkserver").fit(weights(), {})
     assert result[0][0, 0] == 3.0 and metrics["pid"] != os.getpid()
 
@@ -77,7 +79,7 @@ def test_overridden_method_runs_in_a_worker() -> None:
     ("client_class", "method"),
     [("flower_tasks:ExistingClient", "fork"), (flower_tasks.ExistingClient, "forkserver")],
 )
-def test_existing_client_needs_no_rewriting(client_class: Any, method: str) -> None:
+def test_an_existing_client_class_runs_in_workers_unchanged(client_class: Any, method: str) -> None:
     client = gpu_client(client_class, 4.0, partition=2, start_method=method)
     result, num_examples, metrics = client.fit(weights(), {})
     assert result[0][0, 0] == 4.0 and num_examples == 7 and metrics["pid"] != os.getpid()
@@ -87,7 +89,7 @@ def test_existing_client_needs_no_rewriting(client_class: Any, method: str) -> N
     assert properties["partition"] == 2 and properties["pid"] != os.getpid()
 
 
-# In a Python of its own: the test runner has threads, and a process with threads of an app is not forked.
+# This script runs in a separate process: a process is not forked if the app has threads, and pytest has some.
 CLIENT_APP = """
 import sys
 from functools import partial
@@ -99,12 +101,12 @@ from flower_gpu import GPUClient, gpu_client
 
 sys.argv[0] = "/some/where/flwr-clientapp"
 for make, name in ((GPUClient, "add_one"), (partial(gpu_client, step=4.0), "ExistingClient")):
-    for what in (f"flower_tasks:{name}", getattr(flower_tasks, name)):
-        make(what).fit([np.zeros((2, 3), np.float32)], {})
+    for task in (f"flower_tasks:{name}", getattr(flower_tasks, name)):
+        make(task).fit([np.zeros((2, 3), np.float32)], {})
 """
 
 
-def test_in_a_clientapp_what_is_only_named_gets_the_fork_server(
+def test_in_a_clientapp_a_task_given_by_name_uses_the_fork_server(
     tmp_path: Path, run_script: Callable[..., Any]
 ) -> None:
     env = {"FLOWER_GPU_RUN_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
@@ -115,7 +117,7 @@ def test_in_a_clientapp_what_is_only_named_gets_the_fork_server(
     assert [event["start_method"] for event in started] == ["forkserver", "fork"] * 2
 
 
-def test_only_what_is_implemented_is_offered_to_the_server() -> None:
+def test_the_client_offers_only_implemented_methods_to_the_server() -> None:
     ins = FitIns(ndarrays_to_parameters(weights()), {})
     assert (
         GPUClient(evaluate_fn="flower_tasks:mean").to_client().fit(ins).status.code
@@ -128,7 +130,7 @@ def test_only_what_is_implemented_is_offered_to_the_server() -> None:
     assert code == Code.GET_PARAMETERS_NOT_IMPLEMENTED
 
 
-def test_client_class_named_by_a_string_tells_in_the_worker_what_it_lacks() -> None:
+def test_a_client_class_given_by_name_reports_a_missing_method_from_the_worker() -> None:
     with pytest.raises(NotImplementedError, match="FitOnly does not implement evaluate"):
         gpu_client("flower_tasks:FitOnly", start_method="fork").evaluate(weights(), {})
 
@@ -136,26 +138,26 @@ def test_client_class_named_by_a_string_tells_in_the_worker_what_it_lacks() -> N
 @pytest.mark.parametrize(
     "initial", ["flower_tasks:initial", flower_tasks.initial, [np.full((2, 2), 3.0, np.float32)]]
 )
-def test_initial_weights(initial: Any) -> None:
+def test_initial_weights_may_be_a_name_a_function_or_a_list(initial: Any) -> None:
     client = GPUClient("flower_tasks:add_one", initial_weights=initial, start_method="fork").to_client()
     res = client.get_parameters(GetParametersIns({}))
     assert parameters_to_ndarrays(res.parameters)[0].tolist() == [[3.0, 3.0]] * 2
 
 
-def test_without_initial_weights_the_server_is_told_what_to_do() -> None:
+def test_the_error_for_missing_initial_weights_names_the_ways_to_set_them() -> None:
     with pytest.raises(FlowerGPUError, match="initial_parameters, or this client initial_weights"):
         GPUClient("flower_tasks:add_one").get_parameters({})
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_wrong_weights_name_the_array(method: str) -> None:
+def test_the_error_for_weights_that_are_not_finite_names_the_array(method: str) -> None:
     client = GPUClient("flower_tasks:nan_weights", start_method=method)
     with pytest.raises(InvalidResultError, match=r"array 2 of 3 .*1 values that are not finite"):
         client.fit(weights(), {})
 
 
-def test_a_mask_of_the_model_comes_back_as_it_was_sent() -> None:
-    """``-inf`` where attention must not look is a buffer of many models, and no sign of divergence."""
+def test_a_mask_with_infinities_is_returned_unchanged() -> None:
+    """Many models keep an attention mask with ``-inf`` in a buffer. It is no sign of divergence."""
     client = GPUClient(
         "flower_tasks:masked_weights", initial_weights="flower_tasks:initial_with_mask", start_method="fork"
     )
@@ -165,7 +167,7 @@ def test_a_mask_of_the_model_comes_back_as_it_was_sent() -> None:
     assert np.array_equal(trained[1], np.triu(np.full((3, 3), -np.inf), 1))
 
 
-def test_dead_worker_fails_one_call_only() -> None:
+def test_a_dead_worker_fails_only_its_own_call() -> None:
     client = GPUClient("flower_tasks:die", "flower_tasks:mean", start_method="forkserver", name="seven")
     with pytest.raises(WorkerDiedError, match=r"(?s)fit of client seven.*SIGKILL.*last words"):
         client.fit(weights(), {})
@@ -181,6 +183,6 @@ def test_dead_worker_fails_one_call_only() -> None:
         (lambda: gpu_client(dict), "takes a NumPyClient class"),
     ],
 )
-def test_bad_arguments_are_refused_where_they_are_written(make: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_the_constructor(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""FedBuff on a grid whose replies come in an order of chance: arithmetic, failures, what is refused."""
+"""FedBuff on a grid whose replies arrive in random order: arithmetic, failures and refused arguments."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.serverapp import GridTime, record
 
-BAD = 13  # the node that fails
+BAD = 13  # id of the node that always fails
 
 
 class AsynchronousGrid(PlainTestGrid):
-    """Nodes that are done in an order of chance, a few at each question; notes who trained what."""
+    """A grid whose nodes finish in random order, a few at each poll. It records messages and replies."""
 
     def __init__(self, nodes: Iterable[int], seed: int = 0) -> None:
         super().__init__(nodes)
         self._chance = random.Random(seed)
         self._waiting: dict[str, Message] = {}
-        self.asked: list[int] = []
-        self.most_waiting = 0
+        self.asked_nodes: list[int] = []
+        self.max_in_flight = 0
         self.versions: list[weakref.ref[ArrayRecord]] = []
-        self.replies: list[tuple[int, dict[str, Any], RecordDict]] = []  # rounds and models sent, and replies
+        # The round and the model that were sent, and the content of the reply
+        self.replies: list[tuple[int, dict[str, Any], RecordDict]] = []
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = []
         for message in messages:
-            ids.append(f"message-{len(self.asked)}")
+            ids.append(f"message-{len(self.asked_nodes)}")
             message.metadata.__dict__["_message_id"] = ids[-1]
             assert message.metadata.dst_node_id not in self.busy, "one message at a time"
-            self.asked.append(message.metadata.dst_node_id)
+            self.asked_nodes.append(message.metadata.dst_node_id)
             self._waiting[ids[-1]] = message
-            if not any(found() is message.content["arrays"] for found in self.versions):
+            if not any(version() is message.content["arrays"] for version in self.versions):
                 self.versions.append(weakref.ref(message.content["arrays"]))
-        self.most_waiting = max(self.most_waiting, len(self._waiting))
+        self.max_in_flight = max(self.max_in_flight, len(self._waiting))
         return ids
 
     @property
@@ -57,17 +58,17 @@ class AsynchronousGrid(PlainTestGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         ids = sorted(message_ids)
-        found = []
+        replies = []
         for message_id in self._chance.sample(ids, self._chance.randint(0, min(3, len(ids)))):
             message = self._waiting.pop(message_id)
             content = train(message)
             if isinstance(content, RecordDict):
                 sent = {name: array.numpy() for name, array in message.content["arrays"].items()}
                 self.replies.append((message.content["config"]["server-round"], sent, content))
-            found.append(Message(content, reply_to=message))
+            replies.append(Message(content, reply_to=message))
         alive = sum(version() is not None for version in self.versions)
-        assert alive <= len(self._waiting) + len(found) + 2, "models that nobody trains are freed"
-        return found
+        assert alive <= len(self._waiting) + len(replies) + 2, "models that no node trains are freed"
+        return replies
 
 
 def initial() -> ArrayRecord:
@@ -75,37 +76,37 @@ def initial() -> ArrayRecord:
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poll_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_gpu.flower.under_way._WAIT_S", 0.0)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_model_is_that_of_the_formula(seed: int) -> None:
-    """Each version is the one before and the mean of what clients changed; the later, the less it counts."""
-    chance = random.Random(seed)
-    size, concurrency, rate = chance.randint(1, 6), chance.randint(1, 9), chance.choice([1.0, 0.5, 2.0])
-    staleness = chance.choice([{}, {"staleness": lambda behind: 1 / (1 + behind)}])
+def test_each_version_of_the_model_follows_the_formula(seed: int) -> None:
+    """A version is the previous one plus the mean update. A stale update has a smaller weight."""
+    rng = random.Random(seed)
+    size, concurrency, rate = rng.randint(1, 6), rng.randint(1, 9), rng.choice([1.0, 0.5, 2.0])
+    staleness = rng.choice([{}, {"staleness": lambda behind: 1 / (1 + behind)}])
     strategy = FedBuff(size, concurrency, server_learning_rate=rate, **staleness)
     grid = AsynchronousGrid(range(1, 12), seed)
     random.seed(seed)
     result = strategy.start(grid, initial(), num_rounds=8)
-    assert grid.most_waiting == concurrency
+    assert grid.max_in_flight == concurrency
 
     model = {name: array.numpy() for name, array in initial().items()}
-    behind_most = 0
+    max_behind = 0
     for server_round in range(1, 9):
         updates = grid.replies[(server_round - 1) * size : server_round * size]
         weights = [reply["metrics"]["num-examples"] for *_, reply in updates]
-        for name, before in model.items():
-            total = np.zeros(before.shape)
-            for weight, (sent_in, sent, reply) in zip(weights, updates, strict=True):
-                behind = server_round - sent_in
-                behind_most = max(behind, behind_most)
-                counts = strategy.staleness(behind)
+        for name, previous in model.items():
+            total = np.zeros(previous.shape)
+            for weight, (round_sent, sent, reply) in zip(weights, updates, strict=True):
+                behind = server_round - round_sent
+                max_behind = max(behind, max_behind)
+                factor = strategy.staleness(behind)
                 if not staleness:
-                    assert counts == pytest.approx((1 + behind) ** -0.5)
-                total += weight * counts * (reply["arrays"][name].numpy().astype(float) - sent[name])
-            new = before + rate * total / sum(weights)
+                    assert factor == pytest.approx((1 + behind) ** -0.5)
+                total += weight * factor * (reply["arrays"][name].numpy().astype(float) - sent[name])
+            new = previous + rate * total / sum(weights)
             model[name] = np.rint(new).astype(np.uint8) if name == "batches" else new.astype(np.float32)
         mean = sum(
             weight * reply["metrics"]["loss"] for weight, (*_, reply) in zip(weights, updates, strict=True)
@@ -113,19 +114,19 @@ def test_the_model_is_that_of_the_formula(seed: int) -> None:
         assert result.train_metrics_clientapp[server_round]["loss"] == pytest.approx(mean / sum(weights))
     np.testing.assert_allclose(result.arrays["w"].numpy(), model["w"], rtol=1e-5)
     assert result.arrays["w"].dtype == "float32" and result.arrays["batches"].dtype == "uint8"
-    assert concurrency <= size or behind_most > 0
+    assert concurrency <= size or max_behind > 0
 
 
-def test_a_client_that_fails_is_asked_once_for_each_version() -> None:
+def test_a_failing_client_is_asked_once_per_version() -> None:
     grid = AsynchronousGrid([1, 2, BAD])
     result = FedBuff(4, 2).start(grid, initial(), num_rounds=3)
     assert len(grid.replies) >= 3 * 4 and set(result.train_metrics_clientapp) == {1, 2, 3}
-    assert 1 <= grid.asked.count(BAD) <= 4
+    assert 1 <= grid.asked_nodes.count(BAD) <= 4
 
     alone = AsynchronousGrid([BAD])
     with pytest.raises(ClientsFailedError, match=f"no client has sent an update .* node {BAD}: out of luck"):
         FedBuff(4, 1).start(alone, initial(), num_rounds=3)
-    assert alone.asked == [BAD] * 3
+    assert alone.asked_nodes == [BAD] * 3
 
 
 @pytest.mark.parametrize(
@@ -138,18 +139,18 @@ def test_a_client_that_fails_is_asked_once_for_each_version() -> None:
         ({"staleness": lambda behind: -1.0}, "for 0 there is -1.0"),
     ],
 )
-def test_values_that_cannot_be_used_are_refused_at_once(wrong: Any, text: str) -> None:
+def test_invalid_arguments_are_refused_by_the_constructor(wrong: Any, text: str) -> None:
     with pytest.raises((ConfigError, TypeError), match=text):
         FedBuff(**wrong)
 
 
-def test_a_strategy_around_it_is_refused() -> None:
-    around = DifferentialPrivacyServerSideFixedClipping(FedBuff(1, 1), 0.1, 1.0, 1)
+def test_a_strategy_that_wraps_fedbuff_is_refused() -> None:
+    wrapper = DifferentialPrivacyServerSideFixedClipping(FedBuff(1, 1), 0.1, 1.0, 1)
     with pytest.raises(ConfigError, match=r"call its start\(\)"):
-        around.start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
+        wrapper.start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
 
 
-def test_other_arrays_than_were_sent_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_with_missing_arrays_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def part(message: Message) -> RecordDict:
         return content_of({"w": np.ones((2, 3), np.float32)}, {"num-examples": 1})
 
@@ -159,10 +160,10 @@ def test_other_arrays_than_were_sent_end_the_run(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("shape", [(1, 3), ()])
-def test_an_array_of_another_shape_than_was_sent_ends_the_run(
+def test_a_reply_with_another_shape_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    """Even if numpy could broadcast it."""
+    """That includes shapes that numpy could broadcast to the shape that was sent."""
 
     def smaller(message: Message) -> RecordDict:
         sent = next(iter(message.content.array_records.values()))
@@ -175,9 +176,7 @@ def test_an_array_of_another_shape_than_was_sent_ends_the_run(
 
 
 @pytest.mark.parametrize("examples", [-1.0, math.nan])
-def test_a_number_of_examples_that_is_none_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, examples: float
-) -> None:
+def test_an_invalid_number_of_examples_ends_the_run(monkeypatch: pytest.MonkeyPatch, examples: float) -> None:
     def reply(message: Message) -> RecordDict:
         return RecordDict({**message.content, "metrics": MetricRecord({"num-examples": examples})})
 
@@ -186,7 +185,7 @@ def test_a_number_of_examples_that_is_none_ends_the_run(
         FedBuff(1, 1).start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
 
 
-def test_an_update_without_examples_leaves_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_with_zero_examples_leaves_the_model_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(message: Message) -> RecordDict:
         arrays = {name: array.numpy() + 1 for name, array in message.content["arrays"].items()}
         is_empty = message.metadata.dst_node_id == 2
@@ -198,14 +197,14 @@ def test_an_update_without_examples_leaves_the_model_as_it_is(monkeypatch: pytes
     alone = FedBuff(1, 1).start(AsynchronousGrid([2]), initial(), num_rounds=3)
     assert_same(alone.arrays, initial())
     assert list(alone.train_metrics_clientapp) == [1, 2, 3]
-    strategy = FedBuff(2, 2, staleness=lambda _: 1, exact_order=True)  # an update of each client
+    strategy = FedBuff(2, 2, staleness=lambda _: 1, exact_order=True)  # one update per client
     both = strategy.start(AsynchronousGrid([1, 2]), initial(), num_rounds=1)
     assert both.arrays["w"].numpy().tolist() == [[2.0] * 3] * 2
     assert both.train_metrics_clientapp[1]["loss"] == 2.0
 
 
-def test_entries_that_no_client_changes_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention mask has -inf in it, and some counters are larger than a 64-bit float can hold."""
+def test_unchanged_entries_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention mask contains -inf, and a counter may be too large for a 64-bit float."""
     model = {
         "w": np.zeros(3, np.float32),
         "mask": np.array([0.0, -np.inf, np.inf, np.nan], np.float32),
@@ -235,10 +234,8 @@ LARGE = {
 
 @pytest.mark.parametrize("dtype", LARGE)
 @pytest.mark.parametrize("step", [1, 2, -1, 3, 2**40 + 1, -(2**52) - 1])
-def test_large_integers_change_by_what_clients_add(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, step: int
-) -> None:
-    """A 64-bit float cannot hold them. They stay in the range of their dtype."""
+def test_large_integers_are_updated_exactly(monkeypatch: pytest.MonkeyPatch, dtype: str, step: int) -> None:
+    """A 64-bit float cannot hold them. The results stay in the range of their dtype."""
     limits = np.iinfo(dtype)
     other = "uint64" if dtype == "int64" else "int64"
 
@@ -255,7 +252,7 @@ def test_large_integers_change_by_what_clients_add(
     monkeypatch.setattr("test_fedbuff.train", reply)
     first = {"entries": np.array(LARGE[dtype], dtype), "one": np.array(2**60 + 1, dtype)}
     model = ArrayRecord({name: Array(array) for name, array in first.items()})
-    strategy = FedBuff(2, 2, staleness=lambda _: 1, exact_order=True)  # an update of each client
+    strategy = FedBuff(2, 2, staleness=lambda _: 1, exact_order=True)  # one update per client
     result = strategy.start(AsynchronousGrid([1, 2]), model, num_rounds=1)
     arrays = {name: array.numpy() for name, array in result.arrays.items()}
     assert {array.dtype.name for array in arrays.values()} == {dtype}
@@ -263,7 +260,7 @@ def test_large_integers_change_by_what_clients_add(
     assert arrays["one"].tolist() == added(2**60 + 1)
 
 
-def test_an_entry_that_becomes_infinite_is_so_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_infinite_entry_of_an_update_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(message: Message) -> RecordDict:
         return content_of({"w": np.array([np.inf, 1.0]), "batches": np.uint8(5)}, {"num-examples": 3})
 
@@ -274,7 +271,9 @@ def test_an_entry_that_becomes_infinite_is_so_in_the_model(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_the_model_keeps_its_dtype_whatever_clients_send(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_the_model_keeps_its_dtype_if_clients_send_other_dtypes(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     def reply(message: Message) -> RecordDict:
         kind = dtype if message.metadata.dst_node_id % 2 else "float32"
         arrays = {name: array.numpy().astype(kind) + 2 for name, array in message.content["arrays"].items()}
@@ -290,7 +289,7 @@ def test_the_model_keeps_its_dtype_whatever_clients_send(monkeypatch: pytest.Mon
 
 
 class RefusingGrid(AsynchronousGrid):
-    """Takes no message to some nodes, as Flower's grids do with messages that are too large or malformed."""
+    """A grid that refuses the messages to some nodes, as Flower does if they are too large or malformed."""
 
     def __init__(self, nodes: Iterable[int], refused: Iterable[int], form: str) -> None:
         super().__init__(nodes)
@@ -300,20 +299,22 @@ class RefusingGrid(AsynchronousGrid):
         messages = list(messages)
         taken = [message for message in messages if message.metadata.dst_node_id not in self._refused]
         ids = iter(super().push_messages(taken))
-        found = [next(ids) if message in taken else None for message in messages]
-        return found if self._form == "none in its place" else [each for each in found if each is not None]
+        all_ids = [next(ids) if message in taken else None for message in messages]
+        return all_ids if self._form == "none in its place" else [id_ for id_ in all_ids if id_ is not None]
 
 
 @pytest.mark.parametrize("form", ["none in its place", "left out"])
-def test_messages_that_the_grid_refuses_are_failures(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_that_the_grid_refuses_count_as_failures(
+    form: str, caplog: pytest.LogCaptureFixture
+) -> None:
     grid = RefusingGrid([1, 2, 3], [2], form)
     result = FedBuff(3, 3).start(grid, initial(), num_rounds=3)
-    assert set(grid.asked) == {1, 3} and list(result.train_metrics_clientapp) == [1, 2, 3]
-    told = [record.getMessage() for record in caplog.records if "error in reply" in record.getMessage()]
-    assert len(told) >= 1 and all("node 2: the message could not be sent" in text for text in told)
+    assert set(grid.asked_nodes) == {1, 3} and list(result.train_metrics_clientapp) == [1, 2, 3]
+    lines = [record.getMessage() for record in caplog.records if "error in reply" in record.getMessage()]
+    assert len(lines) >= 1 and all("node 2: the message could not be sent" in text for text in lines)
 
 
-def test_refused_messages_are_in_the_record_of_a_run() -> None:
+def test_refused_messages_are_recorded() -> None:
     events: list[Any] = []
     grid = RefusingGrid([1, 2, 3], [2], "left out")
     with recorded_rounds(events.append) as recorder:
@@ -329,13 +330,13 @@ def test_refused_messages_are_in_the_record_of_a_run() -> None:
 
 
 @pytest.mark.parametrize("form", ["none in its place", "left out"])
-def test_a_version_that_no_client_was_sent_ends_the_run(form: str) -> None:
+def test_a_version_that_no_client_received_ends_the_run(form: str) -> None:
     with pytest.raises(ClientsFailedError, match="model of round 1: the grid took none of its 3 messages"):
         FedBuff(2, 3).start(RefusingGrid([1, 2, 3], [1, 2, 3], form), initial(), num_rounds=3)
 
 
 class LimitedGrid(AsynchronousGrid):
-    """Has a clock of its own, and keeps the replies of some nodes back for ever."""
+    """A grid with its own clock. The silent nodes never reply."""
 
     def __init__(self, nodes: Iterable[int], silent: Iterable[int], times: Iterable[float]) -> None:
         super().__init__(nodes)
@@ -350,8 +351,8 @@ class LimitedGrid(AsynchronousGrid):
         return super().pull_messages(ids)
 
 
-def test_the_limit_of_a_message_is_on_the_clock_of_the_grid(caplog: pytest.LogCaptureFixture) -> None:
-    """Which may stand still, as that of a simulation that waits for leases."""
+def test_the_timeout_of_a_message_follows_the_clock_of_the_grid(caplog: pytest.LogCaptureFixture) -> None:
+    """That clock may stand still, for example while a simulation waits for leases."""
     grid = LimitedGrid([1, 2], silent=[2], times=[7.0] * 50)
     FedBuff(1, 2).start(grid, initial(), num_rounds=3, timeout=5.0)
     assert "no reply within" not in caplog.text and grid.busy.count(2) == 1
@@ -361,14 +362,14 @@ def test_the_limit_of_a_message_is_on_the_clock_of_the_grid(caplog: pytest.LogCa
         FedBuff(1, 2).start(late, initial(), num_rounds=1, timeout=5.0)
 
 
-def assert_same(found: ArrayRecord, wanted: ArrayRecord) -> None:
-    for name, array in wanted.items():
-        assert found[name].dtype == array.dtype, name
-        assert found[name].numpy().tobytes() == array.numpy().tobytes(), name
+def assert_same(actual: ArrayRecord, expected: ArrayRecord) -> None:
+    for name, array in expected.items():
+        assert actual[name].dtype == array.dtype, name
+        assert actual[name].numpy().tobytes() == array.numpy().tobytes(), name
 
 
 class WatchedGrid(AsynchronousGrid):
-    """Notes the files with models in a checkpoint when the next round is over."""
+    """A grid that records the model files of the checkpoint after each round."""
 
     def __init__(self, nodes: Iterable[int], folder: Path) -> None:
         super().__init__(nodes)
@@ -384,15 +385,15 @@ class WatchedGrid(AsynchronousGrid):
 
 
 def test_a_checkpoint_writes_each_version_once(tmp_path: Path) -> None:
-    """And drops it when no message in flight was sent it. A run that goes on keeps to that."""
+    """The file is deleted when no message in flight needs that version, also in a resumed run."""
     first = ArrayRecord({"w": Array(np.zeros((100, 100), np.float32))})
     sent = 40_000
     for rounds in (6, 12):
         grid = WatchedGrid(range(1, 9), tmp_path)
         result = resumable(FedBuff(1, 6), tmp_path).start(grid, first, num_rounds=rounds)
         assert list(result.train_metrics_clientapp) == list(range(1, rounds + 1))
-        for before, after in itertools.pairwise(grid.model_files):
+        for previous, after in itertools.pairwise(grid.model_files):
             assert all(sent < size < 1.2 * sent for size in after.values())
-            assert len(after.keys() - before.keys()) <= 1
+            assert len(after.keys() - previous.keys()) <= 1
             assert len(after) <= 6 + 1
-    assert len(grid.model_files) == 6 and grid.model_files[0], "it went on"
+    assert len(grid.model_files) == 6 and grid.model_files[0], "the run was resumed"

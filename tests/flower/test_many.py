@@ -1,4 +1,4 @@
-"""Handlers of several messages: their arguments and replies, and the seeds of messages."""
+"""Handlers that take several messages in one call: arguments, replies, and the seeds of messages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from flower_gpu.flower.many import ManyHandler, find_handler, run_many, seed_mes
 
 @pytest.fixture(autouse=True)
 def identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be a process that handles a message: without that Flower makes none."""
+    """Give this process the identity of a task, because Flower creates no message without it."""
     for name in message_call.IDENTITY:
         monkeypatch.setattr(TaskIdentity, name, 7)
 
 
 def message(number: int, content: RecordDict | None = None, kind: str = "train") -> Message:
-    made = Message(content or RecordDict({"config": ConfigRecord({"number": number})}), 100 + number, kind)
-    made.metadata.__dict__["_message_id"] = f"message {number}"
-    return made
+    message = Message(content or RecordDict({"config": ConfigRecord({"number": number})}), 100 + number, kind)
+    message.metadata.__dict__["_message_id"] = f"message {number}"
+    return message
 
 
 def context(number: int) -> Context:
@@ -41,11 +41,11 @@ def answers(messages: list[Message], contexts: list[Context]) -> list[Message]:
     return [
         Message(
             RecordDict(
-                {"facts": ConfigRecord({"is": place.node_config["partition-id"], "of": len(messages)})}
+                {"facts": ConfigRecord({"is": context.node_config["partition-id"], "of": len(messages)})}
             ),
-            reply_to=each,
+            reply_to=message,
         )
-        for each, place in zip(messages, contexts, strict=True)
+        for message, context in zip(messages, contexts, strict=True)
     ]
 
 
@@ -53,10 +53,10 @@ def facts(reply: Message) -> dict[str, Any]:
     return dict(reply.content["facts"])
 
 
-def test_flower_calls_it_with_lists_of_one() -> None:
-    """In Flower's runtimes, on SuperNodes and under launch, an app is called so."""
+def test_flower_calls_the_handler_with_one_message_at_a_time() -> None:
+    """Flower's runtimes call an app like this, on SuperNodes and under launch."""
     app = ClientApp()
-    assert train_many(app)(answers) is answers, "the function itself stays as it is"
+    assert train_many(app)(answers) is answers, "the function itself is returned"
     flower_gpu.evaluate_many(app, "more", max_messages=3)(answers)
     assert facts(app(message(3), context(3))) == {"is": 3, "of": 1}
     assert facts(app(message(4, kind="evaluate.more"), context(4))) == {"is": 4, "of": 1}
@@ -64,7 +64,7 @@ def test_flower_calls_it_with_lists_of_one() -> None:
         app.train()(lambda message, context: message)
 
 
-def test_the_mods_of_flower_see_single_messages() -> None:
+def test_mods_see_single_messages() -> None:
     seen: list[int] = []
 
     def mod(message: Message, context: Context, call_next: Callable[..., Message]) -> Message:
@@ -77,26 +77,26 @@ def test_the_mods_of_flower_see_single_messages() -> None:
     assert seen == [5, 5]
 
 
-def test_simulations_find_it_where_nothing_else_has_to_run() -> None:
+def test_simulations_use_the_handler_only_if_no_other_code_has_to_run() -> None:
     def mod(message: Message, context: Context, call_next: Callable[..., Message]) -> Message:
         return call_next(message, context)
 
-    def made(*, app_mods: list[Any], mods: list[Any] | None = None) -> ClientApp:
+    def make_app(*, app_mods: list[Any], mods: list[Any] | None = None) -> ClientApp:
         app = ClientApp(mods=app_mods)
         train_many(app, mods=mods, max_messages=5)(answers)
         flower_gpu.evaluate_many(app, "more")(answers)
         app.query()(lambda message, context: message)
         return app
 
-    app = made(app_mods=[])
+    app = make_app(app_mods=[])
     assert find_handler(app, "train") == find_handler(app, "train.default") == ManyHandler(answers, 5)
     assert find_handler(app, "evaluate.more") == ManyHandler(answers, 64)
     for kind in ("query", "evaluate", "train.more"):
         assert find_handler(app, kind) is None
-    # In a worker gpu_mod has nothing to do.
-    assert find_handler(made(app_mods=[gpu_mod], mods=[gpu_mod(num_gpus=0.5)]), "train") is not None
-    assert find_handler(made(app_mods=[], mods=[mod]), "train") is None
-    assert find_handler(made(app_mods=[mod, gpu_mod]), "train") is None
+    # A simulation runs the app in a worker, where gpu_mod has nothing to do.
+    assert find_handler(make_app(app_mods=[gpu_mod], mods=[gpu_mod(num_gpus=0.5)]), "train") is not None
+    assert find_handler(make_app(app_mods=[], mods=[mod]), "train") is None
+    assert find_handler(make_app(app_mods=[mod, gpu_mod]), "train") is None
     assert find_handler(ClientApp(lambda context: None), "train") is None
 
     @app.lifespan()
@@ -106,7 +106,7 @@ def test_simulations_find_it_where_nothing_else_has_to_run() -> None:
     assert find_handler(app, "train") is None
 
 
-def test_an_app_of_a_notebook_travels_with_it() -> None:
+def test_the_handler_of_a_notebooks_app_survives_pickling() -> None:
     app = ClientApp(mods=[gpu_mod])
     train_many(app)(lambda messages, contexts: answers(messages, contexts))
     again = cloudpickle.loads(cloudpickle.dumps(app))
@@ -116,7 +116,7 @@ def test_an_app_of_a_notebook_travels_with_it() -> None:
     assert [facts(reply) for reply in replies] == [{"is": 1, "of": 2}, {"is": 2, "of": 2}]
 
 
-def test_errors_may_be_the_replies_to_some() -> None:
+def test_a_handler_may_reply_with_errors_to_some_messages() -> None:
     def some(messages: list[Message], contexts: list[Context]) -> list[Message]:
         replies = answers(messages, contexts)
         replies[1] = Message(Error(7, "no data"), reply_to=messages[1])
@@ -155,22 +155,22 @@ def test_errors_may_be_the_replies_to_some() -> None:
         ),
     ],
 )
-def test_replies_that_cannot_be_used_are_named(function: Any, text: str) -> None:
+def test_invalid_replies_are_refused(function: Any, text: str) -> None:
     with pytest.raises(InvalidResultError, match=text):
         ManyHandler(function, 64)([message(number) for number in range(3)], list(map(context, range(3))))
 
 
-def test_messages_of_a_round_are_changed_each_for_itself() -> None:
-    """Messages arrive with the same records. Only the arrays, which are immutable, stay shared."""
+def test_changing_one_message_leaves_the_others_unchanged() -> None:
+    """The messages of a round arrive with shared records. Only arrays stay shared, as they are immutable."""
     arrays = ArrayRecord([np.zeros(3)])
     shared = RecordDict({"arrays": arrays, "config": ConfigRecord({"number": 0})})
 
     def changes(messages: list[Message], contexts: list[Context]) -> list[Message]:
-        for each, place in zip(messages, contexts, strict=True):
-            assert each.content["config"]["number"] == 0
-            each.content["config"]["number"] = 7
-            each.content["arrays"]["0"].numpy()[:] += 1
-            place.state["own"] = ConfigRecord({"is": place.node_config["partition-id"]})
+        for message, context in zip(messages, contexts, strict=True):
+            assert message.content["config"]["number"] == 0
+            message.content["config"]["number"] = 7
+            message.content["arrays"]["0"].numpy()[:] += 1
+            context.state["own"] = ConfigRecord({"is": context.node_config["partition-id"]})
         return answers(messages, contexts)
 
     messages = [message(number, shared) for number in range(3)]
@@ -182,18 +182,18 @@ def test_messages_of_a_round_are_changed_each_for_itself() -> None:
     assert shared["config"]["number"] == 0 and not arrays["0"].numpy().any()
 
 
-def test_a_message_has_a_seed_of_its_own() -> None:
-    one, other = message(1), message(2)
-    seed_message(one, (5 << 32) + 3)
-    assert flower_gpu.message_seed(one) == flower_gpu.message_seed(one) == 3
+def test_each_message_has_its_own_seed() -> None:
+    seeded, unseeded = message(1), message(2)
+    seed_message(seeded, (5 << 32) + 3)
+    assert flower_gpu.message_seed(seeded) == flower_gpu.message_seed(seeded) == 3
     random.seed(1)
-    drawn = flower_gpu.message_seed(other)
+    drawn = flower_gpu.message_seed(unseeded)
     random.seed(1)
-    assert flower_gpu.message_seed(other) == drawn != flower_gpu.message_seed(other)
-    np.random.seed(drawn)  # which takes 32 bits
+    assert flower_gpu.message_seed(unseeded) == drawn != flower_gpu.message_seed(unseeded)
+    np.random.seed(drawn)  # raises an error for more than 32 bits
 
 
-def test_what_cannot_be_registered_is_refused() -> None:
+def test_invalid_registrations_are_refused() -> None:
     app = ClientApp()
     with pytest.raises(ConfigError, match="max_messages of train_many"):
         train_many(app, max_messages=0)
@@ -202,8 +202,8 @@ def test_what_cannot_be_registered_is_refused() -> None:
         flower_gpu.evaluate_many(wrong)
 
 
-def test_a_worker_of_gpu_mod_gets_a_list_of_one() -> None:
-    """It travels to the fork server, where the app's module has the function itself under its name."""
+def test_a_worker_of_gpu_mod_calls_the_handler_with_one_message() -> None:
+    """The fork server finds the handler by name in the app's module, where the name is the plain function."""
     app = ClientApp(mods=[gpu_mod(start_method="forkserver", gpu="never")])
     train_many(app)(answers)
     assert facts(app(message(6), context(6))) == {"is": 6, "of": 1}

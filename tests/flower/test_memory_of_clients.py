@@ -1,4 +1,4 @@
-"""What a client process holds after it has trained: its weights, and little more than any Flower client."""
+"""After training, a client process holds its weights and little more memory than any Flower client."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 WEIGHTS_MB = 45
 
-# What every start_client process imports, trained or not. A mapped memory file counts as a whole: pages of it
-# that this process has not touched are memory, too.
+# Imports of every start_client process, whether it trains or not. A mapped memory file counts in full,
+# because pages that this process has not touched use memory, too.
 FLOWER_CLIENT = """
     import json, sys
     import numpy as np
@@ -44,11 +44,11 @@ AFTER_FITS = (
 )
 
 
-def test_fits_leave_the_weights_only_and_do_not_bring_torch_into_the_client(
+def test_fits_keep_only_the_weights_and_do_not_import_torch_in_the_client(
     run_script: Callable[..., Any],
 ) -> None:
     plain_mb = float(run_script(FLOWER_CLIENT + "    print(held_mb())\n").stdout)
-    found = json.loads(run_script(AFTER_FITS, str(Path(__file__).parent), timeout_s=120).stdout)
-    assert found["imported"] == []
-    assert found["held_mb"] < plain_mb + WEIGHTS_MB + 20, f"{found}, a plain client {plain_mb} MB"
-    assert found["held_mb"] > plain_mb + WEIGHTS_MB - 20  # it measures what it should
+    report = json.loads(run_script(AFTER_FITS, str(Path(__file__).parent), timeout_s=120).stdout)
+    assert report["imported"] == []
+    assert report["held_mb"] < plain_mb + WEIGHTS_MB + 20, f"{report}, a plain client {plain_mb} MB"
+    assert report["held_mb"] > plain_mb + WEIGHTS_MB - 20, "the measure sees the weights"

@@ -1,4 +1,4 @@
-"""Many objects in one request, by Flower's own functions on both sides."""
+"""Several objects in one request, with Flower's own functions for client and server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ PULL, PUSH = inflatable_utils.pull_objects, inflatable_utils.push_object_content
 
 
 class Server:
-    """Flower's functions for the requests of ClientApps, for a SuperNode with objects in a dictionary."""
+    """A SuperNode with its objects in a dictionary. Flower's functions answer the requests of ClientApps.
+
+    ``is_ours``: True wraps Flower's functions in ours, which answer several objects at once.
+    """
 
     def __init__(self, stored: dict[str, bytes], *, is_ours: bool = True) -> None:
         self.stored = stored
@@ -46,7 +49,7 @@ class Server:
 
     def _store(self, run_id: int, session_id: str, object_id: str, content: bytes) -> bool:
         assert (run_id, session_id) == (7, "session")
-        if self.stored.get(object_id) != b"":  # nobody has said that it comes
+        if self.stored.get(object_id) != b"":  # the object was not announced
             return False
         self.stored[object_id] = content
         return True
@@ -64,7 +67,7 @@ TASK = SimpleNamespace(run_id=7)
 
 
 class Caller:
-    """Flower's functions with ours around them, for one server."""
+    """A client of one server: Flower's functions, wrapped in ours."""
 
     def __init__(self, server: Server) -> None:
         asking = objects.ObjectBatches(inflatable_utils.ObjectPullError)
@@ -83,20 +86,20 @@ class Caller:
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Some objects are larger than what goes into one request."""
+def _small_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lower the size limit of a request, so that some objects exceed it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(objects, "MOST_BYTES", 50)
         yield
 
 
-def named(sizes: list[int]) -> dict[str, bytes]:
+def objects_of(sizes: list[int]) -> dict[str, bytes]:
     return {f"{number:064x}": random.Random(number).randbytes(size) for number, size in enumerate(sizes)}
 
 
 @given(SIZES, st.booleans())
-def test_what_is_pulled_is_what_is_there(sizes: list[int], is_ours: bool) -> None:
-    contents = named(sizes)
+def test_pulled_objects_equal_the_stored_objects(sizes: list[int], is_ours: bool) -> None:
+    contents = objects_of(sizes)
     server = Server(contents, is_ours=is_ours)
     assert Caller(server).pull([*contents, *contents]) == contents
     if is_ours:
@@ -106,11 +109,11 @@ def test_what_is_pulled_is_what_is_there(sizes: list[int], is_ours: bool) -> Non
 
 
 @given(SIZES, st.booleans())
-def test_what_is_pushed_arrives(sizes: list[int], is_ours: bool) -> None:
-    first, contents = named([1, 2]), named(sizes)
+def test_pushed_objects_arrive(sizes: list[int], is_ours: bool) -> None:
+    first, contents = objects_of([1, 2]), objects_of(sizes)
     server = Server(first, is_ours=is_ours)
     caller = Caller(server)
-    caller.pull(list(first))  # a process always pulls first, and learns whether the server is ours
+    caller.pull(list(first))  # a process always pulls first, which shows it if the server is ours
     server.stored = dict.fromkeys(contents, b"")
     server.requests.clear()
     caller.push(contents)
@@ -120,46 +123,46 @@ def test_what_is_pushed_arrives(sizes: list[int], is_ours: bool) -> None:
         assert len(server.requests) == len(contents)
 
 
-def test_an_object_that_is_not_there_yet_is_waited_for_and_the_others_are_not_asked_for_again() -> None:
-    contents = named([3, 3, 3])
+def test_a_pull_retries_only_the_objects_that_have_not_arrived_yet() -> None:
+    contents = objects_of([3, 3, 3])
     late = list(contents)[1]
     server = Server({**contents, late: b""})
-    get, asked = server.state.get_object, []
+    get, requested = server.state.get_object, []
 
     def get_later(run_id: int, name: str) -> bytes | None:
-        asked.append(name)
-        if asked.count(late) == 3:
+        requested.append(name)
+        if requested.count(late) == 3:
             server.stored[late] = contents[late]
-        found: bytes | None = get(run_id, name)
-        return found
+        content: bytes | None = get(run_id, name)
+        return content
 
     server.state.get_object = get_later
     assert Caller(server).pull(list(contents)) == contents
-    assert {name: asked.count(name) for name in contents} == {
-        name: 3 if name == late else 1 for name in asked
+    assert {name: requested.count(name) for name in contents} == {
+        name: 3 if name == late else 1 for name in requested
     }
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_an_object_that_nobody_knows_ends_the_pull_as_in_flower(is_ours: bool) -> None:
-    contents = named([3, 3])
+def test_an_unknown_object_ends_the_pull_as_in_flower(is_ours: bool) -> None:
+    contents = objects_of([3, 3])
     caller = Caller(Server(contents, is_ours=is_ours))
     caller.pull(list(contents))
     with pytest.raises(inflatable_utils.ObjectPullError, match="could not be found"):
         caller.pull([*contents, "f" * 64])
 
 
-def test_an_object_that_never_comes_ends_the_pull_as_in_flower() -> None:
-    contents = named([3, 3])
+def test_an_object_that_never_arrives_ends_the_pull_as_in_flower() -> None:
+    contents = objects_of([3, 3])
     caller = Caller(Server(dict.fromkeys(contents, b"")))
     with pytest.raises(inflatable_utils.ObjectPullError, match="retry limit"):
         caller.pull(list(contents), max_tries_per_object=3)
 
 
-def test_a_push_that_the_server_refuses_fails() -> None:
-    contents = named([3, 3])
+def test_a_push_fails_if_the_server_refuses_it() -> None:
+    contents = objects_of([3, 3])
     server = Server(contents)
     caller = Caller(server)
     caller.pull(list(contents))
     with pytest.raises(inflatable_utils.ObjectPushError):
-        caller.push(named([3, 3, 3]))
+        caller.push(objects_of([3, 3, 3]))

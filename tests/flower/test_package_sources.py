@@ -1,4 +1,4 @@
-"""What counts of packages from folders and from git."""
+"""Which changes of packages from folders and from git are noticed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_digest_of_a_folder_follows_links_to_folders(tmp_path: Path) -> None
     package.mkdir()
     shared.mkdir()
     (package / "src").symlink_to(shared)
-    for name in "abc":  # links that lead back, of which the kernel follows 40 in a row
+    for name in "abc":  # circular links, of which the kernel follows 40 in a row
         (shared / name).symlink_to(package)
     before = package_content.digest(package)
     (shared / "module.py").touch()
@@ -27,13 +27,13 @@ def test_the_digest_of_a_folder_follows_links_to_folders(tmp_path: Path) -> None
     assert after != before and package_content.digest(package) == after
 
 
-def test_the_digest_of_a_folder_reads_no_pipe(tmp_path: Path) -> None:
+def test_the_digest_of_a_folder_does_not_read_pipes(tmp_path: Path) -> None:
     before = package_content.digest(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert package_content.digest(tmp_path) != before
 
 
-def test_a_package_with_a_name_of_a_builds_folder_is_content(tmp_path: Path) -> None:
+def test_packages_named_like_build_folders_change_the_digest(tmp_path: Path) -> None:
     digests = [package_content.digest(tmp_path)]
     for file in ("build/lib/module.py", "dist/__init__.py", "dist/module.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def write(folder: Path, **files: str) -> None:
         path.write_text(text)
 
 
-def test_a_package_stays_the_same_when_files_change_that_no_build_reads(tmp_path: Path) -> None:
+def test_files_that_no_build_reads_do_not_change_the_digest(tmp_path: Path) -> None:
     package = tmp_path / "repository" / "package"
     (tmp_path / "repository" / ".git").mkdir(parents=True)
     write(tmp_path / "repository", **{".gitignore": "*.npz\n"})
@@ -78,20 +78,20 @@ def test_a_package_stays_the_same_when_files_change_that_no_build_reads(tmp_path
     assert len(digests) == 6
 
 
-@pytest.mark.parametrize("place", ["", "package/"])
+@pytest.mark.parametrize("folder", ["", "package/"])
 @pytest.mark.parametrize("rule", ["*", "package/"])
-def test_rules_that_leave_out_the_package_itself_hide_no_change(
-    rule: str, place: str, tmp_path: Path
+def test_ignore_rules_that_exclude_the_whole_package_hide_no_change(
+    rule: str, folder: str, tmp_path: Path
 ) -> None:
-    """As of a folder of checkouts in a repository, which does not have them."""
+    """A repository may ignore a folder of checkouts of other packages."""
     (tmp_path / ".git").mkdir()
-    write(tmp_path, **{f"{place}.gitignore": f"{rule}\n", "package/pyproject.toml": ""})
+    write(tmp_path, **{f"{folder}.gitignore": f"{rule}\n", "package/pyproject.toml": ""})
     before = package_content.digest(tmp_path / "package")
     write(tmp_path / "package", **{"thing.py": ""})
     assert package_content.digest(tmp_path / "package") != before
 
 
-def test_a_short_number_is_a_commit_unless_a_branch_has_that_name(tmp_path: Path) -> None:
+def test_a_short_hash_is_a_commit_unless_a_branch_has_that_name(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
         return run_programs.run(["git", *identity, *arguments], cwd=tmp_path, check=True).stdout.strip()
@@ -99,11 +99,11 @@ def test_a_short_number_is_a_commit_unless_a_branch_has_that_name(tmp_path: Path
     git("init", "--initial-branch=main")
     git("commit", "--allow-empty", "-m", "first")
     git("branch", "0123abc")
-    whole = git("rev-parse", "HEAD")
-    asked: list[str] = []
+    full_hash = git("rev-parse", "HEAD")
+    requested: list[str] = []
 
     def ask(references: Sequence[Reference]) -> Mapping[Reference, str]:
-        asked.extend(reference for _, reference in references)
+        requested.extend(reference for _, reference in references)
         return package_sources.commits(references)
 
     def pinned(revision: str, run: int) -> Any:
@@ -111,9 +111,9 @@ def test_a_short_number_is_a_commit_unless_a_branch_has_that_name(tmp_path: Path
         declared = {"project": {"dependencies": []}, "tool": {"uv": {"sources": {"thing": source}}}}
         return package_sources.pinned(declared, tmp_path, run, ask)["tool"]["uv"]["sources"]["thing"]["rev"]
 
-    short = whole[:8]
-    assert [pinned(short, run) for run in (1, 2, 3)] == [short] * 3
-    assert asked == [short], "a commit never changes"
-    assert [pinned("0123abc", run) for run in (1, 2)] == [whole] * 2
-    assert asked == [short, "0123abc", "0123abc"]
-    assert pinned(whole, 1) == whole and len(asked) == 3
+    short_hash = full_hash[:8]
+    assert [pinned(short_hash, run) for run in (1, 2, 3)] == [short_hash] * 3
+    assert requested == [short_hash], "a commit never changes"
+    assert [pinned("0123abc", run) for run in (1, 2)] == [full_hash] * 2
+    assert requested == [short_hash, "0123abc", "0123abc"]
+    assert pinned(full_hash, 1) == full_hash and len(requested) == 3

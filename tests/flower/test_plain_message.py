@@ -1,4 +1,4 @@
-"""A reply and a state come through bytes as they were, and bytes of anybody's are refused or are a reply."""
+"""Replies and states survive their encoding as bytes. Arbitrary bytes decode to a reply or are refused."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ from flower_gpu.flower import record_bytes
 from flower_gpu.workers.confined_replies import PlainBytes
 
 
-def asked() -> Message:
+def sent_message() -> Message:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     message = Message(RecordDict(), dst_node_id=7, message_type="train")
     message.metadata.__dict__["_message_id"] = "asked"
     return message
 
 
-def in_one_piece(plain: PlainBytes) -> memoryview:
+def joined(plain: PlainBytes) -> memoryview:
     return memoryview(b"".join(plain.parts))
 
 
 @given(content=record_dicts, state=record_dicts)
 @settings(max_examples=examples(60))
-def test_a_reply_and_a_state_come_as_they_were(content: RecordDict, state: RecordDict) -> None:
-    message = asked()
+def test_a_reply_and_a_state_survive_encoding(content: RecordDict, state: RecordDict) -> None:
+    message = sent_message()
     reply = Message(content, reply_to=message, ttl=50.0)
-    before = contents(content), contents(state)
-    found, kept = record_bytes.decode_reply(in_one_piece(record_bytes.encode_reply(reply, state)), message)
-    assert (contents(found.content), contents(kept)) == before
-    assert found.metadata.reply_to_message_id == message.metadata.message_id
-    assert (found.metadata.src_node_id, found.metadata.dst_node_id) == (7, message.metadata.src_node_id)
-    assert found.metadata.ttl == pytest.approx(50.0, abs=1.0)
+    expected = contents(content), contents(state)
+    decoded, decoded_state = record_bytes.decode_reply(
+        joined(record_bytes.encode_reply(reply, state)), message
+    )
+    assert (contents(decoded.content), contents(decoded_state)) == expected
+    assert decoded.metadata.reply_to_message_id == message.metadata.message_id
+    assert (decoded.metadata.src_node_id, decoded.metadata.dst_node_id) == (7, message.metadata.src_node_id)
+    assert decoded.metadata.ttl == pytest.approx(50.0, abs=1.0)
 
 
-def test_a_reply_that_travelled_long_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
-    message = asked()
-    plain = in_one_piece(record_bytes.encode_reply(Message(RecordDict(), reply_to=message), RecordDict()))
-    message.metadata.ttl -= 5.0  # so much time has gone by
+def test_a_late_reply_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    message = sent_message()
+    plain = joined(record_bytes.encode_reply(Message(RecordDict(), reply_to=message), RecordDict()))
+    message.metadata.ttl -= 5.0  # as if 5 s had passed
     logging.getLogger("flwr").addHandler(caplog.handler)
     try:
         reply, _ = record_bytes.decode_reply(plain, message)
@@ -58,34 +60,34 @@ def test_a_reply_that_travelled_long_is_no_reason_to_warn(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("reason", [None, "", "no data here"])
-def test_an_error_comes_as_it_was(reason: str | None) -> None:
-    message = asked()
+def test_an_error_survives_encoding(reason: str | None) -> None:
+    message = sent_message()
     plain = record_bytes.encode_reply(Message(Error(3, reason), reply_to=message), RecordDict())
-    found, kept = record_bytes.decode_reply(in_one_piece(plain), message)
-    assert (found.has_error(), found.error.code, found.error.reason) == (True, 3, reason)
-    assert not kept
+    decoded, decoded_state = record_bytes.decode_reply(joined(plain), message)
+    assert (decoded.has_error(), decoded.error.code, decoded.error.reason) == (True, 3, reason)
+    assert not decoded_state
 
 
 @given(data=st.data())
 @settings(max_examples=examples(300))
-def test_changed_bytes_are_refused_or_are_a_reply(data: st.DataObject) -> None:
-    message = asked()
+def test_changed_bytes_are_refused_or_decode_to_a_reply(data: st.DataObject) -> None:
+    message = sent_message()
     state = RecordDict({"s": ConfigRecord({"a": 1, "b": [b"x", b"yz"]})})
     reply = Message(state, reply_to=message, ttl=50.0)
-    plain = bytearray(in_one_piece(record_bytes.encode_reply(reply, state)))
+    plain = bytearray(joined(record_bytes.encode_reply(reply, state)))
     for _ in range(data.draw(st.integers(1, 6))):
         plain[data.draw(st.integers(0, len(plain) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.none() | st.integers(0, len(plain)))
     try:
-        reply, kept = record_bytes.decode_reply(memoryview(bytes(plain[:cut])), message)
+        reply, decoded_state = record_bytes.decode_reply(memoryview(bytes(plain[:cut])), message)
     except InvalidResultError:
         return
     assert isinstance(reply, Message)
-    assert isinstance(kept, RecordDict)
+    assert isinstance(decoded_state, RecordDict)
 
 
-def _plain(described: Any, content: bytes = b"", state: bytes | None = None) -> memoryview:
-    head = json.dumps(described).encode()
+def _plain(head_content: Any, content: bytes = b"", state: bytes | None = None) -> memoryview:
+    head = json.dumps(head_content).encode()
     state = record_bytes.encode(RecordDict()) if state is None else state
     return memoryview(struct.pack("<QQQ", len(head), len(content), len(state)) + head + content + state)
 
@@ -128,6 +130,6 @@ _FINE = {"error": None, "ttl": 5.0}
         _plain(_FINE, record_bytes.encode(RecordDict()), b"nothing"),
     ],
 )
-def test_what_is_no_reply_is_refused(data: Any) -> None:
+def test_bytes_that_are_no_reply_are_refused(data: Any) -> None:
     with pytest.raises(InvalidResultError, match="left no reply that can be read"):
-        record_bytes.decode_reply(data, asked())
+        record_bytes.decode_reply(data, sent_message())

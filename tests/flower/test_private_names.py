@@ -1,4 +1,4 @@
-"""The list of Flower's private names, held against the installed Flower: CI has the lowest and the newest."""
+"""The list of Flower's private names matches the installed Flower. CI tests the oldest and newest one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flower_gpu.flower import private_names
 from flower_gpu.flower.waits import call_after
 
 
-def test_the_installed_flower_has_all_of_them() -> None:
+def test_the_installed_flower_has_all_private_names() -> None:
     assert private_names.lacking() == {}
 
 
-def test_a_name_that_has_gone_is_told_once_and_by_doctor(
+def test_a_missing_name_is_logged_once_and_reported_by_doctor(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gone = f"{private_names.NODE_STATE}.create_no_task"
-    monkeypatch.setitem(private_names.NAMES, gone, "it waits")
+    name = f"{private_names.NODE_STATE}.create_no_task"
+    monkeypatch.setitem(private_names.NAMES, name, "it waits")
     with caplog.at_level(logging.DEBUG, "flwr.flower_gpu"):
         for _ in range(2):
             assert not call_after(private_names.NODE_STATE, "create_no_task", lambda: None)
@@ -29,10 +29,12 @@ def test_a_name_that_has_gone_is_told_once_and_by_doctor(
     assert re.fullmatch(r"flwr\S* \S+ has no flwr\.supernode\.\S+\.create_no_task: it waits", line)
     monkeypatch.setattr(environment, "_lacking", private_names.lacking)  # in this process
     rows = list(environment._private_names())
-    assert rows[0][0] == "ok" and rows[1:] == [("note", f"Flower has no {gone.replace(':', '.')}: it waits")]
+    assert rows[0][0] == "ok" and rows[1:] == [("note", f"Flower has no {name.replace(':', '.')}: it waits")]
 
 
-def test_doctor_says_that_flower_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_that_flower_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "flwr").mkdir()
     (tmp_path / "flwr" / "__init__.py").write_text("raise ImportError('half of it is there')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

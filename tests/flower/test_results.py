@@ -14,7 +14,7 @@ from flower_gpu.flower import results
 SHAPES = [(2, 3), (), (0, 4)]
 
 
-def sent() -> list[Any]:
+def sent_weights() -> list[Any]:
     return [np.zeros(shape, np.float32) for shape in SHAPES]
 
 
@@ -35,12 +35,12 @@ def test_finite_arrays_of_the_sent_shapes_pass_unchanged(arrays: list[Any]) -> N
         assert after.dtype == before.dtype and np.array_equal(before, after)
 
 
-def test_a_sum_that_overflows_is_no_error() -> None:
+def test_a_sum_that_overflows_is_not_an_error() -> None:
     big = np.full(10, np.finfo(np.float32).max, np.float32)
     results.check_weights([big, np.full(9, 6e4, np.float16)], (), "f")
 
 
-def test_infinities_that_cancel_are_found() -> None:
+def test_infinities_that_cancel_in_the_sum_are_refused() -> None:
     with pytest.raises(InvalidResultError, match="2 values"):
         results.check_weights([np.array([np.inf, -np.inf, 1.0])], (), "f")
 
@@ -56,18 +56,18 @@ NOT_FINITE = [np.nan, np.inf, -np.inf]
     ),
     st.data(),
 )
-def test_only_what_became_not_finite_in_the_call_is_refused(array: Any, data: Any) -> None:
-    before = results.SentArray.of(array)
+def test_only_values_that_became_not_finite_in_the_call_are_refused(array: Any, data: Any) -> None:
+    sent_array = results.SentArray.of(array)
     array[np.isfinite(array)] += 1  # in place, as an optimizer does
-    assert results.check_weights([array], [before], "f")[0] is array
+    assert results.check_weights([array], [sent_array], "f")[0] is array
     at = data.draw(st.integers(0, array.size - 1))
     value = data.draw(st.sampled_from([bad for bad in NOT_FINITE if str(bad) != str(array.flat[at].real)]))
     array.flat[at] = value
     with pytest.raises(InvalidResultError, match="has 1 values that are not finite and were not sent so"):
-        results.check_weights([array], [before], "f")
+        results.check_weights([array], [sent_array], "f")
 
 
-def test_weights_that_nobody_has_trained_may_have_masks() -> None:
+def test_initial_weights_may_contain_infinities() -> None:
     results.check_weights([np.array([-np.inf, 0.0])], None, "initial_weights")
 
 
@@ -78,23 +78,26 @@ def test_weights_that_nobody_has_trained_may_have_masks() -> None:
         (([], 1), "returned 2 values, expected"),
         ((np.zeros(3), 1, {}), "not a list of numpy arrays"),
         (({"a": np.zeros(3)}, 1, {}), "get_weights"),
-        ((sent()[:2], 1, {}), "2 arrays returned, 3 were sent"),
-        (([np.zeros((3, 2)), *sent()[1:]], 1, {}), r"array 1 of 3 has shape \(3, 2\), expected \(2, 3\)"),
-        (([*sent()[:2], np.array([None])], 1, {}), "array 3 is a ndarray of dtype object"),
-        (([*sent()[:2], "abc"], 1, {}), "array 3 is a str"),
-        ((sent(), None, {}), "num_examples is None"),
-        ((sent(), 1.5, {}), "num_examples is 1.5"),
-        ((sent(), True, {}), "num_examples is True"),
-        ((sent(), -1, {}), "num_examples is -1"),
-        ((sent(), 1, [0.5]), "metrics are a list"),
-        ((sent(), 1, {"per class": [0.5, 0.5]}), "metric 'per class' is a list"),
-        ((sent(), 1, {"curve": np.zeros(3)}), "metric 'curve' is a ndarray"),
-        ((sent(), 1, {3: 0.5}), "metric 3"),
+        ((sent_weights()[:2], 1, {}), "2 arrays returned, 3 were sent"),
+        (
+            ([np.zeros((3, 2)), *sent_weights()[1:]], 1, {}),
+            r"array 1 of 3 has shape \(3, 2\), expected \(2, 3\)",
+        ),
+        (([*sent_weights()[:2], np.array([None])], 1, {}), "array 3 is a ndarray of dtype object"),
+        (([*sent_weights()[:2], "abc"], 1, {}), "array 3 is a str"),
+        ((sent_weights(), None, {}), "num_examples is None"),
+        ((sent_weights(), 1.5, {}), "num_examples is 1.5"),
+        ((sent_weights(), True, {}), "num_examples is True"),
+        ((sent_weights(), -1, {}), "num_examples is -1"),
+        ((sent_weights(), 1, [0.5]), "metrics are a list"),
+        ((sent_weights(), 1, {"per class": [0.5, 0.5]}), "metric 'per class' is a list"),
+        ((sent_weights(), 1, {"curve": np.zeros(3)}), "metric 'curve' is a ndarray"),
+        ((sent_weights(), 1, {3: 0.5}), "metric 3"),
     ],
 )
-def test_wrong_fit_result(result: Any, message: str) -> None:
+def test_invalid_fit_results_are_refused(result: Any, message: str) -> None:
     with pytest.raises(InvalidResultError, match=message):
-        results.check_fit(result, [results.SentArray.of(array) for array in sent()], "train")
+        results.check_fit(result, [results.SentArray.of(array) for array in sent_weights()], "train")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_wrong_fit_result(result: Any, message: str) -> None:
         ((0.5, "3", {}), "num_examples is '3'"),
     ],
 )
-def test_wrong_evaluate_result(result: Any, message: str) -> None:
+def test_invalid_evaluate_results_are_refused(result: Any, message: str) -> None:
     with pytest.raises(InvalidResultError, match=message):
         results.check_evaluate(result, "evaluate")
 
@@ -119,12 +122,14 @@ def test_wrong_evaluate_result(result: Any, message: str) -> None:
         ((0.5, {"a": object()}), (1, [], {}), "metric 'a' is a object"),
     ],
 )
-def test_wrong_server_side_result(result: Any, args: tuple[Any, ...], message: str) -> None:
+def test_invalid_results_of_server_side_evaluation_are_refused(
+    result: Any, args: tuple[Any, ...], message: str
+) -> None:
     with pytest.raises(InvalidResultError, match=message):
         results.server_evaluate(lambda *_: result, args, {})
 
 
-def test_metrics_become_plain_python() -> None:
+def test_metrics_become_plain_python_values() -> None:
     metrics = {"a": np.float32(0.5), "b": np.int8(3), "c": np.bool_(True), "d": "x", "e": np.array([2.0])}
     plain = results.scalars(metrics, "f")
     assert plain == {"a": 0.5, "b": 3, "c": True, "d": "x", "e": 2.0}

@@ -1,4 +1,4 @@
-"""The global model of a round: written once, mapped by all workers."""
+"""The global model of a round is written to memory once, and all workers map it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_shared_yet() -> Iterator[None]:
+def _fresh_sharing() -> Iterator[None]:
     memory_files.sharing.__init__()  # type: ignore[misc]
     yield
     memory_files.sharing.__init__()  # type: ignore[misc]
@@ -45,33 +45,34 @@ def shared_files() -> int:
 def test_a_model_is_written_once_for_all_workers() -> None:
     model = record()
 
-    def one() -> tuple[list[str], float]:
-        found: tuple[list[str], float] = run_in_worker(
+    def send_model() -> tuple[list[str], float]:
+        files_and_sum: tuple[list[str], float] = run_in_worker(
             array_tasks.files, ArrayRecord(dict(model)), start_method="forkserver"
         )
-        return found
+        return files_and_sum
 
-    first = one()
-    assert first[0] == ["flower-gpu-request"]
-    assert shared_files() == 0  # a client that gets each model once keeps nothing
-    later = [one() for _ in range(3)]
-    assert all("flower-gpu-shared" in found[0] for found in later)
-    assert {found[1] for found in [first, *later]} == {first[1]}
+    first_files, first_sum = send_model()
+    assert first_files == ["flower-gpu-request"]
+    # A client that receives each model only once keeps no file.
+    assert shared_files() == 0
+    later = [send_model() for _ in range(3)]
+    assert all("flower-gpu-shared" in files for files, _ in later)
+    assert {total for _, total in later} == {first_sum}
     assert shared_files() == 1
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda _: one(), range(4)))
-    assert all("flower-gpu-shared" in found[0] for found in together)
+        together = list(pool.map(lambda _: send_model(), range(4)))
+    assert all("flower-gpu-shared" in files for files, _ in together)
     assert shared_files() == 1
 
     model = record(value=1)  # the next round
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda _: one(), range(4)))
-    assert all("flower-gpu-shared" in found[0] for found in together)
-    assert {found[1] for found in together} == {first[1] + 300_006}
+        together = list(pool.map(lambda _: send_model(), range(4)))
+    assert all("flower-gpu-shared" in files for files, _ in together)
+    assert {total for _, total in together} == {first_sum + 300_006}
     assert shared_files() == 1
 
 
-def test_models_that_are_sent_once() -> None:
+def test_models_that_are_sent_once_are_not_kept() -> None:
     model = record()
     for _ in range(3):
         assert arrived_from(ArrayRecord(dict(model))) == model
@@ -82,7 +83,7 @@ def test_models_that_are_sent_once() -> None:
     assert shared_files() == 0
 
 
-def test_what_a_client_keeps_for_itself_is_not_shared() -> None:
+def test_the_state_of_a_client_is_not_shared() -> None:
     model = record()
     for value in range(6):
         state = Array(np.full(200_000, float(value)))
@@ -95,7 +96,7 @@ def test_what_a_client_keeps_for_itself_is_not_shared() -> None:
     }
 
 
-def test_workers_cannot_change_what_they_share() -> None:
+def test_workers_cannot_change_the_shared_model() -> None:
     model = record()
     for _ in range(3):
         arrived = run_in_worker(array_tasks.update, ArrayRecord(dict(model)), start_method="forkserver")
@@ -106,19 +107,19 @@ def test_workers_cannot_change_what_they_share() -> None:
 
 
 @pytest.mark.skipif(guard.problem() is not None, reason=str(guard.problem()))
-def test_workers_under_the_gpu_guard_share_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_under_the_gpu_guard_share_the_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_GPU_GUARDED", "/dev/full")
     model = record()
     for method in ("forkserver", "spawn"):
-        found = [
+        files_and_sums = [
             run_in_worker(array_tasks.files, ArrayRecord(dict(model)), start_method=method, gpu="never")
             for _ in range(3)
         ]
-        assert "flower-gpu-shared" in found[-1][0]
-        assert len({value for _, value in found}) == 1
+        assert "flower-gpu-shared" in files_and_sums[-1][0]
+        assert len({value for _, value in files_and_sums}) == 1
 
 
-def test_a_worker_that_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_map_the_model_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = record()
     for _ in range(3):
         arrived_from(ArrayRecord(dict(model)))
@@ -131,21 +132,21 @@ def test_a_worker_that_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arrived_from(ArrayRecord(dict(model))) == model
 
 
-def test_a_call_that_fails_keeps_nothing_open() -> None:
+def test_a_failed_call_keeps_no_file_open() -> None:
     model = record()
     for _ in range(3):
         arrived_from(ArrayRecord(dict(model)))
     assert shared_files() == 1
     request = transport.create("test")
     shared = transport.write_request(ArrayRecord(dict(model)), request)
-    for descriptor in (request, shared):  # its worker died
+    for descriptor in (request, shared):  # as if the worker had died
         os.close(descriptor)
     del model
     assert arrived_from(1) == 1
     assert shared_files() == 0
 
 
-def test_a_worker_that_starts_after_the_next_model_was_written() -> None:
+def test_a_late_worker_receives_its_own_model_after_the_next_was_written() -> None:
     first = record()
     for _ in range(3):
         arrived_from(ArrayRecord(dict(first)))

@@ -1,4 +1,4 @@
-"""Both strategies: server-side evaluation in workers; the client proxies here call real clients directly."""
+"""Both strategies, with server-side evaluation in workers. The client proxies call real clients directly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_server_side_evaluation_runs_in_workers(method: str) -> None:
     assert (os.getpid() in pids) == (method == "in-process")
 
 
-def test_a_function_is_wrapped_and_other_strategies_take_what_wraps_it(
+def test_fedavg_wraps_a_function_and_other_strategies_accept_the_wrapped_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FLOWER_GPU_START_METHOD", "fork")
@@ -55,19 +55,19 @@ def test_a_function_is_wrapped_and_other_strategies_take_what_wraps_it(
 
 
 class DirectProxy(ClientProxy):
-    """Calls a real GPUClient, as Flower's client side does, without a network."""
+    """A proxy that calls a real GPUClient, as Flower's client side does, but without a network."""
 
     def __init__(self, cid: str, call: Callable[[Any], FitRes]) -> None:
         super().__init__(cid)
         self._call = call
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def fit(self, ins: Any, timeout: Any, group_id: Any) -> FitRes:
-        self.asked.append("fit")
+        self.calls.append("fit")
         return self._call(ins)
 
     def evaluate(self, ins: Any, timeout: Any, group_id: Any) -> Any:
-        self.asked.append("evaluate")
+        self.calls.append("evaluate")
         raise AssertionError("clients must not be asked to evaluate")
 
     def get_parameters(self, ins: Any, timeout: Any, group_id: Any) -> Any:
@@ -97,13 +97,13 @@ def legacy_weights() -> list[Any]:
     ("strategy", "flowers"),
     [(FedAvg, "flwr.serverapp.strategy.FedAvg"), (LegacyFedAvg, "flwr.server.strategy.FedAvg")],
 )
-def test_a_fraction_of_clients_that_evaluate_is_refused(strategy: Any, flowers: str) -> None:
+def test_fraction_evaluate_is_refused(strategy: Any, flowers: str) -> None:
     strategy(fraction_evaluate=0.0)
     with pytest.raises(ConfigError, match=f"clients do not evaluate under this strategy.* use {flowers} "):
         strategy(fraction_evaluate=0.5)
 
 
-def test_numpyclient_api_round_trip() -> None:
+def test_the_numpyclient_api_trains_and_evaluates() -> None:
     proxies = [
         DirectProxy(
             str(step),
@@ -117,7 +117,7 @@ def test_numpyclient_api_round_trip() -> None:
         num_rounds=2,
     )
     history, server = run_legacy(strategy, proxies, num_rounds=2)
-    assert all(proxy.asked == ["fit", "fit"] for proxy in proxies)
+    assert all(proxy.calls == ["fit", "fit"] for proxy in proxies)
     assert history.losses_centralized == [(0, 0.0), (1, 4.0), (2, 8.0)]
     assert history.losses_distributed == [] and history.metrics_distributed == {}
     assert history.metrics_distributed_fit["loss"] == [(1, 0.5), (2, 0.5)]
@@ -129,7 +129,7 @@ def test_numpyclient_api_round_trip() -> None:
     assert batches.dtype == np.int64 and batches == 9
 
 
-def test_numpyclient_api_logs_why_clients_failed(
+def test_the_numpyclient_api_logs_why_clients_failed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOWER_GPU_START_METHOD", "fork")
@@ -158,7 +158,7 @@ def fit_result(array: Any, num_examples: int) -> tuple[Any, FitRes]:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "wanted", "dtype"),
+    ("first", "second", "expected", "dtype"),
     [
         (np.array([1]), np.array([1.5]), [1.375], "float64"),
         (np.array([1.5], "f4"), np.array([1]), [1.125], "float64"),
@@ -170,20 +170,20 @@ def fit_result(array: Any, num_examples: int) -> tuple[Any, FitRes]:
     ],
 )
 @pytest.mark.parametrize("inplace", [False, True])
-def test_the_mean_of_numpy_clients_holds_whatever_dtypes_they_send(
-    first: Any, second: Any, wanted: Any, dtype: str, inplace: bool
+def test_the_mean_of_numpy_clients_is_right_for_mixed_dtypes(
+    first: Any, second: Any, expected: Any, dtype: str, inplace: bool
 ) -> None:
     strategy = LegacyFedAvg()
-    strategy.inplace = inplace  # of Flower's FedAvg: makes no difference here
+    strategy.inplace = inplace  # an attribute of Flower's FedAvg that must have no effect
     parameters, _ = strategy.aggregate_fit(1, [fit_result(first, 1), fit_result(second, 3)], [])
     assert parameters is not None
     mean, other = parameters_to_ndarrays(parameters)
-    assert (mean.dtype, mean.tolist()) == (np.dtype(dtype), wanted)
+    assert (mean.dtype, mean.tolist()) == (np.dtype(dtype), expected)
     assert other.dtype == np.float32 and other.tolist() == [1, 1]
 
 
-def test_models_of_numpy_clients_are_read_one_by_one() -> None:
-    """Also where a counter of BatchNorm stands beside the weights."""
+def test_averaging_holds_one_model_of_the_numpy_clients_at_a_time() -> None:
+    """That is also true if the model has an integer counter, as with BatchNorm."""
     sent = ndarrays_to_parameters([np.ones(250_000, np.float32), np.array(7)])
 
     def peak_bytes(clients: int) -> int:
@@ -199,11 +199,11 @@ def test_models_of_numpy_clients_are_read_one_by_one() -> None:
             tracemalloc.stop()
             assert parameters is not None and parameters_to_ndarrays(parameters)[1] == 7
 
-    peak_bytes(1)  # what is imported on first use
-    assert peak_bytes(12) < peak_bytes(2) + 500_000  # half a model
+    peak_bytes(1)  # runs the imports of the first use
+    assert peak_bytes(12) < peak_bytes(2) + 500_000, "less than half a model more"
 
 
-def test_numpy_clients_with_other_models_are_named() -> None:
+def test_the_error_for_another_model_names_the_numpy_client() -> None:
     other = (
         DirectProxy("7", lambda ins: None),
         FitRes(Status(Code.OK, ""), ndarrays_to_parameters([]), 1, {}),
@@ -214,7 +214,7 @@ def test_numpy_clients_with_other_models_are_named() -> None:
         LegacyFedAvg().aggregate_fit(1, [fit_result(1.0, 0)], [])
 
 
-def test_mean_is_over_examples() -> None:
+def test_the_mean_is_weighted_by_examples() -> None:
     metrics = [(10, {"loss": 1.0, "name": "a", "ok": True}), (30, {"loss": 2, "late": 0.5})]
     assert mean_over_examples(metrics) == {"loss": 1.75, "late": 0.5}
     assert mean_over_examples([(0, {"loss": 1.0})]) == {}

@@ -1,4 +1,4 @@
-"""The address of a SuperNode's SuperLink, and what is said when no program listens there."""
+"""The address of a SuperNode's SuperLink, and the messages if no program listens there."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        yield made
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        yield server
 
 
-def address_of(made: socket.socket) -> str:
-    return "{}:{}".format(*made.getsockname())
+def address_of(server: socket.socket) -> str:
+    return "{}:{}".format(*server.getsockname())
 
 
 @pytest.mark.parametrize(
-    ("options", "address", "is_there"),
+    ("options", "address", "is_local"),
     [
         ([], constant.SUPERLINK_DEFAULT_CLIENT_ADDRESS, True),
         (["--insecure", "--superlink", "127.0.0.1:8001"], "127.0.0.1:8001", True),
@@ -48,56 +48,61 @@ def address_of(made: socket.socket) -> str:
         (["--superlink", "superlink.example.org:8000"], "superlink.example.org:8000", False),
     ],
 )
-def test_the_address_is_that_of_flowers_option(options: list[str], address: str, is_there: bool) -> None:
+def test_the_address_is_read_from_flowers_option(options: list[str], address: str, is_local: bool) -> None:
     assert superlink.address_of(options) == address
-    assert superlink.is_on_this_host(address) is is_there
+    assert superlink.is_on_this_host(address) is is_local
 
 
-def test_the_port_of_the_docs_is_the_one_on_which_a_superlink_listens() -> None:
-    """Ports of all SuperLinks in pages and help are the default of Flower's own command."""
+def test_the_docs_name_the_default_port_of_a_superlink() -> None:
+    """All pages and the help show the default of Flower's command."""
     port = _parse_args_run_superlink().get_default("port")
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
     files = [*pages, REPOSITORY / "flower_gpu" / "cli" / "supernode.py"]
-    ports = [each for file in files for each in re.findall(r"--superlink \S+?:(\d+)", file.read_text())]
+    ports = [
+        port_text for file in files for port_text in re.findall(r"--superlink \S+?:(\d+)", file.read_text())
+    ]
     assert len(ports) > 15 and {*ports} == {str(port)}
     assert superlink.address_of([]).endswith(f":{port}")
 
 
-def test_a_missing_superlink_is_named_with_the_port_that_one_would_have(listener: socket.socket) -> None:
-    said: list[str] = []
+def test_the_message_for_a_missing_superlink_names_the_default_port(listener: socket.socket) -> None:
+    lines: list[str] = []
     pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         time.sleep(seconds)
 
-    address = address_of(listener)  # It is bound, but does not listen.
-    superlink.wait_until_it_listens(address, said.append, sleep)
-    (line,) = said
+    address = address_of(listener)  # bound, but not listening
+    superlink.wait_until_it_listens(address, lines.append, sleep)
+    (line,) = lines
     assert line.startswith(f"no program listens at {address}. The SuperNode keeps trying. A SuperLink of ")
     assert line.endswith("listens on port 8000 by default") and len(pauses) > 2
 
 
-def test_a_superlink_that_starts_a_moment_later_is_waited_for(listener: socket.socket) -> None:
-    said: list[str] = []
-    superlink.wait_until_it_listens(address_of(listener), said.append, lambda _: listener.listen())
-    assert not said
+def test_a_superlink_that_starts_a_moment_later_causes_no_message(listener: socket.socket) -> None:
+    lines: list[str] = []
+    superlink.wait_until_it_listens(address_of(listener), lines.append, lambda _: listener.listen())
+    assert not lines
 
 
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
         ("no-such-host.invalid:8000", "no-such-host.invalid:8000 cannot be reached ("),
-        ("127.0.0.1", None),  # Flower refuses these two.
+        # Flower itself refuses the next two addresses.
+        ("127.0.0.1", None),
         ("127.0.0.1:80000", None),
     ],
 )
-def test_other_reasons(listener: socket.socket, address: str, reason: str | None) -> None:
-    found = superlink.unreachable_because(address)
-    assert found is None if reason is None else found is not None and found.startswith(reason)
+def test_other_reasons_for_a_failed_connection_are_reported(
+    listener: socket.socket, address: str, reason: str | None
+) -> None:
+    text = superlink.unreachable_because(address)
+    assert text is None if reason is None else text is not None and text.startswith(reason)
 
 
-def test_a_proxy_opens_connections_to_other_hosts(
+def test_with_a_proxy_only_direct_connections_are_checked(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
@@ -106,7 +111,7 @@ def test_a_proxy_opens_connections_to_other_hosts(
     assert superlink.unreachable_because(address_of(listener)) is not None
 
 
-def test_the_command_says_where_it_connects_before_it_becomes_flowers(listener: socket.socket) -> None:
+def test_the_command_names_the_address_before_it_starts_flowers_command(listener: socket.socket) -> None:
     address = address_of(listener)
     code = """
 import os, sys
@@ -115,15 +120,17 @@ from flower_gpu.cli.main import main
 main(sys.argv[1:])
 """
     words = ["supernode", "--", "--insecure", "--superlink", address]
-    done = run_python(code, *words)
-    lines = done.stdout.splitlines()
-    assert lines[-2] == f"connecting to the SuperLink at {address}" and "became it" in done.stderr
+    completed = run_python(code, *words)
+    lines = completed.stdout.splitlines()
+    assert lines[-2] == f"connecting to the SuperLink at {address}" and "became it" in completed.stderr
     assert lines[-1].startswith(f"no program listens at {address}. ")
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
-def test_a_command_for_several_supernodes_says_it_too(listener: socket.socket, tmp_path: Path) -> None:
+def test_a_command_for_several_supernodes_reports_a_missing_superlink_too(
+    listener: socket.socket, tmp_path: Path
+) -> None:
     address = address_of(listener)
     ours = ("supernode", "--count", "1", "--log-dir", str(tmp_path / "runs"))
     command = [sys.executable, "-m", "flower_gpu.cli", *ours, "--", "--insecure", "--superlink", address]

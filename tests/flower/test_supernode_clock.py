@@ -1,4 +1,4 @@
-"""How long our SuperNode waits between its questions, and how often it says that it is there."""
+"""How long our SuperNode waits between two polls, and how often it sends heartbeats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDLE_S = 20.0
 
 
 @given(st.floats(0, 1000), st.floats(0.01, 10))
-def test_what_comes_is_noticed_soon_and_without_work_it_asks_rarely(waited_s: float, least_s: float) -> None:
+def test_polls_are_frequent_after_work_and_rare_without_work(waited_s: float, least_s: float) -> None:
     wait_s = waits.wait_s(waited_s, least_s, IDLE_S)
     assert wait_s >= least_s
     if waited_s < waits.IDLE_AFTER_S:
@@ -26,7 +26,7 @@ def test_what_comes_is_noticed_soon_and_without_work_it_asks_rarely(waited_s: fl
         assert wait_s == IDLE_S
 
 
-def test_without_a_group_a_node_waits_by_the_time_for_which_nothing_came() -> None:
+def test_without_a_group_the_wait_grows_with_the_time_since_the_last_work() -> None:
     now_s = 1000.0
     clock = SuperNodeTime(0.01, 0.05, monotonic=lambda: now_s)
     for after_s, least_s in ((0, 0.01), (0.4, 0.02), (100, 0.05)):
@@ -45,13 +45,13 @@ def test_nodes_of_a_group_wake_each_other_once() -> None:
     nodes = [joined for _ in range(3) if (joined := waits.group_of(environ)) is not None]
     wake_ups = [node.join() for node in nodes]
     strangers = other.join()
-    assert group.join() is None, "there are three"
+    assert group.join() is None, "the group already has three nodes"
     server = group.lead()
     first, second, third = wake_ups
     assert first and second and third and strangers and server
     assert group.lead() is None
     nodes[1].wake_nodes()
-    assert [each.wait(0.01) for each in (first, second, third, strangers, server)] == [
+    assert [wake_up.wait(0.01) for wake_up in (first, second, third, strangers, server)] == [
         True,
         False,
         True,
@@ -60,17 +60,17 @@ def test_nodes_of_a_group_wake_each_other_once() -> None:
     nodes[1].wake_server()
     group.wake_nodes()
     group.wake_nodes()
-    assert [each.wait(50) for each in (first, second, third, server)] == 4 * [True]
+    assert [wake_up.wait(50) for wake_up in (first, second, third, server)] == 4 * [True]
     second.clear()
-    assert [each.wait(0.01) for each in (first, second)] == [True, False]
+    assert [wake_up.wait(0.01) for wake_up in (first, second)] == [True, False]
 
 
-def test_it_is_the_module_time_otherwise() -> None:
+def test_other_attributes_are_those_of_the_time_module() -> None:
     assert SuperNodeTime(0.5, 1.0).time is time.time
 
 
-def test_flower_has_what_our_supernode_uses() -> None:
-    """The version of Flower that is installed has the loop, and reads its interval where it is set."""
+def test_the_installed_flower_has_the_names_that_our_supernode_replaces() -> None:
+    """The installed version has the expected loop, and reads the heartbeat interval when it is needed."""
     code = """
 import inspect
 from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
@@ -88,9 +88,9 @@ for module in (heartbeat, fleet_http_connection):
     print("HEARTBEAT_DEFAULT_INTERVAL" in inspect.getsource(module).partition("def ")[2])
 waits = inspect.getsource(start_client_internal).count("time.sleep(")
 print(start_client_internal.time.__name__, waits)
-own = inflatable_utils.pull_objects
+original = inflatable_utils.pull_objects
 ask_for_many()
-print(own.__kwdefaults__["initial_backoff"])
+print(original.__kwdefaults__["initial_backoff"])
 print(inflatable_utils.pull_and_inflate_object_from_tree.__kwdefaults__["initial_backoff"])
 for module in (inflatable_utils, start_client_internal, http_grid):
     print(module.pull_objects.__module__)
@@ -100,6 +100,6 @@ for module in (inflatable_utils, start_client_internal):
 answer_for_many(SUPERLINK + SUPERNODE)
 print(router.fleet_handlers.pull_object.__module__, router.fleet_handlers.push_object.__module__)
 """
-    done = run_python(code, check=True)
+    completed = run_python(code, check=True)
     waits = ["10", "10", "10", "True", "True", "time", "3", "0.02", "0.02"]
-    assert done.stdout.split() == [*waits, *["flower_gpu.flower.objects"] * 7]
+    assert completed.stdout.split() == [*waits, *["flower_gpu.flower.objects"] * 7]

@@ -1,4 +1,4 @@
-"""A SuperExec that its parent wakes: by whom, when, and for how long it waits."""
+"""A parent wakes its waiting SuperExec: which processes can wake it, when, and how long it waits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = [
 ]
 
 LONG_S = 50.0
-#: Writes to a socket as another account.
+#: Writes to a socket from another account.
 WRITE_AS_NOBODY = """
 import os, socket, sys
 os.setuid(65534)
 socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"\\n", "\\0" + sys.argv[1])
 """
-#: As a SuperExec: waits, and ends with its parent.
+#: Waits like a SuperExec, and ends with its parent.
 WAIT = """
 import os, sys
 from flower_gpu.flower import superexec
@@ -48,8 +48,8 @@ def waker(monkeypatch: pytest.MonkeyPatch) -> waits.Waker:
     return waker
 
 
-def test_a_wake_up_that_comes_before_the_wait_is_not_lost(waker: waits.Waker) -> None:
-    waker.wake()  # nobody is there yet
+def test_a_wake_up_before_the_wait_is_not_lost(waker: waits.Waker) -> None:
+    waker.wake()  # no process waits yet
     wake_ups = waits.found()
     assert wake_ups is not None
     assert not wake_ups.wait(0.01)
@@ -58,21 +58,21 @@ def test_a_wake_up_that_comes_before_the_wait_is_not_lost(waker: waits.Waker) ->
     assert [wake_ups.wait(LONG_S), wake_ups.wait(LONG_S), wake_ups.wait(0.01)] == [True, True, False]
 
 
-def test_only_one_process_is_woken_and_the_name_goes_no_further(waker: waits.Waker) -> None:
+def test_only_one_process_is_woken_and_the_name_is_not_inherited(waker: waits.Waker) -> None:
     name = os.environ[waits.VARIABLE]
     first = waits.found()
     assert first is not None
     assert waits.VARIABLE not in os.environ
     assert waits.found() is None
     os.environ[waits.VARIABLE] = name
-    assert waits.found() is None, "another one has the name"
+    assert waits.found() is None, "the name is in use"
     for _ in range(1000):
-        waker.wake()  # more than its queue holds
+        waker.wake()  # more often than the queue of the socket can hold
     assert first.wait(LONG_S)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_account_wakes_nobody(waker: waits.Waker) -> None:
+def test_another_account_cannot_wake_a_superexec(waker: waits.Waker) -> None:
     name = os.environ[waits.VARIABLE]
     wake_ups = waits.found()
     assert wake_ups is not None
@@ -82,7 +82,7 @@ def test_another_account_wakes_nobody(waker: waits.Waker) -> None:
     assert wake_ups.wait(LONG_S)
 
 
-def test_it_looks_by_itself_and_waits_no_less_than_flower(waker: waits.Waker) -> None:
+def test_without_a_wake_up_it_polls_and_waits_at_least_as_long_as_flower(waker: waits.Waker) -> None:
     wake_ups = waits.found()
     assert wake_ups is not None
     clock = SuperExecTime(wake_ups, longest_s=0.2)
@@ -104,7 +104,7 @@ def test_a_waiting_superexec_is_woken_and_ends_with_its_parent(waker: waits.Wake
             waker.wake()
             assert waiting.stdout.readline() == "woken\n"
         parent.kill()
-        parent.wait()  # till then it is there
+        parent.wait()  # a killed process exists until its parent has waited for it
         assert waiting.stdout.readline() == "ended\n"
         assert waiting.wait(60) == 0
     finally:
@@ -114,7 +114,7 @@ def test_a_waiting_superexec_is_woken_and_ends_with_its_parent(waker: waits.Wake
         waiting.stdout.close()
 
 
-#: The loop of a SuperNode, and a thread that talks to SuperExec and ClientApp, in Flower's states.
+#: Imitates the loop of a SuperNode and the thread that serves SuperExec and ClientApp, with Flower's states.
 SUPERNODE = """
 import threading
 from types import SimpleNamespace
@@ -150,6 +150,6 @@ wait_for_reply(1000)
 """
 
 
-def test_a_supernode_wakes_when_the_message_is_complete_and_is_woken_by_the_reply() -> None:
-    done = run_python(SUPERNODE, check=True)
-    assert done.stdout.split() == ["False", "True", "False", "True"]
+def test_a_supernode_wakes_its_superexec_for_a_complete_message_and_is_woken_by_the_reply() -> None:
+    completed = run_python(SUPERNODE, check=True)
+    assert completed.stdout.split() == ["False", "True", "False", "True"]

@@ -104,7 +104,7 @@ def test_the_output_of_a_call_in_a_file_is_limited(tmp_path: Path) -> None:
         on_data(b"the end\n")
     written = (tmp_path / "log").read_text()
     assert MOST_IN_A_FILE <= len(written) < MOST_IN_A_FILE + 1000
-    assert written.endswith("[flower-gpu: more than 16 MiB; the rest of this call is not here]\n")
+    assert written.endswith("[flower-gpu: more than 16 MiB; the rest of this call's output is left out]\n")
     assert str(tail).endswith("the end"), "errors must still quote the last lines"
 
 

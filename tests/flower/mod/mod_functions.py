@@ -1,4 +1,4 @@
-"""What the apps of these tests do in their workers, which import this module."""
+"""Functions of the ClientApps in these tests. The workers import this module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flower_gpu.leases.lease import Lease
 
 
 def where(received: Message, context: Context) -> Message:
-    """Tell where this runs, and what it got."""
+    """Report the process of this call and the arguments that it received."""
     return answer(
         received,
         pid=os.getpid(),
@@ -39,21 +39,23 @@ def special(received: Message, context: Context) -> Message:
 
 
 def adds_ten(received: Message, context: Context) -> Message:
-    """Change all weights by 10, and tell where."""
+    """Add 10 to all weights, and report the pid of this process."""
     arrays = {key: Array(np.asarray(value.numpy() + 10)) for key, value in received.content["arrays"].items()}
     metrics = MetricRecord({"num-examples": 1, "pid": os.getpid()})
     return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=received)
 
 
 def writes_to_another(received: Message, context: Context) -> Message:
-    """Make a message that is no reply: Flower then asks who this process is. Tell what it has found."""
-    found = Message(RecordDict(), dst_node_id=77, message_type="query").metadata
-    told = {name: getattr(found, name) for name in ("src_task_id", "run_id", "src_node_id", "dst_node_id")}
-    return Message(RecordDict({"told": ConfigRecord(told)}), reply_to=received)
+    """Report the metadata of a new message that is no reply, for which Flower needs this task's identity."""
+    metadata = Message(RecordDict(), dst_node_id=77, message_type="query").metadata
+    values = {
+        name: getattr(metadata, name) for name in ("src_task_id", "run_id", "src_node_id", "dst_node_id")
+    }
+    return Message(RecordDict({"told": ConfigRecord(values)}), reply_to=received)
 
 
 class Client(NumPyClient):
-    """A client as people have them."""
+    """A user's client, written without flower_gpu."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,7 +78,7 @@ def client_fn(context: Context) -> Any:
     return Client(f"partition {context.node_config['partition-id']}").to_client()
 
 
-def client_fn_of_old(cid: str) -> Any:
+def client_fn_with_cid(cid: str) -> Any:
     return Client(f"cid {cid}").to_client()
 
 
@@ -85,7 +87,7 @@ def forgets_to_convert(context: Context) -> Any:
 
 
 def leases_again(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
-    """Train as a ``GPUClient`` does, in a worker of its own."""
+    """Train in a worker of a ``GPUClient``, and report that worker's parent and lease."""
     return weights, 5, {"pid": os.getpid(), "parent": os.getppid(), "lease": os.environ["FLOWER_GPU_LEASE"]}
 
 
@@ -102,7 +104,7 @@ def client_fn_without_options(context: Context) -> Any:
 
 
 def counts(received: Message, context: Context) -> Message:
-    """Change the state in every way that there is."""
+    """Change the state in every possible way: change, replace, add, remove and retype records."""
     state = context.state
     assert state["numbers"]["calls"] >= 0
     state["numbers"]["calls"] += 1  # changed in place
@@ -116,7 +118,7 @@ def counts(received: Message, context: Context) -> Message:
 
 
 def reassigns(received: Message, context: Context) -> Message:
-    """Put another state in the place of the one that was there."""
+    """Replace the whole state by another object."""
     context.state = type(context.state)({"other": MetricRecord({"pid": os.getpid()})})
     return answer(received)
 
@@ -130,7 +132,7 @@ def spoils_and_fails(received: Message, context: Context) -> Message:
 
 
 def gives_state_back(received: Message, context: Context) -> Message:
-    """Send the content back as it came, and keep it in the state."""
+    """Send the content back unchanged, and also store it in the state."""
     for name, record in received.content.items():
         context.state[name] = record
     return Message(received.content, reply_to=received)
@@ -195,7 +197,7 @@ def fails(received: Message, context: Context) -> Any:
 
 
 def lives(context: Context) -> Iterator[None]:
-    """Write down that it begins and ends, and in which process."""
+    """Log the begin and the end of the lifespan with the pid of the process."""
     path = Path(context.node_config["log"])
     with path.open("a") as file:
         file.write(f"begin {os.getpid()}\n")
@@ -210,9 +212,10 @@ def in_lifespan(received: Message, context: Context) -> Message:
     return answer(received, pid=os.getpid(), begun=context.state["lifespan"]["begun"])
 
 
-def breaks_at_once(context: Context) -> Iterator[None]:
+def fails_on_second_use(context: Context) -> Iterator[None]:
     with contextlib.suppress(FileExistsError):
-        Path(context.node_config["log"]).touch(exist_ok=False)  # the client's own lifespan works
+        # The first use is in the client's process, and works.
+        Path(context.node_config["log"]).touch(exist_ok=False)
         yield
         return
     raise OSError("the database is locked")
@@ -222,14 +225,14 @@ def breaks_at_once(context: Context) -> Iterator[None]:
 
 
 def use_gpus(mib: int) -> None:
-    """Use so much of each GPU of this worker's lease, as far as NVML can tell."""
+    """Simulate the use of ``mib`` MiB on each GPU of this worker's lease. NVML reports it as used."""
     lease = Lease.from_environment(os.environ)
     for share in lease.shares if lease is not None else ():
         nvml_stub.allocate(share.uuid, mib << 20)
 
 
 def leased(received: Message, context: Context) -> Message:
-    """Tell what this call has of which GPU, and use as much of it as the config says."""
+    """Report the lease of this call, and use as much memory as the config says."""
     lease = Lease.from_environment(os.environ)
     shares = lease.shares if lease is not None else ()
     use_gpus(received.content["config"].get("use-mib", 0))
@@ -244,7 +247,7 @@ def leased(received: Message, context: Context) -> Message:
 
 
 def runs_out_of_memory_once(received: Message, context: Context) -> Message:
-    """Fail as PyTorch does, until the lease is large enough."""
+    """Fail with PyTorch's error until the lease is large enough."""
     context.state.setdefault("tries", MetricRecord({"count": 0}))["count"] += 1
     reply = leased(received, context)
     (mib,) = reply.content["told"]["mib"]
@@ -260,11 +263,11 @@ def runs_out_of_memory_once(received: Message, context: Context) -> Message:
 
 @distributed(num_gpus=2)
 def in_ranks(received: Message, context: Context) -> Message:
-    """Reply with metrics that differ from rank to rank; count the calls in the state."""
+    """Reply with metrics that differ between ranks, and count the calls in the state."""
     from flower_gpu.pytorch.distributed import rank, world_size
 
-    before = context.state.get("calls", MetricRecord({"number": 0}))
-    context.state["calls"] = MetricRecord({"number": before["number"] + 1, "rank": rank()})
+    previous = context.state.get("calls", MetricRecord({"number": 0}))
+    context.state["calls"] = MetricRecord({"number": previous["number"] + 1, "rank": rank()})
     reply = answer(received, pid=os.getpid(), world=world_size(), rank=rank())
     reply.content["metrics"] = MetricRecord(
         {"num-examples": 5, "loss": float(rank()), "epochs": 3, "of-each": [1.0, 2.0]}
@@ -274,7 +277,7 @@ def in_ranks(received: Message, context: Context) -> Message:
 
 @distributed(num_gpus=2)
 def in_ranks_that_disagree(received: Message, context: Context) -> Message:
-    """Reply with another number of examples in each rank, and with another state."""
+    """Reply with a different number of examples in each rank, and change the state."""
     from flower_gpu.pytorch.distributed import rank
 
     context.state["calls"] = MetricRecord({"number": -1})

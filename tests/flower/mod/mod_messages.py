@@ -1,4 +1,4 @@
-"""What a ClientApp of these tests gets, and what it answers."""
+"""Messages and contexts for the ClientApps of these tests, and their replies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-#: A worker that inherits what its client has, one that it is sent to, and a call in the client's own process.
+#: A forked worker inherits the client's objects. The fork server receives them in a request.
 WORKERS = ["fork", "forkserver"]
+#: The same, and a call in the client's own process.
 EVERYWHERE = [*WORKERS, "in-process"]
 
 
@@ -38,7 +39,7 @@ def context(
 
 
 def answer(received: Message, **values: Any) -> Message:
-    """Return a reply with the arrays that came, one more each, and these values."""
+    """Return a reply with the received arrays plus 1, and these values."""
     arrays = {
         key: Array(np.asarray(array.numpy() + 1))
         for record in received.content.array_records.values()
@@ -51,8 +52,8 @@ def answer(received: Message, **values: Any) -> Message:
     return Message(content, reply_to=received)
 
 
-def told(reply: Message) -> dict[str, Any]:
-    """Return the values of a reply, after a look at its arrays."""
+def reply_values(reply: Message) -> dict[str, Any]:
+    """Check the arrays of a reply, and return the values given to :func:`answer`."""
     assert reply.content["arrays"]["weight"].numpy().tolist() == [[1, 2, 3], [4, 5, 6]]
     assert reply.content["arrays"]["weight"].numpy().dtype == np.float32
     assert reply.content["arrays"]["count"].numpy() == 8

@@ -1,4 +1,4 @@
-"""What the scripts of these tests begin with: clients in a program of their own, on a host with stub GPUs."""
+"""Helpers of the scripts in these tests. A script runs clients in a new process, on a host with stub GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import mod_functions
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
-from mod_messages import context, message, told
+from mod_messages import context, message, reply_values
 
 from flower_gpu import gpu_mod
 
@@ -27,11 +27,11 @@ def ask(
     state: Any = None,
     **options: Any,
 ) -> Any:
-    """Let a client handle a message; return what it told, or the type and text of the error."""
+    """Let a client handle a message. Returns the values of its reply, or the type and text of the error."""
     app = ClientApp(mods=[gpu_mod(**{"start_method": "fork", **options})])
     for register in (app.train(), app.evaluate()):
         register(function)
     try:
-        return told(app(message(kind, config), context(node_config, run_config, state)))
+        return reply_values(app(message(kind, config), context(node_config, run_config, state)))
     except Exception as error:
         return [type(error).__name__, str(error)]

@@ -1,4 +1,4 @@
-"""A call that fails: which client it was, why, what to do; and nothing is left."""
+"""The error of a failed call names the client, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flower_gpu import errors, gpu_mod
 
 
 def fail(how: str, method: str = "forkserver", **options: Any) -> BaseException:
-    """Let a client fail like this; return what Flower makes a message of."""
+    """Let a client fail as ``how`` says. Returns the exception that Flower turns into an error message."""
     app = ClientApp(mods=[gpu_mod(start_method=method, **options)])
     app.train()(functions.fails)
     received = message(config={"how": how, "client": os.getpid()})
     received.metadata.__dict__.update(_message_id="of the server", _src_node_id=1)
-    with pytest.raises(BaseException) as caught:  # also what is no Exception
+    with pytest.raises(BaseException) as caught:  # KeyboardInterrupt is not an Exception
         app(received, context())
     return caught.value
 
@@ -52,14 +52,16 @@ def test_an_exception_of_the_function_names_the_client(method: str) -> None:
         ("sleep", errors.WorkerTimeoutError, ": no .* within timeout_s=1.5"),
     ],
 )
-def test_how_a_worker_ends_names_the_client(how: str, kind: type[Exception], words: str) -> None:
+def test_the_error_for_a_worker_that_ended_names_the_client(
+    how: str, kind: type[Exception], words: str
+) -> None:
     error = fail(how, **({"timeout_s": 1.5} if how == "sleep" else {}))
     assert type(error) is kind
     assert re.match(f"train of client 3{words}", str(error), re.DOTALL), error
 
 
 @pytest.mark.parametrize(
-    ("how", "what"),
+    ("how", "description"),
     [
         ("none", "nothing, not a Message"),
         ("content", "a RecordDict, not a Message"),
@@ -69,10 +71,10 @@ def test_how_a_worker_ends_names_the_client(how: str, kind: type[Exception], wor
         ("a message of its own", "a Message that is not a reply to it: return Message(content,"),
     ],
 )
-def test_what_is_no_reply(how: str, what: str) -> None:
+def test_invalid_replies_are_refused(how: str, description: str) -> None:
     error = fail(how)
     assert type(error) is flower_gpu.InvalidResultError
-    assert str(error).startswith(f"train of client 3: the function returned {what}")
+    assert str(error).startswith(f"train of client 3: the function returned {description}")
 
 
 @pytest.mark.parametrize("method", ["fork", "in-process"])
@@ -84,14 +86,16 @@ def test_what_is_no_reply(how: str, what: str) -> None:
         ("odd state", r"context.state cannot be sent: 'im\\udcffage.png', in the record 'seen'"),
     ],
 )
-def test_a_text_that_flower_cannot_send_is_an_error_that_it_can(how: str, words: str, method: str) -> None:
-    """As protobuf takes no lone surrogates, the server would wait for ever."""
+def test_text_that_flower_cannot_send_becomes_an_error_that_it_can_send(
+    how: str, words: str, method: str
+) -> None:
+    """Protobuf refuses lone surrogates, so without a check the server would wait for ever."""
     text = str(fail(how, method))
     assert text.startswith(f"train of client 3: {words}")
     text.encode()
 
 
-def test_a_long_error_of_its_own_is_cut() -> None:
+def test_a_long_error_of_the_function_is_shortened() -> None:
     app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
     app.train()(functions.fails)
     reply = app(message(config={"how": "its own error"}), context())
@@ -99,11 +103,11 @@ def test_a_long_error_of_its_own_is_cut() -> None:
     assert "characters left out" in reply.error.reason
 
 
-def test_keyboard_interrupt_passes() -> None:
+def test_a_keyboard_interrupt_is_raised_unchanged() -> None:
     assert type(fail("interrupt", "in-process")) is KeyboardInterrupt
 
 
-# What cannot be used --------------------------------------------------------------------------------------
+# Invalid options ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_keyboard_interrupt_passes() -> None:
     ],
     ids=str,
 )
-def test_wrong_options_are_refused_where_they_are_written(
+def test_invalid_options_are_refused_by_gpu_mod(
     options: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -127,7 +131,7 @@ def test_wrong_options_are_refused_where_they_are_written(
 
 
 @pytest.mark.parametrize("wrong", [(0.5,), ({"num_gpus": 1}, "2GiB"), (functions.where,)])
-def test_options_are_given_by_name(wrong: tuple[Any, ...]) -> None:
+def test_positional_options_are_refused(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(TypeError, match=r"takes keyword arguments only, such as num_gpus=0.5"):
         gpu_mod(*wrong)
 
@@ -135,24 +139,28 @@ def test_options_are_given_by_name(wrong: tuple[Any, ...]) -> None:
 def ask(node_config: dict[str, Any] | None = None, **options: Any) -> Exception:
     app = ClientApp(mods=[gpu_mod(start_method="fork", **options)])
     app.train()(functions.where)
-    its = context(node_config)
-    if its.node_config["partition-id"] is None:
-        del its.node_config["partition-id"]
+    client_context = context(node_config)
+    if client_context.node_config["partition-id"] is None:
+        del client_context.node_config["partition-id"]
     with pytest.raises(flower_gpu.FlowerGPUError) as caught:
-        app(message(), its)
+        app(message(), client_context)
     return caught.value
 
 
 @pytest.mark.parametrize(
     ("node_config", "options", "words"),
     [
-        ({}, {"resources": lambda its: {}["3"]}, "the function given to gpu_mod as resources raised KeyErr"),
         (
             {},
-            {"resources": lambda its: 0.5},
+            {"resources": lambda context: {}["3"]},
+            "the function given to gpu_mod as resources raised KeyErr",
+        ),
+        (
+            {},
+            {"resources": lambda context: 0.5},
             "TypeError: resources of gpu_mod must give options such as ",
         ),
-        ({}, {"resources": lambda its: {"gpus": 1}}, "TypeError: no option 'gpus'; there are"),
+        ({}, {"resources": lambda context: {"gpus": 1}}, "TypeError: no option 'gpus'; there are"),
         (
             {"num-gpus": 1, "gpu-memory": "2GiB"},
             {},
@@ -161,13 +169,13 @@ def ask(node_config: dict[str, Any] | None = None, **options: Any) -> Exception:
         ({"num-gpus": "half"}, {}, "--node-config num-gpus must be a share of one GPU"),
     ],
 )
-def test_what_cannot_be_used_of_a_client_names_it(
+def test_the_error_for_invalid_options_of_a_client_names_the_client(
     node_config: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     assert str(ask(node_config, **options)).startswith(f"train of client 3: {words}")
 
 
-def test_a_table_by_partition_needs_one() -> None:
+def test_a_table_by_partition_needs_a_partition_id() -> None:
     text = str(ask({"partition-id": None}, resources={3: {"num_gpus": 1}}))
     assert text.startswith("train of client 13: resources of gpu_mod is a table by partition-id, and th")
     assert "--node-config 'partition-id=0'" in text
@@ -177,13 +185,16 @@ def test_a_table_by_partition_needs_one() -> None:
     ("table", "which"),
     [
         ({3: {"env": {"MOD_TEST_WHICH": "three"}}}, "three"),
-        ({"3": {"env": {"MOD_TEST_WHICH": "three"}}}, "three"),  # as from a file
+        (
+            {"3": {"env": {"MOD_TEST_WHICH": "three"}}},
+            "three",
+        ),  # keys are strings if the table was read from a file
         ({4: {"env": {"MOD_TEST_WHICH": "four"}}}, "default"),
         ({3: None}, "default"),
         ({}, "default"),
     ],
 )
-def test_a_table_by_partition(table: Any, which: str) -> None:
+def test_a_table_by_partition_gives_options_to_its_clients(table: Any, which: str) -> None:
     app = ClientApp(mods=[gpu_mod(start_method="fork", env={"MOD_TEST_WHICH": "default"}, resources=table)])
     app.train()(functions.where)
     assert app(message(), context()).content["told"]["which"] == which

@@ -1,4 +1,4 @@
-"""Programs that tell what they were started with, and a server that forks them."""
+"""A program that reports its arguments, environment and process, and a server that forks it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import numpy as np
 from flower_gpu.flower.programs import server
 from flower_gpu.flower.programs.server import NoEntryError, ProgramEntry
 
-handler = logging.StreamHandler()  # as Flower's: to the stream that there was at the import
+handler = logging.StreamHandler()  # like Flower's handler, it keeps the stream of the time of the import
 
 
 def tell() -> int:
-    """Say what there is, in a file; the last argument says how to end."""
+    """Write a report of this process to a file. The last argument says how to end."""
     _, target, how = sys.argv
     handler.emit(logging.makeLogRecord({"msg": "logged"}))
     print("printed")
     main: Any = sys.modules["__main__"]
-    found = {
+    report = {
         "argv": sys.argv,
         "title": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode(),
         "name": Path("/proc/self/comm").read_text().strip(),
@@ -50,7 +50,7 @@ def tell() -> int:
         "marked": b"PROBE_MARK=1" in Path("/proc/self/environ").read_bytes().split(b"\0"),
     }
     written = Path(f"{target}.{os.getpid()}")
-    written.write_text(json.dumps(found))
+    written.write_text(json.dumps(report))
     written.rename(target)
     match how:
         case "wait":
@@ -80,14 +80,14 @@ def _blas_threads() -> list[int]:
 
 
 def find(name: str, environ: dict[str, str]) -> ProgramEntry:
-    """Stand for the search on the PATH: these programs are no commands of Flower's."""
+    """Replace the search on the PATH, because these programs are not commands of Flower."""
     if name not in ("tell", "flwr-serverapp"):
         raise NoEntryError(f"{name} is another program")
     return ProgramEntry(f"/usr/bin/{name}", "programs_probe", "tell")
 
 
 if __name__ == "__main__":
-    import programs_probe  # the module that forks find
+    import programs_probe  # forks import the module under this name
 
     assert shutil.which("env")
     server.find = programs_probe.find  # type: ignore[attr-defined]

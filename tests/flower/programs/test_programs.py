@@ -1,4 +1,4 @@
-"""Programs that a server forks are as fresh ones: started, told apart, ended."""
+"""Programs that are forked by a server behave like newly started ones."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ _PROBE = Path(__file__).with_name("programs_probe.py")
 
 
 class Probe:
-    """A server of the test's own programs."""
+    """A server that forks the program of ``programs_probe.py``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
             self.process = subprocess.Popen(
                 [sys.executable, str(_PROBE), " " * 3000],
-                env={**self.env, CONNECTION_VARIABLE: str(theirs.fileno()), "PROBE_MARK": "1"},
-                pass_fds=[theirs.fileno()],
+                env={**self.env, CONNECTION_VARIABLE: str(server_end.fileno()), "PROBE_MARK": "1"},
+                pass_fds=[server_end.fileno()],
                 process_group=0,
             )
-        self.programs = Programs(ours)
+        self.programs = Programs(own_end)
 
     def start(
         self, how: str, env: dict[str, str] | None = None, name: str = "tell", **options: Any
     ) -> ProgramHandle | None:
-        """Start the program that tells what it has."""
-        self.told = self.folder / "told"
-        self.told.unlink(missing_ok=True)  # of an earlier program
-        argv = [name, str(self.told), how]
+        """Start the program. It writes its report to ``report_file``."""
+        self.report_file = self.folder / "told"
+        self.report_file.unlink(missing_ok=True)  # an earlier program may have written it
+        argv = [name, str(self.report_file), how]
         started = self.programs.start(argv, {**self.env, **(env or {})}, **options)
         return ProgramHandle(argv, *started) if started else None
 
     def run(self, how: str, code: int, **options: Any) -> dict[str, Any]:
-        """Have it run, and end so; return what it has told."""
+        """Run the program, check its exit code, and return its report."""
         program = self.start(how, **options)
         assert program is not None, self.programs.reason
         assert program.wait(60) == code
-        found: dict[str, Any] = json.loads(self.told.read_text())
-        return found
+        report: dict[str, Any] = json.loads(self.report_file.read_text())
+        return report
 
 
 @pytest.fixture(scope="module")
@@ -77,99 +77,99 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
     assert probe.process.wait(60) == 0
 
 
-def test_it_has_what_it_was_started_with(
+def test_a_program_gets_the_arguments_and_the_environment_of_its_start(
     probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given, output = tmp_path / "given", tmp_path / "output"
-    given.write_text("on standard input")
+    input_file, output = tmp_path / "input", tmp_path / "output"
+    input_file.write_text("on standard input")
     odd = os.fsdecode(b"not UTF-8: \xff")
     large = {"LARGE": "x" * 100_000, "ODD": odd}
-    with given.open() as stdin, output.open("w") as file:
-        told = probe.run(
+    with input_file.open() as stdin, output.open("w") as file:
+        report = probe.run(
             "3", 3, env=large, stdin=stdin.fileno(), stdout=file.fileno(), stderr=file.fileno(), group=None
         )
-    assert told["argv"] == ["/usr/bin/tell", str(probe.told), "3"]
-    assert told["title"] == " ".join([sys.executable, *told["argv"]]) and told["name"] == "tell"
-    assert told["main"] == ["__main__", "/usr/bin/tell"]
-    assert told["environ"] == {**probe.env, **large}
-    assert told["folder"] == str(tmp_path) and told["input"] == "on standard input"
+    assert report["argv"] == ["/usr/bin/tell", str(probe.report_file), "3"]
+    assert report["title"] == " ".join([sys.executable, *report["argv"]]) and report["name"] == "tell"
+    assert report["main"] == ["__main__", "/usr/bin/tell"]
+    assert report["environ"] == {**probe.env, **large}
+    assert report["folder"] == str(tmp_path) and report["input"] == "on standard input"
     assert sorted(output.read_text().split()) == ["logged", "printed"]
-    assert told["session"] == told["group"] != os.getpgrp()
-    assert told["threads"] == 1
-    assert told["signals"], "they are handled as in a fresh program"
-    assert told["marked"], "by this a run's processes are found"
+    assert report["session"] == report["group"] != os.getpgrp()
+    assert report["threads"] == 1
+    assert report["signals"], "signals have their default handlers"
+    assert report["marked"], "the mark that identifies the processes of a run is inherited"
 
 
-def test_it_has_no_descriptors_but_its_own(probe: Probe) -> None:
+def test_a_program_inherits_no_other_descriptors(probe: Probe) -> None:
     other = probe.start("wait")
-    until(lambda: probe.told.exists())
+    until(lambda: probe.report_file.exists())
     assert other is not None
     first = probe.run("0", 0)["opened"]
     other.kill()
     other.wait(60)
     sockets_and_pipes = [name for name in first if name.startswith(("socket:", "pipe:"))]
-    own = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in (0, 1, 2)}
-    # That to the server, over which it would start programs itself, and the one that tells its end.
-    assert sorted(name.partition(":")[0] for name in {*sockets_and_pipes} - own) == ["socket", "socket"]
+    of_test = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in (0, 1, 2)}
+    # One socket leads to the server and starts further programs. The other reports the end of the program.
+    assert sorted(name.partition(":")[0] for name in {*sockets_and_pipes} - of_test) == ["socket", "socket"]
 
 
-def test_forks_have_random_numbers_of_their_own(probe: Probe) -> None:
-    told = [probe.run("0", 0)["random"] for _ in range(2)]
-    assert all(one != other for one, other in zip(*told, strict=True))
+def test_two_programs_draw_different_random_numbers(probe: Probe) -> None:
+    numbers = [probe.run("0", 0)["random"] for _ in range(2)]
+    assert all(first != second for first, second in zip(*numbers, strict=True))
 
 
-def test_threads_are_those_of_its_own_environment(probe: Probe) -> None:
+def test_the_number_of_threads_follows_the_environment_of_the_program(probe: Probe) -> None:
     assert set(probe.run("0", 0, env={"OMP_NUM_THREADS": "1"})["blas"]) == {1}
     cores = len(os.sched_getaffinity(0))
     if cores > 1:
         assert set(probe.run("0", 0, env={"OMP_NUM_THREADS": "2"})["blas"]) == {2}
 
 
-def test_a_serverapp_has_all_cores(probe: Probe) -> None:
-    everything = {name: value for name, value in probe.env.items() if name != "OMP_NUM_THREADS"}
-    probe.env, before = everything, probe.env
+def test_a_serverapp_may_use_all_cores(probe: Probe) -> None:
+    without_limit = {name: value for name, value in probe.env.items() if name != "OMP_NUM_THREADS"}
+    probe.env, previous = without_limit, probe.env
     try:
         assert set(probe.run("0", 0, name="flwr-serverapp")["blas"]) == {len(os.sched_getaffinity(0))}
     finally:
-        probe.env = before
+        probe.env = previous
 
 
 @pytest.mark.parametrize(
     ("how", "code"), [("0", 0), ("255", 255), ("raise", 1), ("text", 1), ("kill", -9), ("interrupt", -2)]
 )
-def test_how_it_ends(probe: Probe, how: str, code: int, tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    with said.open("w") as file:
+def test_the_end_of_a_program_is_reported(probe: Probe, how: str, code: int, tmp_path: Path) -> None:
+    stderr = tmp_path / "stderr"
+    with stderr.open("w") as file:
         probe.run(how, code, stderr=file.fileno())
     if how == "kill":
-        until(lambda: said.read_text().endswith("flower-gpu: tell was killed by SIGKILL (9)\n"))
+        until(lambda: stderr.read_text().endswith("flower-gpu: tell was killed by SIGKILL (9)\n"))
     words = {"raise": "ValueError: as it was told", "text": "a text", "interrupt": "KeyboardInterrupt"}
-    assert words.get(how, "") in said.read_text()
+    assert words.get(how, "") in stderr.read_text()
 
 
-def test_signals(probe: Probe) -> None:
-    probe.told = probe.folder / "told"
-    probe.told.unlink(missing_ok=True)
+def test_a_program_can_be_terminated(probe: Probe) -> None:
+    probe.report_file = probe.folder / "told"
+    probe.report_file.unlink(missing_ok=True)
     program = probe.start("wait")
     assert program is not None and program.poll() is None
-    until(lambda: probe.told.exists())
+    until(lambda: probe.report_file.exists())
     with pytest.raises(subprocess.TimeoutExpired):
         program.wait(0.05)
     program.terminate()
     assert program.wait(60) == -signal.SIGTERM
-    program.kill()  # nobody is hit
+    program.kill()  # no effect after the end
 
 
-def test_who_adopts_what_an_ended_server_leaves_learns_how_that_ends(tmp_path: Path) -> None:
+def test_the_process_that_adopts_the_programs_of_a_dead_server_gets_their_exit_status(tmp_path: Path) -> None:
     probe = Probe(tmp_path)
     assert adopt_orphans()
     try:
         program = probe.start("wait")
         assert program is not None
-        os.killpg(program.pid, 0)  # a group of its own, from the beginning
-        until(lambda: probe.told.exists() and probe.told.read_text().endswith("}"))
-        assert json.loads(probe.told.read_text())["group"] == program.pid
+        os.killpg(program.pid, 0)  # raises an error unless the program leads a process group already
+        until(lambda: probe.report_file.exists() and probe.report_file.read_text().endswith("}"))
+        assert json.loads(probe.report_file.read_text())["group"] == program.pid
         probe.process.kill()
         probe.process.wait(60)
         assert program.poll() is None
@@ -179,11 +179,11 @@ def test_who_adopts_what_an_ended_server_leaves_learns_how_that_ends(tmp_path: P
         adopt_orphans(False)
 
 
-def test_what_it_starts_is_forked_as_well(probe: Probe) -> None:
+def test_programs_started_by_a_program_are_forked_as_well(probe: Probe) -> None:
     probe.run("start", 0)
-    told = json.loads(Path(f"{probe.told}.child").read_text())
-    assert told["argv"][-1] == "7" and told["parent"] == probe.process.pid
-    assert told["session"] == told["group"] != os.getsid(probe.process.pid)
+    report = json.loads(Path(f"{probe.report_file}.child").read_text())
+    assert report["argv"][-1] == "7" and report["parent"] == probe.process.pid
+    assert report["session"] == report["group"] != os.getsid(probe.process.pid)
 
 
 @pytest.mark.parametrize(
@@ -194,34 +194,36 @@ def test_what_it_starts_is_forked_as_well(probe: Probe) -> None:
         (["tell", "x", "0"], {"PYTHONHASHSEED": "1"}, "read at the start"),
     ],
 )
-def test_what_is_refused(
+def test_programs_that_cannot_be_forked_are_refused(
     probe: Probe, argv: list[str], env: dict[str, str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     probe.programs.reason = ""
     for _ in range(2):
         assert probe.programs.start(argv, {**probe.env, **env}) is None
         assert reason in probe.programs.reason
-    said = capsys.readouterr().err
-    assert said.count("Flower's programs are started one by one") == 1 and reason in said
+    stderr = capsys.readouterr().err
+    assert stderr.count("Flower's programs are started one by one") == 1 and reason in stderr
 
 
-def test_flower_starts_by_popen_what_is_refused(probe: Probe, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refused_programs_are_started_by_popen(probe: Probe, capfd: pytest.CaptureFixture[str]) -> None:
     with starter.Subprocess(probe.programs).Popen([sys.executable, "-c", "print('by Popen')"]) as process:
         assert isinstance(process, subprocess.Popen) and process.wait(60) == 0
     assert capfd.readouterr().out == "by Popen\n"
 
 
-def test_what_nobody_waits_for_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that answers late would start it once more, beside what was started by Popen meanwhile."""
+def test_a_request_that_timed_out_is_not_served_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Popen has started the program meanwhile, so a late server would start it a second time."""
     probe = Probe(tmp_path)
     os.kill(probe.process.pid, signal.SIGSTOP)
     monkeypatch.setattr(starter, "_ANSWER_S", 0.2)
-    probe.told = tmp_path / "told"
+    probe.report_file = tmp_path / "told"
     assert probe.start("0") is None
     assert probe.programs.reason == "no answer within 0.2 s"
     os.kill(probe.process.pid, signal.SIGCONT)
     assert probe.process.wait(60) == 0
-    assert not probe.told.exists()
+    assert not probe.report_file.exists()
 
 
 def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,20 +231,20 @@ def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch)
         raise BlockingIOError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr(os, "fork", fork)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        forks = server._ProgramForker(theirs, {})
-        request = server._ProgramRequest(["flwr"], {}, 0, [0, 1, 2], folder=-1, answer=ours)
-        before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own_end, server_end:
+        forks = server._ProgramForker(server_end, {})
+        request = server._ProgramRequest(["flwr"], {}, 0, [0, 1, 2], folder=-1, answer=own_end)
+        open_before = os.listdir("/proc/self/fd")  # noqa: PTH208
         with pytest.raises(BlockingIOError):
             forks._fork(request, ProgramEntry("flwr", "os", "getpid"))
-        assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+        assert os.listdir("/proc/self/fd") == open_before  # noqa: PTH208
 
 
-def test_who_waits_may_have_thousands_of_descriptors() -> None:
+def test_a_process_with_thousands_of_descriptors_can_wait() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2000:
-        pytest.skip("no right to so many")
+        pytest.skip("this account may not open 2000 files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
     try:
         answer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -256,21 +258,21 @@ def test_who_waits_may_have_thousands_of_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_server_that_is_killed_ends_nothing(tmp_path: Path) -> None:
+def test_killing_the_server_does_not_end_its_programs(tmp_path: Path) -> None:
     probe = Probe(tmp_path)
     program = probe.start("wait")
     assert program is not None
-    until(lambda: probe.told.exists())
+    until(lambda: probe.report_file.exists())
     probe.process.kill()
     probe.process.wait(60)
     assert program.poll() is None
     assert probe.start("0") is None
     program.kill()
-    assert program.wait(60) == UNKNOWN != 0, "nobody knows how it has ended"
+    assert program.wait(60) == UNKNOWN != 0, "the exit status is lost with the server"
 
 
-def test_a_program_of_a_server_that_is_gone_is_not_waited_for_without_a_limit() -> None:
-    """This process has adopted the program, which runs on."""
+def test_the_wait_for_a_program_of_a_dead_server_has_a_limit() -> None:
+    """This process has adopted the program, which is still running."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     answer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.close()
@@ -283,27 +285,27 @@ def test_a_program_of_a_server_that_is_gone_is_not_waited_for_without_a_limit() 
     child.communicate()
 
 
-# What a command of Flower's name runs, by where it is found -------------------------------------------------
+# Which program a command of Flower runs, depending on its place on the PATH ---------------------------------
 
 FLOWERS = os.pathsep.join(script_folders())
 
 
 @pytest.mark.parametrize("name", ["flower-superlink", "flower-supernode", "flower-superexec", "flwr"])
-def test_flowers_own(name: str) -> None:
-    found = find(name, {"PATH": FLOWERS})
-    assert found.module.startswith("flwr.") and Path(found.path).name == name
-    assert callable(found.load())
+def test_a_command_of_flower_is_found_as_a_function(name: str) -> None:
+    entry = find(name, {"PATH": FLOWERS})
+    assert entry.module.startswith("flwr.") and Path(entry.path).name == name
+    assert callable(entry.load())
 
 
 @pytest.mark.parametrize(
     ("commands", "name"), [(COMMANDS, "flower-supernode"), (SERVER_COMMANDS, "flwr-serverapp")]
 )
-def test_ours(commands: dict[str, str], name: str) -> None:
-    found = find(name, {"PATH": CommandFolder(commands).first_on(FLOWERS)})
-    assert (found.module, found.function) == (commands[name], "main")
+def test_our_command_comes_first_on_the_path(commands: dict[str, str], name: str) -> None:
+    entry = find(name, {"PATH": CommandFolder(commands).first_on(FLOWERS)})
+    assert (entry.module, entry.function) == (commands[name], "main")
 
 
-def test_one_of_another_environment(tmp_path: Path) -> None:
+def test_a_command_of_another_environment_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "flower-supernode"
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)
@@ -311,7 +313,7 @@ def test_one_of_another_environment(tmp_path: Path) -> None:
         find("flower-supernode", {"PATH": f"{tmp_path}{os.pathsep}{FLOWERS}"})
 
 
-def test_one_that_is_not_flowers() -> None:
+def test_a_command_that_is_not_flowers_is_refused() -> None:
     with pytest.raises(NoEntryError, match="another program"):
         find("python", {"PATH": FLOWERS})
     with pytest.raises(NoEntryError, match="no command flower-supernode"):

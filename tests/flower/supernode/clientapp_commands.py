@@ -1,4 +1,4 @@
-"""Flower's ``flwr-clientapp`` and ours, to be run side by side on the same host."""
+"""Runs Flower's ``flwr-clientapp`` and ours side by side on the same host."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clientapp_supernode import Handed, SuperNode
+from clientapp_supernode import PendingMessage, SuperNode
 from waiting import until
 
 from flower_gpu.flower import commands
 from flower_gpu.workers.forkserver.identity import script_folders
 
-#: Who handles a message: Flower's own command; ours, which only starts faster; ours, with a lease.
+#: The commands that may handle a message: Flower's, ours with a fast start only, and ours with a lease.
 FLOWERS, FAST, LEASED = "flower's", "fast", "leased"
 WAYS = (FLOWERS, FAST, LEASED)
 COMMAND = "flwr-clientapp"
-TIMEOUT_S = 150  # far above what it takes: it only ends a test that hangs
+TIMEOUT_S = 150  # far above the usual time, so it ends only tests that hang
 
 _RULES = {FLOWERS: "", FAST: "start", LEASED: "lease"}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Commands:
-    """Both commands, with one environment and folders of a test's own.
+    """Both commands, with the same environment and with folders for one test.
 
-    ``folder`` is for what they write, ``more`` are further environment variables: those of a host.
+    ``folder``: working folder of the commands. ``more``: further environment variables, those of a host.
     """
 
     def __init__(self, folder: Path, more: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ class Commands:
         self.env |= more
 
     def program_of_ours(self) -> str:
-        """Return our command, made in the state folder; from now on that very file is started."""
+        """Create our command in the state folder and return its path. Later starts run this same file."""
         self._ours = program(LEASED)
         return self._ours
 
@@ -59,12 +59,12 @@ class Commands:
         wrapper: Sequence[str] = (),
         **options: Any,
     ) -> subprocess.Popen[str]:
-        """Start a command in a process group of its own; its output is captured unless told otherwise."""
-        environ = {**self.env, "FLOWER_GPU_SUPERNODE": _RULES[way], **(env or {})}
+        """Start a command in a new process group. Its output is captured unless ``options`` redirect it."""
+        command_env = {**self.env, "FLOWER_GPU_SUPERNODE": _RULES[way], **(env or {})}
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
             [*wrapper, (way != FLOWERS and self._ours) or program(way), *arguments],
-            env=environ,
+            env=command_env,
             text=True,
             errors="replace",
             process_group=0,
@@ -78,43 +78,43 @@ class Commands:
             options["stdin"] = subprocess.PIPE
         return finished(self.start(way, arguments, **options), text)
 
-    def tell(
+    def handle(
         self, way: str, node: SuperNode, config: Mapping[str, Any] | None = None, **options: Any
     ) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
-        """Have a message handled; return what the app says of its process, and the command."""
-        path = self.folder / "told.json"
+        """Handle a message. Returns the app's report about its process, and the result of the command."""
+        path = self.folder / "report.json"
         path.unlink(missing_ok=True)
         context = {name: options.pop(name, None) for name in ("run_config", "node_config")}
-        handed = node.hand_out({"tell": str(path), **(config or {})}, **context)
-        done = self.run(way, handed.arguments, **options)
-        assert node.status(handed) == ("completed", ""), done.stderr
-        assert not node.reply(handed).has_error()
-        assert done.returncode == 0, done.stderr
-        return json.loads(path.read_text()), done
+        pending = node.hand_out({"tell": str(path), **(config or {})}, **context)
+        completed = self.run(way, pending.arguments, **options)
+        assert node.status(pending) == ("completed", ""), completed.stderr
+        assert not node.reply(pending).has_error()
+        assert completed.returncode == 0, completed.stderr
+        return json.loads(path.read_text()), completed
 
     def at_work(
         self, way: str, node: SuperNode, *more: str, run_config: Mapping[str, Any] | None = None
-    ) -> tuple[subprocess.Popen[str], Handed, int]:
-        """Start a command with a message that is never done; return with the app's pid when it runs."""
+    ) -> tuple[subprocess.Popen[str], PendingMessage, int]:
+        """Start a command with a message that never ends. Returns after the app has started, with its pid."""
         path = self.folder / f"at-work-{time.monotonic_ns()}"
-        handed = node.hand_out({"wait": str(path)}, run_config)
-        process = self.start(way, (*handed.arguments, *more))
+        pending = node.hand_out({"wait": str(path)}, run_config)
+        process = self.start(way, (*pending.arguments, *more))
         until(lambda: process.poll() is not None or (path.exists() and path.read_text()), "the app runs")
         assert process.poll() is None, finished(process).stderr
-        return process, handed, int(path.read_text())
+        return process, pending, int(path.read_text())
 
 
 def program(way: str) -> str:
     """Return the path of a command."""
     if way != FLOWERS:
         return str(commands.CommandFolder().make() / COMMAND)
-    found = shutil.which(COMMAND, path=os.pathsep.join(script_folders()))
-    assert found is not None
-    return found
+    path = shutil.which(COMMAND, path=os.pathsep.join(script_folders()))
+    assert path is not None
+    return path
 
 
 def finished(process: subprocess.Popen[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Wait for the end of a command; one that does not end fails the test."""
+    """Wait for the end of a command. The test fails if the command does not end."""
     try:
         stdout, stderr = process.communicate(text, timeout=TIMEOUT_S)
     except BaseException:
@@ -130,5 +130,5 @@ def plain(text: str) -> str:
 
 
 def status(code: int) -> int:
-    """Return an exit status as a shell shows it: 128 and the number for a signal."""
+    """Return an exit status as a shell shows it: 128 plus the number of a signal."""
     return 128 - code if code < 0 else code

@@ -1,4 +1,4 @@
-"""Flower's side of a ``flwr-clientapp``: a SuperNode's Runtime API with its state, without a SuperLink."""
+"""The Runtime API and the state of a SuperNode for ``flwr-clientapp``, without a SuperLink."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _START_S = 120.0
 
 
 @dataclass(frozen=True)
-class Handed:
+class PendingMessage:
     """A message that waits for a ``flwr-clientapp`` to handle it."""
 
     run_id: int
@@ -39,10 +39,10 @@ class Handed:
 
 
 class SuperNode:
-    """What a SuperNode is to its ``flwr-clientapp``: one HTTP server, in a thread of this process."""
+    """A SuperNode as seen by its ``flwr-clientapp``: an HTTP server in a thread of this process."""
 
     def __init__(self) -> None:
-        # These imports take seconds, also in each process that only collects tests.
+        # These imports take seconds, which processes that only collect tests should not spend.
         from flwr.cli.build import build_fab_from_disk
         from flwr.supernode.main import create_app
 
@@ -73,8 +73,8 @@ class SuperNode:
         config: Mapping[str, Any],
         run_config: Mapping[str, Any] | None = None,
         node_config: Mapping[str, Any] | None = None,
-    ) -> Handed:
-        """Have one message of a run of its own ready; ``config`` tells the app what to do."""
+    ) -> PendingMessage:
+        """Make a message of a new run available. ``config`` says what the app should do."""
         state = self._factory.state()
         self._runs += 1
         run = Run.create_empty(self._runs)
@@ -96,24 +96,26 @@ class SuperNode:
         self._put(state, run.run_id, task_id, config)
         token = state.claim_task(task_id)
         assert token is not None
-        # Flower gives a command 30 s to begin, of which a fork server that hangs takes 20, and a busy machine
-        # more than the rest.
+        # Flower gives a command 30 s to begin. A fork server that hangs takes 20 s of these, and on a busy
+        # machine the rest is not enough.
         assert state.acknowledge_task_heartbeat(task_id)
         address = f"127.0.0.1:{self.port}"
-        return Handed(run.run_id, task_id, ("--runtime-api-address", address, "--token", token, "--insecure"))
+        return PendingMessage(
+            run.run_id, task_id, ("--runtime-api-address", address, "--token", token, "--insecure")
+        )
 
-    def reply(self, handed: Handed) -> Message:
+    def reply(self, pending: PendingMessage) -> Message:
         """Return the reply to a message."""
-        (message,) = self.replies(handed)
+        (message,) = self.replies(pending)
         return message
 
-    def replies(self, handed: Handed) -> list[Message]:
-        """Return what has been answered to a message: one reply, or none. Each is returned once."""
-        return list(self._factory.state().get_messages_legacy(run_ids=[handed.run_id], is_reply=True))
+    def replies(self, pending: PendingMessage) -> list[Message]:
+        """Return the reply to a message in a list, which may be empty. Each reply is returned only once."""
+        return list(self._factory.state().get_messages_legacy(run_ids=[pending.run_id], is_reply=True))
 
-    def status(self, handed: Handed) -> tuple[str, str]:
-        """Return how the task ended for the SuperNode, and the reason."""
-        (task,) = self._factory.state().get_tasks(task_ids=[handed.task_id])
+    def status(self, pending: PendingMessage) -> tuple[str, str]:
+        """Return the state in which the task ended, and the reason, as the SuperNode knows them."""
+        (task,) = self._factory.state().get_tasks(task_ids=[pending.task_id])
         return task.status.sub_status, task.status.details
 
     def _put(self, state: Any, run_id: int, task_id: int, config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Runs the commands of docs/how-to/federation.md as a user does, in three shells.
+"""Runs the commands of docs/how-to/federation.md in three shells, as a user does.
 
 Arguments: the page, and the SuperLink's port.
 """
@@ -14,7 +14,8 @@ from waiting import until
 
 from flower_gpu.launch import ports
 
-#: Seconds for the third shell. If this program were killed, the SuperLink and the SuperNodes would stay.
+#: Seconds for the third shell. It must end before the test's limit, which would kill this program and leave
+#: the SuperLink and the SuperNodes running.
 LIMIT_S = 220.0
 
 

@@ -1,4 +1,4 @@
-"""A host with stub GPUs, its SuperLink, and SuperNodes that `flower-gpu` starts there."""
+"""A host with stub GPUs, a SuperLink, and SuperNodes started by `flower-gpu`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from flower_gpu.workers.forkserver.identity import script_folders
 
 APP = Path(__file__).parent / "unchanged_app"
 
-#: `flower-gpu`. Other flags of Python would mean other fork servers.
+#: The command `flower-gpu`. Processes with other flags of Python would use other fork servers.
 COMMAND = (sys.executable, "-P", "-m", "flower_gpu.cli")
 
 
 class Message(NamedTuple):
-    """The processes of one message; 0 for what is not there yet."""
+    """The processes of one message. A pid is 0 if the process has not started."""
 
     #: Our `flwr-clientapp`, which the SuperNode starts.
     command: int
@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 class Federation:
-    """A SuperLink on a host with GPUs of 16 GiB, a ledger and fork servers of its own; a context manager."""
+    """A SuperLink on a host with GPUs of 16 GiB and its own ledger and fork servers. A context manager."""
 
     def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.folder = folder
@@ -48,8 +48,8 @@ class Federation:
         self.state = folder / "state"
         self._processes: list[Process] = []
         self.pauses, self.trace, self._tmp = folder / "pauses", folder / "trace", folder / "tmp"
-        for made in (self.state, self.pauses, self.trace, self._tmp, folder / "flwr"):
-            made.mkdir(mode=0o700)
+        for path in (self.state, self.pauses, self.trace, self._tmp, folder / "flwr"):
+            path.mkdir(mode=0o700)
         self.port = ports.free_ports(1)[0]
         config = f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
         (folder / "flwr" / "config.toml").write_text(config)
@@ -62,7 +62,7 @@ class Federation:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLOWER_GPU_STATE_DIR": str(self.state),
-            "FLOWER_GPU_SERVER_IDLE_S": "600",  # no fork server ends only because nobody has used it
+            "FLOWER_GPU_SERVER_IDLE_S": "600",  # no fork server ends during a test because it is idle
             "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
         }
 
@@ -93,21 +93,21 @@ class Federation:
 
     @contextmanager
     def one_test(self) -> Iterator[None]:
-        """For several tests with one SuperLink: what is started in this block ends with it.
+        """Share one SuperLink between several tests. Processes started in this block end with it.
 
-        Pauses and trace are of this block alone.
+        The block has its own folders for pauses and trace.
         """
-        there = len(self._processes)
-        self.pauses, self.trace = (self.folder / f"{name}-{there}" for name in ("pauses", "trace"))
-        for made in (self.pauses, self.trace):
-            made.mkdir(mode=0o700)
+        started_before = len(self._processes)
+        self.pauses, self.trace = (self.folder / f"{name}-{started_before}" for name in ("pauses", "trace"))
+        for path in (self.pauses, self.trace):
+            path.mkdir(mode=0o700)
         try:
             yield
         except BaseException as error:
             error.add_note(self._ends_of_logs())
             raise
         finally:
-            for process in reversed(self._processes[there:]):
+            for process in reversed(self._processes[started_before:]):
                 process.end()
 
     def _ends_of_logs(self) -> str:
@@ -115,18 +115,18 @@ class Federation:
         return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Process:
-        """Start a process of this host."""
+        """Start a process on this host."""
         process = Process(name, command, {**self.env, **(env or {})}, self.folder)
         self._processes.append(process)
         return process
 
     def supernodes(self, count: int, *options: str, flower: tuple[str, ...] = ()) -> Process:
-        """Start `flower-gpu supernode --count N`; their trace is in the folder of their logs."""
+        """Start `flower-gpu supernode --count N`. The trace is in the folder of the logs."""
         command = (*COMMAND, "supernode", "--count", str(count), *options, "--log-dir", str(self.runs))
         return self.start(f"supernodes-{len(self._processes)}", *command, "--", *self._flower, *flower)
 
     def supernode(self, *options: str, node_config: str, env: Mapping[str, str] | None = None) -> Process:
-        """Start `flower-gpu supernode`; the trace of all of these is in :attr:`trace`."""
+        """Start `flower-gpu supernode`. All SuperNodes started like this share the folder :attr:`trace`."""
         port = str(ports.free_ports(1)[0])
         flower = (*self._flower, "--port", port, "--node-config", node_config)
         name = f"supernode-{len(self._processes)}"
@@ -134,16 +134,16 @@ class Federation:
         return self.start(name, *COMMAND, "supernode", *options, "--", *flower, env=env)
 
     def users_of_fork_servers(self) -> int:
-        """Return how many processes the fork servers of this host stay for."""
+        """Return the number of processes that keep the fork servers of this host running."""
         command = [*COMMAND, "workers", "status"]
-        done = run_programs.run(command, env=self.env)
-        return sum(map(int, re.findall(r"used by (\d+) process", done.stdout)))
+        completed = run_programs.run(command, env=self.env)
+        return sum(map(int, re.findall(r"used by (\d+) process", completed.stdout)))
 
     def run(self, app: Path = APP, **config: bool | float | str) -> Process:
-        """Submit a run, and follow its log."""
+        """Submit a run and follow its log."""
         name = f"run-{len(self._processes)}"
         file = self.folder / f"{name}.toml"
-        if (app / APP.name).is_dir():  # the app, or a copy of it
+        if (app / APP.name).is_dir():  # true for the unchanged app and its copies, which have this setting
             config["log_file"] = str(self.folder / f"{name}.serverapp.log")
         lines = (f"{key.replace('_', '-')} = {json.dumps(value)}\n" for key, value in config.items())
         file.write_text("".join(lines))
@@ -158,46 +158,48 @@ class Federation:
         return ("--insecure", "--superlink", f"127.0.0.1:{self.port}")
 
     def holders(self) -> list[str]:
-        """Who holds a lease now."""
-        return [one.id for one in self.host.status().holders]
+        """Return the ids of the leases that are held now."""
+        return [entry.id for entry in self.host.status().holders]
 
     def waiting(self) -> list[str]:
-        """Who waits for a lease now."""
-        return [one.id for one in self.host.status().waiting]
+        """Return the ids of the claims that wait now."""
+        return [entry.id for entry in self.host.status().waiting]
 
     def processes(self) -> dict[int, str]:
-        """Every process that has this host in its environment."""
+        """Return all processes that have this host in their environment, with their command lines."""
         return processes_with("HOME", self.folder)
 
-    def held(self, server_round: int) -> dict[int, int]:
-        """Return the workers of a round that wait for :meth:`let_go`, by partition."""
-        found = self.pauses.glob(f"{server_round}-*")
-        return {int(path.name.partition("-")[2]): int(path.read_text()) for path in found}
+    def paused_workers(self, server_round: int) -> dict[int, int]:
+        """Return the workers of a round that wait for :meth:`resume`, by partition."""
+        paths = self.pauses.glob(f"{server_round}-*")
+        return {int(path.name.partition("-")[2]): int(path.read_text()) for path in paths}
 
-    def let_go(self, server_round: int) -> None:
-        """Let the messages of a round go on."""
+    def resume(self, server_round: int) -> None:
+        """Let the paused messages of a round continue."""
         (self.pauses / f"go-{server_round}").touch()
 
     def messages(self) -> list[Message]:
-        """Return the processes of the messages that are handled now."""
-        found = []
+        """Return the processes of the messages in progress."""
+        messages = []
         for pid, command in self.processes().items():
-            # Its SuperNode has given it a token for this message; a ServerApp has one, too.
+            # A SuperNode passes a token to the command of a message. A ServerApp has a token, too.
             if " --token " in command and "serverapp" not in command:
-                found.append(Message(pid, waits_for(pid)))
-        return found
+                messages.append(Message(pid, waits_for(pid)))
+        return messages
 
     def files(self) -> set[str]:
-        """Return the files that are neither logs, nor what the test or Flower has put there."""
-        own = {"host", "flwr", "pauses", "runs", "trace"}
+        """Return the files that were not created by the test or by Flower, without logs."""
+        expected = {"host", "flwr", "pauses", "runs", "trace"}
         files = [path.relative_to(self.folder) for path in self.folder.rglob("*") if not path.is_dir()]
         return {
-            str(path) for path in files if path.parts[0] not in own and path.suffix not in (".log", ".toml")
+            str(path)
+            for path in files
+            if path.parts[0] not in expected and path.suffix not in (".log", ".toml")
         }
 
 
 class Process:
-    """A process that writes into a log."""
+    """A process whose output goes to a log file."""
 
     def __init__(self, name: str, command: tuple[str, ...], env: Mapping[str, str], folder: Path) -> None:
         self.name = name
@@ -227,19 +229,19 @@ class Process:
 
     @property
     def server_output(self) -> str:
-        """What the ServerApp of a run has logged."""
+        """Log of the ServerApp of a run."""
         log = self._log.with_suffix(".serverapp.log")
         return log.read_text(errors="replace") if log.exists() else ""
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end; returns the exit status."""
+        """Wait for the end of the process and return its exit status."""
         return self._process.wait(timeout_s)
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """End it, as a user does."""
+        """End the process as a user does, by SIGTERM."""
         if self.runs:
             self._process.terminate()
             try:
@@ -250,21 +252,22 @@ class Process:
 
 
 def results_of(run: Process, server_round: int, kind: str = "train") -> tuple[str, list[str]]:
-    """Return how many results and failures Flower has counted in a round, and the texts of the failures.
+    """Return Flower's count of results and failures in a round, and the texts of the failures.
 
-    As the ServerApp has logged it: what `flwr run` shows comes late on a busy machine, or not at all.
+    They are read from the log of the ServerApp. The output of `flwr run` comes late on a busy machine, or
+    never.
     """
     end = f"round {server_round} has ended"
-    # Flower gives a node that is silent a minute.
+    # Flower waits a minute for a silent node.
     until(lambda: end in run.server_output or not run.runs, end, timeout_s=150)
     text = run.server_output.split(f"[ROUND {server_round}/")[-1].partition(end)[0]
-    counted = re.search(rf"aggregate_{kind}: Received (\d+ results and \d+ failures)", text)
-    assert counted is not None, run.server_output + run.output
-    return counted[1], text.split("Received error in reply from node ")[1:]
+    match = re.search(rf"aggregate_{kind}: Received (\d+ results and \d+ failures)", text)
+    assert match is not None, run.server_output + run.output
+    return match[1], text.split("Received error in reply from node ")[1:]
 
 
 def logs_of(fed: Federation, supernodes: Process) -> Path:
-    """Return the folder in which several SuperNodes have their logs and their trace."""
+    """Return the folder with the logs and the trace of several SuperNodes."""
     until(lambda: "logs in" in supernodes.output, "the SuperNodes' folder is there")
     match = re.search(r"logs in (\S+)\. ", supernodes.output)
     assert match is not None, supernodes.output
@@ -272,7 +275,7 @@ def logs_of(fed: Federation, supernodes: Process) -> Path:
 
 
 def waits_for(pid: int) -> int:
-    """Return the child that a process has a pidfd of; 0 where there is none."""
+    """Return the child for which a process holds a pidfd, or 0."""
     with suppress(OSError):
         parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1]
         for path in Path(f"/proc/{pid}/fdinfo").iterdir():
@@ -285,7 +288,7 @@ def waits_for(pid: int) -> int:
 
 
 def sights(log: str) -> Iterator[dict[str, Any]]:
-    """Yield what the app has seen of its processes, from the log of its SuperNode."""
+    """Yield the app's reports about its processes from the log of its SuperNode."""
     for line in log.splitlines():
         if line.startswith("saw {"):
             yield json.loads(line.removeprefix("saw "))

@@ -1,4 +1,4 @@
-"""The folder that goes first on a SuperNode's `PATH`: whose it is, what is in it, for which interpreter."""
+"""The folder that comes first on a SuperNode's `PATH`: its owner, its content and its interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flower_gpu.workers.forkserver import identity
 COMMAND = "flwr-clientapp"
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
-# Makes the folder, and reads a command in it at once, as a SuperNode may that has just been started.
+# Creates the folder and immediately reads a command in it, as a new SuperNode may do.
 MAKE_AND_READ = """
 import ast, sys
 from flower_gpu.flower import commands
@@ -34,7 +34,7 @@ sys.stdin.readline()
 folder = commands.CommandFolder().make()
 print(folder, len(ast.parse((folder / "python" / "flwr-clientapp").read_text()).body))
 """
-# An interpreter that tells what it was started with.
+# An interpreter that writes its arguments to a file.
 SHOW = '#!/bin/sh\nprintf \'%s\\0\' "$@" >"$SHOWN"\n'
 
 
@@ -45,19 +45,19 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_only_its_user_can_enter_it(state: Path) -> None:
-    before = os.umask(0)
+def test_only_its_owner_can_enter_the_folder(state: Path) -> None:
+    previous = os.umask(0)
     try:
         folder = commands.CommandFolder().make()
     finally:
-        os.umask(before)
+        os.umask(previous)
     assert folder.is_relative_to(state)
-    for each in (state, folder.parent, folder, *folder.iterdir()):
-        assert each.stat().st_mode & 0o777 == 0o700, each
-        assert each.stat().st_uid == os.getuid()
+    for path in (state, folder.parent, folder, *folder.iterdir()):
+        assert path.stat().st_mode & 0o777 == 0o700, path
+        assert path.stat().st_uid == os.getuid()
 
 
-def test_it_comes_first_on_the_path_and_says_the_rule(state: Path) -> None:
+def test_the_folder_comes_first_on_the_path_and_a_variable_holds_the_rule(state: Path) -> None:
     for with_lease, word in ((True, "lease"), (False, "start")):
         env = commands.fast_start({"PATH": "/somewhere:/bin", "OTHER": "kept"}, with_lease=with_lease)
         first, *rest = env["PATH"].split(":")
@@ -71,7 +71,7 @@ def test_it_comes_first_on_the_path_and_says_the_rule(state: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["", "lease", "Start", "no", "0"])
-def test_an_unknown_rule_is_the_strict_one(word: str) -> None:
+def test_an_unknown_rule_requires_a_lease(word: str) -> None:
     assert takes_lease({"FLOWER_GPU_SUPERNODE": word})
     assert takes_lease({})
 
@@ -86,28 +86,28 @@ def test_a_folder_that_is_not_safe_is_refused(state: Path, tmp_path: Path) -> No
     assert list(tmp_path.rglob(COMMAND)) == []
 
 
-def test_processes_that_make_it_at_once_find_it_complete(state: Path) -> None:
+def test_processes_that_create_the_folder_at_the_same_time_find_it_complete(state: Path) -> None:
     makers = [
         subprocess.Popen(
             [sys.executable, "-c", MAKE_AND_READ], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         for _ in range(6)
     ]
-    for maker in makers:  # they are in front of it by now, or come a little later
+    for maker in makers:  # most of them wait for this line by now
         assert maker.stdin is not None
         maker.stdin.write("\n")
         maker.stdin.flush()
-    said = {maker.communicate(timeout=150)[0] for maker in makers}
+    outputs = {maker.communicate(timeout=150)[0] for maker in makers}
     assert [maker.returncode for maker in makers] == [0] * len(makers)
-    (line,) = said
+    (line,) = outputs
     folder, statements = line.split()
     assert int(statements) == len(ast.parse(Path(folder, "python", COMMAND).read_text()).body)
     assert sorted(path.name for path in Path(folder).iterdir()) == sorted([*commands.COMMANDS, "python"])
     assert [path.name for path in Path(folder).parent.iterdir()] == [Path(folder).name]
 
 
-def test_a_supernode_puts_back_what_was_removed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits by this, and finds the folder that is on its path: the environment is the same there."""
+def test_a_supernode_recreates_a_removed_folder(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so whenever it waits, and in the same place, because its environment is the same."""
     monkeypatch.syspath_prepend(state)
     folder = commands.CommandFolder().make()
     as_in_supernode = (folder / "python" / "flower-supernode").read_text().splitlines()[0]
@@ -119,7 +119,7 @@ def test_a_supernode_puts_back_what_was_removed(state: Path, monkeypatch: pytest
     assert os.access(folder / COMMAND, os.X_OK)
 
 
-def test_another_environment_has_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_environment_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folders = [commands.CommandFolder().make(), commands.CommandFolder().make()]
     assert folders[0] == folders[1]
     with monkeypatch.context() as patch:
@@ -131,13 +131,14 @@ def test_another_environment_has_another_folder(monkeypatch: pytest.MonkeyPatch,
     assert len(set(folders)) == 3
     flags = [sys.executable, "-O", "-W", "error::UserWarning", "-c"]
     make = "from flower_gpu.flower import commands; print(commands.CommandFolder().make())"
-    done = run([*flags, make], check=True)
-    optimised = Path(done.stdout.strip())
+    optimised = Path(run([*flags, make], check=True).stdout.strip())
     assert optimised not in folders
     assert "-O" in (optimised / COMMAND).read_text()
 
 
-def test_the_command_of_a_virtual_environment_with_an_odd_name_starts(state: Path, tmp_path: Path) -> None:
+def test_the_command_starts_in_a_virtual_environment_with_an_unusual_name(
+    state: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / 'it\'s a "$HOME" `id` \\n é 100% {env}'
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder], check=True, timeout=150
@@ -147,18 +148,18 @@ def test_the_command_of_a_virtual_environment_with_an_odd_name_starts(state: Pat
     (site / "ours.pth").write_text("\n".join(paths))
     make = "from flower_gpu.flower import commands; print(commands.CommandFolder().make())"
     python = str(folder / "bin" / "python")
-    made = run([python, "-c", make], check=True)
-    command = f"{made.stdout.strip()}/{COMMAND}"
-    # Flower's own help, from that interpreter: nothing of the name was taken apart.
-    done = run(
+    creation = run([python, "-c", make], check=True)
+    command = f"{creation.stdout.strip()}/{COMMAND}"
+    # Flower's help shows that the right interpreter ran, so the name was quoted correctly.
+    completed = run(
         [command, "--help"],
         cwd="/",
         env={**os.environ, "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"},
     )
-    assert (done.returncode, "Run a Flower ClientApp" in done.stdout) == (0, True), done.stderr
+    assert (completed.returncode, "Run a Flower ClientApp" in completed.stdout) == (0, True), completed.stderr
 
 
-# Paths and arguments hold whatever the file system takes, also bytes that are no UTF-8.
+# Paths and arguments may hold all characters that the file system accepts, also bytes that are not UTF-8.
 _CHARACTERS = st.sampled_from(
     string.ascii_letters + string.digits + " '\"$`!*?~#&;|<>(){}[]%\n\t\r=:,@^-.é中"
 )
@@ -173,7 +174,7 @@ _TEXTS = st.text(_CHARACTERS, min_size=1, max_size=12)
 @example("it's", ["a b", 'c"d', "e\\f", "{path}"], ["--token", "", "$HOME", "-"])
 @example("a\\x", ["a/\U0001f600/lib", "a/\udcff/lib"], ["argument"])
 @example("a\\N \\u12", [], [])
-def test_paths_and_arguments_arrive_as_they_are(
+def test_paths_and_arguments_arrive_unchanged(
     tmp_path: Path, name: str, entries: list[str], arguments: list[str]
 ) -> None:
     folder = tmp_path / name.replace("/", "_")
@@ -190,7 +191,7 @@ def test_paths_and_arguments_arrive_as_they_are(
     *_, program = shown.read_bytes().decode().split("\0")[:-1][: -len(arguments) or None]
     assert shown.read_bytes().decode().split("\0")[:-1][-len(arguments) :] == arguments or not arguments
     assert program == str(command.parent / "python" / COMMAND)
-    # What a real interpreter reads then.
+    # A real interpreter would read this program.
     tree = ast.parse(Path(program).read_text())
     (assigned,) = (node for node in tree.body if isinstance(node, ast.Assign))
     assert ast.literal_eval(assigned.value) == [entry for entry in path if entry]
@@ -203,15 +204,17 @@ def test_a_folder_with_a_colon_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @needs_root
-def test_a_folder_from_which_nothing_can_be_started_is_refused(tmp_path: Path) -> None:
+def test_a_folder_on_a_noexec_file_system_is_refused(tmp_path: Path) -> None:
     state = tmp_path / "noexec"
     state.mkdir()
     make = "from flower_gpu.flower import commands; commands.fast_start({}, with_lease=True)"
     mount = f"mount -t tmpfs -o noexec,mode=0700 none {shlex.quote(str(state))} || exit 77"
-    done = run(
+    completed = run(
         ["unshare", "-m", "sh", "-c", f'{mount}; exec "$0" "$@"', sys.executable, "-c", make],
         env={**os.environ, "FLOWER_GPU_STATE_DIR": str(state)},
     )
-    if done.returncode == 77:
+    if completed.returncode == 77:
         pytest.skip("file systems cannot be mounted here")
-    assert "ConfigError" in done.stderr, "messages would be handled by Flower's own command, without a lease"
+    assert "ConfigError" in completed.stderr, (
+        "messages would be handled by Flower's own command, without a lease"
+    )

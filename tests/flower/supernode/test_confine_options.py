@@ -1,4 +1,4 @@
-"""What ``flower-gpu supernode --confine`` refuses before anything is started, and what it says."""
+"""Options that ``flower-gpu supernode --confine`` refuses before it starts a process, and its messages."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_named_reaches_the_messages(home: Path) -> None:
+def test_the_named_folders_and_ports_reach_the_messages(home: Path) -> None:
     data, results = str(home / "data"), str(home / "results")
     line = ("--confine", "--data-dir", data, "--data-dir", results, "--write-dir", results)
-    found = Allowed.from_environment(environment(*line, "--allow-connect", "443"))
-    assert found == Allowed((data, results), (results,), (443,))
+    allowed = Allowed.from_environment(environment(*line, "--allow-connect", "443"))
+    assert allowed == Allowed((data, results), (results,), (443,))
     assert Allowed.from_environment(environment("--confine=strict")) == Allowed()
     assert Allowed.from_environment(environment()) is None
 
@@ -70,7 +70,7 @@ def test_what_is_named_reaches_the_messages(home: Path) -> None:
         ("--confine --write-dir {home}/data --data-dir {home}/link", "is within --write-dir .*Leave it out"),
     ],
 )
-def test_what_would_give_an_app_too_much_is_refused(home: Path, line: str, text: str) -> None:
+def test_folders_with_secrets_or_programs_are_refused(home: Path, line: str, text: str) -> None:
     from flower_gpu.workers import state_folder
 
     state = state_folder.made_state_dir()
@@ -98,14 +98,14 @@ def test_libraries_beside_secrets_are_refused(home: Path, monkeypatch: pytest.Mo
         environment("--confine", "--write-dir", str(home / "data"))
 
 
-def test_an_mps_daemon_is_named_and_its_folder_must_hold_nothing_else(
+def test_an_mps_daemon_is_mentioned_and_its_folder_must_hold_nothing_else(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(home / "data"))
-    told = f"errors on a GPU for all clients of the MPS daemon in {home / 'data'}"
-    assert told not in not_enforced(Allowed())
+    text = f"errors on a GPU for all clients of the MPS daemon in {home / 'data'}"
+    assert text not in not_enforced(Allowed())
     (home / "data" / "control").touch()
-    assert told in not_enforced(Allowed())
+    assert text in not_enforced(Allowed())
     environment("--confine")
     (home / "control").touch()
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(home))
@@ -113,14 +113,14 @@ def test_an_mps_daemon_is_named_and_its_folder_must_hold_nothing_else(
         environment("--confine")
 
 
-def test_what_a_link_leads_to_when_it_starts_is_what_apps_get(home: Path) -> None:
+def test_apps_get_the_folder_that_a_link_leads_to_at_the_start(home: Path) -> None:
     (home / "link").symlink_to(home / "data")
-    found = Allowed.from_environment(environment("--confine", "--data-dir", str(home / "link")))
-    assert found == Allowed((str(home / "data"),))
+    allowed = Allowed.from_environment(environment("--confine", "--data-dir", str(home / "link")))
+    assert allowed == Allowed((str(home / "data"),))
 
 
 @pytest.mark.parametrize("more", ["", "--allow-connect 443"])
-def test_what_is_not_refused_is_said_at_the_start(home: Path, more: str) -> None:
+def test_the_start_message_lists_the_actions_that_are_not_refused(home: Path, more: str) -> None:
     line = [sys.executable, "-m", "flower_gpu.cli", "supernode", "--confine", "--count", "1", *more.split()]
     line += ["--log-dir", str(home / "runs"), "--", "--insecure", "--superlink", "127.0.0.1:1"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -132,11 +132,11 @@ def test_what_is_not_refused_is_said_at_the_start(home: Path, more: str) -> None
             seen += text
         process.terminate()
     (log,) = home.glob("runs/*/supernode-0.log")
-    assert all(one in seen and one in log.read_text() for one in NEVER)
-    assert [one in seen for one in WITH_PORTS] == [bool(more)] * len(WITH_PORTS)
+    assert all(text in seen and text in log.read_text() for text in NEVER)
+    assert [text in seen for text in WITH_PORTS] == [bool(more)] * len(WITH_PORTS)
 
 
-#: Makes the kernel answer landlock_create_ruleset as another one would: with a version, or with an error.
+#: Makes landlock_create_ruleset fail with an error number, as it does on an older kernel.
 _OLDER = """
 import ctypes, struct, sys
 from flower_gpu import seccomp
@@ -155,9 +155,9 @@ sys.exit(main(sys.argv[2:]))
 def test_a_kernel_without_landlock_is_refused() -> None:
     seccomp.check()
     no_such_call = "38"  # ENOSYS
-    done = run_python(_OLDER, no_such_call, "supernode", "--confine", "--", "--insecure")
-    assert done.returncode == 2, done.stderr
-    assert "apps cannot be confined on this host: the kernel has no Landlock" in done.stderr
+    completed = run_python(_OLDER, no_such_call, "supernode", "--confine", "--", "--insecure")
+    assert completed.returncode == 2, completed.stderr
+    assert "apps cannot be confined on this host: the kernel has no Landlock" in completed.stderr
 
 
 @pytest.mark.parametrize("ports", [(), ("--allow-connect", "443")])
@@ -165,16 +165,15 @@ def test_a_kernel_without_landlock_is_refused() -> None:
     ("version", "missing"),
     [(2, ["emptying files", "TCP", "signals"]), (4, ["signals"]), (6, [])],
 )
-def test_strict_refuses_a_kernel_that_cannot_do_all(
+def test_strict_refuses_a_kernel_without_all_protections(
     monkeypatch: pytest.MonkeyPatch, version: int, missing: list[str], ports: tuple[str, ...]
 ) -> None:
-    # The version is all that is asked for; what kernels of these versions refuse is landlock(7)'s word.
+    # The code asks only for the version. The man page landlock(7) says what each version can refuse.
     monkeypatch.setattr("flower_gpu.landlock.version", lambda: version)
-    missing = [
-        word for word in missing if ports or word != "TCP"
-    ]  # without a port there are no sockets of TCP
-    found = confinement.not_refused(with_ports=bool(ports))
-    assert [any(word in one for word in missing) for one in found] == [True] * len(missing)
+    # Without ports, TCP sockets are refused by other means.
+    missing = [word for word in missing if ports or word != "TCP"]
+    not_refused = confinement.not_refused(with_ports=bool(ports))
+    assert [any(word in text for word in missing) for text in not_refused] == [True] * len(missing)
     if missing:
         with pytest.raises(ConfigError, match="this kernel does not refuse"):
             environment("--confine=strict", *ports)
@@ -184,7 +183,7 @@ def test_strict_refuses_a_kernel_that_cannot_do_all(
 
 
 def bundle(version: str) -> bytes:
-    """Return an app as Flower sends it."""
+    """Return an app in the format in which Flower sends it."""
     config = f"""
         [project]
         name = "app"
@@ -205,19 +204,18 @@ def bundle(version: str) -> bytes:
     return written.getvalue()
 
 
-def test_an_app_is_installed_where_apps_are(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower unpacks it into a folder with its version in the name, outside of the worker."""
+def test_an_app_is_installed_only_in_the_folder_of_apps(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower unpacks an app outside of the worker. The app's version is part of the folder's name."""
     monkeypatch.setenv("FLWR_HOME", str(home / "flwr"))
     monkeypatch.setattr(install, "validate_and_install", install.validate_and_install)
     elsewhere = bundle("1/../../../elsewhere")
     with monkeypatch.context() as patch:
         patch.setenv("FLWR_HOME", str(home / "other"))
-        assert install.install_from_fab(elsewhere, skip_prompt=True).resolve().parent == home, (
-            "so it could be"
-        )
-    before = set(home.iterdir())
+        installed = install.install_from_fab(elsewhere, skip_prompt=True)
+        assert installed.resolve().parent == home, "Flower itself would leave the folder"
+    paths_before = set(home.iterdir())
     clientapp.install_among_apps()
     with pytest.raises(ConfigError, match="leads out of the folder of apps"):
         install.install_from_fab(elsewhere, skip_prompt=True)
-    assert set(home.iterdir()) == before
+    assert set(home.iterdir()) == paths_before
     assert install.install_from_fab(bundle("1.0"), skip_prompt=True).parent == home / "flwr" / "apps"

@@ -1,4 +1,4 @@
-"""Apps under ``flower-gpu supernode --confine``: a hostile one, and an ordinary one with its data named."""
+"""A hostile app and an ordinary app with named data under ``flower-gpu supernode --confine``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hostile_app.attempts import attempts
 print(json.dumps(attempts(json.load(open(sys.argv[1])))))
 """
 
-#: What is not refused, by the lines of the list that `--confine` prints.
+#: Attempts that are not refused, with the line that `--confine` prints about them.
 ALLOWED = {
     "connect to a socket with a path": "connecting to Unix sockets that have a path",
     "read a file in /dev/shm": "reading, changing and leaving files in /dev/shm",
@@ -49,7 +49,7 @@ ALLOWED = {
     "see the name and size of a file": "names, sizes and dates of files anywhere, and command lines",
     "see a command line": "names, sizes and dates of files anywhere, and command lines",
 }
-#: What an ordinary account on an ordinary kernel can do: so the attempts are real ones.
+#: Attempts that succeed without confinement for an ordinary account on an ordinary kernel.
 POSSIBLE = {
     *("read a file of the account", "read it in a thread", "read it in another program", "read it by a link"),
     *("read it by a hard link", "read it by another worker", "read it with an empty environment"),
@@ -71,15 +71,15 @@ POSSIBLE = {
 
 @pytest.fixture(scope="module")
 def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
-    """A SuperLink, and one fork server for all SuperNodes of these tests."""
-    with Federation(tmp_path_factory.mktemp("confined")) as found:
-        (found.folder / "data").mkdir()
-        yield found
+    """A SuperLink and one fork server for all SuperNodes of these tests."""
+    with Federation(tmp_path_factory.mktemp("confined")) as federation:
+        (federation.folder / "data").mkdir()
+        yield federation
 
 
 @contextmanager
 def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
-    """Yield what there is on this host that no app should get at."""
+    """Yield files, sockets and processes of this host that no app should be able to reach."""
     home = fed.folder / "outside"
     home.mkdir(exist_ok=True)
     for name in ("secret", "data-of-client-1", "node.key", "victim-0", "victim-1", "victim-2"):
@@ -103,9 +103,9 @@ def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
         hidden.bind("\0" + abstract)
         path = stack.enter_context(socket.socket(socket.AF_UNIX))
         path.bind(str(home / "s"))
-        for each in (hidden, path, listening):
-            each.listen(50)
-        with suppress(OSError):  # fast open has to be allowed where somebody listens
+        for server in (hidden, path, listening):
+            server.listen(50)
+        with suppress(OSError):  # the listening side has to allow TCP fast open
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_FASTOPEN, 5)
         victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         stack.callback(victim.wait)
@@ -133,32 +133,32 @@ def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
         }
 
 
-def told(fed: Federation, given: dict[str, Any]) -> str:
+def targets_file(fed: Federation, values: dict[str, Any]) -> str:
     path = fed.folder / "targets.json"
-    path.write_text(json.dumps(given))
+    path.write_text(json.dumps(values))
     return str(path)
 
 
-def test_nodes_that_are_started_as_the_pages_say_train_and_a_confined_app_gets_at_what_is_listed_only(
+def test_nodes_started_with_the_commands_of_the_docs_train_and_confinement_allows_only_the_listed_actions(
     fed: Federation,
 ) -> None:
-    """One of the two nodes is confined, with its data named."""
+    """One of the two nodes is confined. Its data folder is named."""
     state = fed.state / f"flower-gpu-{os.getuid()}"
     labels = torch.arange(64) % 4
     for partition in range(2):
         torch.save((torch.eye(4).repeat(1, 4)[labels], labels), fed.folder / "data" / f"{partition}.pt")
     with fed.one_test():
-        node = started_as_page_says(fed, "confine.md", "--node-config partition-id=1")
+        node = start_with_command_of_page(fed, "confine.md", "--node-config partition-id=1")
         until(state.exists, "the state folder is there")
-        with targets(fed, leaves=True) as given:
-            found_file = fed.folder / "found.json"
-            run = fed.run(HOSTILE, targets=told(fed, given), found=str(found_file))
+        with targets(fed, leaves=True) as values:
+            results_file = fed.folder / "found.json"
+            run = fed.run(HOSTILE, targets=targets_file(fed, values), found=str(results_file))
             assert run.wait(200) == 0, run.output
-        [found] = json.loads(found_file.read_text())
-        assert "error" not in found, found
-        said = node.output
+        [results] = json.loads(results_file.read_text())
+        assert "error" not in results, results
+        node_output = node.output
 
-        started_as_page_says(fed, "supernodes.md")
+        start_with_command_of_page(fed, "supernodes.md")
         run = fed.run(data_folder=str(fed.folder / "data"), num_server_rounds=2)
         assert run.wait(200) == 0, run.output
         for server_round in (1, 2):
@@ -166,21 +166,21 @@ def test_nodes_that_are_started_as_the_pages_say_train_and_a_confined_app_gets_a
         losses = [float(loss) for loss in re.findall(r"'train_loss': ([0-9.]+)", run.server_output)]
         assert losses[0] > losses[1], run.server_output
 
-    assert f"apps are confined; they may also read {fed.folder / 'data'}. " in said
-    own, left = found.pop("own"), json.loads(found.pop("left"))
-    assert len(left) >= 2, left
-    could = {name for name, how in found.items() if how == "done"}
-    assert could <= set(ALLOWED), found
-    for name in could:
-        assert ALLOWED[name] in said, (name, said)
-    assert set(POSSIBLE) <= set(found)
-    assert "not for apps" not in json.dumps(found)
-    # What it left is gone, and nothing else is.
-    folder = Path(json.loads(own))
+    assert f"apps are confined; they may also read {fed.folder / 'data'}. " in node_output
+    worker_folder, leftovers = results.pop("own"), json.loads(results.pop("left"))
+    assert len(leftovers) >= 2, leftovers
+    succeeded = {name for name, result in results.items() if result == "done"}
+    assert succeeded <= set(ALLOWED), results
+    for name in succeeded:
+        assert ALLOWED[name] in node_output, (name, node_output)
+    assert set(POSSIBLE) <= set(results)
+    assert "not for apps" not in json.dumps(results)
+    # The leftovers of the app are removed, and all other files are still there.
+    folder = Path(json.loads(worker_folder))
     assert folder.parent.parent == state / "confined"
     assert not list(folder.parent.parent.iterdir())
-    until(lambda: not processes_with("TMPDIR", folder), "the processes that were left have ended")
-    until(lambda: not list((state / "sockets").iterdir()), "so are the folders of sockets")
+    until(lambda: not processes_with("TMPDIR", folder), "the processes that the app left have ended")
+    until(lambda: not list((state / "sockets").iterdir()), "the folders of sockets are removed")
     outside = fed.folder / "outside"
     assert {path.name for path in outside.iterdir()} == {
         *("secret", "data-of-client-1", "node.key", "victim-0", "victim-1", "victim-2", "s")
@@ -188,8 +188,8 @@ def test_nodes_that_are_started_as_the_pages_say_train_and_a_confined_app_gets_a
     assert {path.read_text() for path in outside.glob("victim-*")} == {"not for apps"}
 
 
-def started_as_page_says(fed: Federation, page: str, more: str = "") -> Process:
-    """Start a SuperNode by the first command of a page."""
+def start_with_command_of_page(fed: Federation, page: str, more: str = "") -> Process:
+    """Start a SuperNode with the first command of a page."""
     port = str(ports.free_ports(1)[0])
     line = first_command(page, superlink=f"127.0.0.1:{fed.port}", port=port, data="data")
     if "--port" not in line:
@@ -197,11 +197,10 @@ def started_as_page_says(fed: Federation, page: str, more: str = "") -> Process:
     return fed.start(page, *COMMAND, *shlex.split(f"{line} {more}")[1:])
 
 
-def test_the_attempts_are_real_ones(fed: Federation) -> None:
-    """A process of the account that is not confined succeeds."""
-    with targets(fed, leaves=False) as given:
+def test_the_attempts_succeed_without_confinement(fed: Federation) -> None:
+    with targets(fed, leaves=False) as values:
         env = {**fed.env, "PYTHONPATH": str(HOSTILE)}
-        done = run_python(TRY, told(fed, given), env=env)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {name: found[name] for name in POSSIBLE if found[name] != "done"} == {}
+        completed = run_python(TRY, targets_file(fed, values), env=env)
+    assert completed.returncode == 0, completed.stderr
+    results = json.loads(completed.stdout)
+    assert {name: results[name] for name in POSSIBLE if results[name] != "done"} == {}

@@ -21,10 +21,10 @@ pytestmark = [
 ]
 
 
-def test_they_learn_the_digits(tmp_path: Path) -> None:
-    """Theirs come with scikit-learn, in the Python environment."""
+def test_confined_examples_learn_the_digits(tmp_path: Path) -> None:
+    """The digits come with scikit-learn, so they are part of the Python environment."""
     fed = Federation(tmp_path)
-    fed.env["FLOWER_GPU_RUN_DIR"] = str(fed.trace)  # of the server, which evaluates
+    fed.env["FLOWER_GPU_RUN_DIR"] = str(fed.trace)  # for the events of the server, which evaluates
     with fed:
         nodes = fed.supernodes(1, "--confine", "--gpu", "never")
         for example in EXAMPLES:

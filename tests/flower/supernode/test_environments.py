@@ -1,4 +1,4 @@
-"""What an app declares is installed by uv, from wheels in a folder: real SuperNodes, and no network."""
+"""uv installs the packages that an app declares, from wheels in a folder. The SuperNodes are real."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flower_gpu.flower import environments
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not Path("/proc/self/fdinfo").exists(), reason="there is no fork server but on Linux"),
+    pytest.mark.skipif(not Path("/proc/self/fdinfo").exists(), reason="the fork server needs Linux"),
 ]
 
 APP = Path(__file__).parent / "declaring_app"
@@ -41,7 +41,7 @@ METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
 
 
 def wheel(folder: Path, name: str, number: str, code: str = "") -> None:
-    """Make a wheel of a package with this code."""
+    """Create a wheel of a package with this code."""
     info = f"{name}-{number}.dist-info"
     tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     path = folder / f"{name}-{number}-py3-none-any.whl"
@@ -53,7 +53,7 @@ def wheel(folder: Path, name: str, number: str, code: str = "") -> None:
 
 
 def source(folder: Path, name: str, number: str, code: str) -> None:
-    """Make a source distribution of a package, whose build runs this code."""
+    """Create a source distribution of a package. Its build runs this code."""
     texts = {"PKG-INFO": METADATA.format(name=name, number=number), "setup.py": code}
     with tarfile.open(folder / f"{name}-{number}.tar.gz", "w:gz") as archive:
         for path, text in texts.items():
@@ -63,72 +63,72 @@ def source(folder: Path, name: str, number: str, code: str) -> None:
 
 
 class Host(Federation):
-    """A host whose uv finds packages in a folder only."""
+    """A host on which uv finds packages only in a folder."""
 
     def with_packages(self, name: str) -> Path:
-        """Have uv find packages in a new folder, and keep environments beside it; returns the folder."""
-        own = self.folder / "host" / name
-        self.environments, self.replies = own / "envs", own / "replies"
-        wheels = own / "wheels"
+        """Let uv find packages in a new folder, and keep the environments next to it. Returns the folder."""
+        parent = self.folder / "host" / name
+        self.environments, self.replies = parent / "envs", parent / "replies"
+        wheels = parent / "wheels"
         wheels.mkdir(parents=True)
         wheel(wheels, "flwr", version("flwr"))
         self.env |= {
             "UV_FIND_LINKS": str(wheels),
             "UV_OFFLINE": "1",
-            "UV_CACHE_DIR": str(own / "uv"),
+            "UV_CACHE_DIR": str(parent / "uv"),
             "FLOWER_GPU_ENVIRONMENTS_DIR": str(self.environments),
         }
         return wheels
 
     def connected(self, count: int, *options: str) -> Process:
-        """Start SuperNodes that may install packages, and wait until they are there."""
+        """Start SuperNodes that may install packages, and wait until they are connected."""
         nodes = self.supernodes(count, *options, flower=(environments.OPTION,))
-        until(lambda: f"connected: {count} of {count}" in nodes.output, "the SuperNodes are there")
+        until(lambda: f"connected: {count} of {count}" in nodes.output, "the SuperNodes are connected")
         return nodes
 
     def answers(self, messages: int, nodes: int) -> list[dict[str, Any]]:
-        """Run the app; returns the replies of its messages to so many SuperNodes."""
+        """Run the app and return the replies to its messages. Each of the ``nodes`` SuperNodes gets all."""
         self.replies.unlink(missing_ok=True)
         run = self.run(APP, num_messages=messages, replies_file=str(self.replies))
 
         def lines() -> list[str]:
             return self.replies.read_text().splitlines() if self.replies.exists() else []
 
-        until(lambda: len(lines()) == messages * nodes or not run.runs, "all replies are there", 250)
+        until(lambda: len(lines()) == messages * nodes or not run.runs, "all replies have arrived", 250)
         assert len(lines()) == messages * nodes, run.output
         return [json.loads(line) for line in lines()]
 
-    def made(self) -> list[str]:
-        """Return the environments that are there, and what is left of others."""
+    def environment_names(self) -> list[str]:
+        """Return the names of all environments, also of incomplete ones."""
         return [path.name for path in self.environments.iterdir() if path.is_dir()]
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    with Host(tmp_path_factory.mktemp("host")) as made:
-        yield made
+    with Host(tmp_path_factory.mktemp("host")) as host:
+        yield host
 
 
 @pytest.mark.e2e
-def test_supernodes_and_launch_share_what_was_installed_once(host: Host) -> None:
-    """Before, the package is not to be had, which is said once."""
+def test_supernodes_and_launch_share_one_environment(host: Host) -> None:
+    """At first the package does not exist. The full error is reported for only one message."""
     wheels = host.with_packages("open")
     with host.one_test():
         host.connected(2)
         errors = [reply["error"] for reply in host.answers(2, 2)]
-        told = [error for error in errors if "uv's last lines" in error]
-        assert len(told) == 1 and "tinything was not found" in told[0], errors
+        full_errors = [error for error in errors if "uv's last lines" in error]
+        assert len(full_errors) == 1 and "tinything was not found" in full_errors[0], errors
         assert sum("as an earlier message of this run said" in error for error in errors) == 3, errors
-        assert host.made() == []
+        assert host.environment_names() == []
 
         wheel(wheels, "tinything", "1.0", "VALUE = 41\n")
-        found = host.answers(3, 2)
-        assert [each["value"] for each in found] == [41] * 6
-        assert sorted(each["messages"] for each in found) == [1, 1, 2, 2, 3, 3]
-        [name] = host.made()
-        assert {Path(each["file"]).is_relative_to(host.environments / name) for each in found} == {True}
-        # Forks of the environment's own fork server, which had them imported.
-        assert len({each["parent"] for each in found[2:]}) == 1
+        replies = host.answers(3, 2)
+        assert [reply["value"] for reply in replies] == [41] * 6
+        assert sorted(reply["messages"] for reply in replies) == [1, 1, 2, 2, 3, 3]
+        [name] = host.environment_names()
+        assert {Path(reply["file"]).is_relative_to(host.environments / name) for reply in replies} == {True}
+        # The later workers are forks of one server of this environment, which has imported the app.
+        assert len({reply["parent"] for reply in replies[2:]}) == 1
         logs = "".join(log.read_text() for log in host.runs.glob("*/supernode-*.log"))
         assert logs.count("installed in ") == 1
 
@@ -139,13 +139,13 @@ def test_supernodes_and_launch_share_what_was_installed_once(host: Host) -> None
     launch = host.start("launch", *command, env={"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "0"})
     assert launch.wait(250) == 0, launch.output
     replies = [json.loads(line) for line in host.replies.read_text().splitlines()]
-    # The newer one is for a new environment: this is as it was.
-    assert [each["value"] for each in replies] == [41]
-    assert host.made() == [name]
+    # An existing environment is not updated to a newer version of a package.
+    assert [reply["value"] for reply in replies] == [41]
+    assert host.environment_names() == [name]
 
 
 @pytest.mark.e2e
-def test_a_confined_app_gets_wheels_only_and_imports_them_confined(host: Host) -> None:
+def test_a_confined_app_gets_only_wheels_and_imports_them_under_confinement(host: Host) -> None:
     wheels = host.with_packages("confined")
     mark = host.folder / "host" / "was-run"
     run = f"open({str(mark)!r}, 'w')\n"
@@ -173,7 +173,7 @@ except environments.ConfigError as error:
     sys.exit(str(error))
 print(environments.used())
 """
-# A backend that needs nothing to be installed: the package has one module.
+# A build backend without dependencies, for a package with one module.
 BACKEND = r"""
 import zipfile
 
@@ -210,7 +210,7 @@ class Declaring:
         wheel(folder, "flwr", version("flwr"))
 
     def declare(self, needed: str, source: str = "") -> None:
-        """Declare one package; `source` is where uv finds it, as TOML."""
+        """Declare one package. ``source`` is the TOML value that says where uv finds it."""
         settings = f"no-index = true\nfind-links = [{json.dumps(str(self.folder))}]\n"
         sources = f"[tool.uv.sources]\ntinything = {source}\n" if source else ""
         text = f"[project]\ndependencies = [{json.dumps(needed)}]\n[tool.uv]\n{settings}{sources}"
@@ -225,10 +225,10 @@ class Declaring:
         return run_programs.run([sys.executable, "-P", "-c", PREPARE, self.app, run], env=env)
 
     def value(self, run: int) -> str:
-        """Return the installed module, in a run."""
-        done = self.prepare(run)
-        assert done.returncode == 0, done.stderr
-        [module] = Path(done.stdout.strip()).glob("lib/python*/site-packages/tinything.py")
+        """Return the source of the module that is installed for a run."""
+        completed = self.prepare(run)
+        assert completed.returncode == 0, completed.stderr
+        [module] = Path(completed.stdout.strip()).glob("lib/python*/site-packages/tinything.py")
         return module.read_text()
 
     def environments(self) -> int:
@@ -246,7 +246,9 @@ def declaring(tmp_path: Path) -> Declaring:
 
 
 @pytest.mark.parametrize("is_url", [False, True])
-def test_a_package_of_a_folder_is_installed_as_it_is_now(declaring: Declaring, is_url: bool) -> None:
+def test_a_package_from_a_folder_is_installed_with_its_present_content(
+    declaring: Declaring, is_url: bool
+) -> None:
     if is_url:
         declaring.declare(f"tinything @ {declaring.package.as_uri()}")
     else:
@@ -257,8 +259,8 @@ def test_a_package_of_a_folder_is_installed_as_it_is_now(declaring: Declaring, i
     assert declaring.environments() == 2
 
 
-def test_what_an_app_writes_into_the_folder_of_a_package_installs_nothing_again(declaring: Declaring) -> None:
-    """Logs do not count at all, and whatever changes, a run keeps the environment of its first message."""
+def test_files_written_to_the_folder_of_a_package_cause_no_new_installation(declaring: Declaring) -> None:
+    """Logs are ignored. After other changes, a run still keeps the environment of its first message."""
     declaring.declare("tinything", "{path = '../package'}")
     (declaring.package / "tinything.py").write_text("VALUE = 1\n")
     for run in (1, 1, 2):
@@ -274,10 +276,10 @@ def test_what_an_app_writes_into_the_folder_of_a_package_installs_nothing_again(
 
 
 @pytest.mark.parametrize("is_url", [False, True])
-def test_a_run_gets_the_commit_that_a_branch_had_at_its_first_message(
+def test_a_run_keeps_the_commit_that_the_branch_had_at_its_first_message(
     declaring: Declaring, is_url: bool
 ) -> None:
-    """A push is for later runs. Without the repository, the last known commit goes on."""
+    """A push affects only later runs. If the repository is gone, the last known commit is used."""
     url = declaring.package.as_uri()
     if is_url:
         declaring.declare(f"tinything @ git+{url}@some/branch")
@@ -298,42 +300,43 @@ def test_a_run_gets_the_commit_that_a_branch_had_at_its_first_message(
     assert declaring.value(run=7) == "VALUE = 2\n"
 
 
-def test_credentials_of_urls_are_in_no_log_and_in_no_error(declaring: Declaring) -> None:
-    """Neither where the package is found, nor where uv has to say why it is not."""
+def test_credentials_in_urls_appear_in_no_log_and_no_error(declaring: Declaring) -> None:
+    """That holds for a package that is found, and for the error if it is missing."""
     secrets = ("pa55word", "t0ken")
     wheel(declaring.folder, "tinything", "1.0", "VALUE = 41\n")
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(declaring.folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host = f"127.0.0.1:{server.server_port}"
-        said = []
+        results = []
         for name in ("tinything-1.0-py3-none-any.whl", "missing-1.0-py3-none-any.whl"):
             package = name.partition("-")[0]
             declaring.declare(f"{package} @ http://me:{secrets[0]}@{host}/{name}?key={secrets[1]}")
-            said.append(declaring.prepare(run=1))
+            results.append(declaring.prepare(run=1))
         server.shutdown()
-    found, missing = said
-    assert found.returncode == 0, found.stderr
-    assert "installing the packages that the app declares: tinything\n" in found.stderr
+    installed, missing = results
+    assert installed.returncode == 0, installed.stderr
+    assert "installing the packages that the app declares: tinything\n" in installed.stderr
     assert missing.returncode == 1 and f"http://{host}/..." in missing.stderr, missing.stderr
-    kept = [path.read_text() for path in (declaring.folder / "envs").glob("*.failed")]
-    assert len(kept) == 1
-    assert not any(secret in text for secret in secrets for text in (found.stderr, missing.stderr, *kept))
+    failures = [path.read_text() for path in (declaring.folder / "envs").glob("*.failed")]
+    assert len(failures) == 1
+    texts = (installed.stderr, missing.stderr, *failures)
+    assert not any(secret in text for secret in secrets for text in texts)
 
 
-def test_what_was_killed_in_the_middle_is_made_by_the_next(tmp_path: Path) -> None:
-    """By two at the same time, of which one makes it."""
-    wheels, made, app = tmp_path / "wheels", tmp_path / "envs", tmp_path / "app"
+def test_an_installation_that_was_killed_is_repeated_by_the_next_process(tmp_path: Path) -> None:
+    """Two processes start at the same time after the kill, and only one of them installs."""
+    wheels, envs, app = tmp_path / "wheels", tmp_path / "envs", tmp_path / "app"
     wheels.mkdir()
     app.mkdir()
     wheel(wheels, "flwr", version("flwr"))
     wheel(wheels, "tinything", "1.0")
-    is_asked, goes_on = threading.Event(), threading.Event()
+    requested, may_answer = threading.Event(), threading.Event()
 
     class Slow(http.server.SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
-            is_asked.set()
-            goes_on.wait()
+            requested.set()
+            may_answer.wait()
             super().do_GET()
 
         def log_message(self, *_: Any) -> None:
@@ -347,7 +350,7 @@ def test_what_was_killed_in_the_middle_is_made_by_the_next(tmp_path: Path) -> No
         env = {
             **os.environ,
             "UV_CACHE_DIR": str(tmp_path / "uv"),
-            "FLOWER_GPU_ENVIRONMENTS_DIR": str(made),
+            "FLOWER_GPU_ENVIRONMENTS_DIR": str(envs),
         }
         command = [sys.executable, "-P", "-c", PREPARE, str(app), "1"]
 
@@ -355,29 +358,29 @@ def test_what_was_killed_in_the_middle_is_made_by_the_next(tmp_path: Path) -> No
             return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
         with start() as killed:
-            assert is_asked.wait(200)
-            [pid] = uvs_in(made)
+            assert requested.wait(200)
+            [pid] = uv_processes(envs)
             killed.send_signal(signal.SIGKILL)
         until(lambda: not is_running(pid), "uv has ended")
-        goes_on.set()
-        with start() as one, start() as other:
-            said = [process.communicate(timeout=200)[0].strip() for process in (one, other)]
+        may_answer.set()
+        with start() as first, start() as second:
+            outputs = [process.communicate(timeout=200)[0].strip() for process in (first, second)]
         server.shutdown()
-    [name] = [path.name for path in made.iterdir() if path.is_dir()]
-    assert said == [str(made / name)] * 2
+    [name] = [path.name for path in envs.iterdir() if path.is_dir()]
+    assert outputs == [str(envs / name)] * 2
 
 
-def uvs_in(folder: Path) -> list[int]:
-    """Return the processes of uv that work in a folder."""
-    found = []
+def uv_processes(folder: Path) -> list[int]:
+    """Return the pids of uv processes that work in a folder."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (path / "exe").readlink().name == "uv" and (path / "cwd").readlink().is_relative_to(folder):
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
-def test_what_is_unused_for_a_week_is_removed_and_what_is_used_stays(tmp_path: Path) -> None:
+def test_environments_unused_for_a_week_are_removed_unless_they_are_locked(tmp_path: Path) -> None:
     old, used = tmp_path / ("0" * 20), tmp_path / ("1" * 20)
     for path in (old, used, tmp_path / "another"):
         (path / "lib").mkdir(parents=True)
@@ -391,23 +394,23 @@ def test_what_is_unused_for_a_week_is_removed_and_what_is_used_stays(tmp_path: P
     lock.close()
 
 
-def test_a_folder_that_others_can_write_to_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_folder_that_other_accounts_can_write_to_is_refused_at_the_start(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     env = {**os.environ, "FLOWER_GPU_ENVIRONMENTS_DIR": str(tmp_path)}
-    done = run_programs.run([*COMMAND, "supernode", "--", "--insecure", environments.OPTION], env=env)
-    assert done.returncode != 0
-    assert "Set FLOWER_GPU_ENVIRONMENTS_DIR to another folder" in done.stderr
+    completed = run_programs.run([*COMMAND, "supernode", "--", "--insecure", environments.OPTION], env=env)
+    assert completed.returncode != 0
+    assert "Set FLOWER_GPU_ENVIRONMENTS_DIR to another folder" in completed.stderr
 
 
 @pytest.mark.parametrize(
     "needed", ["tinything @ https://example.org/tinything-1.0.tar.gz", "tinything @ file:///x"]
 )
-def test_a_confined_app_cannot_name_where_a_package_comes_from(tmp_path: Path, needed: str) -> None:
+def test_a_confined_app_cannot_choose_the_source_of_a_package(tmp_path: Path, needed: str) -> None:
     text = f'[project]\ndependencies = ["{needed}"]\n[tool.uv]\ncache-dir = "/etc"\n'
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(ConfigError, match="is not a package of an index"):
         environments._declared(tmp_path, is_confined=True)
     (tmp_path / "pyproject.toml").write_text(re.sub(' @ [^"]*', "", text))
-    confined, other = (environments._declared(tmp_path, is_confined=each) for each in (True, False))
-    assert confined["project"] == other["project"]
-    assert "cache-dir" in other["tool"]["uv"] and "cache-dir" not in confined["tool"]["uv"]
+    confined, unconfined = (environments._declared(tmp_path, is_confined=value) for value in (True, False))
+    assert confined["project"] == unconfined["project"]
+    assert "cache-dir" in unconfined["tool"]["uv"] and "cache-dir" not in confined["tool"]["uv"]

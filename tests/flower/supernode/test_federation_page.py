@@ -1,4 +1,4 @@
-"""The page about a federation from nothing: its commands run as they stand on it."""
+"""The commands of the page about a federation work exactly as they are written there."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(360)]
 
 REPOSITORY = PAGES.parents[1]
 COMMANDS = Path(__file__).parent / "federation_page.py"
-#: A network of its own, in which each port is free.
+#: Runs a command in a new network namespace, in which each port is free.
 OWN_NETWORK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 
-def test_its_commands_start_a_federation_and_a_run_in_it(tmp_path: Path) -> None:
+def test_the_commands_start_a_federation_and_a_run(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     (tmp_path / "state").mkdir(mode=0o700)
     text = (PAGES / "federation.md").read_text()
     prefix, port = OWN_NETWORK, 8000
     try:
         subprocess.run([*OWN_NETWORK, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):  # Other accounts than root may not make a network.
+    except (OSError, subprocess.CalledProcessError):  # only root may create a network namespace
         prefix, port = [], ports.free_ports(1)[0]
         text = text.replace("flower-superlink --insecure", f"flower-superlink --insecure --port {port}")
         text = text.replace(":8000", f":{port}")
@@ -49,11 +49,13 @@ def test_its_commands_start_a_federation_and_a_run_in_it(tmp_path: Path) -> None
         "PYTHONPATH": str(REPOSITORY / "tests"),
     }
     command = [*prefix, sys.executable, COMMANDS, page, port]
-    done = run(command, timeout_s=320, env=env, cwd=tmp_path)
+    completed = run(command, timeout_s=320, env=env, cwd=tmp_path)
     logs = "\n".join(log.read_text() for log in tmp_path.glob("runs/*/*.log"))
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"
-    assert f"connecting to the SuperLink at 127.0.0.1:{port}" in done.stdout
-    assert "connected: 2 of 2 SuperNodes" in done.stdout
-    assert "no program listens" not in done.stdout
-    assert "accuracy" in done.stdout and "finished:completed" in done.stdout, f"{done.stdout}{done.stderr}"
+    assert completed.returncode == 0, f"{completed.stdout}{completed.stderr}{logs}"
+    assert f"connecting to the SuperLink at 127.0.0.1:{port}" in completed.stdout
+    assert "connected: 2 of 2 SuperNodes" in completed.stdout
+    assert "no program listens" not in completed.stdout
+    assert "accuracy" in completed.stdout and "finished:completed" in completed.stdout, (
+        f"{completed.stdout}{completed.stderr}"
+    )
     assert len(blocks("federation.md", "bash")) == 4

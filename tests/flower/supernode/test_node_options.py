@@ -1,4 +1,4 @@
-"""Options of `flower-gpu supernode`: what is refused, and what SuperNodes get of them."""
+"""Options of `flower-gpu supernode`: refused values, and the settings that SuperNodes receive."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.launch.supernodes import SuperNode
 from flower_gpu.options import CallOptions
 
-# The line, and words of the refusal: what is wrong, and what would do. Values of options that commands share
-# are refused in the tests of launch.
+# Each command line with words of its error, which names the problem and a remedy. The tests of launch cover
+# the options that several commands share.
 REFUSED = [
     ("supernode --insecure", "unknown: --insecure --help flower-supernode go after two dashes, --"),
     ("supernode --gpu require -- --insecure", "policy require cannot be used Nothing was run"),
@@ -43,52 +43,52 @@ REFUSED = [
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No variable of ours is set, and what a command writes goes to a folder of the test's own."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Unset all our variables, and return the working folder, into which commands write."""
     for name in [name for name in os.environ if name.startswith("FLOWER_GPU")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for a host with GPUs, too
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides the GPUs of the host
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command that is refused, in this process; return what it says."""
+    """Run a command in this process that must be refused. Returns its error message."""
 
     def not_refused(*_: Any) -> None:
         raise AssertionError("not refused")
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "execvpe", not_refused)  # this process would become the SuperNode
+            patch.setattr(os, "execvpe", not_refused)  # otherwise this process could become a SuperNode
             code = cli.main(shlex.split(line))
     except SystemExit as end:
         code = end.code  # type: ignore[assignment]
     assert code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    return said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    return output.err
 
 
 @pytest.mark.parametrize(("line", "words"), REFUSED)
-def test_wrong_options_are_refused_in_one_line_that_says_what_to_do(
-    line: str, words: str, capsys: pytest.CaptureFixture[str], here: Path
+def test_the_error_for_an_invalid_option_is_one_line_with_a_remedy(
+    line: str, words: str, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     text = refusal(line, capsys)
     assert text.startswith(f"flower-gpu {line.split()[0]}: ")
     assert text.count("\n") == 1 and text.endswith("\n")
     assert [word for word in words.split() if word not in text] == [], text
-    assert not (here / "runs").exists()
+    assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize("option", ["--iso process", "--isolatio=process"])
-def test_the_isolation_of_others_is_refused_however_it_is_written(option: str) -> None:
+def test_isolation_is_also_refused_if_it_is_abbreviated(option: str) -> None:
     with pytest.raises(ConfigError):
         supernode.check(["--insecure", *option.split()])
 
 
-def test_a_wrong_variable_is_named(
+def test_the_error_for_an_invalid_variable_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLOWER_GPU_POLL_S", "often")
@@ -96,14 +96,14 @@ def test_a_wrong_variable_is_named(
     assert "FLOWER_GPU_POLL_S" in text and "often" in text and text.count("\n") == 1
 
 
-@pytest.mark.parametrize("where", ["a file", "/proc/nothing"])
-def test_a_state_folder_that_cannot_be_is_named(
-    where: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("path", ["a file", "/proc/nothing"])
+def test_the_error_for_an_impossible_state_folder_names_it(
+    path: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "a file").touch()
-    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", where)
+    (folder / "a file").touch()
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", path)
     text = refusal("supernode -- --insecure", capsys)
-    assert where in text and "FLOWER_GPU_STATE_DIR" in text
+    assert path in text and "FLOWER_GPU_STATE_DIR" in text
 
 
 def environment(line: str, base: dict[str, str], nodes: int = 1) -> dict[str, str]:
@@ -111,7 +111,7 @@ def environment(line: str, base: dict[str, str], nodes: int = 1) -> dict[str, st
     return supernode.environment(arguments, base, nodes)
 
 
-def test_each_option_becomes_a_variable_and_wins_over_the_one_that_is_there() -> None:
+def test_an_option_becomes_a_variable_and_overrides_the_existing_one() -> None:
     line = (
         "supernode --gpu require --gpu-ids 0,GPU-6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59 --gpu-memory 2GiB "
         "--lease-timeout-s 7 --on-oom cpu --timeout-s 60 -- --insecure"
@@ -119,7 +119,7 @@ def test_each_option_becomes_a_variable_and_wins_over_the_one_that_is_there() ->
     base = {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_NUM_GPUS": "0.5", "FLOWER_GPU_TIMEOUT_S": "1"}
     base |= {"FLOWER_GPU_PLACEMENT": "pack", "HOME": "/home/me", "PATH": "/my/bin"}
     env = environment(line, base)
-    assert "FLOWER_GPU_NUM_GPUS" not in env  # a share would say again, and something else, than the size
+    assert "FLOWER_GPU_NUM_GPUS" not in env  # a share would contradict the size
     assert env["FLOWER_GPU_POLICY"] == "require"
     assert env["FLOWER_GPU_IDS"] == "0,GPU-6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59"
     assert env["FLOWER_GPU_MEMORY"] == "2GiB"
@@ -132,8 +132,8 @@ def test_each_option_becomes_a_variable_and_wins_over_the_one_that_is_there() ->
     assert base["FLOWER_GPU_POLICY"] == "never"
 
 
-def test_without_options_the_variables_stay_as_they_are() -> None:
-    mine = {
+def test_without_options_the_variables_are_unchanged() -> None:
+    base = {
         "FLOWER_GPU_POLICY": "never",
         "FLOWER_GPU_NUM_GPUS": "0.5",
         "FLOWER_GPU_TIMEOUT_S": "9",
@@ -141,18 +141,18 @@ def test_without_options_the_variables_stay_as_they_are() -> None:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
         "PATH": "/my/bin",
     }
-    env = environment("supernode -- --insecure", mine)
-    assert {name: env[name] for name in mine if name != "PATH"} == {
-        k: v for k, v in mine.items() if k != "PATH"
+    env = environment("supernode -- --insecure", base)
+    assert {name: env[name] for name in base if name != "PATH"} == {
+        k: v for k, v in base.items() if k != "PATH"
     }
-    # A rule that is in the environment by chance is none: this command's own is.
+    # The rule of this command replaces one that happens to be in the environment.
     assert (
         environment("supernode -- -V", {"FLOWER_GPU_SUPERNODE": "start"})["FLOWER_GPU_SUPERNODE"] == "lease"
     )
 
 
 @pytest.mark.parametrize("equals", [True, False])
-def test_each_supernode_is_told_its_part_and_its_gpu_and_the_users_own_words_win(
+def test_each_supernode_gets_its_partition_and_gpu_unless_the_user_sets_them(
     equals: bool, tmp_path: Path
 ) -> None:
     pairs = ["site='a b' num-partitions=7", "lr=0.5"]
@@ -165,20 +165,21 @@ def test_each_supernode_is_told_its_part_and_its_gpu_and_the_users_own_words_win
     calls: CallOptions = {"gpu": "offer", "gpu_ids": "3,5"}
     env = options.environment(calls, {"PATH": "/bin"})
     for number in range(3):
-        one = SuperNode(number, 3, rest, parse_pairs("--node-config", texts), calls, env, RunFolder(tmp_path))
-        # What Flower's own parser makes of the options.
-        parsed = _parse_args_run_supernode().parse_args(one.options)
+        pairs_of_user = parse_pairs("--node-config", texts)
+        node = SuperNode(number, 3, rest, pairs_of_user, calls, env, RunFolder(tmp_path))
+        # Flower's parser must read the intended values.
+        parsed = _parse_args_run_supernode().parse_args(node.options)
         gpu = (3, 5, 3)[number]
         assert parse_config_args([parsed.node_config]) == {
             **{"partition-id": number, "num-partitions": 7, "site": "a b", "lr": 0.5},
             **{"gpu": "offer", "gpu-ids": gpu},
         }
-        told = {"FLOWER_GPU_IDS": str(gpu), "FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_CLIENT": str(number)}
-        assert one.env == {**one.env, **told}
+        added = {"FLOWER_GPU_IDS": str(gpu), "FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_CLIENT": str(number)}
+        assert node.env == {**node.env, **added}
 
 
 @pytest.mark.parametrize("option", ["--node-conf", "--nod=x"])
-def test_an_abbreviated_node_config_is_not_lost(option: str) -> None:
+def test_an_abbreviated_node_config_option_is_recognised(option: str) -> None:
     name, sign, _ = option.partition("=")
     line = [f"{name}=data=1"] if sign else [name, "data=1"]
     assert supernode.without_option(line, "--node-config") == ([], ["data=1"])

@@ -1,4 +1,4 @@
-"""A ClientApp that does what a message tells it to, and says what it sees."""
+"""A ClientApp that does what the config of a message says, and reports on its process."""
 
 import json
 import os
@@ -28,7 +28,7 @@ app = ClientApp(mods=mods)
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Do what is asked for, then tell what this process is."""
+    """Follow the config of the message, then write a report about this process."""
     config = dict(message.content["config"])
     print(config.get("print", ""), flush=True)
     print(config.get("complain", ""), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Never run: a SuperNode only loads the ClientApp."""
+"""An app needs a ServerApp, but this one never runs, because a SuperNode loads only the ClientApp."""
 
 from flwr.serverapp import ServerApp
 

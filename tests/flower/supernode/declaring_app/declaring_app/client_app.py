@@ -1,4 +1,4 @@
-"""The client: what it finds in the package, and where."""
+"""The client reports the value and the location of the declared package."""
 
 import os
 import sys
@@ -13,11 +13,11 @@ app = ClientApp()
 @app.train()
 def train(msg: Message, context: Context):
     context.state["seen"] = ConfigRecord({"messages": context.state.get("seen", {}).get("messages", 0) + 1})
-    found = {
+    report = {
         "value": tinything.VALUE,
         "file": tinything.__file__,
         "messages": context.state["seen"]["messages"],
         "parent": os.getppid(),
         "python": sys.executable,
     }
-    return Message(RecordDict({"found": ConfigRecord(found)}), reply_to=msg)
+    return Message(RecordDict({"report": ConfigRecord(report)}), reply_to=msg)

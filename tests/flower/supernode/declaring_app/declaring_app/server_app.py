@@ -1,4 +1,4 @@
-"""The server: sends one message after the other to each client, and writes down the replies."""
+"""The server sends messages one by one to each client, and writes the replies to a file."""
 
 import json
 import time
@@ -24,6 +24,6 @@ def main(grid: Grid, context: Context) -> None:
         nodes = list(grid.get_node_ids())
         messages = [Message(RecordDict(), message_type="train", dst_node_id=node) for node in nodes]
         for reply in grid.send_and_receive(messages):
-            found = {"error": reply.error.reason} if reply.has_error() else dict(reply.content["found"])
+            report = {"error": reply.error.reason} if reply.has_error() else dict(reply.content["report"])
             with Path(settings["replies-file"]).open("a") as file:
-                file.write(json.dumps({**found, "seconds": time.monotonic() - began}) + "\n")
+                file.write(json.dumps({**report, "seconds": time.monotonic() - began}) + "\n")

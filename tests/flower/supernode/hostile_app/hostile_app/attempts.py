@@ -1,4 +1,4 @@
-"""What an app can try that wants more than its message: each attempt ends with "done", or with why not."""
+"""Attempts of an app to reach more than its message. The result of each is "done" or the error."""
 
 import contextlib
 import ctypes
@@ -30,8 +30,8 @@ _GET_FLAGS, _SET_FLAGS, _NO_DUMP = 0x80086601, 0x40086602, 0x40
 _NAMESPACES = {"user": 0x10000000, "mount": 0x00020000}
 
 
-def _called(number, *args):
-    """Do a system call."""
+def _syscall(number, *args):
+    """Call a function of the kernel by its number, and raise OSError if it fails."""
     result = _LIBC.syscall(number, *args)
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -62,30 +62,30 @@ def _link(path, kind):
 
 
 def _mode(path):
-    before = os.stat(path).st_mode
-    os.chmod(path, before ^ stat.S_IXOTH)
-    changed = os.stat(path).st_mode != before
-    os.chmod(path, before)
+    mode_before = os.stat(path).st_mode
+    os.chmod(path, mode_before ^ stat.S_IXOTH)
+    changed = os.stat(path).st_mode != mode_before
+    os.chmod(path, mode_before)
     if not changed:
         raise OSError(errno.EPERM, "nothing changed")
 
 
 def _date(path, times):
-    before = os.stat(path).st_mtime_ns
+    time_before = os.stat(path).st_mtime_ns
     os.utime(path, times)
-    if os.stat(path).st_mtime_ns == before:
+    if os.stat(path).st_mtime_ns == time_before:
         raise OSError(errno.EPERM, "nothing changed")
 
 
 def _flags(path):
-    """Change a flag of a file by a descriptor that is open for reading."""
+    """Change a flag of a file with a descriptor that is open only for reading."""
     with open(path, "rb") as file:
-        found = struct.unpack("q", fcntl.ioctl(file, _GET_FLAGS, bytes(8)))[0]
-        fcntl.ioctl(file, _SET_FLAGS, struct.pack("q", found ^ _NO_DUMP))
+        flags = struct.unpack("q", fcntl.ioctl(file, _GET_FLAGS, bytes(8)))[0]
+        fcntl.ioctl(file, _SET_FLAGS, struct.pack("q", flags ^ _NO_DUMP))
 
 
 def _setuid():
-    """Leave a program that whoever runs it runs as this account."""
+    """Leave a program that runs as this account, no matter which account starts it."""
     path = os.path.join(os.environ["TMPDIR"], f"setuid-{os.getpid()}")
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o4755))
     if not os.stat(path).st_mode & stat.S_ISUID:
@@ -93,21 +93,21 @@ def _setuid():
 
 
 def _setuid_counts():
-    """Look whether a setuid program of the system would run as its owner."""
+    """Check if a setuid program of the system would run as its owner."""
     no_new_privileges = 39  # prctl's PR_GET_NO_NEW_PRIVS
     if _LIBC.prctl(no_new_privileges, 0, 0, 0, 0):
         raise OSError(errno.EPERM, "no new privileges")
 
 
 def _priority(pid):
-    before = os.getpriority(os.PRIO_PROCESS, pid)
-    os.setpriority(os.PRIO_PROCESS, pid, before + 1)
-    if os.getpriority(os.PRIO_PROCESS, pid) == before:
+    priority_before = os.getpriority(os.PRIO_PROCESS, pid)
+    os.setpriority(os.PRIO_PROCESS, pid, priority_before + 1)
+    if os.getpriority(os.PRIO_PROCESS, pid) == priority_before:
         raise OSError(errno.EPERM, "nothing changed")
 
 
 def _killed_first(pid):
-    """Have the kernel end it where memory runs out."""
+    """Make the kernel kill this process first when memory runs out."""
     with open(f"/proc/{pid}/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -119,52 +119,52 @@ def _scheduler(pid):
 
 
 def _join_group(group):
-    """Put a process into another one's group: with a worker's, it would not be ended with this one."""
+    """Move a process into the group of a worker. It would then survive the end of this group."""
     code = "import os, sys; os.setpgid(0, int(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, str(group)], capture_output=True, text=True)
-    if done.returncode:
-        raise PermissionError(done.stderr.strip().rpartition("\n")[2])
+    completed = subprocess.run([sys.executable, "-c", code, str(group)], capture_output=True, text=True)
+    if completed.returncode:
+        raise PermissionError(completed.stderr.strip().rpartition("\n")[2])
 
 
 def _connect(address, family=socket.AF_INET, protocol=0):
-    with socket.socket(family, socket.SOCK_STREAM, protocol) as found:
-        found.settimeout(5)
-        found.connect(address)
+    with socket.socket(family, socket.SOCK_STREAM, protocol) as sock:
+        sock.settimeout(5)
+        sock.connect(address)
 
 
 def _fast_open(address, way):
-    with socket.socket() as found:
+    with socket.socket() as sock:
         if way == "sendto":
-            found.sendto(b"x", _FAST_OPEN, address)
+            sock.sendto(b"x", _FAST_OPEN, address)
         else:
-            found.sendmsg([b"x"], [], _FAST_OPEN, address)
+            sock.sendmsg([b"x"], [], _FAST_OPEN, address)
 
 
 def _udp(address):
-    with socket.socket(type=socket.SOCK_DGRAM) as found:
-        found.sendto(b"x", address)
+    with socket.socket(type=socket.SOCK_DGRAM) as sock:
+        sock.sendto(b"x", address)
 
 
 def _bind():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        found.listen()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
 
 
 def _listen():
-    with socket.socket() as found:
-        found.listen()
+    with socket.socket() as sock:
+        sock.listen()
 
 
-def _socket(*what):
-    socket.socket(*what).close()
+def _socket(*arguments):
+    socket.socket(*arguments).close()
 
 
 def _memory_of(pid):
     with open(f"/proc/{pid}/maps") as file:
-        place = int(file.readline().partition("-")[0], 16)
+        address = int(file.readline().partition("-")[0], 16)
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
-        file.seek(place)
+        file.seek(address)
         file.read(16)
 
 
@@ -180,7 +180,7 @@ def _limit(pid):
 
 
 def _mount(namespaces):
-    """Mount something, in a child and in a mount namespace of its own."""
+    """Mount a file system in a child with its own mount namespace."""
     code = (
         "import ctypes, sys; libc = ctypes.CDLL(None); "
         f"sys.exit(0 if libc.unshare({sum(_NAMESPACES[name] for name in namespaces)}) == 0 and "
@@ -207,7 +207,7 @@ def _by_handle(folder, path):
 
 
 def _worker_of_fork_server(secret):
-    """Have the fork server of the account do what this process cannot."""
+    """Read the file in a worker of the account's fork server."""
     from flower_gpu import run_in_worker
 
     data = run_in_worker(read_for_another, secret, start_method="forkserver")
@@ -236,14 +236,16 @@ def _in_thread(function):
 
 
 def _in_program(code, *args):
-    """Run Python's ``code`` in a program of its own, with nothing of this environment."""
-    done = subprocess.run([sys.executable, "-I", "-c", code, *args], env={}, capture_output=True, text=True)
-    if done.returncode:
-        raise PermissionError(done.stderr.strip().rpartition("\n")[2])
+    """Run Python code in a new process with an empty environment."""
+    completed = subprocess.run(
+        [sys.executable, "-I", "-c", code, *args], env={}, capture_output=True, text=True
+    )
+    if completed.returncode:
+        raise PermissionError(completed.stderr.strip().rpartition("\n")[2])
 
 
 def attempts(targets):
-    """Try everything; return how each attempt has ended."""
+    """Make all attempts and return their results by name."""
     secret, port, pid = targets["secret"], ("127.0.0.1", targets["port"]), targets["pid"]
     outside = os.path.dirname(secret)
     tried = {
@@ -310,19 +312,19 @@ def attempts(targets):
         "signal by a pidfd": lambda: signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGCONT),
         "read a process's environment": lambda: _read(f"/proc/{pid}/environ"),
         "read a process's memory": lambda: _memory_of(pid),
-        "list a process's files": lambda: [os.readlink(one) for one in _required(f"/proc/{pid}/fd/*")],
+        "list a process's files": lambda: [os.readlink(path) for path in _required(f"/proc/{pid}/fd/*")],
         "trace a process": lambda: _trace(pid),
         "set a limit of a process": lambda: _limit(pid),
         "have a process killed first": lambda: _killed_first(pid),
         "lower the priority of a process": lambda: _priority(pid),
         "let a process run on idle cores only": lambda: _scheduler(pid),
         "join the group of a process": lambda: _join_group(os.getpgid(os.getppid())),
-        "use io_uring": lambda: os.close(_called(_SYSCALLS["io_uring_setup"], 4, bytes(120))),
-        "keep a key": lambda: _called(_SYSCALLS["add_key"], b"user", b"x", b"y", 1, -3),
-        "load a program into the kernel": lambda: _called(_SYSCALLS["bpf"], 0, bytes(128), 128),
+        "use io_uring": lambda: os.close(_syscall(_SYSCALLS["io_uring_setup"], 4, bytes(120))),
+        "keep a key": lambda: _syscall(_SYSCALLS["add_key"], b"user", b"x", b"y", 1, -3),
+        "load a program into the kernel": lambda: _syscall(_SYSCALLS["bpf"], 0, bytes(128), 128),
         "share memory of System V": lambda: _libc("shmget", 0, 4096, 0o600 | 0o1000),
         "open a message queue": lambda: os.close(
-            _called(_SYSCALLS["mq_open"], f"q{os.getpid()}".encode(), os.O_RDWR | os.O_CREAT, 0o600, None)
+            _syscall(_SYSCALLS["mq_open"], f"q{os.getpid()}".encode(), os.O_RDWR | os.O_CREAT, 0o600, None)
         ),
         "read a file in /dev/shm": lambda: _read(targets["shared"]),
         "change a file in /dev/shm": lambda: _write(targets["shared"]),
@@ -331,45 +333,46 @@ def attempts(targets):
         "read a disk": lambda: _read(targets["disk"] or "/dev/disk-that-is-not-there"),
     }
     environment = dict(os.environ)
-    found = {}
+    results = {}
     for name, attempt in tried.items():
         try:
             attempt()
-            found[name] = "done"
+            results[name] = "done"
         except BaseException as error:
-            found[name] = f"{type(error).__name__}: {error}"[:200]
+            results[name] = f"{type(error).__name__}: {error}"[:200]
     os.environ.clear()
     try:
         _read(secret)
-        found["read it with an empty environment"] = "done"
+        results["read it with an empty environment"] = "done"
     except OSError as error:
-        found["read it with an empty environment"] = str(error)
+        results["read it with an empty environment"] = str(error)
     os.environ.update(environment)
-    own = os.environ["TMPDIR"]
+    worker_folder = os.environ["TMPDIR"]
     if targets["leaves"]:
-        found["left"] = json.dumps(_leave(own, targets["state"]))
-    found["own"] = json.dumps(own)
-    return found
+        results["left"] = json.dumps(_leave(worker_folder, targets["state"]))
+    results["own"] = json.dumps(worker_folder)
+    return results
 
 
 def _required(pattern):
-    if not (found := glob.glob(pattern)):
+    if not (paths := glob.glob(pattern)):
         raise PermissionError(pattern)
-    return found
+    return paths
 
 
 def _leave(folder, state):
-    """Leave what is hard to remove, and processes that go on; return which kinds there are."""
-    for each in (folder, process.current_process()._config["tempdir"]):  # where multiprocessing makes sockets
-        deep = os.open(each, os.O_RDONLY)
+    """Leave folders that are hard to remove, and running processes. Returns the kinds of processes."""
+    # The second folder is the one in which multiprocessing creates sockets.
+    for path in (folder, process.current_process()._config["tempdir"]):
+        deep = os.open(path, os.O_RDONLY)
         for _ in range(1500):
             os.mkdir("d", dir_fd=deep)
             inner = os.open("d", os.O_RDONLY, dir_fd=deep)
             os.close(deep)
             deep = inner
         os.close(deep)
-        os.mkdir(os.path.join(each, "closed"), 0)
-        os.symlink(os.path.dirname(each), os.path.join(each, "up"))
+        os.mkdir(os.path.join(path, "closed"), 0)
+        os.symlink(os.path.dirname(path), os.path.join(path, "up"))
     line = [sys.executable, "-c", "import time; time.sleep(600)", f"left by {folder}"]
     subprocess.Popen(line, start_new_session=True)
     left = ["a process in a session of its own"]
@@ -380,8 +383,8 @@ def _leave(folder, state):
 
 
 def _logs_of_fork_servers(state):
-    """Open logs of fork servers by their paths only, which needs no right. Their names are in /proc."""
+    """Open the logs of fork servers with O_PATH, which needs no permission. Their names are in /proc."""
     names = re.findall(r"/\.([0-9a-f]{20})\.\d+$", pathlib.Path("/proc/net/unix").read_text(), re.MULTILINE)
     for name in dict.fromkeys(names):
-        with contextlib.suppress(OSError):  # of another account
+        with contextlib.suppress(OSError):  # a fork server of another account
             yield os.open(f"{state}/{name}.log", os.O_PATH)

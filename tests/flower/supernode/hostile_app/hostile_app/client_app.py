@@ -1,4 +1,4 @@
-"""The client: tries everything, and tells."""
+"""The client makes all attempts, and reports their results."""
 
 import json
 
@@ -13,6 +13,6 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     targets = json.loads(message.content["config"]["targets"])
-    found = attempts(targets)
+    results = attempts(targets)
     context.state["kept"] = ConfigRecord({"times": 1})
-    return Message(RecordDict({"found": ConfigRecord({"found": json.dumps(found)})}), reply_to=message)
+    return Message(RecordDict({"found": ConfigRecord({"found": json.dumps(results)})}), reply_to=message)

@@ -1,4 +1,4 @@
-"""The server: sends each node one message, and writes down what came back."""
+"""The server sends each node one message, and writes the replies to a file."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The client: trains on its part of the data, on a GPU if it finds one."""
+"""The client trains on its part of the data, and on a GPU if there is one."""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -12,7 +12,7 @@ app = ClientApp()
 @app.train()
 def train(msg: Message, context: Context):
     partition = context.node_config["partition-id"]
-    task.tell_what_is_seen(partition)
+    task.print_report(partition)
     task.pause(context.run_config["pause-folder"], msg.content["config"]["server-round"], partition)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = task.Net()

@@ -1,4 +1,4 @@
-"""The server: FedAvg, which logs into a file."""
+"""The server runs FedAvg and logs to a file."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ app = ServerApp()
 
 
 class Strategy(FedAvg):
-    """FedAvg that says when a round has ended."""
+    """FedAvg that writes a line to the log after each round."""
 
     def __init__(self, log_file: str, **options):
         super().__init__(**options)

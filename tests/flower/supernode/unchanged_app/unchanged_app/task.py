@@ -1,4 +1,4 @@
-"""Model, data, training, and what the tests make of it: pauses."""
+"""Model, data and training. The tests can also let a message pause and print a report."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 
 def load_data(partition, folder=""):
-    """Points around four centres, others for each partition."""
+    """Return points around four centres. Each partition has different points."""
     if folder:
         return torch.load(Path(folder, f"{partition}.pt"))
     generator = torch.Generator().manual_seed(partition)
@@ -45,15 +45,15 @@ def train(model, features, labels, learning_rate, device):
     return total / len(loader)
 
 
-def tell_what_is_seen(partition):
+def print_report(partition):
     names = ("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     seen = {name: os.environ.get(name) for name in names}
-    told = {"partition": partition, "pid": os.getpid(), **seen}
-    print(f"saw {json.dumps(told)}", flush=True)
+    report = {"partition": partition, "pid": os.getpid(), **seen}
+    print(f"saw {json.dumps(report)}", flush=True)
 
 
 def pause(folder, server_round, partition):
-    """Say that this message trains, and wait for leave to go on."""
+    """Report that this message has started, and wait for permission to continue."""
     if folder:
         temporary = Path(folder, f".{server_round}-{partition}")
         temporary.write_text(str(os.getpid()))
