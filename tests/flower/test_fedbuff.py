@@ -318,7 +318,7 @@ def test_refused_messages_are_recorded() -> None:
     events: list[Any] = []
     grid = RefusingGrid([1, 2, 3], [2], "left out")
     with recorded_rounds(events.append) as recorder:
-        record(grid, recorder, GridTime())  # as the ServerApp of `launch` does
+        record(grid, recorder, GridTime())  # like the ServerApp of `launch`
         FedBuff(3, 3).start(grid, initial(), num_rounds=3)
     replies = [event for event in events if event["event"] == "reply"]
     failed = [(event["node"], event["error"]) for event in replies if event["error"]]

@@ -21,16 +21,16 @@ def test_the_digest_of_a_folder_follows_links_to_folders(tmp_path: Path) -> None
     (package / "src").symlink_to(shared)
     for name in "abc":  # circular links, of which the kernel follows 40 in a row
         (shared / name).symlink_to(package)
-    before = package_content.digest(package)
+    digest_before = package_content.digest(package)
     (shared / "module.py").touch()
-    after = package_content.digest(package)
-    assert after != before and package_content.digest(package) == after
+    digest_after = package_content.digest(package)
+    assert digest_after != digest_before and package_content.digest(package) == digest_after
 
 
 def test_the_digest_of_a_folder_does_not_read_pipes(tmp_path: Path) -> None:
-    before = package_content.digest(tmp_path)
+    digest_before = package_content.digest(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert package_content.digest(tmp_path) != before
+    assert package_content.digest(tmp_path) != digest_before
 
 
 def test_packages_named_like_build_folders_change_the_digest(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_files_that_no_build_reads_do_not_change_the_digest(tmp_path: Path) -> N
     write(tmp_path / "repository", **{".gitignore": "*.npz\n"})
     write(package, **{".gitignore": "/data/*\n!/data/labels.csv\n", "pyproject.toml": "", "src/thing.py": ""})
     write(package / "src", **{".gitignore": "scratch/\n"})
-    before = package_content.digest(package)
+    digest_before = package_content.digest(package)
     for name in (
         "training.log",
         "src/training.log.1",
@@ -70,8 +70,8 @@ def test_files_that_no_build_reads_do_not_change_the_digest(tmp_path: Path) -> N
     ):
         write(package, **{name: "new"})
     write(package / "hub", **{"CACHEDIR.TAG": "Signature: 8a477f597d28d172789f06886806bc55", "model": "new"})
-    assert package_content.digest(package) == before
-    digests = {before}
+    assert package_content.digest(package) == digest_before
+    digests = {digest_before}
     for name in ("src/thing.py", "src/new.py", "data/labels.csv", "src/data/table.csv", "src/build/part.py"):
         write(package, **{name: "new"})
         digests.add(package_content.digest(package))
@@ -86,9 +86,9 @@ def test_ignore_rules_that_exclude_the_whole_package_hide_no_change(
     """A repository may ignore a folder of checkouts of other packages."""
     (tmp_path / ".git").mkdir()
     write(tmp_path, **{f"{folder}.gitignore": f"{rule}\n", "package/pyproject.toml": ""})
-    before = package_content.digest(tmp_path / "package")
+    digest_before = package_content.digest(tmp_path / "package")
     write(tmp_path / "package", **{"thing.py": ""})
-    assert package_content.digest(tmp_path / "package") != before
+    assert package_content.digest(tmp_path / "package") != digest_before
 
 
 def test_a_short_hash_is_a_commit_unless_a_branch_has_that_name(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def sent_weights() -> list[Any]:
 )
 def test_finite_arrays_of_the_sent_shapes_pass_unchanged(arrays: list[Any]) -> None:
     checked = results.check_weights(arrays, [results.SentArray.of(a) for a in arrays], "f")
-    for before, after in zip(arrays, checked, strict=True):
-        assert after.dtype == before.dtype and np.array_equal(before, after)
+    for array, checked_array in zip(arrays, checked, strict=True):
+        assert checked_array.dtype == array.dtype and np.array_equal(array, checked_array)
 
 
 def test_a_sum_that_overflows_is_not_an_error() -> None:

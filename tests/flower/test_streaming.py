@@ -107,7 +107,7 @@ def test_the_mean_of_a_stream_equals_flowers_mean(replies: list[Message]) -> Non
             sent = replies[0].content["arrays"][key].numpy()
             is_ours = isinstance(strategy, FedAvg)
             _assert_mean(array.numpy(), expected[key].numpy(), sent, is_rounded=is_ours)
-    assert summable.all() == [], "they were summed"
+    assert summable.all() == [], "the replies were summed"
 
 
 def _assert_mean(actual: Any, expected: Any, sent: Any, *, is_rounded: bool) -> None:

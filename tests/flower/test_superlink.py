@@ -132,8 +132,17 @@ def test_a_command_for_several_supernodes_reports_a_missing_superlink_too(
     listener: socket.socket, tmp_path: Path
 ) -> None:
     address = address_of(listener)
-    ours = ("supernode", "--count", "1", "--log-dir", str(tmp_path / "runs"))
-    command = [sys.executable, "-m", "flower_gpu.cli", *ours, "--", "--insecure", "--superlink", address]
+    command_options = ("supernode", "--count", "1", "--log-dir", str(tmp_path / "runs"))
+    command = [
+        sys.executable,
+        "-m",
+        "flower_gpu.cli",
+        *command_options,
+        "--",
+        "--insecure",
+        "--superlink",
+        address,
+    ]
     env = {**os.environ, **SHARED_STATE}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as nodes:
         try:

@@ -16,15 +16,15 @@ import numpy as np
 import nvml_stub
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
-from mod_messages import answer
+from mod_messages import make_reply
 
 from flower_gpu import GPUClient, distributed
 from flower_gpu.leases.lease import Lease
 
 
-def where(received: Message, context: Context) -> Message:
+def report_call(received: Message, context: Context) -> Message:
     """Report the process of this call and the arguments that it received."""
-    return answer(
+    return make_reply(
         received,
         pid=os.getpid(),
         kind=received.metadata.message_type,
@@ -35,7 +35,7 @@ def where(received: Message, context: Context) -> Message:
 
 
 def special(received: Message, context: Context) -> Message:
-    return answer(received, pid=os.getpid(), kind="the special one")
+    return make_reply(received, pid=os.getpid(), kind="the special one")
 
 
 def adds_ten(received: Message, context: Context) -> Message:
@@ -114,13 +114,13 @@ def counts(received: Message, context: Context) -> Message:
     state["new"] = ConfigRecord({"text": "added", "list": [1, 2], "bytes": b"\0\xff", "bool": True})
     del state["removed"]
     state["retyped"] = MetricRecord({"was": 1})
-    return answer(received, pid=os.getpid(), calls=state["numbers"]["calls"])
+    return make_reply(received, pid=os.getpid(), calls=state["numbers"]["calls"])
 
 
 def reassigns(received: Message, context: Context) -> Message:
     """Replace the whole state by another object."""
     context.state = type(context.state)({"other": MetricRecord({"pid": os.getpid()})})
-    return answer(received)
+    return make_reply(received)
 
 
 def spoils_and_fails(received: Message, context: Context) -> Message:
@@ -153,44 +153,44 @@ class MuteError(Exception):
 
 
 def fails(received: Message, context: Context) -> Any:
-    how = received.content["config"]["how"]
-    if how == "value":
+    failure = received.content["config"]["failure"]
+    if failure == "value":
         raise ValueError("the data are gone")
-    if how == "odd error":
+    if failure == "odd error":
         raise ValueError("im\udcffage.png")
-    if how == "odd reply":
-        return answer(received, file="im\udcffage.png")
-    if how == "odd state":
+    if failure == "odd reply":
+        return make_reply(received, file="im\udcffage.png")
+    if failure == "odd state":
         context.state["seen"] = ConfigRecord({"files": ["a", "im\udcffage.png"]})
-        return answer(received)
-    if how == "unpicklable":
+        return make_reply(received)
+    if failure == "unpicklable":
         raise UnpicklableError(threading.Lock(), "and more")
-    if how == "mute":
+    if failure == "mute":
         raise MuteError
-    if how == "exit":
+    if failure == "exit":
         print("last words", file=sys.stderr)
         sys.exit(3)
-    if how == "kill":
+    if failure == "kill":
         print("last words", file=sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "sleep":
+    if failure == "sleep":
         time.sleep(600)
-    if how == "interrupt":
+    if failure == "interrupt":
         raise KeyboardInterrupt
-    if how == "weights":
+    if failure == "weights":
         from flower_gpu.errors import WeightsError
 
         raise WeightsError("model has 3 arrays, got 2")
-    if how == "another node's":
+    if failure == "another node's":
         reply = Message(received.content, reply_to=received)
         reply.metadata.__dict__["_src_node_id"] = 14
         return reply
-    if how == "a message of its own":
+    if failure == "a message of its own":
         return Message(received.content, dst_node_id=received.metadata.src_node_id, message_type="train")
-    if how == "its own error":
+    if failure == "its own error":
         return Message(Error(77, "e" * 1_000_000), reply_to=received)
-    others = {"none": None, "content": received.content, "a text": "reply", "the message": received}
-    return others[how]
+    replies = {"none": None, "content": received.content, "a text": "reply", "the message": received}
+    return replies[failure]
 
 
 # Lifespan -------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def lives(context: Context) -> Iterator[None]:
 
 
 def in_lifespan(received: Message, context: Context) -> Message:
-    return answer(received, pid=os.getpid(), begun=context.state["lifespan"]["begun"])
+    return make_reply(received, pid=os.getpid(), begun=context.state["lifespan"]["begun"])
 
 
 def fails_on_second_use(context: Context) -> Iterator[None]:
@@ -236,7 +236,7 @@ def leased(received: Message, context: Context) -> Message:
     lease = Lease.from_environment(os.environ)
     shares = lease.shares if lease is not None else ()
     use_gpus(received.content["config"].get("use-mib", 0))
-    return answer(
+    return make_reply(
         received,
         pid=os.getpid(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
@@ -268,7 +268,7 @@ def in_ranks(received: Message, context: Context) -> Message:
 
     previous = context.state.get("calls", MetricRecord({"number": 0}))
     context.state["calls"] = MetricRecord({"number": previous["number"] + 1, "rank": rank()})
-    reply = answer(received, pid=os.getpid(), world=world_size(), rank=rank())
+    reply = make_reply(received, pid=os.getpid(), world=world_size(), rank=rank())
     reply.content["metrics"] = MetricRecord(
         {"num-examples": 5, "loss": float(rank()), "epochs": 3, "of-each": [1.0, 2.0]}
     )

@@ -38,7 +38,7 @@ def context(
     )
 
 
-def answer(received: Message, **values: Any) -> Message:
+def make_reply(received: Message, **values: Any) -> Message:
     """Return a reply with the received arrays plus 1, and these values."""
     arrays = {
         key: Array(np.asarray(array.numpy() + 1))
@@ -53,7 +53,7 @@ def answer(received: Message, **values: Any) -> Message:
 
 
 def reply_values(reply: Message) -> dict[str, Any]:
-    """Check the arrays of a reply, and return the values given to :func:`answer`."""
+    """Check the arrays of a reply, and return the values given to :func:`make_reply`."""
     assert reply.content["arrays"]["weight"].numpy().tolist() == [[1, 2, 3], [4, 5, 6]]
     assert reply.content["arrays"]["weight"].numpy().dtype == np.float32
     assert reply.content["arrays"]["count"].numpy() == 8

@@ -29,7 +29,7 @@ def test_each_message_is_handled_in_a_new_worker(
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
     app = ClientApp(mods=[gpu_mod(start_method=method)])
     for register in (app.train(), app.evaluate(), app.query()):
-        register(functions.where)
+        register(functions.report_call)
     app.train("special")(functions.special)
     kinds = ["train", "train.special", "evaluate", "query"]
     pids = []
@@ -92,9 +92,9 @@ def test_a_mod_of_the_function_overrides_that_of_the_app(
         return reply
 
     app = ClientApp(mods=[named_mod("app"), between])
-    app.train(mods=[named_mod("function")])(functions.where)
-    app.evaluate()(functions.where)
-    app.query(mods=[named_mod("twice"), named_mod("innermost")])(functions.where)
+    app.train(mods=[named_mod("function")])(functions.report_call)
+    app.evaluate()(functions.report_call)
+    app.query(mods=[named_mod("twice"), named_mod("innermost")])(functions.report_call)
     replies = {kind: app(message(kind), context()) for kind in ("train", "evaluate", "query")}
     names = {kind: reply_values(reply)["which"] for kind, reply in replies.items()}
     assert names == {"train": "function", "evaluate": "app", "query": "innermost"}
@@ -167,7 +167,7 @@ def test_a_lifespan_is_active_while_the_function_runs(method: str, tmp_path: Pat
 def test_a_lifespan_that_fails_only_in_the_worker_is_reported(tmp_path: Path) -> None:
     app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
     app.lifespan()(functions.fails_on_second_use)
-    app.train()(functions.where)
+    app.train()(functions.report_call)
     with pytest.raises(ClientCallError, match=r"^train of client 3: OSError: the database is locked$"):
         app(message(), context({"log": str(tmp_path / "log")}))
 

@@ -15,11 +15,11 @@ import flower_gpu
 from flower_gpu import errors, gpu_mod
 
 
-def fail(how: str, method: str = "forkserver", **options: Any) -> BaseException:
-    """Let a client fail as ``how`` says. Returns the exception that Flower turns into an error message."""
+def fail(failure: str, method: str = "forkserver", **options: Any) -> BaseException:
+    """Let a client fail in the given way. Returns the exception that Flower turns into an error message."""
     app = ClientApp(mods=[gpu_mod(start_method=method, **options)])
     app.train()(functions.fails)
-    received = message(config={"how": how, "client": os.getpid()})
+    received = message(config={"failure": failure, "client": os.getpid()})
     received.metadata.__dict__.update(_message_id="of the server", _src_node_id=1)
     with pytest.raises(BaseException) as caught:  # KeyboardInterrupt is not an Exception
         app(received, context())
@@ -33,11 +33,11 @@ def test_an_exception_of_the_function_names_the_client(method: str) -> None:
     assert str(error) == "train of client 3: ValueError: the data are gone"
     assert type(error.__cause__) is ValueError
     if method in WORKERS:
-        assert "in fails" in str(error.__cause__.__cause__), "the worker's traceback"
+        assert "in fails" in str(error.__cause__.__cause__), "the traceback of the worker is kept"
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "words"),
+    ("failure", "kind", "words"),
     [
         (
             "unpicklable",
@@ -53,15 +53,15 @@ def test_an_exception_of_the_function_names_the_client(method: str) -> None:
     ],
 )
 def test_the_error_for_a_worker_that_ended_names_the_client(
-    how: str, kind: type[Exception], words: str
+    failure: str, kind: type[Exception], words: str
 ) -> None:
-    error = fail(how, **({"timeout_s": 1.5} if how == "sleep" else {}))
+    error = fail(failure, **({"timeout_s": 1.5} if failure == "sleep" else {}))
     assert type(error) is kind
     assert re.match(f"train of client 3{words}", str(error), re.DOTALL), error
 
 
 @pytest.mark.parametrize(
-    ("how", "description"),
+    ("failure", "description"),
     [
         ("none", "nothing, not a Message"),
         ("content", "a RecordDict, not a Message"),
@@ -71,15 +71,15 @@ def test_the_error_for_a_worker_that_ended_names_the_client(
         ("a message of its own", "a Message that is not a reply to it: return Message(content,"),
     ],
 )
-def test_invalid_replies_are_refused(how: str, description: str) -> None:
-    error = fail(how)
+def test_invalid_replies_are_refused(failure: str, description: str) -> None:
+    error = fail(failure)
     assert type(error) is flower_gpu.InvalidResultError
     assert str(error).startswith(f"train of client 3: the function returned {description}")
 
 
 @pytest.mark.parametrize("method", ["fork", "in-process"])
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("failure", "words"),
     [
         ("odd error", r"ValueError: im\udcffage.png"),
         ("odd reply", r"the reply cannot be sent: 'im\\udcffage.png', in the record 'told'"),
@@ -87,10 +87,10 @@ def test_invalid_replies_are_refused(how: str, description: str) -> None:
     ],
 )
 def test_text_that_flower_cannot_send_becomes_an_error_that_it_can_send(
-    how: str, words: str, method: str
+    failure: str, words: str, method: str
 ) -> None:
     """Protobuf refuses lone surrogates, so without a check the server would wait for ever."""
-    text = str(fail(how, method))
+    text = str(fail(failure, method))
     assert text.startswith(f"train of client 3: {words}")
     text.encode()
 
@@ -98,7 +98,7 @@ def test_text_that_flower_cannot_send_becomes_an_error_that_it_can_send(
 def test_a_long_error_of_the_function_is_shortened() -> None:
     app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
     app.train()(functions.fails)
-    reply = app(message(config={"how": "its own error"}), context())
+    reply = app(message(config={"failure": "its own error"}), context())
     assert reply.error.code == 77 and len(reply.error.reason) < errors.MOST_CHARACTERS + 100
     assert "characters left out" in reply.error.reason
 
@@ -130,7 +130,7 @@ def test_invalid_options_are_refused_by_gpu_mod(
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [(0.5,), ({"num_gpus": 1}, "2GiB"), (functions.where,)])
+@pytest.mark.parametrize("wrong", [(0.5,), ({"num_gpus": 1}, "2GiB"), (functions.report_call,)])
 def test_positional_options_are_refused(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(TypeError, match=r"takes keyword arguments only, such as num_gpus=0.5"):
         gpu_mod(*wrong)
@@ -138,7 +138,7 @@ def test_positional_options_are_refused(wrong: tuple[Any, ...]) -> None:
 
 def ask(node_config: dict[str, Any] | None = None, **options: Any) -> Exception:
     app = ClientApp(mods=[gpu_mod(start_method="fork", **options)])
-    app.train()(functions.where)
+    app.train()(functions.report_call)
     client_context = context(node_config)
     if client_context.node_config["partition-id"] is None:
         del client_context.node_config["partition-id"]
@@ -196,5 +196,5 @@ def test_a_table_by_partition_needs_a_partition_id() -> None:
 )
 def test_a_table_by_partition_gives_options_to_its_clients(table: Any, which: str) -> None:
     app = ClientApp(mods=[gpu_mod(start_method="fork", env={"MOD_TEST_WHICH": "default"}, resources=table)])
-    app.train()(functions.where)
+    app.train()(functions.report_call)
     assert app(message(), context()).content["told"]["which"] == which

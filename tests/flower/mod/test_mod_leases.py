@@ -163,14 +163,14 @@ from flwr.common import FitIns, ndarrays_to_parameters
 from flwr.compat.common.recorddict_compat import fitins_to_recorddict
 from flwr.app import Message
 from flower_gpu import gpu_mod
-from mod_messages import answer, context, message
+from mod_messages import context, make_reply, message
 
 def passing(message, context, call_next):
     return call_next(message, context)
 
 def train(message, context):
     mod_functions.use_gpus(1000)
-    return answer(message)
+    return make_reply(message)
 
 class Callable:
     __call__ = staticmethod(train)

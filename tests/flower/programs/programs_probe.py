@@ -24,7 +24,7 @@ handler = logging.StreamHandler()  # like Flower's handler, it keeps the stream 
 
 def tell() -> int:
     """Write a report of this process to a file. The last argument says how to end."""
-    _, target, how = sys.argv
+    _, target, ending = sys.argv
     handler.emit(logging.makeLogRecord({"msg": "logged"}))
     print("printed")
     main: Any = sys.modules["__main__"]
@@ -52,7 +52,7 @@ def tell() -> int:
     written = Path(f"{target}.{os.getpid()}")
     written.write_text(json.dumps(report))
     written.rename(target)
-    match how:
+    match ending:
         case "wait":
             time.sleep(600)
         case "raise":

@@ -51,18 +51,18 @@ class Probe:
         self.programs = Programs(own_end)
 
     def start(
-        self, how: str, env: dict[str, str] | None = None, name: str = "tell", **options: Any
+        self, ending: str, env: dict[str, str] | None = None, name: str = "tell", **options: Any
     ) -> ProgramHandle | None:
         """Start the program. It writes its report to ``report_file``."""
         self.report_file = self.folder / "told"
         self.report_file.unlink(missing_ok=True)  # an earlier program may have written it
-        argv = [name, str(self.report_file), how]
+        argv = [name, str(self.report_file), ending]
         started = self.programs.start(argv, {**self.env, **(env or {})}, **options)
         return ProgramHandle(argv, *started) if started else None
 
-    def run(self, how: str, code: int, **options: Any) -> dict[str, Any]:
+    def run(self, ending: str, code: int, **options: Any) -> dict[str, Any]:
         """Run the program, check its exit code, and return its report."""
-        program = self.start(how, **options)
+        program = self.start(ending, **options)
         assert program is not None, self.programs.reason
         assert program.wait(60) == code
         report: dict[str, Any] = json.loads(self.report_file.read_text())
@@ -136,16 +136,16 @@ def test_a_serverapp_may_use_all_cores(probe: Probe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("0", 0), ("255", 255), ("raise", 1), ("text", 1), ("kill", -9), ("interrupt", -2)]
+    ("ending", "code"), [("0", 0), ("255", 255), ("raise", 1), ("text", 1), ("kill", -9), ("interrupt", -2)]
 )
-def test_the_end_of_a_program_is_reported(probe: Probe, how: str, code: int, tmp_path: Path) -> None:
+def test_the_end_of_a_program_is_reported(probe: Probe, ending: str, code: int, tmp_path: Path) -> None:
     stderr = tmp_path / "stderr"
     with stderr.open("w") as file:
-        probe.run(how, code, stderr=file.fileno())
-    if how == "kill":
+        probe.run(ending, code, stderr=file.fileno())
+    if ending == "kill":
         until(lambda: stderr.read_text().endswith("flower-gpu: tell was killed by SIGKILL (9)\n"))
     words = {"raise": "ValueError: as it was told", "text": "a text", "interrupt": "KeyboardInterrupt"}
-    assert words.get(how, "") in stderr.read_text()
+    assert words.get(ending, "") in stderr.read_text()
 
 
 def test_a_program_can_be_terminated(probe: Probe) -> None:

@@ -33,9 +33,9 @@ COMMAND = (sys.executable, "-P", "-m", "flower_gpu.cli")
 class Message(NamedTuple):
     """The processes of one message. A pid is 0 if the process has not started."""
 
-    #: Our `flwr-clientapp`, which the SuperNode starts.
+    #: Pid of our `flwr-clientapp`, which the SuperNode starts.
     command: int
-    #: The worker that it waits for.
+    #: Pid of the worker for which the command waits.
     worker: int
 
 
@@ -268,7 +268,7 @@ def results_of(run: Process, server_round: int, kind: str = "train") -> tuple[st
 
 def logs_of(fed: Federation, supernodes: Process) -> Path:
     """Return the folder with the logs and the trace of several SuperNodes."""
-    until(lambda: "logs in" in supernodes.output, "the SuperNodes' folder is there")
+    until(lambda: "logs in" in supernodes.output, "the folder of the SuperNodes is logged")
     match = re.search(r"logs in (\S+)\. ", supernodes.output)
     assert match is not None, supernodes.output
     return fed.folder / match[1]

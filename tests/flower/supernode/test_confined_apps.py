@@ -139,7 +139,7 @@ def targets_file(fed: Federation, values: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_nodes_started_with_the_commands_of_the_docs_train_and_confinement_allows_only_the_listed_actions(
+def test_nodes_started_as_in_the_docs_train_and_a_confined_app_can_only_do_the_listed_actions(
     fed: Federation,
 ) -> None:
     """One of the two nodes is confined. Its data folder is named."""
@@ -149,7 +149,7 @@ def test_nodes_started_with_the_commands_of_the_docs_train_and_confinement_allow
         torch.save((torch.eye(4).repeat(1, 4)[labels], labels), fed.folder / "data" / f"{partition}.pt")
     with fed.one_test():
         node = start_with_command_of_page(fed, "confine.md", "--node-config partition-id=1")
-        until(state.exists, "the state folder is there")
+        until(state.exists, "the state folder exists")
         with targets(fed, leaves=True) as values:
             results_file = fed.folder / "found.json"
             run = fed.run(HOSTILE, targets=targets_file(fed, values), found=str(results_file))

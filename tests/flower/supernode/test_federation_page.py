@@ -35,9 +35,9 @@ def test_the_commands_start_a_federation_and_a_run(tmp_path: Path) -> None:
         text = text.replace(":8000", f":{port}")
     page = tmp_path / "page.md"
     page.write_text(text)
-    ours = ("FLOWER_GPU_", "FLWR_", "UV_")
+    prefixes = ("FLOWER_GPU_", "FLWR_", "UV_")
     env = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
+        **{name: value for name, value in os.environ.items() if not name.startswith(prefixes)},
         "HOME": str(tmp_path),
         "FLOWER_GPU_STATE_DIR": str(tmp_path / "state"),
         "FLOWER_GPU_LEDGER_DIR": str(tmp_path / "state"),

@@ -157,11 +157,11 @@ def test_each_supernode_gets_its_partition_and_gpu_unless_the_user_sets_them(
 ) -> None:
     pairs = ["site='a b' num-partitions=7", "lr=0.5"]
     line = ["--insecure", "--superlink", "a:1", *(["--max-retries=3"] if equals else [])]
-    others = list(line)
+    line_without_node_config = list(line)
     for text in pairs:
         line += [f"--node-config={text}"] if equals else ["--node-config", text]
     rest, texts = supernode.without_option(line, "--node-config")
-    assert (rest, texts) == (others, pairs)
+    assert (rest, texts) == (line_without_node_config, pairs)
     calls: CallOptions = {"gpu": "offer", "gpu_ids": "3,5"}
     env = options.environment(calls, {"PATH": "/bin"})
     for number in range(3):

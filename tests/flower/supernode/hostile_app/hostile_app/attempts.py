@@ -375,11 +375,11 @@ def _leave(folder, state):
         os.symlink(os.path.dirname(path), os.path.join(path, "up"))
     line = [sys.executable, "-c", "import time; time.sleep(600)", f"left by {folder}"]
     subprocess.Popen(line, start_new_session=True)
-    left = ["a process in a session of its own"]
+    kinds = ["a process in a session of its own"]
     for log in _logs_of_fork_servers(state):
         subprocess.Popen(line, start_new_session=True, stderr=log)
-        left.append("a process whose errors seem to go to the log of a fork server")
-    return left
+        kinds.append("a process whose errors seem to go to the log of a fork server")
+    return kinds
 
 
 def _logs_of_fork_servers(state):
