@@ -1,4 +1,4 @@
-"""Stub hosts, and processes that look at their GPUs."""
+"""Fixtures for stub hosts, and for processes that take an inventory of their GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvml_stub import Host
 
 
 class Taker(Forked):
-    """A process on a host, which answers questions about the GPUs it sees."""
+    """A process on a host that answers commands about its GPUs (see ``taker.py``)."""
 
     def __init__(self, env: dict[str, str]) -> None:
         super().__init__(Path(__file__).with_name("taker.py"), env)
@@ -28,13 +28,13 @@ class Taker(Forked):
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """Two GPUs of 16 GiB."""
+    """A host with two GPUs of 16 GiB."""
     return Host(tmp_path / "host")
 
 
 @pytest.fixture
 def taker() -> Iterator[Callable[[dict[str, str]], Taker]]:
-    """Start a process with these variables that looks at the GPUs when asked."""
+    """Return a function that starts a process with the given environment variables."""
     started: list[Taker] = []
 
     def start(env: dict[str, str]) -> Taker:
@@ -42,5 +42,5 @@ def taker() -> Iterator[Callable[[dict[str, str]], Taker]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.close()
+    for process in started:
+        process.close()

@@ -1,4 +1,4 @@
-"""A process that looks at the GPUs whenever it is told to: a word a line in, a line of JSON out."""
+"""A process that runs commands about GPUs. It reads a command per line, and replies with a line of JSON."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from flower_gpu.gpu import inventory, nvml_thread
 
 
 def taken() -> dict[str, object]:
-    found = inventory.take()
-    return {**asdict(found), "usable": [gpu.uuid for gpu in found.usable]}
+    result = inventory.take()
+    return {**asdict(result), "usable": [gpu.uuid for gpu in result.usable]}
 
 
-def what_is_open() -> object:
-    """Whether NVML is started here; the stub itself starts anew in a fork, so its own count is read."""
+def nvml_users_and_threads() -> object:
+    """Return how often NVML is initialised here, by the stub's own count, and the number of threads."""
     import pynvml
 
     users = ctypes.c_int.in_dll(pynvml.nvmlLib, "users").value if pynvml.nvmlLib is not None else 0
     return {"users": users, "threads": len(list(Path("/proc/self/task").iterdir()))}
 
 
-def in_a_fork(look: Callable[[], object] = taken) -> object:
+def in_a_fork(function: Callable[[], object] = taken) -> object:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(10)  # ends it, should it wait for what never comes
-        os.write(writer, json.dumps(look()).encode())
+        signal.alarm(10)  # ends a fork that hangs
+        os.write(writer, json.dumps(function()).encode())
         os._exit(0)
     os.close(writer)
     with open(reader) as pipe:
@@ -52,7 +52,7 @@ def patience(seconds: str) -> None:
 
 def fork_meanwhile() -> object:
     taken()
-    with inventory._host().thread._lock:  # as a thread has it that looks at the GPUs now
+    with inventory._host().thread._lock:  # as if another thread were taking an inventory
         return in_a_fork()
 
 
@@ -67,7 +67,7 @@ def allocate(gpu: str, nbytes: str) -> int:
 
 
 def user(function: str) -> object:
-    """The user's own use of NVML."""
+    """Call an NVML function as the user's own code does."""
     import pynvml
 
     return getattr(pynvml, function)()
@@ -82,8 +82,8 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "patience": patience,
     "idle-after": idle_after,
     "pid": os.getpid,
-    "open": what_is_open,
-    "fork-finds": lambda: in_a_fork(what_is_open),
+    "open": nvml_users_and_threads,
+    "fork-finds": lambda: in_a_fork(nvml_users_and_threads),
     "allocate": allocate,
     "user": user,
 }

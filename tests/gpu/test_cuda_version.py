@@ -1,4 +1,4 @@
-"""Which of PyTorch and the driver is said to be changed, where they do not fit."""
+"""If PyTorch and the driver do not fit, a message says which of them to change."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ FITS = "that is not the reason, `flower-gpu doctor` looks for others"
         ("12.8", (12, 2), ["has CUDA 12.2 at most", FITS]),  # minor versions work with each other
         ("12.6", (13, 0), [FITS]),
         ("13.2", None, ["CUDA of unknown version", FITS]),
-        # What an app says of its PyTorch may be any text.
+        # An app may report any text as the CUDA version of its PyTorch.
         *[(odd, (12, 4), [FITS]) for odd in ("x", "?[2J", "9" * 300, "-13", "\N{ARABIC-INDIC DIGIT NINE}")],
         (None, (12, 4), ["is built for the CPU only", "change PyTorch, `pip install", "whl/cu126"]),
         (None, (14, 1), ["change PyTorch, see https://pytorch.org/get-started"]),
         (None, None, ["change PyTorch, see https://pytorch.org/get-started"]),
     ],
 )
-def test_what_to_change(built_for: str | None, driver_has: tuple[int, int] | None, texts: list[str]) -> None:
-    said = explained("2.15.0", built_for, "550.54.14", driver_has)
+def test_the_message_says_which_versions_to_install(
+    built_for: str | None, driver_has: tuple[int, int] | None, texts: list[str]
+) -> None:
+    message = explained("2.15.0", built_for, "550.54.14", driver_has)
     for text in ["PyTorch 2.15.0 is built for", "driver 550.54.14", *texts]:
-        assert text in said
-    assert (FITS in said) == (FITS in texts)
+        assert text in message
+    assert (FITS in message) == (FITS in texts)
 
 
-def test_a_driver_tells_its_cuda(host: Host, taker: Callable[..., Any]) -> None:
+def test_the_inventory_contains_the_cuda_version_of_the_driver(host: Host, taker: Callable[..., Any]) -> None:
     take = taker(host.env)
     assert take()["cuda_version"] == [12, 4]
     take("close")
@@ -50,14 +52,14 @@ def test_a_driver_tells_its_cuda(host: Host, taker: Callable[..., Any]) -> None:
     assert take()["cuda_version"] == [13, 1]
 
 
-def test_a_call_without_cuda_says_what_to_change(
+def test_a_call_without_cuda_explains_the_mismatch_once(
     tmp_path: Path, host: Host, run_script: Callable[..., Any]
 ) -> None:
-    """Once, with the versions of both: the error of PyTorch itself has only one of them."""
+    """The explanation names both versions, while PyTorch's own error names only one."""
     torch = cuda.build()
     assert torch is not None
     (tmp_path / "ledger").mkdir()
-    done = run_script(
+    completed = run_script(
         """
         import torch
         from flower_gpu import run_in_worker
@@ -69,6 +71,6 @@ def test_a_call_without_cuda_says_what_to_change(
         env={**host.env, "FLOWER_GPU_LEDGER_DIR": str(tmp_path / "ledger")},
         timeout_s=100,
     )
-    assert done.stdout == "cpu\ncpu\n"
-    assert done.stderr.count("was leased, but PyTorch") == 1
-    assert explained(torch.version, torch.cuda, "550.54.14", (12, 4)) in done.stderr
+    assert completed.stdout == "cpu\ncpu\n"
+    assert completed.stderr.count("was leased, but PyTorch") == 1
+    assert explained(torch.version, torch.cuda, "550.54.14", (12, 4)) in completed.stderr

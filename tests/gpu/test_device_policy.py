@@ -1,4 +1,4 @@
-"""What a node allows against what the server requests: the whole table, and where the policy comes from."""
+"""The node's policy against the server's request: the complete table, and the sources of the policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 def gpu(index: int, uuid: str | None = None, **fields: Any) -> GPU:
-    """A healthy GPU of 16 GiB, unless the fields say otherwise."""
+    """Return a healthy GPU of 16 GiB. ``fields`` replaces some of its attributes."""
     figures = {
         "total_bytes": 16 * GIB,
         "used_bytes": 0,
@@ -36,10 +36,10 @@ def gpu_numbers(value: int | str | None) -> tuple[int | str, ...] | None:
     return CALL["gpu_ids"].resolve(value)
 
 
-# Two GPUs: 0 and 1.
+# The two GPUs have the numbers 0 and 1.
 GPUS = (gpu(0), gpu(1))
 
-#: What a node can look like: its GPUs, and what gpu-ids says.
+#: The possible states of a node: its GPUs and the value of gpu-ids.
 SITUATIONS: dict[str, tuple[tuple[GPU, ...], str | None]] = {
     "no GPU": ((), None),
     "no GPU, gpu-ids set": ((), "1"),
@@ -49,7 +49,7 @@ SITUATIONS: dict[str, tuple[tuple[GPU, ...], str | None]] = {
     "part of gpu-ids is missing": (GPUS, "1,7"),
 }
 
-#: The warnings by their letters, and what is to be found in each.
+#: Pattern of each warning, by its letter in the table.
 WARNINGS = {
     "a": r"policy is (force|require): a GPU is used though the server does not want one",
     "b": r"runs on the CPU though the server requests a GPU: .+",
@@ -69,8 +69,9 @@ class Case:
     policy: str
     use_gpu: str
     situation: str
-    outcome: str  # CPU: every GPU is hidden; all; named: those of gpu-ids that are there; error
-    letters: str  # of the warnings
+    # "CPU" (all GPUs are hidden), "all", "named" (the existing GPUs of gpu-ids) or "error"
+    outcome: str
+    letters: str  # letters of the warnings
 
     def __str__(self) -> str:
         return f"{self.policy} use-gpu {self.use_gpu}: {self.situation}"
@@ -82,9 +83,9 @@ def documented() -> list[Case]:
     for line in re.findall(r"^\| `(?:never|offer|force|require)` \|.+", PAGE.read_text(), re.MULTILINE):
         policy, use_gpu, *cells = (cell.strip().strip("`") for cell in line.strip("| ").split("|"))
         for situation, cell in zip(SITUATIONS, cells, strict=True):
-            found = re.fullmatch(r"(\w+)(?: ?\(([a-e](?:, ?[a-e])*)\))?", cell)
-            assert found, f"{cell!r} in the row {policy}, {use_gpu}"
-            cases.append(Case(policy, use_gpu, situation, found[1], re.sub(r"\W", "", found[2] or "")))
+            match = re.fullmatch(r"(\w+)(?: ?\(([a-e](?:, ?[a-e])*)\))?", cell)
+            assert match, f"{cell!r} in the row {policy}, {use_gpu}"
+            cases.append(Case(policy, use_gpu, situation, match[1], re.sub(r"\W", "", match[2] or "")))
     return cases
 
 
@@ -92,7 +93,7 @@ CASES = documented()
 
 
 def outcome_of(case: Case) -> tuple[str, str]:
-    """Ask decide() and return what it says in the words of the table."""
+    """Call decide() and return its decision in the words of the table."""
     gpus, numbers = SITUATIONS[case.situation]
     policy = DevicePolicy(case.policy, gpu_numbers(numbers))
     try:
@@ -108,16 +109,16 @@ def outcome_of(case: Case) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_decision(case: Case) -> None:
+def test_the_decision_matches_the_table(case: Case) -> None:
     assert outcome_of(case) == (case.outcome, case.letters)
 
 
-def test_table_is_complete() -> None:
+def test_the_table_is_complete() -> None:
     combinations = {(case.policy, case.use_gpu, case.situation) for case in CASES}
     assert len(combinations) == len(CASES) == len(POLICIES) * len(USE_GPU) * len(SITUATIONS)
 
 
-def test_documented_columns_and_letters_are_those_of_the_table() -> None:
+def test_the_documented_columns_and_letters_match_the_test() -> None:
     text = PAGE.read_text()
     (head,) = re.findall(r"^\| policy \| `use-gpu` \| (.+) \|$", text, re.MULTILINE)
     assert [column.strip().replace("`", "") for column in head.split("|")] == list(SITUATIONS)
@@ -126,7 +127,7 @@ def test_documented_columns_and_letters_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_only_a_forced_gpu_that_is_not_there_is_serious(policy: str) -> None:
+def test_only_a_forced_but_missing_gpu_is_serious(policy: str) -> None:
     serious = {case for case in CASES if "e" in case.letters}
     for case in (case for case in CASES if case.policy == policy and case.outcome != "error"):
         gpus, numbers = SITUATIONS[case.situation]
@@ -143,7 +144,7 @@ CARD = gpu(1, "GPU-1000", problem="MIG mode is on")
 MIG = (gpu(1, "MIG-aa11", mig_parent="GPU-1000"), gpu(1, "MIG-bb22", mig_parent="GPU-1000"))
 
 
-def test_reason_why_there_is_no_gpu_is_passed_on() -> None:
+def test_the_reason_for_missing_gpus_is_passed_on() -> None:
     decision = decide(DevicePolicy("force"), None, (), "the NVIDIA driver is not loaded")
     assert decision.warnings[0].endswith("the NVIDIA driver is not loaded")
     with pytest.raises(GPUUnavailableError, match="the NVIDIA driver is not loaded"):
@@ -153,7 +154,7 @@ def test_reason_why_there_is_no_gpu_is_passed_on() -> None:
 @pytest.mark.parametrize(
     ("broken", "reason"), [(BROKEN, "GPU is lost; restart the host"), (UNKNOWN, "memory is not known")]
 )
-def test_gpu_with_a_problem_is_never_used_and_its_reason_is_told(broken: GPU, reason: str) -> None:
+def test_a_gpu_with_a_problem_is_never_used_and_the_reason_is_reported(broken: GPU, reason: str) -> None:
     gpus = (gpu(0), broken)
     assert decide(DevicePolicy("force"), True, gpus) == Decision(("GPU-0000",))
     for number in ("1", "GPU-1000"):
@@ -167,7 +168,7 @@ def test_gpu_with_a_problem_is_never_used_and_its_reason_is_told(broken: GPU, re
     assert not only.on_gpu and reason in only.warnings[0]
 
 
-def test_hidden_gpu_is_said_to_be_hidden() -> None:
+def test_the_message_says_that_a_gpu_is_hidden() -> None:
     decision = decide(DevicePolicy("offer", (1,)), True, (gpu(0),), hidden=(gpu(1),))
     assert decision.uuids == ("GPU-0000",)
     assert "GPU 1 is hidden by CUDA_VISIBLE_DEVICES" in decision.warnings[0]
@@ -177,7 +178,7 @@ def test_hidden_gpu_is_said_to_be_hidden() -> None:
     assert "CUDA_VISIBLE_DEVICES hides every GPU" in warning
 
 
-def test_required_gpus_must_all_be_there() -> None:
+def test_all_required_gpus_must_exist() -> None:
     with pytest.raises(GPUUnavailableError) as caught:
         decide(DevicePolicy("require", (0, 7, "GPU-ffff")), True, GPUS)
     message = str(caught.value)
@@ -185,7 +186,7 @@ def test_required_gpus_must_all_be_there() -> None:
         assert part in message
 
 
-def test_warning_names_what_is_used_instead() -> None:
+def test_the_warning_names_the_gpus_that_are_used_instead() -> None:
     (warning,) = decide(DevicePolicy("offer", (7,)), True, GPUS).warnings
     assert warning == (
         "there is no GPU 7; used instead: all that there are, GPU 0 (Stub 16GB), GPU 1 (Stub 16GB)"
@@ -194,7 +195,7 @@ def test_warning_names_what_is_used_instead() -> None:
     assert warning == "there is no GPU 7; used instead: the others that were named, GPU 1 (Stub 16GB)"
 
 
-# Which GPUs a name means.
+# The GPUs that a name stands for.
 
 MANY = (gpu(0, "GPU-ab12-0001"), gpu(1, "GPU-ab34-0002"), gpu(2, "GPU-ab34-0003"), gpu(3, "GPU-ab3"))
 
@@ -206,9 +207,9 @@ MANY = (gpu(0, "GPU-ab12-0001"), gpu(1, "GPU-ab34-0002"), gpu(2, "GPU-ab34-0003"
         (MANY, "GPU-ab12-0001", "GPU-ab12-0001"),
         (MANY, "GPU-ab12", "GPU-ab12-0001"),
         (MANY, "gpu-AB12", "GPU-ab12-0001"),
-        (MANY, "GPU-ab3", "GPU-ab3"),  # the whole UUID of one, the beginning of others
-        (MANY, "2,0", "GPU-ab34-0003 GPU-ab12-0001"),  # in the order of the list
-        (MANY, "0, GPU-ab12, GPU-ab12-0001, 0", "GPU-ab12-0001"),  # once
+        (MANY, "GPU-ab3", "GPU-ab3"),  # a complete UUID that is also a prefix of others
+        (MANY, "2,0", "GPU-ab34-0003 GPU-ab12-0001"),  # the order of the value counts
+        (MANY, "0, GPU-ab12, GPU-ab12-0001, 0", "GPU-ab12-0001"),  # duplicates are dropped
         # A card in MIG mode means its MIG devices.
         *(
             (gpus, named, uuids)
@@ -222,24 +223,24 @@ MANY = (gpu(0, "GPU-ab12-0001"), gpu(1, "GPU-ab34-0002"), gpu(2, "GPU-ab34-0003"
                 (None, "GPU-0000 MIG-aa11 MIG-bb22"),
             )
         ),
-        ((gpu(1), gpu(0)), None, "GPU-1000 GPU-0000"),  # the order of the visible ones
+        ((gpu(1), gpu(0)), None, "GPU-1000 GPU-0000"),  # the order of the visible GPUs counts
     ],
 )
-def test_gpus_are_named_by_number_uuid_or_its_beginning(
+def test_gpus_are_named_by_number_uuid_or_prefix(
     gpus: tuple[GPU, ...], named: str | None, uuids: str
 ) -> None:
-    found = decide(DevicePolicy("require", gpu_numbers(named)), True, gpus)
-    assert found == Decision(tuple(uuids.split()))
+    decision = decide(DevicePolicy("require", gpu_numbers(named)), True, gpus)
+    assert decision == Decision(tuple(uuids.split()))
 
 
-def test_beginning_that_fits_two_gpus_names_none() -> None:
+def test_an_ambiguous_prefix_names_no_gpu() -> None:
     (warning,) = decide(DevicePolicy("offer", ("GPU-ab34",)), None, MANY).warnings
     assert "GPU-ab34 fits 2 GPUs (GPU-ab34-0002, GPU-ab34-0003)" in warning
     with pytest.raises(GPUUnavailableError, match="fits 2 GPUs"):
         decide(DevicePolicy("require", ("GPU-ab34",)), None, MANY)
 
 
-# Where the policy comes from.
+# The sources of the policy.
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_beginning_that_fits_two_gpus_names_none() -> None:
         ("-1", (-1,)),
     ],
 )
-def test_gpu_numbers(value: int | str | None, numbers: tuple[int | str, ...] | None) -> None:
+def test_gpu_numbers_are_parsed(value: int | str | None, numbers: tuple[int | str, ...] | None) -> None:
     assert gpu_numbers(value) == numbers
 
 
@@ -266,11 +267,11 @@ def test_empty_entries_are_refused(value: str) -> None:
         gpu_numbers(value)
 
 
-NO_GPUS = ["cuda:0", "all", "1 2", "1.0", "GPU-", "0x1", "[4,5]", "GPU 1", "1" * 5000]
+INVALID_NAMES = ["cuda:0", "all", "1 2", "1.0", "GPU-", "0x1", "[4,5]", "GPU 1", "1" * 5000]
 
 
-@pytest.mark.parametrize("value", NO_GPUS)
-def test_entries_that_name_no_gpu_are_refused(value: str) -> None:
+@pytest.mark.parametrize("value", INVALID_NAMES)
+def test_invalid_names_of_gpus_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="which is neither a GPU number nor a UUID"):
         gpu_numbers(value)
 
@@ -282,7 +283,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize(
-    ("code", "node_config", "environ", "kind", "told"),
+    ("code", "node_config", "environ", "kind", "text"),
     [
         ({}, {"gpu": "always"}, {}, ConfigError, f"--node-config gpu='always'{WORDS}"),
         ({}, {}, {"FLOWER_GPU_POLICY": "always"}, ConfigError, f"FLOWER_GPU_POLICY='always'{WORDS}"),
@@ -293,16 +294,16 @@ WORDS = (
         ({}, {"gpu-ids": 1.5}, {}, ConfigError, "--node-config gpu-ids must be"),
     ],
 )
-def test_a_wrong_value_names_its_source_and_the_choices(
+def test_the_error_for_an_invalid_value_names_its_source_and_the_choices(
     code: dict[str, Any],
     node_config: dict[str, Any],
     environ: dict[str, str],
     kind: type[Exception],
-    told: str,
+    text: str,
 ) -> None:
     with pytest.raises(kind) as caught:
         _ = call_settings(code, base=environ, node_config=node_config).gpu.policy
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(text)
 
 
 def requested(config: dict[str, Any], run_config: dict[str, Any]) -> bool | None:
@@ -316,24 +317,24 @@ def requested(config: dict[str, Any], run_config: dict[str, Any]) -> bool | None
         ({"lr": 0.1}, {"use-gpu": True}, True),
         ({}, {"use-gpu": False}, False),
         ({"use-gpu": False}, {"use-gpu": True}, False),
-        ({"use-gpu": True}, {"use-gpu": "yes"}, True),  # not looked at
+        ({"use-gpu": True}, {"use-gpu": "yes"}, True),  # the invalid value is not read
     ],
 )
-def test_request_of_the_call_wins_over_that_of_the_run(
+def test_the_request_of_the_call_overrides_that_of_the_run(
     fit_config: dict[str, Any], run_config: dict[str, Any], expected: bool | None
 ) -> None:
     assert requested(fit_config, run_config) is expected
 
 
 @pytest.mark.parametrize("value", ["yes", "true", "", 1, 0, 1.0, [True]])
-def test_request_must_be_a_bool(value: Any) -> None:
+def test_the_request_must_be_a_bool(value: Any) -> None:
     for configs in (({"use-gpu": value}, {}), ({}, {"use-gpu": value})):
         with pytest.raises(ConfigError, match="use-gpu in the config of the call or the run must be true or"):
             requested(*configs)
 
 
 def test_a_message_cannot_change_the_policy() -> None:
-    """What the server sends has the keys of a node config: they mean nothing."""
+    """The server sends keys of a node config, which must be ignored."""
     sent = {"gpu": "force", "gpu-ids": 0, "use-gpu": True}
     settings = call_settings({}, base={}, node_config={"gpu": "never"}, run_config=sent).gpu
     assert decide(settings.policy, settings.requested(sent), GPUS).uuids == ()

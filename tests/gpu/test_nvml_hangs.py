@@ -1,4 +1,4 @@
-"""NVML is asked in a thread of its own: what hangs costs only a while, and nothing stays open for long."""
+"""A separate thread calls NVML, so a driver that hangs delays callers only briefly. Idle NVML is closed."""
 
 from __future__ import annotations
 
@@ -21,39 +21,43 @@ def take(host: Host, taker: Start) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("function", "asked"),
+    ("function", "text"),
     [
         ("nvmlInit", "asked to start"),
         ("nvmlDeviceGetCount_v2", "asked to start"),
         ("nvmlDeviceGetMemoryInfo_v2", "asked about GPU 0"),
     ],
 )
-def test_a_driver_that_hangs(host: Host, take: Callable[..., Any], function: str, asked: str) -> None:
-    """Whoever asks is told what hangs, and since when; it goes on as soon as the driver does."""
+def test_the_problem_says_what_hangs_and_for_how_long(
+    host: Host, take: Callable[..., Any], function: str, text: str
+) -> None:
+    """When the driver continues, the inventory works again."""
 
     def seconds(problem: str) -> int:
         return int(re.search(r"has not answered for (\d+) s", problem)[1])  # type: ignore[index]
 
     take("patience 0.3")
     host.hang(function)
-    found = take()
-    assert found["usable"] == [] and found["hangs"]
-    assert asked in found["problem"] and "dmesg" in found["problem"]
-    began = seconds(found["problem"])
-    until(lambda: seconds(take()["problem"]) > began)
+    result = take()
+    assert result["usable"] == [] and result["hangs"]
+    assert text in result["problem"] and "dmesg" in result["problem"]
+    first_seconds = seconds(result["problem"])
+    until(lambda: seconds(take()["problem"]) > first_seconds)
     take("patience 30")
     host.go_on()
     until(lambda: take()["usable"] == host.uuids)
 
 
-def test_a_fork_beside_a_driver_that_hangs(host: Host, take: Callable[..., Any]) -> None:
+def test_a_fork_is_not_delayed_by_a_call_that_hangs_in_its_parent(
+    host: Host, take: Callable[..., Any]
+) -> None:
     take("patience 0.2")
     host.hang("nvmlDeviceGetMemoryInfo_v2", take("pid"))
     assert take()["hangs"]
-    assert take("fork")["usable"] == host.uuids  # it waits neither for the thread nor for an answer
+    assert take("fork")["usable"] == host.uuids  # waits neither for the parent's thread nor for its answer
 
 
-def test_nvml_stays_open_between_questions(host: Host, take: Callable[..., Any]) -> None:
+def test_nvml_stays_open_between_inventories(host: Host, take: Callable[..., Any]) -> None:
     take()
     host.hang("nvmlInit")
     assert take("user nvmlDeviceGetCount") == 2
@@ -61,8 +65,8 @@ def test_nvml_stays_open_between_questions(host: Host, take: Callable[..., Any])
         assert take()["usable"] == host.uuids
 
 
-def test_nvml_is_closed_when_nobody_asks(host: Host, take: Callable[..., Any]) -> None:
-    """Open device files keep an administrator from resetting a GPU."""
+def test_idle_nvml_is_closed(host: Host, take: Callable[..., Any]) -> None:
+    """While device files are open, an administrator cannot reset the GPU."""
     take("idle-after 0.2")
     take()
     assert take("open")["users"] == 1
@@ -70,7 +74,7 @@ def test_nvml_is_closed_when_nobody_asks(host: Host, take: Callable[..., Any]) -
     assert take()["usable"] == host.uuids
 
 
-def test_a_fork_finds_neither_nvml_nor_its_thread(host: Host, take: Callable[..., Any]) -> None:
+def test_a_fork_has_neither_nvml_nor_its_thread(host: Host, take: Callable[..., Any]) -> None:
     take()
     assert take("open") == {"users": 1, "threads": 2}
     assert take("fork-finds") == {"users": 0, "threads": 1}
@@ -78,8 +82,8 @@ def test_a_fork_finds_neither_nvml_nor_its_thread(host: Host, take: Callable[...
     assert take()["usable"] == host.uuids
 
 
-def test_a_ctrl_c_that_comes_with_an_answer_keeps_nobody_waiting() -> None:
-    """It came between two lines: who asked next waited for a minute, and was told that the driver hangs."""
+def test_ctrl_c_at_the_moment_of_an_answer_does_not_block_the_next_caller() -> None:
+    """Such a Ctrl-C once made the next caller wait for a minute, and report that the driver hangs."""
     query = _Query(lambda: 7)
     lock = query._done
 

@@ -1,4 +1,4 @@
-"""What is told about GPUs through the real nvidia-ml-py, on hosts in every state."""
+"""The inventory of GPUs, taken with the real nvidia-ml-py on stub hosts in all states."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def memory(gpu: dict[str, Any]) -> tuple[Any, ...]:
     return gpu["total_bytes"], gpu["used_bytes"], gpu["free_bytes"], gpu["reserved_bytes"]
 
 
-def test_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
-    found = take()
-    assert found["driver_version"] == "550.54.14"
-    assert found["problem"] is None
-    assert found["usable"] == host.uuids
-    first, second = found["gpus"]
+def test_the_inventory_of_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
+    result = take()
+    assert result["driver_version"] == "550.54.14"
+    assert result["problem"] is None
+    assert result["usable"] == host.uuids
+    first, second = result["gpus"]
     assert first == {
         "index": 0,
         "uuid": host.uuids[0],
@@ -58,11 +58,11 @@ def test_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
         "compute_mode": "DEFAULT",
         "limited_by": None,
     }
-    another = {"index": 1, "uuid": host.uuids[1], "device_files": ["/dev/nvidia1"]}
-    assert second == {**first, **another}
+    differences = {"index": 1, "uuid": host.uuids[1], "device_files": ["/dev/nvidia1"]}
+    assert second == {**first, **differences}
 
 
-def test_another_program_fills_a_gpu_and_ends(host: Host, take: Callable[..., Any]) -> None:
+def test_memory_of_another_program_is_counted_until_it_ends(host: Host, take: Callable[..., Any]) -> None:
     host.set(0, reserved=400 * MIB, util=93)
     for used in (4, 8, 12):
         host.set(0, used=used * GIB)
@@ -78,33 +78,36 @@ def test_another_program_fills_a_gpu_and_ends(host: Host, take: Callable[..., An
     assert take()["gpus"][1]["used_bytes"] == 0
 
 
-def test_workers_count_while_they_are_there(host: Host, take: Callable[..., Any], taker: Start) -> None:
+def test_memory_of_workers_is_counted_while_they_exist(
+    host: Host, take: Callable[..., Any], taker: Start
+) -> None:
     workers = [taker(host.env) for _ in range(3)]
     for worker in workers:
         worker(f"allocate 0 {2 * GIB}")
     assert workers[0](f"allocate {host.uuids[0]} {GIB}") == 5 * GIB == host.used(0)
     gpu = take()["gpus"][0]
     assert gpu["used_bytes"] == 5 * GIB
-    told = {one["pid"]: one["used_bytes"] for one in gpu["processes"]}
-    assert told == dict(zip([worker.pid for worker in workers], (GIB, 2 * GIB, 2 * GIB), strict=True))
-    assert all(one["name"] == sys.executable for one in gpu["processes"])
+    bytes_by_pid = {process["pid"]: process["used_bytes"] for process in gpu["processes"]}
+    assert bytes_by_pid == dict(zip([worker.pid for worker in workers], (GIB, 2 * GIB, 2 * GIB), strict=True))
+    assert all(process["name"] == sys.executable for process in gpu["processes"])
     workers[1].kill()
     assert take()["gpus"][0]["used_bytes"] == 3 * GIB == host.used(0)
     workers[0](f"allocate 0 {0}")
     assert take()["gpus"][0]["used_bytes"] == 2 * GIB
 
 
-def test_a_gpu_that_is_lost_and_comes_back(host: Host, take: Callable[..., Any]) -> None:
+def test_a_lost_gpu_is_not_usable_until_it_comes_back(host: Host, take: Callable[..., Any]) -> None:
     host.set(0, lost=True)
-    for uuid, name in (("", ""), (host.uuids[0], "NVIDIA Stub 16GB")):  # from the start, and later
+    # A GPU that is lost from the start has no known UUID and name.
+    for uuid, name in (("", ""), (host.uuids[0], "NVIDIA Stub 16GB")):
         for _ in range(2):
-            found = take()
-            lost, healthy = found["gpus"]
+            result = take()
+            lost, healthy = result["gpus"]
             assert "it is lost" in lost["problem"] and "dmesg" in lost["problem"]
             assert (lost["index"], lost["uuid"], lost["name"]) == (0, uuid, name)
             assert memory(lost) == (None,) * 4
-            assert healthy["problem"] is None and found["problem"] is None
-            assert found["usable"] == [host.uuids[1]]
+            assert healthy["problem"] is None and result["problem"] is None
+            assert result["usable"] == [host.uuids[1]]
         host.set(0, lost=False)
         assert take()["usable"] == host.uuids
         host.set(0, lost=True)
@@ -121,32 +124,36 @@ def test_a_gpu_that_is_lost_and_comes_back(host: Host, take: Callable[..., Any])
         (4711, "(NVML code 4711)"),
     ],
 )
-def test_a_gpu_with_another_problem(host: Host, take: Callable[..., Any], code: int, words: str) -> None:
+def test_a_gpu_with_an_error_is_not_usable(
+    host: Host, take: Callable[..., Any], code: int, words: str
+) -> None:
     host.set(0, error=code)
-    found = take()
-    assert words in found["gpus"][0]["problem"]
-    assert found["usable"] == [host.uuids[1]]
+    result = take()
+    assert words in result["gpus"][0]["problem"]
+    assert result["usable"] == [host.uuids[1]]
 
 
-def test_figures_that_are_refused(host: Host, take: Callable[..., Any]) -> None:
+def test_refused_figures_are_unknown_and_only_those_of_memory_are_a_problem(
+    host: Host, take: Callable[..., Any]
+) -> None:
     host.program(0, GIB)
     for version in ("v2", "v3"):
         host.fail(f"nvmlDeviceGetComputeRunningProcesses_{version}", nvml_stub.NO_PERMISSION, index=0)
-    found = take()
-    assert found["gpus"][0]["processes"] is None
-    assert found["gpus"][0]["used_bytes"] == GIB
-    assert found["gpus"][1]["processes"] == []
-    assert found["usable"] == host.uuids
-    for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):  # those of memory, too
+    result = take()
+    assert result["gpus"][0]["processes"] is None
+    assert result["gpus"][0]["used_bytes"] == GIB
+    assert result["gpus"][1]["processes"] == []
+    assert result["usable"] == host.uuids
+    for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
         host.fail(function, nvml_stub.NOT_SUPPORTED, index=0)
-    found = take()
-    assert "how much memory" in found["gpus"][0]["problem"]
-    assert memory(found["gpus"][0]) == (None,) * 4
-    assert found["gpus"][0]["name"] == "NVIDIA Stub 16GB"
-    assert found["usable"] == [host.uuids[1]]
+    result = take()
+    assert "how much memory" in result["gpus"][0]["problem"]
+    assert memory(result["gpus"][0]) == (None,) * 4
+    assert result["gpus"][0]["name"] == "NVIDIA Stub 16GB"
+    assert result["usable"] == [host.uuids[1]]
 
 
-def test_processes_are_listed_once_and_some_without_memory_or_name(
+def test_each_process_is_listed_once_even_if_its_memory_or_name_is_unknown(
     host: Host, take: Callable[..., Any]
 ) -> None:
     host.program(0, GIB, pid=7_000_000, name="/usr/bin/blender")
@@ -157,16 +164,14 @@ def test_processes_are_listed_once_and_some_without_memory_or_name(
         listed(7_000_001, 2 * GIB, "/usr/bin/Xorg", computes=False),
     ]
     program = host.program(1, GIB)
-    program.path.write_bytes(b"%d 1 -1 %d \xff\xfe\n" % (program.pid, GIB))  # no text
+    program.path.write_bytes(b"%d 1 -1 %d \xff\xfe\n" % (program.pid, GIB))  # the name is not UTF-8
     assert take()["gpus"][1]["processes"] == [listed(program.pid, GIB, "")]
     host.set(1, hidden=1)
     assert take()["gpus"][1]["processes"] == [listed(program.pid, None, "")]
     assert take()["usable"] == host.uuids
 
 
-def test_clients_of_mps_are_listed_and_one_in_two_lists_counts_once(
-    host: Host, take: Callable[..., Any]
-) -> None:
+def test_clients_of_mps_are_listed_and_counted_once(host: Host, take: Callable[..., Any]) -> None:
     client = host.program(0, 2 * GIB, mps=True)
     host.program(0, GIB, pid=client.pid, mps=True)
     host.program(0, GIB, pid=client.pid)
@@ -179,23 +184,25 @@ def test_clients_of_mps_are_listed_and_one_in_two_lists_counts_once(
     assert take()["gpus"][0]["processes"][1] == listed(server.pid, 100 * MIB, "nvidia-cuda-mps-server")
 
 
-def test_compute_modes(host: Host, take: Callable[..., Any]) -> None:
+def test_the_compute_mode_is_reported_and_prohibited_gpus_are_not_usable(
+    host: Host, take: Callable[..., Any]
+) -> None:
     for number, mode in ((3, "EXCLUSIVE_PROCESS"), (2, "PROHIBITED"), (0, "DEFAULT")):
         host.set(0, compute_mode=number)
-        found = take()
-        assert found["gpus"][0]["compute_mode"] == mode
-        assert (host.uuids[0] in found["usable"]) == (mode != "PROHIBITED")
+        result = take()
+        assert result["gpus"][0]["compute_mode"] == mode
+        assert (host.uuids[0] in result["usable"]) == (mode != "PROHIBITED")
         if mode == "PROHIBITED":
-            assert "nvidia-smi -i 0 -c DEFAULT" in found["gpus"][0]["problem"]
+            assert "nvidia-smi -i 0 -c DEFAULT" in result["gpus"][0]["problem"]
     host.set(0, compute_mode=2)
     [mig] = host.mig(0, [8 * GIB])
-    take("close")  # NVML tells at its start whether a card knows MIG
+    take("close")  # NVML reads at its start if a card supports MIG
     assert "PROHIBITED" in take()["gpus"][1]["problem"]
     host.set(0, compute_mode=3)
     assert (take()["usable"][0], take()["gpus"][1]["compute_mode"]) == (mig, "EXCLUSIVE_PROCESS")
 
 
-def test_who_has_a_lease_of_some_looks_at_no_other_gpu(host: Host, take: Callable[..., Any]) -> None:
+def test_an_inventory_of_some_gpus_does_not_query_the_others(host: Host, take: Callable[..., Any]) -> None:
     [mig] = host.mig(1, [8 * GIB])
     host.program(0, GIB)
     host.program(mig, 2 * GIB)
@@ -206,21 +213,19 @@ def test_who_has_a_lease_of_some_looks_at_no_other_gpu(host: Host, take: Callabl
     [calls] = host.calls().values()
     assert calls["nvmlDeviceGetHandleByUUID"] == 2
     assert not [name for name in calls if "ByIndex" in name or "Count" in name]
-    # Nothing of what is no lease's stands in the way of the next look.
+    # A GPU that was lost in between can be queried again.
     host.set(0, lost=True)
     assert take(f"of {host.uuids[0]}") == []
     host.set(0, lost=False)
     assert len(take(f"of {host.uuids[0]}")) == 1
 
 
-def test_mig_devices_are_used_instead_of_their_card(
-    host: Host, take: Callable[..., Any], taker: Start
-) -> None:
+def test_mig_devices_replace_their_card(host: Host, take: Callable[..., Any], taker: Start) -> None:
     small, large = host.mig(1, [4 * GIB, 8 * GIB])
     taker(host.env)(f"allocate {large} {3 * GIB}")
-    found = take()
-    plain, card, first, second = found["gpus"]
-    assert found["usable"] == [host.uuids[0], small, large]
+    result = take()
+    plain, card, first, second = result["gpus"]
+    assert result["usable"] == [host.uuids[0], small, large]
     assert (plain["mig_parent"], plain["problem"]) == (None, None)
     assert card["problem"] == "MIG mode is on: its MIG devices are used instead"
     assert (first["uuid"], first["index"], first["mig_parent"]) == (small, 1, host.uuids[1])
@@ -229,30 +234,30 @@ def test_mig_devices_are_used_instead_of_their_card(
     assert memory(first) == (4 * GIB, 0, 4 * GIB, 0)
     assert memory(second) == (8 * GIB, 3 * GIB, 5 * GIB, 0)
     assert card["used_bytes"] == 3 * GIB
-    assert [one["used_bytes"] for one in second["processes"]] == [3 * GIB]
+    assert [process["used_bytes"] for process in second["processes"]] == [3 * GIB]
 
 
-def test_mig_mode_that_changes_while_running(host: Host, take: Callable[..., Any]) -> None:
-    host.mig(0, None)  # the card can be in MIG mode, and is not
+def test_changes_of_the_mig_mode_are_noticed(host: Host, take: Callable[..., Any]) -> None:
+    host.mig(0, None)  # the card supports MIG mode, but the mode is off
     assert take()["usable"] == host.uuids
     instances = host.mig(0, [GIB])
     assert take()["usable"] == [*instances, host.uuids[1]]
     instances = host.mig(0, [GIB, GIB])
     assert take()["usable"] == [*instances, host.uuids[1]]
     host.mig(0, [])
-    found = take()
-    assert "it has no MIG device" in found["gpus"][0]["problem"]
-    assert found["usable"] == [host.uuids[1]]
+    result = take()
+    assert "it has no MIG device" in result["gpus"][0]["problem"]
+    assert result["usable"] == [host.uuids[1]]
     host.mig(0, None)
     assert take()["usable"] == host.uuids
 
 
 @pytest.mark.parametrize("fails", ["one", "all", "the card"])
-def test_a_mig_device_or_card_with_a_problem_costs_the_others_nothing(
+def test_a_problem_of_a_mig_device_or_card_does_not_affect_others(
     host: Host, take: Callable[..., Any], fails: str
 ) -> None:
     first, second = host.mig(0, [GIB, GIB])
-    left = {"one": [second], "all": [], "the card": [first, second]}[fails]
+    usable = {"one": [second], "all": [], "the card": [first, second]}[fails]
     if fails == "one":
         host.set(first, error=nvml_stub.NO_PERMISSION)
     elif fails == "all":
@@ -260,34 +265,36 @@ def test_a_mig_device_or_card_with_a_problem_costs_the_others_nothing(
     else:
         for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
             host.fail(function, nvml_stub.NO_PERMISSION, index=0)
-    found = take()
-    assert found["usable"] == [*left, host.uuids[1]]
-    assert found["gpus"][0]["uuid"] == host.uuids[0]
-    assert ("may not use it" in str(found["gpus"][1]["problem"])) == (fails != "the card")
-    assert found["gpus"][1]["mig_parent"] == host.uuids[0]
+    result = take()
+    assert result["usable"] == [*usable, host.uuids[1]]
+    assert result["gpus"][0]["uuid"] == host.uuids[0]
+    assert ("may not use it" in str(result["gpus"][1]["problem"])) == (fails != "the card")
+    assert result["gpus"][1]["mig_parent"] == host.uuids[0]
 
 
 @pytest.mark.parametrize("driver", ["470.199.02", "418.40"])
-def test_an_old_driver_that_lacks_functions(tmp_path: Path, taker: Start, driver: str) -> None:
+def test_the_inventory_works_with_an_old_driver_that_lacks_functions(
+    tmp_path: Path, taker: Start, driver: str
+) -> None:
     host = Host(tmp_path / "old", reserved=500 * MIB, driver=driver)
     program = host.program(0, GIB)
     take = taker(host.env)
-    for _ in range(2):  # the second time it is known what the library lacks
-        found = take()
-        gpu = found["gpus"][0]
-        assert found["driver_version"] == driver
-        # What the driver reserves is in what is used: it cannot be told apart.
+    for _ in range(2):  # in the second round, the missing functions are known
+        result = take()
+        gpu = result["gpus"][0]
+        assert result["driver_version"] == driver
+        # An old driver reports used memory including the memory that it reserves.
         assert memory(gpu) == (16 * GIB, GIB + 500 * MIB, 15 * GIB - 500 * MIB, None)
-        told = [listed(program.pid, GIB, "/usr/bin/other")]
-        assert gpu["processes"] == (told if driver.startswith("470") else None)
-        assert found["usable"] == host.uuids
+        processes = [listed(program.pid, GIB, "/usr/bin/other")]
+        assert gpu["processes"] == (processes if driver.startswith("470") else None)
+        assert result["usable"] == host.uuids
 
 
-def test_a_driver_too_old_to_be_started(tmp_path: Path, taker: Start) -> None:
+def test_a_driver_that_is_too_old_is_reported(tmp_path: Path, taker: Start) -> None:
     host = Host(tmp_path / "ancient", driver="375.20")
-    found = taker(host.env)()
-    assert found["gpus"] == []
-    assert "too old" in found["problem"]
+    result = taker(host.env)()
+    assert result["gpus"] == []
+    assert "too old" in result["problem"]
 
 
 @pytest.mark.parametrize(
@@ -299,79 +306,80 @@ def test_a_driver_too_old_to_be_started(tmp_path: Path, taker: Start) -> None:
         (nvml_stub.UNKNOWN, "'Unknown Error' (NVML code 999)"),
     ],
 )
-def test_a_driver_that_does_not_start_and_then_does(
+def test_a_driver_that_cannot_start_is_reported_until_it_starts(
     host: Host, take: Callable[..., Any], code: int, words: str
 ) -> None:
     host.fail_init(code)
     for _ in range(2):
-        found = take()
-        assert found["gpus"] == [] and found["usable"] == [] and found["driver_version"] is None
-        assert words in found["problem"]
+        result = take()
+        assert result["gpus"] == [] and result["usable"] == [] and result["driver_version"] is None
+        assert words in result["problem"]
     host.fail_init(0)
     assert take()["usable"] == host.uuids
 
 
-def test_a_driver_without_gpus(host: Host, take: Callable[..., Any]) -> None:
+def test_a_driver_without_gpus_is_reported(host: Host, take: Callable[..., Any]) -> None:
     host.set_count(0)
-    found = take()
-    assert found["gpus"] == [] and "shows no GPU" in found["problem"]
-    assert found["driver_version"] == "550.54.14"
+    result = take()
+    assert result["gpus"] == [] and "shows no GPU" in result["problem"]
+    assert result["driver_version"] == "550.54.14"
     host.set_count(1)
     assert take()["usable"] == host.uuids[:1]
 
 
-def test_no_library_and_a_broken_one(tmp_path: Path) -> None:
-    found = taken_with_library_in(tmp_path)
-    assert found["gpus"] == []
-    assert found["problem"].startswith("no NVIDIA driver here: libnvidia-ml.so.1 is missing. ")
+def test_a_missing_and_a_broken_library_are_reported(tmp_path: Path) -> None:
+    result = inventory_with_library_in(tmp_path)
+    assert result["gpus"] == []
+    assert result["problem"].startswith("no NVIDIA driver here: libnvidia-ml.so.1 is missing. ")
     (tmp_path / "libnvidia-ml.so.1").write_text("this is no library")
-    found = taken_with_library_in(tmp_path)
-    assert found["gpus"] == []
-    assert "cannot be loaded" in found["problem"]
-    assert "file too short" in found["problem"] or "ELF" in found["problem"]
+    result = inventory_with_library_in(tmp_path)
+    assert result["gpus"] == []
+    assert "cannot be loaded" in result["problem"]
+    assert "file too short" in result["problem"] or "ELF" in result["problem"]
 
 
-def taken_with_library_in(folder: Path) -> dict[str, Any]:
-    """Return what a new process finds; the loader reads where libraries are when a program begins."""
+def inventory_with_library_in(folder: Path) -> dict[str, Any]:
+    """Return the inventory of a new process. The loader reads the search path only when a program starts."""
     with suppress(OSError):
         ctypes.CDLL("libnvidia-ml.so.1")
         pytest.skip("this machine has NVIDIA's library")
     command = [sys.executable, str(Path(__file__).with_name("taker.py")), "--alone"]
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(TESTS)}
-    done = run(command, env=env, input="take\n", check=True)
-    found: dict[str, Any] = json.loads(done.stdout)["answer"]
-    return found
+    completed = run(command, env=env, input="take\n", check=True)
+    result: dict[str, Any] = json.loads(completed.stdout)["answer"]
+    return result
 
 
-def test_a_fork_starts_anew(host: Host, take: Callable[..., Any]) -> None:
-    """It does not wait for a thread that it does not have, either."""
+def test_a_fork_initialises_nvml_again(host: Host, take: Callable[..., Any]) -> None:
+    """The fork must not wait for a thread that exists only in its parent."""
     assert take("fork")["usable"] == host.uuids
     take()
-    assert take("fork")["usable"] == host.uuids  # the stub refuses handles of the process it was forked from
+    # The stub refuses handles of the parent in a fork.
+    assert take("fork")["usable"] == host.uuids
     assert take()["usable"] == host.uuids
     assert take("fork-meanwhile")["usable"] == host.uuids
 
 
-def test_others_use_nvml_in_the_same_process(host: Host, take: Callable[..., Any]) -> None:
+def test_nvml_of_the_user_and_ours_do_not_affect_each_other(host: Host, take: Callable[..., Any]) -> None:
     take("user nvmlInit")
     assert take()["usable"] == host.uuids
     take("close")
-    assert take("user nvmlDeviceGetCount") == 2  # ours is not theirs
+    assert take("user nvmlDeviceGetCount") == 2  # the user's NVML is still open
     take()
     take("user nvmlShutdown")
-    assert take()["usable"] == host.uuids  # and theirs not ours
+    assert take()["usable"] == host.uuids  # ours is still open
 
 
-def test_somebody_shuts_nvml_down_too_often(host: Host, take: Callable[..., Any]) -> None:
+def test_a_surplus_shutdown_of_nvml_does_no_harm(host: Host, take: Callable[..., Any]) -> None:
     take()
     take("user nvmlShutdown")
     assert take()["usable"] == host.uuids
     take("user nvmlShutdown")
-    take("user nvmlInit")  # handles from before are worthless, and nothing says so
+    take("user nvmlInit")  # older handles are invalid now, but NVML does not say so
     assert take()["usable"] == host.uuids
 
 
-def test_closed_means_closed(host: Host, take: Callable[..., Any]) -> None:
+def test_close_shuts_nvml_down(host: Host, take: Callable[..., Any]) -> None:
     take("close")
     take()
     take("close")

@@ -1,4 +1,4 @@
-"""Which GPUs CUDA_VISIBLE_DEVICES leaves: against examples, a plain model, and PyTorch's own reading."""
+"""The GPUs that CUDA_VISIBLE_DEVICES leaves visible, compared with examples and with PyTorch."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ WITH_MIG = inventory(
 
 
 def uuids(gpus: Sequence[GPU]) -> list[str]:
-    return [one.uuid.partition("-")[2] for one in gpus]
+    return [gpu.uuid.partition("-")[2] for gpu in gpus]
 
 
-# What is left, and by which values.
+# The visible GPUs, and values of the variable that lead to them.
 OF_THREE: dict[str, list[str | None]] = {
     "aa11 aa22 bb33": [None, "0,1,2"],
     "aa22 bb33": [" 1 , 2", "1gpu2,2ampere"],
@@ -48,8 +48,8 @@ OF_THREE: dict[str, list[str | None]] = {
     "aa11": ["0,-1,1", "0,7,1", "0,,1", "0,x,1", "GPU-aa1,GPU-zz,GPU-b", "GPU-aa11,1", "0,GPU-bb33"],
     "bb33": ["GPU-b"],
     "": [
-        *("", " ", "-1", "NoDevFiles", "9" * 5000, "gpu-aa11", "aa11"),  # the fourth is Slurm's "none"
-        *("GPU-aa", "GPU-b,GPU-bb33", "GPU-b,GPU-b", "0,1,0"),  # two begin so; twice the same
+        *("", " ", "-1", "NoDevFiles", "9" * 5000, "gpu-aa11", "aa11"),  # Slurm sets "NoDevFiles" for none
+        *("GPU-aa", "GPU-b,GPU-bb33", "GPU-b,GPU-b", "0,1,0"),  # an ambiguous prefix, and duplicates
     ],
 }
 OF_MIG: dict[str, list[str | None]] = {
@@ -58,41 +58,41 @@ OF_MIG: dict[str, list[str | None]] = {
     "dd55 cc33 cc44": ["2,1"],
     "cc44": ["MIG-cc44", "MIG-cc44,GPU-aa11", "MIG-cc44,0"],
     "cc44 cc33": ["MIG-cc44,MIG-cc33"],
-    "": ["MIG-cc4", "MIG-cc44,MIG-cc44"],  # only GPUs' UUIDs may be shortened
+    "": ["MIG-cc4", "MIG-cc44,MIG-cc44"],  # UUIDs of MIG devices may not be shortened
 }
 
 
 @pytest.mark.parametrize(
-    ("found", "value", "left"),
+    ("gpus", "value", "expected"),
     [
-        (found, value, left)
-        for found, examples in ((THREE, OF_THREE), (WITH_MIG, OF_MIG))
-        for left, values in examples.items()
+        (gpus, value, expected)
+        for gpus, examples in ((THREE, OF_THREE), (WITH_MIG, OF_MIG))
+        for expected, values in examples.items()
         for value in values
     ],
-    ids=lambda given: str(given)[:20],
+    ids=lambda argument: str(argument)[:20],
 )
-def test_examples(found: Inventory, value: str | None, left: str) -> None:
-    assert " ".join(uuids(found.visible(value))) == left
+def test_the_variable_leaves_the_expected_gpus(gpus: Inventory, value: str | None, expected: str) -> None:
+    assert " ".join(uuids(gpus.visible(value))) == expected
 
 
 def test_a_broken_gpu_keeps_its_number() -> None:
-    found = inventory(gpu(0, "", problem="it is lost"), gpu(1, "GPU-aa22"))
-    assert [one.index for one in found.visible("1")] == [1]
-    assert [one.index for one in found.visible("0,1")] == [0, 1]
-    assert uuids(found.visible("GPU-")) == ["aa22"]
+    gpus = inventory(gpu(0, "", problem="it is lost"), gpu(1, "GPU-aa22"))
+    assert [gpu.index for gpu in gpus.visible("1")] == [1]
+    assert [gpu.index for gpu in gpus.visible("0,1")] == [0, 1]
+    assert uuids(gpus.visible("GPU-")) == ["aa22"]
 
 
-def test_a_whole_uuid_is_not_taken_for_the_beginning_of_another() -> None:
-    found = inventory(gpu(0, "GPU-aa"), gpu(1, "GPU-aabb"))
-    assert found.visible("GPU-aa") == found.gpus[:1]
+def test_a_complete_uuid_is_not_taken_for_a_prefix() -> None:
+    gpus = inventory(gpu(0, "GPU-aa"), gpu(1, "GPU-aabb"))
+    assert gpus.visible("GPU-aa") == gpus.gpus[:1]
 
 
 @given(st.text("0123456789,-+ GPUMIabcd/x\x00\n٣", max_size=40))
-def test_any_text_leaves_some_of_the_gpus_each_once(value: str) -> None:
-    left = WITH_MIG.visible(value)
-    assert len(set(left)) == len(left)
-    assert set(left) <= set(WITH_MIG.visible(None))
+def test_any_text_leaves_a_subset_of_the_gpus_without_duplicates(value: str) -> None:
+    visible = WITH_MIG.visible(value)
+    assert len(set(visible)) == len(visible)
+    assert set(visible) <= set(WITH_MIG.visible(None))
 
 
 COUNTED = """
@@ -107,7 +107,7 @@ print(json.dumps(counts))
 """
 
 
-def test_pytorch_counts_as_many(host: Host) -> None:
+def test_pytorch_counts_the_same_number_of_gpus(host: Host) -> None:
     first, second = host.uuids
     values = ["", "0", "1", "0,1", "1,0", "0,0", "0,2", "2", "2,0", "-1", "0,-1", "0,x", "1a,0b", " 1"]
     values += ["x", "5,5,0", "GPU-", "GPU-zz", first[:7]]
@@ -115,13 +115,13 @@ def test_pytorch_counts_as_many(host: Host) -> None:
     env = {**os.environ, **host.env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     env.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, "-c", COUNTED, json.dumps(values)]
-    done = run(command, env=env, check=True)
-    found = inventory(gpu(0, first), gpu(1, second))
-    ours = {value: len(found.visible(value)) for value in values}
-    assert ours == dict(zip(values, json.loads(done.stdout), strict=True))
+    completed = run(command, env=env, check=True)
+    gpus = inventory(gpu(0, first), gpu(1, second))
+    counts = {value: len(gpus.visible(value)) for value in values}
+    assert counts == dict(zip(values, json.loads(completed.stdout), strict=True))
 
 
-def test_what_is_not_known_counts_against_a_gpu() -> None:
+def test_a_gpu_with_unknown_memory_is_not_usable() -> None:
     healthy = gpu(0, "GPU-aa11")
     assert healthy.is_usable
     for missing in ("total_bytes", "used_bytes", "free_bytes"):

@@ -1,13 +1,13 @@
-"""A host with GPUs that are not there: a stub of NVIDIA's management library, and what drives it.
+"""A host with simulated GPUs: a stub of NVIDIA's management library, and the classes that control it.
 
-Programs that start with :attr:`Host.env` and use nvidia-ml-py see the GPUs of that host. Its answers are
-files, so they can change while programs run::
+Programs that start with :attr:`Host.env` and use nvidia-ml-py see the GPUs of that host. The answers of the
+library come from files, so they can change while programs run::
 
     host = Host(tmp_path / "host", gpus=2)
     host.set(0, used=12 * GIB)
     subprocess.run(command, env={**os.environ, **host.env})
 
-A simulated worker calls :func:`allocate`; what it uses is counted as long as its process is there.
+A simulated worker calls :func:`allocate`. Its memory is counted while its process exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIB = 2**30
 
 Fields = dict[str, int | str]
 
-# What NVML functions answer (nvml.h).
+# Return codes of NVML functions (nvml.h).
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 DRIVER_NOT_LOADED = 9
@@ -42,17 +42,18 @@ _SOURCE = Path(__file__).with_name("nvml.c")
 FILES = Path(__file__).with_name("host_files.h")
 _NAME = "libnvidia-ml.so.1"
 _NO_MIG = -1
-_FIRST_PROGRAM = 9_000_000  # more than Linux ever gives a process (PID_MAX_LIMIT is 4,194,304)
+_FIRST_PROGRAM = 9_000_000  # above all pids of Linux (PID_MAX_LIMIT is 4,194,304)
 _NAMESPACE = uuid.UUID("6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59")
 _COUNTER = itertools.count()
 
 
 @cache
 def compiled(driver: int) -> Path:
-    """Return the library of a driver's major version; compiled once for all processes, as bytecode is.
+    """Return the path of the library for a major version of the driver.
 
-    Before 510 it has no ``nvmlDeviceGetMemoryInfo_v2`` and no third version of the lists of processes, before
-    450 no MIG and no second version, before 390 nothing that nvidia-ml-py could start.
+    It is compiled once for all processes and kept in ``__pycache__``, like bytecode. Before 510 the library
+    has no ``nvmlDeviceGetMemoryInfo_v2`` and no third version of the process lists. Before 450 it has no MIG
+    and no second version of these lists. Before 390 nvidia-ml-py cannot initialise it.
     """
     code = hashlib.sha256(_SOURCE.read_bytes() + FILES.read_bytes()).hexdigest()[:16]
     name = f"nvml-{driver}-{platform.machine()}-{code}"
@@ -73,33 +74,33 @@ def _compile(driver: int) -> bytes:
     with tempfile.TemporaryDirectory(prefix="nvml-stub-") as folder:
         library = Path(folder, _NAME)
         command = [compiler, *flags, f"-Wl,-soname,{_NAME}", "-o", str(library), str(_SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{compiler} could not build the NVML stub:\n{done.stderr}")
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if completed.returncode:
+            raise RuntimeError(f"{compiler} could not build the NVML stub:\n{completed.stderr}")
         return library.read_bytes()
 
 
 @dataclass(frozen=True)
 class Program:
-    """What another program uses on a GPU, until :meth:`end`."""
+    """Memory that another program uses on a GPU until :meth:`end` is called."""
 
     pid: int
     path: Path
 
     def end(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.path.unlink(missing_ok=True)
 
 
 class Host:
     """A host with up to 64 stub GPUs.
 
-    ``total``, ``reserved``: memory of each GPU, and what the driver keeps of it, in bytes.
-    ``driver``: its version, which decides which symbols its library has, see :func:`compiled`.
-    ``host``: tells hosts apart whose GPUs are not to have the same UUIDs.
+    ``total``, ``reserved``: memory of each GPU, and memory that the driver reserves on it, in bytes.
+    ``driver``: version of the driver, which decides the symbols of the library (see :func:`compiled`).
+    ``host``: name of the host. GPUs of hosts with different names have different UUIDs.
 
-    Programs on this host start with the variables :attr:`env`. :attr:`uuids` are in the order of the GPUs'
-    numbers; by default the same for every host, so that output can be compared.
+    Programs on this host start with the environment variables :attr:`env`. :attr:`uuids` is in the order of
+    the GPUs' numbers. By default, all hosts have the same UUIDs, so that their output can be compared.
     """
 
     def __init__(
@@ -113,27 +114,34 @@ class Host:
         host: str = "",
     ) -> None:
         self.folder = folder.absolute()
-        # The same for all hosts: processes share a fork server only if they search the same folders.
+        # All hosts use the same library file, because processes share a fork server only if their search
+        # paths are equal.
         self.stub_file = compiled(int(driver.partition(".")[0]))
         (self.folder / "use").mkdir(parents=True, exist_ok=True)
         paths = [str(self.stub_file.parent), os.environ.get("LD_LIBRARY_PATH", "")]
         self.env = {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), "NVML_STUB_DIR": str(self.folder)}
         self.uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, f'{host}{index}')}" for index in range(gpus)]
-        for index, of in enumerate(self.uuids):
-            fields: Fields = {"uuid": of, "name": name, "total": total, "used": 0, "reserved": reserved}
+        for index, gpu_uuid in enumerate(self.uuids):
+            fields: Fields = {"uuid": gpu_uuid, "name": name, "total": total, "used": 0, "reserved": reserved}
             _write(self.folder / f"gpu-{index}", {**fields, "util": 0, "temp": 40})
         _write(self.folder / "host", {"driver": driver, "init": 0, "gpus": gpus})
 
     def set(self, index: int | str, *, lost: bool | None = None, **fields: int | str | None) -> None:
-        """Change what a GPU or MIG device (number, or UUID) answers.
+        """Change the answers of a GPU or MIG device.
 
-        ``lost``: whether it has fallen off the bus: every call for it fails.
-        ``fields``: ``name``; ``total``, ``reserved`` and ``used`` (by programs that are not simulated), in
-        bytes; ``util`` in percent; ``temp`` in degrees Celsius; ``error`` (a code, for every call);
-        ``hidden=1`` (processes are listed, their memory is not told); ``unlisted=1`` (none is listed);
-        ``shift`` (added to their numbers, as those of another namespace); ``persistence`` (mode, 0 or 1);
-        ``compute_mode`` (3: EXCLUSIVE_PROCESS); ``mps=1`` (its processes are clients of MPS); None takes a
-        field away.
+        ``index``: number or UUID of the device.
+        ``lost``: True if the GPU has fallen off the bus, so that each call for it fails.
+        ``fields``: new values. None removes a field.
+
+        - ``name``, and ``total``, ``reserved`` and ``used`` (by programs that are not simulated) in bytes
+        - ``util`` in percent, ``temp`` in degrees Celsius
+        - ``error``: code returned by each call
+        - ``hidden=1``: processes are listed without their memory
+        - ``unlisted=1``: no process is listed
+        - ``shift``: number added to all pids, as if they were from another namespace
+        - ``persistence``: mode, 0 or 1
+        - ``compute_mode``: 3 is EXCLUSIVE_PROCESS
+        - ``mps=1``: processes are clients of MPS
         """
         if lost is not None:
             fields["error"] = GPU_IS_LOST if lost else 0
@@ -148,7 +156,7 @@ class Host:
         graphics: bool = False,
         mps: bool = False,
     ) -> Program:
-        """Let another program use memory, until its ``end()``. Without a pid: one of no process."""
+        """Let another program use memory until its ``end()``. By default its pid is that of no process."""
         number = next(_COUNTER)
         pid = _FIRST_PROGRAM + number if pid is None else pid
         gpu, mig = _find(self.folder, index)
@@ -158,12 +166,12 @@ class Host:
         return Program(pid, path)
 
     def fail(self, function: str, code: int | None, index: int | str | None = None) -> None:
-        """Let an NVML function fail with a code (None: no more), on one GPU or on the whole host."""
+        """Let an NVML function fail with a code, on one GPU or on all GPUs. None ends the failure."""
         path = self.folder / "host" if index is None else self._file(index)
         _update(path, {f"fail {function}": code})
 
     def hang(self, function: str, pid: int = 0) -> None:
-        """Let an NVML function not return any more, in one process or (0) in all, until :meth:`go_on`."""
+        """Let an NVML function block until :meth:`go_on`, in one process, or in all if ``pid`` is 0."""
         _replace(self.folder / "hang", f"{function} {pid}\n".encode())
 
     def hanging(self) -> set[int]:
@@ -171,52 +179,52 @@ class Host:
         return {int(path.name.rpartition("-")[2]) for path in self.folder.glob("hanging-*")}
 
     def go_on(self) -> None:
-        """Let what hangs go on."""
+        """Let blocked functions continue."""
         (self.folder / "hang").unlink(missing_ok=True)
         for path in self.folder.glob("hanging-*"):
             path.unlink()
 
     def count_calls(self) -> None:
-        """Note the calls of NVML functions from now on, those of all processes."""
+        """Start counting the calls of NVML functions in all processes."""
         shutil.rmtree(self.folder / "calls", ignore_errors=True)
         (self.folder / "calls").mkdir()
         _update(self.folder / "host", {"count": 1})
 
     def calls(self) -> dict[int, Counter[str]]:
-        """Return how often each process has called which function since :meth:`count_calls`."""
+        """Return the number of calls of each function since :meth:`count_calls`, by pid."""
         return {
             int(path.name): Counter(path.read_text().split()) for path in (self.folder / "calls").iterdir()
         }
 
     def set_cuda(self, version: int) -> None:
-        """Set the newest CUDA that the driver supports, as NVML says it: 12040 for 12.4."""
+        """Set the newest CUDA version that the driver supports, in NVML's format: 12040 for 12.4."""
         _update(self.folder / "host", {"cuda": version})
 
     def fail_init(self, code: int) -> None:
-        """Let ``nvmlInit`` answer this code: DRIVER_NOT_LOADED, NO_PERMISSION, LIB_RM_VERSION_MISMATCH ..."""
+        """Let ``nvmlInit`` return a code: DRIVER_NOT_LOADED, NO_PERMISSION, LIB_RM_VERSION_MISMATCH ..."""
         _update(self.folder / "host", {"init": code})
 
     def set_count(self, gpus: int) -> None:
-        """Show only the first GPUs."""
+        """Show only the first ``gpus`` GPUs."""
         _update(self.folder / "host", {"gpus": gpus})
 
     def mig(self, index: int, sizes: list[int] | None) -> list[str]:
-        """Turn MIG mode on, with devices of these sizes in bytes; return their UUIDs. None turns it off."""
+        """Turn MIG mode on, with devices of these sizes in bytes. Returns their UUIDs. None turns it off."""
         card = self.folder / f"gpu-{index}"
         if sizes is None:
             _update(card, {"mig": 0, "instances": 0})
             return []
         uuids = [f"MIG-{uuid.uuid5(_NAMESPACE, f'{index}/{mig}')}" for mig in range(len(sizes))]
         model = _read(card)["name"]
-        for mig, (of, size) in enumerate(zip(uuids, sizes, strict=True)):
+        for mig, (mig_uuid, size) in enumerate(zip(uuids, sizes, strict=True)):
             name = f"{model} MIG {mig + 1}g.{size // GIB}gb"
-            fields: Fields = {"uuid": of, "name": name, "total": size, "used": 0, "reserved": 0}
+            fields: Fields = {"uuid": mig_uuid, "name": name, "total": size, "used": 0, "reserved": 0}
             _write(self.folder / f"gpu-{index}-{mig}", fields)
         _update(card, {"mig": 1, "instances": len(sizes)})
         return uuids
 
     def used(self, index: int | str) -> int:
-        """Return the bytes in use on a GPU of this host, as :func:`used` does in its processes."""
+        """Return the bytes in use on a GPU of this host. Its own processes can call :func:`used` instead."""
         return _used(self.folder, index)
 
     def _file(self, index: int | str) -> Path:
@@ -224,20 +232,20 @@ class Host:
 
 
 def allocate(index: int | str, nbytes: int) -> None:
-    """Let this process use so many bytes of a GPU (number, or UUID, MIG devices too) from now on; 0: none.
+    """Let this process use ``nbytes`` bytes of a GPU or MIG device, given by number or UUID.
 
-    The memory is free again when the process is gone, however it ended. No lock is taken: each process has a
-    file of its own.
+    A later call replaces the number of bytes. The memory is free again when the process has ended, even if it
+    was killed. No lock is needed, because each process has its own file.
     """
     folder = Path(os.environ["NVML_STUB_DIR"])
     pid = os.getpid()
     gpu, mig = _find(folder, index)
     path = folder / "use" / f"{pid}.{_start_of(pid)}"
     lines = path.read_text().splitlines() if path.exists() else []
-    mine = f"{pid} {gpu} {mig} "
-    lines = [line for line in lines if not line.startswith(mine)]
+    own_prefix = f"{pid} {gpu} {mig} "
+    lines = [line for line in lines if not line.startswith(own_prefix)]
     if nbytes:
-        lines.append(f"{mine}{nbytes}")
+        lines.append(f"{own_prefix}{nbytes}")
     if lines:
         _replace(path, "".join(f"{line}\n" for line in lines).encode())
     else:
@@ -245,9 +253,9 @@ def allocate(index: int | str, nbytes: int) -> None:
 
 
 def used(index: int | str) -> int:
-    """Return the bytes in use on a GPU, by processes that are there and by other programs.
+    """Return the bytes in use on a GPU by simulated processes that still exist and by other programs.
 
-    Counted here and not in the library, so that one can be checked against the other.
+    This count is independent of that of the library, so tests can compare the two.
     """
     return _used(Path(os.environ["NVML_STUB_DIR"]), index)
 
@@ -274,7 +282,10 @@ def _used(folder: Path, index: int | str) -> int:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started, in clock ticks: a later one with its number has another. None: gone."""
+    """Return the start time of a process in clock ticks, or None if it has ended.
+
+    It distinguishes the process from a later one with the same pid.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -284,7 +295,7 @@ def _start_of(pid: int) -> str | None:
 
 
 def _find(folder: Path, index: int | str) -> tuple[int, int]:
-    """Return the number of the card and of its MIG device (-1: the card itself)."""
+    """Return the number of the card and of its MIG device, which is -1 for the card itself."""
     if isinstance(index, int):
         return index, _NO_MIG
     for path in folder.glob("gpu-*"):
@@ -299,7 +310,7 @@ def _device_file(folder: Path, gpu: int, mig: int) -> Path:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the fields of a file. The value is the last word, except of names."""
+    """Return the fields of a file, with the rest of each line as the value."""
     fields = {}
     for line in path.read_text().splitlines():
         key, _, value = line.partition(" ")
@@ -320,7 +331,7 @@ def _update(path: Path, changes: Mapping[str, int | str | None]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file at once: whoever reads it meanwhile sees the old one or the new one."""
+    """Write a file atomically, so that a reader sees either the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_COUNTER)}")
     temporary.write_bytes(content)
     temporary.replace(path)

@@ -1,4 +1,4 @@
-/* The files of a host with stub GPUs, as nvml.c describes them: read by its library and by the stand-in for CUDA. */
+/* Reads the files of a host with stub GPUs, which nvml.c describes, for its library and the stand-in for CUDA. */
 
 #ifndef HOST_FILES_H
 #define HOST_FILES_H
@@ -13,7 +13,7 @@
 #define TEXT_BYTES 65536
 #define NO_MIG (-1)
 #define ANY (-1)
-#define FIRST_BUS 0x10 /* on PCI: card i has bus 0x10 + i */
+#define FIRST_BUS 0x10 /* PCI bus of card 0; card i has bus 0x10 + i */
 
 typedef unsigned long long Bytes;
 
@@ -36,7 +36,7 @@ static int read_stub(const char *name, char *text, size_t size) {
     return read_path(path, text, size);
 }
 
-/* The rest of the line that starts with a word and a space; its length, or -1. */
+/* Find the line that starts with a word and a space. `value` is its rest. Returns the length of that, or -1. */
 static int field(const char *text, const char *key, const char **value) {
     size_t length = strlen(key);
     for (const char *line = text; line && *line; line = strchr(line, '\n'), line = line ? line + 1 : NULL) {
@@ -53,21 +53,21 @@ static long long number(const char *text, const char *key, long long absent) {
     return field(text, key, &value) < 0 ? absent : strtoll(value, NULL, 10);
 }
 
-/* When a process started, in clock ticks: a later one with its number has another. 0: it is gone. A zombie has
- * given its memory back. */
+/* Return the start time of a process in clock ticks, which a later process with the same pid does not have.
+ * Returns 0 if the process has ended. A zombie counts as ended, because its memory is free. */
 static unsigned long long start_of(long pid) {
     char path[64], stat[2048], state = 0;
     unsigned long long start = 0;
     snprintf(path, sizeof path, "/proc/%ld/stat", pid);
     if (!read_path(path, stat, sizeof stat)) return 0;
-    char *rest = strrchr(stat, ')'); /* the name before it may contain anything */
+    char *rest = strrchr(stat, ')'); /* the name before the last ')' may contain any character */
     if (rest == NULL) return 0;
     sscanf(rest + 2, "%c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &state,
            &start);
     return state == 'Z' || state == 'X' ? 0 : start;
 }
 
-/* Whether the process that wrote this file is there. */
+/* Return 1 if the process that wrote this file still exists. */
 static int alive(const char *file_name) {
     char *dot;
     long pid = strtol(file_name, &dot, 10);
@@ -76,7 +76,7 @@ static int alive(const char *file_name) {
     return start && start == strtoull(dot + 1, NULL, 10);
 }
 
-/* In which of NVML's lists a program stands. */
+/* The list of NVML in which a program appears. */
 enum { COMPUTE, GRAPHICS, MPS };
 
 static int kind_of(const char *file_name) {
@@ -92,7 +92,7 @@ typedef struct {
     int kind;
 } Use;
 
-/* Call `each` for every use of a device (ANY: of all); a card's includes its MIG devices'. */
+/* Call `each` for every use of a device, or of all devices (ANY). The uses of MIG devices count for their card. */
 static void uses(int gpu, int mig, void (*each)(const Use *use, void *context), void *context) {
     const char *folder = getenv("NVML_STUB_DIR");
     char path[4096], text[TEXT_BYTES];
@@ -126,7 +126,7 @@ static void uses(int gpu, int mig, void (*each)(const Use *use, void *context), 
 
 /* --- limits of control groups: limits/<gpu><group with % for />, "<soft> <hard> <group>" -------------------- */
 
-/* The folder of a process's control group of version 2; 0 where there is none. */
+/* Find the folder of a process's control group (version 2). Returns 0 if there is none. */
 static int group_of(long pid, char *path, size_t size) {
     char name[64], text[TEXT_BYTES], mounts[TEXT_BYTES], point[4096] = "";
     snprintf(name, sizeof name, "/proc/%ld/cgroup", pid);
@@ -162,7 +162,7 @@ static Bytes used_by_group(int gpu, const char *group) {
     return sum.sum;
 }
 
-/* Call `each` for every limit on a card; a group that is removed has none. */
+/* Call `each` for every limit on a card. The limits of removed groups are left out. */
 static void limits(int gpu, void (*each)(const char *group, Bytes soft, Bytes hard, void *context), void *context) {
     const char *folder = getenv("NVML_STUB_DIR");
     char path[4096], text[8192], group[4096];

@@ -1,27 +1,27 @@
-/* A libnvidia-ml.so.1 without a driver: it answers from the files of NVML_STUB_DIR.
+/* A libnvidia-ml.so.1 that needs no driver, because its answers come from the files in NVML_STUB_DIR.
  *
- * They are read again at each call, so a test can change them while programs run. Whoever writes them replaces
- * whole files, so a read never sees half of a change. No state but the count of nvmlInit calls.
+ * The files are read again at each call, so a test can change them while programs run. A writer replaces whole
+ * files, so a reader never sees half of a change. The only state of the library is its count of nvmlInit calls.
  *
- *   host        "driver 550.54.14", "init <code>" (what nvmlInit answers), "gpus <count>", "fail <function> <code>",
- *               "cuda 12040" (the newest CUDA of this driver)
- *               "count 1" (calls are noted, in calls/<pid>: the name of a function in each line)
- *   hang        "<function> <pid or 0>": that function does not return, in that process or all, while this is so
+ *   host        "driver 550.54.14", "init <code>" (returned by nvmlInit), "gpus <count>", "fail <function> <code>",
+ *               "cuda 12040" (the newest CUDA version of this driver)
+ *               "count 1" (calls are recorded in calls/<pid>, with the name of a function in each line)
+ *   hang        "<function> <pid or 0>": while this file exists, the function blocks in that process, or in all
  *   gpu-<i>     "uuid", "name", "total", "used", "reserved" (bytes), "util" (percent), "temp" (degrees Celsius),
- *               "persistence 1" (mode, 0 is off), "compute_mode 3" (EXCLUSIVE_PROCESS), "error <code>" (of every
+ *               "persistence 1" (mode, 0 is off), "compute_mode 3" (EXCLUSIVE_PROCESS), "error <code>" (of each
  *               call), "hidden 1" (processes without memory figures), "unlisted 1" (no process is listed), "shift
- *               <number>" (added to their pids, as of another namespace), "mps 1" (its processes are clients of
+ *               <number>" (added to their pids, as in another namespace), "mps 1" (its processes are clients of
  *               MPS), "mig 1", "instances <count>", "fail <function> <code>"
- *   gpu-<i>-<j> the same of MIG device j of GPU i
- *   limits/...  what control groups may have of cards, from driver 615 on; see host_files.h
- *   use/<pid>.<start>   what a process uses, counted while it is there: lines of
- *                       "<pid> <gpu> <MIG device or -1> <bytes> [name]". Simulated workers write them
- *                       (nvml_stub.allocate), or the stand-in for CUDA does (../cuda_stub)
- *   use/program-<n>     the same of a program that need not exist, counted as long as the file is there
- *   use/graphics-<n>    the same of a program that draws
- *   use/mps-<n>         the same of a client of MPS
+ *   gpu-<i>-<j> the same for MIG device j of GPU i
+ *   limits/...  limits of control groups on cards, since driver 615; see host_files.h
+ *   use/<pid>.<start>   memory of a process, counted while the process exists: lines of
+ *                       "<pid> <gpu> <MIG device or -1> <bytes> [name]". They are written by simulated workers
+ *                       (nvml_stub.allocate) or by the stand-in for CUDA (../cuda_stub)
+ *   use/program-<n>     the same for a program that need not exist, counted while the file exists
+ *   use/graphics-<n>    the same for a graphics program
+ *   use/mps-<n>         the same for a client of MPS
  *
- * A handle is good for one nvmlInit in one process: after nvmlShutdown, or in a fork, it is refused, which is
+ * A handle is valid for one nvmlInit in one process. After nvmlShutdown, or in a fork, it is refused, which is
  * stricter than the real library. DRIVER is the major version of the driver whose symbols are exported.
  */
 
@@ -56,9 +56,9 @@ enum {
 
 typedef void *Device;
 
-EXPORT int users;      /* nvmlInit minus nvmlShutdown; exported for tests */
-static pid_t user_pid; /* of the process that called it: a fork starts anew */
-static unsigned epoch; /* counts initialisations, so that older handles are known as such */
+EXPORT int users;      /* calls of nvmlInit minus calls of nvmlShutdown; exported for tests */
+static pid_t user_pid; /* process that called nvmlInit; a fork has to call it again */
+static unsigned epoch; /* counts initialisations, so that older handles can be refused */
 
 static int copy(const char *text, const char *key, char *target, unsigned size) {
     const char *value;
@@ -76,9 +76,9 @@ static int forced(const char *text, const char *function) {
     return (int)number(text, key, SUCCESS);
 }
 
-/* --- what every call starts with -------------------------------------------------------------------------- */
+/* --- the first steps of each call -------------------------------------------------------------------------- */
 
-/* Note this call where calls are counted. */
+/* Record this call if calls are counted. */
 static void note(const char *function) {
     char text[TEXT_BYTES], path[4096], line[128];
     if (!read_stub("host", text, sizeof text) || !number(text, "count", 0)) return;
@@ -86,11 +86,11 @@ static void note(const char *function) {
     int file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     if (file < 0) return;
     int length = snprintf(line, sizeof line, "%s\n", function);
-    if (write(file, line, (size_t)length) != length) abort(); /* a test would count wrong */
+    if (write(file, line, (size_t)length) != length) abort(); /* otherwise a test would miscount */
     close(file);
 }
 
-/* Wait as long as the file "hang" names this function, and this process or 0; "hanging-<pid>" says so. */
+/* Block while the file "hang" names this function, and this process or 0. The file "hanging-<pid>" shows this. */
 static void hang(const char *function) {
     char text[256], name[128], path[4096];
     int pid;
@@ -122,7 +122,7 @@ static int gpu_file(const char *function, int gpu, int mig, char *text, size_t s
     return error ? error : forced(text, function);
 }
 
-/* The text of a device's file. A MIG device is lost with its card. */
+/* Read the text of a device's file. A MIG device is lost with its card. */
 static int device(const char *function, Device of, int *gpu, int *mig, char *text, size_t size) {
     uintptr_t bits = (uintptr_t)of;
     int error = host(function, text, size);
@@ -149,7 +149,7 @@ static int device(const char *function, Device of, int *gpu, int *mig, char *tex
     (void)gpu, (void)mig;                                             \
     if (error) return error
 
-/* --- who uses how much ------------------------------------------------------------------------------------ */
+/* --- memory of processes ---------------------------------------------------------------------------------- */
 
 static void add(const Use *use, void *context) { *(Bytes *)context += use->bytes; }
 
@@ -346,7 +346,7 @@ static void memory(const char *text, int gpu, int mig, Memory_v2 *result) {
     result->free = taken < result->total ? result->total - taken : 0;
 }
 
-/* Before version 2 what the driver reserves is part of what is used. */
+/* Before version 2, the used memory includes the memory that the driver reserves. */
 EXPORT int nvmlDeviceGetMemoryInfo(Device of, Memory *result) {
     DEVICE(of);
     Memory_v2 now;
@@ -369,7 +369,7 @@ EXPORT int nvmlDeviceGetMemoryInfo_v2(Device of, Memory_v2 *result) {
 #if DRIVER >= 615
 typedef struct {
     const char *group;
-    Bytes soft, hard, used; /* the last one only where they are asked for */
+    Bytes soft, hard, used; /* `used` is only set for queries, not for changes */
 } Limits;
 
 static void find_limits(const char *group, Bytes soft, Bytes hard, void *context) {
@@ -475,7 +475,7 @@ static int processes(const char *function, Device of, unsigned *count, Process *
     return listing.found == 0 || (into != NULL && fits) ? SUCCESS : INSUFFICIENT_SIZE;
 }
 
-/* Without a version: as PyTorch asks when memory has run out. */
+/* PyTorch calls this function, without a version, when memory has run out. */
 EXPORT int nvmlDeviceGetComputeRunningProcesses(Device of, unsigned *count, Process_v1 *into) {
     Process found[1024];
     unsigned room = *count, most = sizeof found / sizeof *found;
@@ -505,7 +505,7 @@ LISTS(_v2)
 LISTS(_v3)
 #endif
 
-/* --- NVLink: PyTorch asks as soon as memory has run out, to say which other GPUs could be used ------------- */
+/* --- NVLink, which PyTorch queries when memory has run out, to name other GPUs that could be used ---------- */
 
 #define NOT_HERE(function) \
     EXPORT int function(Device of) { return (void)of, NOT_SUPPORTED; }
@@ -513,7 +513,7 @@ LISTS(_v3)
 NOT_HERE(nvmlDeviceGetNvLinkRemoteDeviceType)
 NOT_HERE(nvmlDeviceGetNvLinkRemotePciInfo_v2)
 
-/* The caller has set the state to 0, not supported, which is the answer of a card without a fabric. */
+/* The caller has set the state to 0 (not supported), which is the state of a card without a fabric. */
 EXPORT int nvmlDeviceGetGpuFabricInfoV(Device of, void *information) {
     DEVICE(of);
     (void)information;

@@ -1,4 +1,4 @@
-"""A module whose import ends the first process that does so, and hangs nobody else."""
+"""A module that ends the second process that imports it, which is a rank. Others are not affected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 if folder := os.environ.get("RANKS_TEST_FOLDER"):
     Path(folder, f"pid-{os.getpid()}").touch()
-    # Imported by the worker that starts the ranks, then by each of them: the second one to come ends.
+    # The worker that starts the ranks imports this module first, then each rank. The second process ends.
     if len(list(Path(folder).glob("pid-*"))) == 2:
         os._exit(9)
 

@@ -1,4 +1,4 @@
-"""What ranks do in tests: they train a small model, or fail in some way."""
+"""Tasks of ranks in these tests: they train a small model, or fail in different ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flower_gpu.pytorch.weights import get_state, get_weights, is_sharded, save_
 
 
 class Net(nn.Module):
-    """Two blocks, a tensor that two places share, and a buffer that is not in the state_dict."""
+    """A model with two blocks, a weight shared by two layers, and a buffer that is not in the state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def in_ranks(model: Net, way: str) -> nn.Module:
-    """Bring a model to several ranks, as the page on several GPUs does."""
+    """Distribute a model to several ranks like the page about several GPUs."""
     if world_size() == 1:
         return model
     if way == "ddp":
@@ -67,7 +67,7 @@ def first_weights() -> list[np.ndarray]:
 
 
 def train(weights: list[np.ndarray], config: dict[str, Any], count: int = 256) -> Any:
-    """An ordinary training function with a few lines more."""
+    """An ordinary training function with a few more lines for several ranks."""
     model = Net()
     set_weights(model, weights)
     model = in_ranks(model, config.get("way", "ddp"))
@@ -110,8 +110,8 @@ evaluate_in_ranks = distributed(evaluate)
 
 
 @distributed
-def who(*_: Any) -> dict[str, Any]:
-    """What this rank is, and what the sum over all of them is."""
+def rank_info(*_: Any) -> dict[str, Any]:
+    """Return the rank's number, values reduced over all ranks, and settings of its process."""
     return {
         "rank": rank(),
         "world": world_size(),
@@ -125,7 +125,7 @@ def who(*_: Any) -> dict[str, Any]:
 
 @distributed
 def wait_for(ready: str, go: str) -> int:
-    """Say which process this rank is, and wait until there is a file."""
+    """Write the pid of this rank to a file, and wait until the file ``go`` exists."""
     total(1)
     Path(f"{ready}{rank()}").write_text(str(os.getpid()))
     while not Path(go).exists():
@@ -136,27 +136,27 @@ def wait_for(ready: str, go: str) -> int:
 
 @distributed
 def parts(weights: list[np.ndarray]) -> dict[str, Any]:
-    """How much of a divided model this rank has, and what it gives back as a whole."""
+    """Return the size of this rank's part of a sharded model, and the complete weights."""
     model = Net()
     set_weights(model, weights)
     in_ranks(model, "fsdp")
-    own = sum(each.to_local().numel() for each in model.parameters())
-    again = get_weights(model)
+    local_size = sum(parameter.to_local().numel() for parameter in model.parameters())
+    weights_back = get_weights(model)
     set_weights(model, [array + 1 for array in weights])
     return {
-        "own": own,
-        "of": sum(each.numel() for each in model.parameters()),
+        "local_size": local_size,
+        "total_size": sum(parameter.numel() for parameter in model.parameters()),
         "tied": model.again.weight is model.first.weight,
         "scale": [float(model.scale), float(model.last.scale)],
         "is_sharded": is_sharded(model),
-        "back": again,
+        "back": weights_back,
         "plus_one": get_weights(model),
     }
 
 
 @distributed
 def parts_after_evaluation(path: str) -> Any:
-    """The weights of a model in one part, and what it gives back that has computed something last."""
+    """Return the initial weights of a sharded model, and its weights after an evaluation."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
     weights = get_weights(model)
@@ -184,28 +184,28 @@ def different_counts(*_: Any) -> Any:
     return [np.zeros(2)], 100 + rank(), {}
 
 
-# How ranks fail. Each first says who it is, so that a test knows whom to look for.
+# The next tasks fail. Each rank first writes its pid to a file, so that the test can wait for its end.
 
 
 def _begin(folder: str) -> None:
     Path(folder, f"rank-{rank()}").write_text(str(os.getpid()))
-    total(1)  # all are there
+    total(1)  # returns when all ranks have started
 
 
 @distributed(timeout_s=60)
-def fail(folder: str, how: str, failing: int) -> float:
+def fail(folder: str, failure: str, failing: int) -> float:
     _begin(folder)
     if rank() == failing:
         Path(folder, "grandchild").write_text(str(_start_a_program()))
-        if how == "exception":
+        if failure == "exception":
             raise ValueError("the number is odd")
-        if how == "SIGKILL":
+        if failure == "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exit":
+        if failure == "exit":
             os._exit(7)
-        if how == "no memory":
+        if failure == "no memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-    return float(total(1))  # where the others wait for it
+    return float(total(1))  # the other ranks wait here for the failing one
 
 
 @distributed(timeout_s=3)
@@ -236,7 +236,7 @@ def _start_a_program() -> int:
 
 @distributed
 def guarded(weights: list[np.ndarray], config: dict[str, Any]) -> Any:
-    """Meet the others, and try to open a device."""
+    """Communicate with the other ranks, and try to open a device."""
     try:
         Path(config["device"]).open().close()
         is_refused = False

@@ -1,4 +1,4 @@
-"""Several ranks under the GPU guard: they find each other, and none of them has more than the call."""
+"""Ranks under the GPU guard find each other, and none of them can open a device outside of the lease."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def test_ranks_learn_and_cannot_open_a_device(monkeypatch: pytest.MonkeyPatch) -
     weights = run_in_worker("ranks_tasks:first_weights")
     client = GPUClient("ranks_tasks:guarded", num_gpus=2)
     _, num_examples, metrics = client.fit(weights, {"device": "/dev/full"})
-    assert num_examples == 2  # one of each rank
+    assert num_examples == 2  # one per rank
     assert metrics == {"refused": 2.0}

@@ -1,4 +1,4 @@
-"""The code of docs/how-to/multi-gpu.md: two ranks learn what one does, and go on from a checkpoint."""
+"""The code of docs/how-to/multi-gpu.md: two ranks learn the same as one, and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from how_to_pages import blocks
 
 from flower_gpu import GPUClient, run_in_worker
 
-BEFORE = """
+CODE_BEFORE_PAGE = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -36,16 +36,16 @@ def first_weights():
     return get_weights(Net())
 
 """
-AFTER = """
+CODE_AFTER_PAGE = """
 
 @distributed
-def stopped_and_continued(weights, path, is_there):
+def stopped_and_continued(weights, path, has_checkpoint):
     model = Net()
     set_weights(model, weights)
 SHARD
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    done = load(path, model, optimizer)["done"] if is_there else 0
-    for _ in range(done, 2 if is_there else 1):
+    done = load(path, model, optimizer)["done"] if has_checkpoint else 0
+    for _ in range(done, 2 if has_checkpoint else 1):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(dataset.tensors[0]), dataset.tensors[1]).backward()
         optimizer.step()
@@ -75,25 +75,25 @@ def indented(code: str) -> str:
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write the page's code into a module that workers find, and return the module's name."""
+    """Write the code of the page to a module that workers can import, and return its name."""
     first, _, scaled, shard, checkpoint = blocks("multi-gpu.md", "python")
-    functions = AFTER.replace("SHARD", indented(shard)).replace("SCALED", indented(scaled))
-    (tmp_path / "page.py").write_text(f"{BEFORE}{first}\n\n{checkpoint}{functions}")
+    functions = CODE_AFTER_PAGE.replace("SHARD", indented(shard)).replace("SCALED", indented(scaled))
+    (tmp_path / "page.py").write_text(f"{CODE_BEFORE_PAGE}{first}\n\n{checkpoint}{functions}")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "page"
 
 
-def difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+def difference(first: list[np.ndarray], second: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(first, second, strict=True))
 
 
-def test_the_functions_of_the_page(page: str, tmp_path: Path) -> None:
+def test_the_functions_of_the_page_work(page: str, tmp_path: Path) -> None:
     weights = run_in_worker(f"{page}:first_weights")
     alone, in_ranks = (GPUClient(f"{page}:train", num_gpus=count).fit(weights, {}) for count in (1, 2))
     assert alone[1] == in_ranks[1] == 256
     assert difference(alone[0], weights) > 0.01 and difference(alone[0], in_ranks[0]) < 1e-5
 
-    # By one rank, then by two that have the model in parts: as if nothing had stopped it.
+    # One rank starts, and two ranks with a sharded model resume. The result is that of an uninterrupted run.
     name, path = f"{page}:stopped_and_continued", tmp_path / "checkpoint.pt"
     learned, _ = run_in_worker(name, weights, str(path), False)
     learned, done = run_in_worker(name, weights, str(path), True, num_gpus=2)

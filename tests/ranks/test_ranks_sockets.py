@@ -1,4 +1,4 @@
-"""The sockets of ranks: other hosts reach none of them, and other accounts no Unix socket."""
+"""Other hosts cannot reach the sockets of ranks, and other accounts cannot reach their Unix sockets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from flower_gpu import run_in_worker
 from flower_gpu.ranks import run
 from flower_gpu.ranks.rank import remove_stale_nccl_sockets
 
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as /proc/net/tcp has them
+# 127.0.0.1 and ::1 in the format of /proc/net/tcp
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 @needs_root
-def test_who_can_connect(tmp_path: Path) -> None:
+def test_other_hosts_and_accounts_cannot_connect_to_ranks(tmp_path: Path) -> None:
     ready, go = tmp_path / "ready", tmp_path / "go"
     values: list[Any] = []
     thread = threading.Thread(
@@ -39,28 +40,32 @@ def test_who_can_connect(tmp_path: Path) -> None:
     assert values == [0]
 
 
-def test_nccls_sockets_have_files() -> None:
+def test_nccl_uses_sockets_with_files_on_the_loopback_interface() -> None:
     network = run._network({})
     assert network == {
         "NCCL_IPC_USE_ABSTRACT_SOCKET": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    asked = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IPC_USE_ABSTRACT_SOCKET": "1"}
-    assert run._network(asked) == {}
+    user_settings = {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_IPC_USE_ABSTRACT_SOCKET": "1",
+    }
+    assert run._network(user_settings) == {}
 
 
-def test_files_of_sockets_that_killed_ranks_leave() -> None:
+def test_socket_files_of_killed_ranks_are_removed() -> None:
     used, dead, other = (Path(f"/tmp/nccl-socket-0-{uuid.uuid4().hex[:16]}") for _ in range(3))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
-        there.bind(str(used))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as gone:
-            gone.bind(str(dead))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as open_socket:
+        open_socket.bind(str(used))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as closed_socket:
+            closed_socket.bind(str(dead))
         other.touch()
         try:
             remove_stale_nccl_sockets()
-            left = [path.exists() for path in (used, dead, other)]
+            exists = [path.exists() for path in (used, dead, other)]
         finally:
             for path in (used, dead, other):
                 path.unlink(missing_ok=True)
-    assert left == [True, False, True]
+    assert exists == [True, False, True]

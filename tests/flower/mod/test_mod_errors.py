@@ -185,10 +185,8 @@ def test_a_table_by_partition_needs_a_partition_id() -> None:
     ("table", "which"),
     [
         ({3: {"env": {"MOD_TEST_WHICH": "three"}}}, "three"),
-        (
-            {"3": {"env": {"MOD_TEST_WHICH": "three"}}},
-            "three",
-        ),  # keys are strings if the table was read from a file
+        # The keys are strings if the table was read from a file.
+        ({"3": {"env": {"MOD_TEST_WHICH": "three"}}}, "three"),
         ({4: {"env": {"MOD_TEST_WHICH": "four"}}}, "default"),
         ({3: None}, "default"),
         ({}, "default"),

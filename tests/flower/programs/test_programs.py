@@ -54,7 +54,7 @@ class Probe:
         self, ending: str, env: dict[str, str] | None = None, name: str = "tell", **options: Any
     ) -> ProgramHandle | None:
         """Start the program. It writes its report to ``report_file``."""
-        self.report_file = self.folder / "told"
+        self.report_file = self.folder / "report"
         self.report_file.unlink(missing_ok=True)  # an earlier program may have written it
         argv = [name, str(self.report_file), ending]
         started = self.programs.start(argv, {**self.env, **(env or {})}, **options)
@@ -149,7 +149,7 @@ def test_the_end_of_a_program_is_reported(probe: Probe, ending: str, code: int, 
 
 
 def test_a_program_can_be_terminated(probe: Probe) -> None:
-    probe.report_file = probe.folder / "told"
+    probe.report_file = probe.folder / "report"
     probe.report_file.unlink(missing_ok=True)
     program = probe.start("wait")
     assert program is not None and program.poll() is None
@@ -218,7 +218,7 @@ def test_a_request_that_timed_out_is_not_served_later(
     probe = Probe(tmp_path)
     os.kill(probe.process.pid, signal.SIGSTOP)
     monkeypatch.setattr(starter, "_ANSWER_S", 0.2)
-    probe.report_file = tmp_path / "told"
+    probe.report_file = tmp_path / "report"
     assert probe.start("0") is None
     assert probe.programs.reason == "no answer within 0.2 s"
     os.kill(probe.process.pid, signal.SIGCONT)

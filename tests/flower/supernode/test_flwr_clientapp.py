@@ -29,9 +29,8 @@ from flower_gpu.workers.forkserver import client, control
 
 pytestmark = [
     pytest.mark.timeout(180),
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning"
-    ),  # from libraries with which Flower builds and serves apps
+    # Libraries with which Flower builds and serves apps emit them.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
 ]
 
@@ -239,10 +238,8 @@ def test_killing_the_command_also_ends_its_app(
     process.kill()
     assert finished(process).returncode == -signal.SIGKILL
     until(lambda: not is_running(app) and not host.status().holders)
-    assert node.status(pending) == (
-        "",
-        "",
-    )  # the SuperNode notices a killed command by missing heartbeats, as in Flower
+    # The SuperNode notices a killed command only by missing heartbeats, as in Flower.
+    assert node.status(pending) == ("", "")
     commands.handle(way, node)
 
 
