@@ -1,4 +1,4 @@
-"""Tasks of workers that compute with TensorFlow or JAX. Importing this module imports neither."""
+"""Tasks that compute with TensorFlow or JAX in workers. Importing this module imports neither of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 import threading
 from typing import Any
 
-#: Whether they were there before the task: its module is loaded with everything set up.
+#: Libraries that were imported before the task. This module is loaded when the worker is completely set up.
 IMPORTED_BEFORE = sorted({"tensorflow", "jax", "keras"} & set(sys.modules))
 
 
 def _pretend_gpus(count: int) -> None:
-    """Have TensorFlow find GPUs, as far as its Python code is concerned: it is not asked to start."""
+    """Let TensorFlow's Python code find GPUs. This works as long as its runtime does not start."""
     from tensorflow.python import pywrap_tfe
 
     kinds = ["CPU:0", *(f"GPU:{index}" for index in range(count))]
@@ -20,7 +20,7 @@ def _pretend_gpus(count: int) -> None:
 
 
 def limits_mib(program: str = "", gpus: int = 1) -> dict[str, Any]:
-    """Return what TensorFlow would start its runtime with, after a program's own settings."""
+    """Return the settings with which TensorFlow would start its runtime after running ``program``."""
     import tensorflow as tf
     from tensorflow.python.eager import context
 
@@ -40,7 +40,7 @@ def limits_mib(program: str = "", gpus: int = 1) -> dict[str, Any]:
 
 
 def tensorflow_sum() -> dict[str, Any]:
-    """Compute with TensorFlow, and tell by what devices."""
+    """Compute with TensorFlow, and report the devices."""
     import tensorflow as tf
 
     data = tf.data.Dataset.range(10).map(lambda x: x * 2, num_parallel_calls=4).prefetch(2)
@@ -53,7 +53,7 @@ def tensorflow_sum() -> dict[str, Any]:
 
 
 def jax_sum() -> dict[str, Any]:
-    """Compute with JAX, and tell what it was told of memory when it began to look for devices."""
+    """Compute with JAX, and report the memory settings with which it initialised its devices."""
     import jax
     import jax.numpy as jnp
     from jaxlib import xla_client
@@ -69,8 +69,8 @@ def jax_sum() -> dict[str, Any]:
     }
 
 
-def jax_fraction_of_its_own(name: str) -> dict[str, Any]:
-    """Ask for all of the GPU, as scripts do at their top."""
+def jax_sum_with_fraction(name: str) -> dict[str, Any]:
+    """Ask for most of the GPU, as scripts often do in their first lines."""
     os.environ[name] = "0.95"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
     return jax_sum()
@@ -80,7 +80,7 @@ DATA: list[Any] = []
 
 
 def load_numpy() -> None:
-    """Import the libraries, and keep arrays: what a preload function may do."""
+    """Import the libraries and keep NumPy arrays, which a preload function may do."""
     import jax
     import keras
     import numpy as np
@@ -114,8 +114,8 @@ def make_jax_array() -> None:
 
 
 def sums_of_preloaded() -> dict[str, Any]:
-    found = {"tensorflow": tensorflow_sum()["sum"], "jax": jax_sum()["sum"], "data": int(DATA[0].sum())}
-    return {**found, "imported_before": IMPORTED_BEFORE, "pid": os.getpid()}
+    sums = {"tensorflow": tensorflow_sum()["sum"], "jax": jax_sum()["sum"], "data": int(DATA[0].sum())}
+    return {**sums, "imported_before": IMPORTED_BEFORE, "pid": os.getpid()}
 
 
 def threads() -> list[str]:
@@ -123,7 +123,7 @@ def threads() -> list[str]:
 
 
 def tensorflow_out_of_memory() -> None:
-    """Fail as TensorFlow does (the text is that of its own message)."""
+    """Raise TensorFlow's error with the text of a real message."""
     import tensorflow as tf
 
     raise tf.errors.ResourceExhaustedError(
@@ -135,19 +135,19 @@ def tensorflow_out_of_memory() -> None:
 
 
 def torch_step() -> dict[str, Any]:
-    """Train with PyTorch, whose optimizers import Triton."""
+    """Train with PyTorch. Its optimizers import Triton."""
     import torch
 
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = model.weight.detach().clone()
+    weight_before = model.weight.detach().clone()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    return {"imported_before": IMPORTED_BEFORE, "changed": not torch.equal(before, model.weight)}
+    return {"imported_before": IMPORTED_BEFORE, "changed": not torch.equal(weight_before, model.weight)}
 
 
 def random_numbers() -> list[list[float]]:
-    """Draw from each generator that a program may use without a seed."""
+    """Draw numbers from each generator that programs use without a seed."""
     import keras
     import tensorflow as tf
 

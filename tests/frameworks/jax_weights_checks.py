@@ -1,4 +1,4 @@
-"""Run by test_framework_weights.py, with and without 64 bits."""
+"""Tests of the weights of JAX. test_framework_weights.py runs them with and without 64 bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Registered:
 
 @jax.tree_util.register_pytree_node_class
 class Custom:
-    """A node whose children have no names."""
+    """A pytree node with unnamed children."""
 
     def __init__(self, child: Any, fixed: str = "fixed") -> None:
         self.child, self.fixed = child, fixed
@@ -86,15 +86,15 @@ def zero(leaf: Any) -> Any:
 
 @settings(max_examples=examples(150))
 @given(TREES)
-def test_there_and_back(tree: Any) -> None:
+def test_a_tree_survives_get_weights_and_set_weights(tree: Any) -> None:
     weights = get_weights(tree)
     flat, structure = jax.tree_util.tree_flatten(tree)
     assert len(weights) == len(flat)
     zeros = jax.tree_util.tree_map(zero, tree)
     back = set_weights(zeros, weights)
-    found, same = jax.tree_util.tree_flatten(back)
-    assert same == structure
-    for array, leaf, again in zip(weights, flat, found, strict=True):
+    leaves_back, structure_back = jax.tree_util.tree_flatten(back)
+    assert structure_back == structure
+    for array, leaf, again in zip(weights, flat, leaves_back, strict=True):
         assert type(array) is np.ndarray
         assert array.flags["C_CONTIGUOUS"]
         assert not np.shares_memory(array, np.asarray(leaf))
@@ -103,12 +103,12 @@ def test_there_and_back(tree: Any) -> None:
         assert array.dtype == ("float32" if np.asarray(leaf).dtype == "bfloat16" else np.asarray(leaf).dtype)
         np.testing.assert_array_equal(np.asarray(again), np.asarray(leaf))
     for array in weights:
-        array[...] = 1  # of numpy's own, and nobody else's
+        array[...] = 1  # must not change the leaves
     for leaf, again in zip(flat, jax.tree_util.tree_leaves(back), strict=True):
         np.testing.assert_array_equal(np.asarray(again), np.asarray(leaf))
 
 
-def test_shapes_are_enough_to_set() -> None:
+def test_set_weights_needs_only_the_shapes() -> None:
     tree = {"w": jnp.ones((2, 3), jnp.bfloat16)}
     shapes = jax.eval_shape(lambda: tree)
     back = set_weights(shapes, get_weights(tree))
@@ -135,12 +135,12 @@ def donated() -> Any:
     ],
     ids=["key", "text", "float8", "objects", "large", "donated"],
 )
-def test_leaves_that_cannot_travel_are_named(make: Any, message: str) -> None:
+def test_the_error_for_an_unsupported_leaf_names_it(make: Any, message: str) -> None:
     with pytest.raises(WeightsError, match=rf"^\['layer'\]\[1\]: .*{message}"):
         get_weights({"layer": [jnp.ones(1), make()]})
 
 
-def test_not_inside_of_jit() -> None:
+def test_get_weights_inside_of_jit_is_refused() -> None:
     with pytest.raises(WeightsError, match="the tree: a tracer has no values"):
         jax.jit(get_weights)(jnp.ones(2))
 
@@ -157,6 +157,6 @@ def test_not_inside_of_jit() -> None:
     ],
     ids=["count", "shape", "text"],
 )
-def test_what_does_not_fit_is_named(arrays: Any, message: str) -> None:
+def test_the_error_for_unsuitable_arrays_names_them(arrays: Any, message: str) -> None:
     with pytest.raises(WeightsError, match=message):
         set_weights(Registered(jnp.zeros((2, 3), jnp.float32), jnp.zeros(3, jnp.float32)), arrays)

@@ -1,4 +1,4 @@
-"""Run by test_framework_weights.py, once for each backend of Keras."""
+"""Tests of the weights of Keras. test_framework_weights.py runs them with each backend."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from flower_gpu.keras.weights import get_weights, set_weights
 DTYPES = ["float32", "float16", "bfloat16"]
 
 
-def shared(dtype: str = "float32") -> Any:
+def model_with_shared_layer(dtype: str = "float32") -> Any:
     """A model with a layer that is used twice, BatchNormalization, and Dropout with its seed generator."""
     images = keras.Input((6,))
-    twice = keras.layers.Dense(6, dtype=dtype, name="twice")
-    hidden = keras.layers.BatchNormalization(dtype=dtype)(twice(twice(images)))
+    shared_layer = keras.layers.Dense(6, dtype=dtype, name="twice")
+    hidden = keras.layers.BatchNormalization(dtype=dtype)(shared_layer(shared_layer(images)))
     return keras.Model(images, keras.layers.Dense(2, dtype=dtype)(keras.layers.Dropout(0.5)(hidden)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_there_and_back(dtype: str) -> None:
-    model = shared(dtype)
+def test_weights_survive_get_weights_and_set_weights(dtype: str) -> None:
+    model = model_with_shared_layer(dtype)
     weights = get_weights(model)
     assert [array.shape for array in weights] == [(6, 6), (6,), *[(6,)] * 4, (6, 2), (2,)]
     expected = "float32" if dtype == "bfloat16" else dtype
     assert {str(array.dtype) for array in weights} == {expected}
     assert all(array.flags["C_CONTIGUOUS"] and array.flags["OWNDATA"] for array in weights)
 
-    other = shared(dtype)
+    other = model_with_shared_layer(dtype)
     assert not np.array_equal(get_weights(other)[0], weights[0])
     set_weights(other, weights)
-    for ours, theirs in zip(weights, get_weights(other), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for expected_array, actual_array in zip(weights, get_weights(other), strict=True):
+        np.testing.assert_array_equal(expected_array, actual_array)
     data = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 6)
     np.testing.assert_array_equal(model.predict(data, verbose=0), other.predict(data, verbose=0))
 
 
-def test_moving_averages_travel_and_seeds_do_not() -> None:
-    model = shared()
+def test_moving_averages_are_weights_and_seeds_are_not() -> None:
+    model = model_with_shared_layer()
     model.compile(optimizer="sgd", loss="mse")
     model.fit(np.full((8, 6), 5.0, np.float32), np.ones((8, 2), np.float32), verbose=0)
-    other = shared()
+    other = model_with_shared_layer()
     seeds = [variable.numpy() for variable in other.variables if "seed" in variable.path]
     set_weights(other, get_weights(model))
     moving = [variable.numpy() for variable in other.weights if "moving_mean" in variable.path]
@@ -65,17 +65,17 @@ def test_moving_averages_travel_and_seeds_do_not() -> None:
     ],
     ids=["count", "trainable", "shape", "mapping"],
 )
-def test_what_does_not_fit_leaves_the_model_as_it_was(change: Any, message: str) -> None:
-    model = shared()
-    before = get_weights(model)
+def test_unsuitable_arrays_leave_the_model_unchanged(change: Any, message: str) -> None:
+    model = model_with_shared_layer()
+    weights_before = get_weights(model)
     with pytest.raises(WeightsError, match=message):
-        set_weights(model, change([array + 1 for array in before]))
-    for ours, theirs in zip(before, get_weights(model), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        set_weights(model, change([array + 1 for array in weights_before]))
+    for expected_array, actual_array in zip(weights_before, get_weights(model), strict=True):
+        np.testing.assert_array_equal(expected_array, actual_array)
 
 
 @pytest.mark.parametrize("function", [get_weights, lambda model: set_weights(model, [])])
-def test_what_has_no_weights_yet(function: Any) -> None:
+def test_models_without_weights_are_refused(function: Any) -> None:
     with pytest.raises(WeightsError, match=r"not built yet; begin it with keras\.Input"):
         function(keras.Sequential([keras.layers.Dense(2)]))
     with pytest.raises(WeightsError, match="expected a Keras model, got dict"):

@@ -1,4 +1,4 @@
-"""The variables by which frameworks keep to caps: pure merging, no process."""
+"""Environment variables that make frameworks keep to caps. These tests merge settings without processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ QUARTER = [Cap(4 * GIB, 16 * GIB)]
 
 
 @pytest.fixture(autouse=True)
-def a_pytorch_that_takes_its_cap_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _pytorch_that_reads_its_cap_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytorch, "installed_version", lambda: "2.10.0")
 
 
 def fraction_in(settings: str) -> str:
-    """Read the cap as PyTorch does: the last one holds."""
+    """Return the cap in PyTorch's settings. The last value counts."""
     return [entry.partition(":")[2] for entry in settings.split(",") if entry.startswith(KEY)][-1]
 
 
-def test_tensorflow_and_jax_take_what_they_need_up_to_the_cap() -> None:
+def test_tensorflow_and_jax_grow_up_to_the_cap() -> None:
     variables = frameworks.environment(QUARTER, {})
     assert variables["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
     assert variables["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
@@ -46,8 +46,8 @@ def test_tensorflow_and_jax_take_what_they_need_up_to_the_cap() -> None:
         ({"XLA_CLIENT_MEM_FRACTION": ""}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.250000000000"}),
     ],
 )
-def test_jax_is_told_by_one_name_only(environ: dict[str, str], expected: dict[str, str]) -> None:
-    """With both it does not start."""
+def test_the_cap_of_jax_has_only_one_name(environ: dict[str, str], expected: dict[str, str]) -> None:
+    """JAX does not start if both names are set."""
     variables = frameworks.environment(QUARTER, environ)
     assert {name: value for name, value in variables.items() if "MEM_FRACTION" in name} == expected
 
@@ -64,32 +64,34 @@ def test_jax_is_told_by_one_name_only(environ: dict[str, str], expected: dict[st
             {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"},
             f"backend:native,{KEY}:0.250000000000",
         ),
-        # The old name wins also when it is empty.
+        # The old name overrides the new one even if it is empty.
         (
             {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": ""},
             f"{KEY}:0.250000000000",
         ),
-        # Has its cap when CUDA starts, and would warn of this one.
+        # This backend gets its cap when CUDA starts, and would warn about this setting.
         ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync"),
     ],
 )
-def test_the_cap_joins_the_users_own_settings(environ: dict[str, str], expected: str | None) -> None:
+def test_the_cap_is_added_to_the_users_settings(environ: dict[str, str], expected: str | None) -> None:
     variables = frameworks.environment(QUARTER, environ)
     expected = expected or f"max_split_size_mb:64,{KEY}:0.250000000000"
     assert variables["PYTORCH_ALLOC_CONF"] == expected
-    # What is not there cannot win, and PyTorch 2.9 to 2.14 warn of the old name.
+    # The old name is not added, because PyTorch 2.9 to 2.14 warn about it.
     assert variables.get("PYTORCH_CUDA_ALLOC_CONF") == (
         expected if "PYTORCH_CUDA_ALLOC_CONF" in environ else None
     )
 
 
-@pytest.mark.parametrize("own", ["half", "-0.1", "1.5", "nan", ""])
-def test_a_cap_that_is_no_number_is_refused_by_name(own: str) -> None:
+@pytest.mark.parametrize("value", ["half", "-0.1", "1.5", "nan", ""])
+def test_the_error_for_an_invalid_cap_names_the_variable(value: str) -> None:
     with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF: the memory fraction"):
-        frameworks.environment(QUARTER, {"PYTORCH_CUDA_ALLOC_CONF": f"{KEY}:{own}"})
+        frameworks.environment(QUARTER, {"PYTORCH_CUDA_ALLOC_CONF": f"{KEY}:{value}"})
 
 
-def test_an_older_pytorch_is_not_told_what_it_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_pytorch_does_not_get_a_setting_that_it_would_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     user = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     monkeypatch.setattr(pytorch, "installed_version", lambda: "2.9.1")
     variables = frameworks.environment(QUARTER, user)
@@ -97,7 +99,7 @@ def test_an_older_pytorch_is_not_told_what_it_would_refuse(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("version", "knows"),
+    ("version", "is_supported"),
     [
         ("2.4.1+cu121", False),
         ("2.9.1", False),
@@ -111,11 +113,11 @@ def test_an_older_pytorch_is_not_told_what_it_would_refuse(monkeypatch: pytest.M
         ("unknown", False),
     ],
 )
-def test_which_pytorch_takes_its_cap_from_the_environment(version: str, knows: bool) -> None:
-    assert pytorch_memory.knows_fraction(version) is knows
+def test_pytorch_reads_its_cap_from_the_environment_since_2_10(version: str, is_supported: bool) -> None:
+    assert pytorch_memory.knows_fraction(version) is is_supported
 
 
-def test_of_several_gpus_the_smallest_part_holds() -> None:
+def test_the_smallest_fraction_of_several_gpus_counts() -> None:
     assert fraction_of([Cap(8 * GIB, 16 * GIB), Cap(6 * GIB, 24 * GIB)]) == "0.250000000000"
 
 
@@ -132,7 +134,7 @@ environments = st.dictionaries(
 
 
 @given(total=totals, part=st.floats(-0.1, 1.2))
-def test_a_fraction_never_allows_more_than_the_cap_and_hardly_less(total: int, part: float) -> None:
+def test_a_fraction_allows_at_most_the_cap_and_hardly_less(total: int, part: float) -> None:
     cap_bytes = int(total * part)
     text = fraction_of([Cap(cap_bytes, total)])
     assert "e" not in text
@@ -143,22 +145,22 @@ def test_a_fraction_never_allows_more_than_the_cap_and_hardly_less(total: int, p
 
 
 @given(total=totals, part=st.floats(0, 1), environ=environments)
-def test_merging_keeps_settings_the_smaller_cap_and_is_stable(
+def test_merging_keeps_the_settings_and_the_smaller_cap_and_is_idempotent(
     total: int, part: float, environ: dict[str, str]
 ) -> None:
     granted = [Cap(int(total * part), total)]
     fraction = fraction_of(granted)
-    ours = float(fraction)
+    cap_fraction = float(fraction)
     once = frameworks.environment(granted, environ)
     settings = once["PYTORCH_ALLOC_CONF"]
     user = environ.get("PYTORCH_CUDA_ALLOC_CONF", environ.get("PYTORCH_ALLOC_CONF", ""))
-    own = [float(entry.partition(":")[2]) for entry in user.split(",") if entry.startswith(KEY)]
-    assert float(fraction_in(settings)) == min([ours, *own[-1:]])
+    user_fractions = [float(entry.partition(":")[2]) for entry in user.split(",") if entry.startswith(KEY)]
+    assert float(fraction_in(settings)) == min([cap_fraction, *user_fractions[-1:]])
     assert settings.count(KEY) == 1
     for entry in ("expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:[256:1,>:8]"):
         assert settings.count(entry) == user.count(entry)
     assert frameworks.environment(granted, {**environ, **once}) == once
-    # The part of a user that wants less is known as such, before and after.
-    wanted = own[-1] if own and own[-1] < ours else None
-    assert pytorch_memory.users_fraction(fraction, environ) == wanted
-    assert pytorch_memory.users_fraction(fraction, {**environ, **once}) == wanted
+    # A smaller fraction set by the user is recognised before and after merging.
+    expected = user_fractions[-1] if user_fractions and user_fractions[-1] < cap_fraction else None
+    assert pytorch_memory.users_fraction(fraction, environ) == expected
+    assert pytorch_memory.users_fraction(fraction, {**environ, **once}) == expected

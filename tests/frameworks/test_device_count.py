@@ -1,4 +1,4 @@
-"""A worker that counts its GPUs before CUDA starts, where another card cannot be opened."""
+"""A worker counts its GPUs before CUDA starts, on a host with another card that cannot be opened."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ import os, warnings
 
 def task():
     import torch
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        before = torch.cuda.device_count()
+        first_count = torch.cuda.device_count()
     pid = os.fork()
     if pid == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     is_bad_fork = bool(os.waitpid(pid, 0)[1])
     device = torch.zeros(1, device="cuda").device.index
-    return before, torch.cuda.device_count(), is_bad_fork, device, [str(each.message) for each in said]
+    messages = [str(warning.message) for warning in caught]
+    return first_count, torch.cuda.device_count(), is_bad_fork, device, messages
 """
 CALL = """
 import json, os, sys
@@ -39,14 +40,14 @@ for method in ("spawn", "forkserver"):
 """
 
 
-def test_it_looks_at_its_own(
+def test_a_worker_counts_only_its_own_gpu(
     cuda_host: Callable[..., cuda_stub.Host],
     run_script: Callable[..., Any],
     write_script: Callable[..., Path],
 ) -> None:
-    """PyTorch's own look warns of the other card, and starts CUDA: a fork could not use it."""
+    """PyTorch's own count would warn about the other card and start CUDA, which forks could not use then."""
     host = cuda_host(gpus=2)
     host.fail("nvmlDeviceGetHandleByIndex_v2", NO_PERMISSION, 0)
     write_script(TASK, "counting_task.py")
-    done = run_script(CALL, env=host.env, timeout_s=380)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [[1, 1, False, 0, []]] * 2
+    completed = run_script(CALL, env=host.env, timeout_s=380)
+    assert [json.loads(line) for line in completed.stdout.splitlines()] == [[1, 1, False, 0, []]] * 2

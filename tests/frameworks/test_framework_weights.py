@@ -1,4 +1,4 @@
-"""The weights of Keras models and of JAX's pytrees, in processes of their own: a backend is chosen once."""
+"""Weights of Keras models and JAX pytrees. Each run is a new process, since a backend is chosen only once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def check(file: str, **env: str) -> None:
     """Run the tests in a file of this folder."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(FOLDER / file)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", **env},
         stdout=subprocess.PIPE,
@@ -30,28 +30,28 @@ def check(file: str, **env: str) -> None:
         text=True,
         timeout=280,
     )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    assert completed.returncode == 0, completed.stdout
+    assert " passed" in completed.stdout
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
-def test_keras(backend: str) -> None:
+def test_weights_of_keras_models(backend: str) -> None:
     if not (find_spec("keras") and find_spec(backend)):
         pytest.skip(f"needs Keras and {backend}")
     check("keras_weights_checks.py", KERAS_BACKEND=backend)
 
 
 @pytest.mark.parametrize("x64", ["0", "1"])
-def test_jax(x64: str) -> None:
+def test_weights_of_jax_pytrees(x64: str) -> None:
     if not find_spec("jax"):
         pytest.skip("needs JAX")
     check("jax_weights_checks.py", JAX_ENABLE_X64=x64)
 
 
-def test_a_tensorflow_with_other_parts_is_used_without_a_cap(
+def test_an_unknown_tensorflow_is_used_without_a_cap(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says so, and the task's import does not fail."""
+    """A message says so, and the task's import does not fail."""
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(config=None))
     for name in [name for name in sys.modules if name.startswith("tensorflow.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -61,8 +61,8 @@ def test_a_tensorflow_with_other_parts_is_used_without_a_cap(
     assert "this TensorFlow is not held to its lease" in capsys.readouterr().err
 
 
-def test_without_any_of_them(run_script) -> None:
-    """What is for a framework that is not there can be imported, and says what it wants."""
+def test_modules_for_missing_frameworks_can_be_imported(run_script) -> None:
+    """Their errors still name the expected type."""
     code = """
         import sys
         for name in ("tensorflow", "keras", "jax"):

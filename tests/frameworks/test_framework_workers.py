@@ -1,4 +1,4 @@
-"""TensorFlow and JAX in real workers with a lease: what they are told of memory, and what forks can do."""
+"""TensorFlow and JAX in real workers with a lease: their memory settings, and computing in forks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from flower_gpu.workers import caller as worker
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client, control
 
-sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
+sys.path.insert(0, str(Path(__file__).parent))  # workers inherit the sys.path of the caller
 
 GIB = 2**30
 METHODS = ["spawn", "forkserver"]
 CAP_MIB = 4096
 
-# Not imported here: a process that has computed with one of them cannot be forked, as other tests do.
+# This module imports neither, because other tests fork this process, which is impossible after computing with
+# them.
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not (find_spec("tensorflow") and find_spec("jax")), reason="needs TensorFlow and JAX"),
@@ -34,11 +35,11 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork servers of these tests alone, with less of TensorFlow's output.
+def separate_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give these tests separate fork servers, with less output of TensorFlow.
 
-    A fork server imports libraries with the environment of the process that has started it. One that another
-    file's tests have started may have read other variables, and then it is no good for these tests.
+    A fork server imports libraries with the environment of the process that started it. These tests could not
+    use a server that read other variables because a test of another file started it.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -50,15 +51,15 @@ def own_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def learned(own_servers: None) -> None:
-    """Have the fork server import both, as it does once a worker had to."""
+def learned(separate_servers: None) -> None:
+    """Let the fork server import both libraries, as it does after a worker had to import them."""
     client.learn(["tensorflow", "jax"], patience_s=240)  # a busy machine imports them slowly
 
 
 def call(
     task: str, method: str, *args: Any, gpus: int = 1, preload: str = "", **env: str
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Run a task in a worker that is set up for its lease; return its result and its events."""
+    """Run a task in a worker that is set up for its lease. Returns the result and the events."""
     shares = (Share(f"GPU-{i}", i, "A", 16 * GIB, 5 * GIB, CAP_MIB * 2**20 + 7) for i in range(gpus))
     lease = Lease("ab12", tuple(shares))
     env |= environment.of_worker(lease, {**os.environ, **env})
@@ -72,14 +73,14 @@ def call(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_tensorflow_would_start_with_the_cap(method: str, learned: None) -> None:
-    found, _ = call("limits_mib", method)
-    assert found["limits"] == [[CAP_MIB]]
-    assert found["growth"] == "true"
-    assert ("tensorflow" in found["imported_before"]) is (method == "forkserver")
-    assert not found["looked_before"], "a task that does not need TensorFlow must not look for its GPUs"
-    assert not found["started"]
-    assert found["loader_is_its_own"]
+def test_tensorflow_starts_with_the_cap(method: str, learned: None) -> None:
+    report, _ = call("limits_mib", method)
+    assert report["limits"] == [[CAP_MIB]]
+    assert report["growth"] == "true"
+    assert ("tensorflow" in report["imported_before"]) is (method == "forkserver")
+    assert not report["looked_before"], "a task that does not need TensorFlow must not look for its GPUs"
+    assert not report["started"]
+    assert report["loader_is_its_own"]
 
 
 GROWTH = "[tf.config.experimental.set_memory_growth(gpu, True) for gpu in gpus]"
@@ -98,35 +99,35 @@ LOGICAL = (
     ],
     ids=["growth", "smaller", "larger", "one-of-two"],
 )
-def test_what_scripts_do_about_memory_works_within_the_cap(
+def test_memory_settings_of_scripts_work_within_the_cap(
     program: str, gpus: int, expected: list[list[float]], learned: None
 ) -> None:
     assert call("limits_mib", "forkserver", program, gpus, gpus=gpus)[0]["limits"] == expected
 
 
-def test_jax_begins_with_the_cap_whoever_has_imported_it(learned: None) -> None:
+def test_jax_starts_with_the_cap_also_if_the_fork_server_imported_it(learned: None) -> None:
     for method in METHODS:
-        found, _ = call("jax_sum", method)
-        assert found["sum"] == 45
-        assert 0.2499 * 16 * GIB < found["fraction"] * 16 * GIB <= CAP_MIB * 2**20 + 7
-        assert found["preallocate"] is False
-        assert ("jax" in found["imported_before"]) is (method == "forkserver")
+        report, _ = call("jax_sum", method)
+        assert report["sum"] == 45
+        assert 0.2499 * 16 * GIB < report["fraction"] * 16 * GIB <= CAP_MIB * 2**20 + 7
+        assert report["preallocate"] is False
+        assert ("jax" in report["imported_before"]) is (method == "forkserver")
 
 
 @pytest.mark.parametrize("name", jax.FRACTIONS)
-def test_a_fraction_that_a_module_sets_is_not_used(name: str, learned: None) -> None:
-    found, _ = call("jax_fraction_of_its_own", "forkserver", name)
-    assert found["fraction"] < 0.26
-    assert found["preallocate"] is False
+def test_a_memory_fraction_set_by_a_module_is_ignored(name: str, learned: None) -> None:
+    report, _ = call("jax_sum_with_fraction", "forkserver", name)
+    assert report["fraction"] < 0.26
+    assert report["preallocate"] is False
 
 
-def test_forks_of_a_process_that_has_imported_both_compute(learned: None) -> None:
-    """Data sets with threads of their own, compiled functions, and what a preload function has left."""
+def test_forks_can_compute_after_their_server_imported_both(learned: None) -> None:
+    """They use data sets with threads, compiled functions, and arrays of a preload function."""
     first, _ = call("sums_of_preloaded", "forkserver", preload="load_numpy")
     again, _ = call("sums_of_preloaded", "forkserver", preload="load_numpy")
-    for found in (first, again):
-        assert (found["tensorflow"], found["jax"], found["data"]) == (90, 45, 45)
-        assert found["imported_before"] == ["jax", "keras", "tensorflow"]
+    for sums in (first, again):
+        assert (sums["tensorflow"], sums["jax"], sums["data"]) == (90, 45, 45)
+        assert sums["imported_before"] == ["jax", "keras", "tensorflow"]
     assert first["pid"] != again["pid"]
 
 
@@ -144,26 +145,26 @@ def test_preload_functions_that_compute_are_refused(function: str, library: str,
         call("threads", "forkserver", preload=function)
 
 
-def test_torch_trains_in_forks_of_a_process_that_has_tensorflow(learned: None) -> None:
-    """In a process that has imported TensorFlow first, it aborts."""
-    found, _ = call("torch_step", "forkserver")
-    assert found == {"imported_before": ["jax", "keras", "tensorflow"], "changed": True}
+def test_pytorch_trains_in_forks_after_their_server_imported_tensorflow(learned: None) -> None:
+    """PyTorch aborts in a process that imported TensorFlow first."""
+    report, _ = call("torch_step", "forkserver")
+    assert report == {"imported_before": ["jax", "keras", "tensorflow"], "changed": True}
 
 
-def test_workers_draw_other_random_numbers_than_each_other(learned: None) -> None:
+def test_workers_draw_different_random_numbers(learned: None) -> None:
     drawn = [call("random_numbers", "forkserver")[0] for _ in range(2)]
-    for ours, theirs in zip(*drawn, strict=True):
-        assert ours != theirs
+    for first, second in zip(*drawn, strict=True):
+        assert first != second
 
 
-def test_running_out_of_memory_is_told(learned: None) -> None:
+def test_running_out_of_memory_is_reported_as_an_event(learned: None) -> None:
     events: list[dict[str, Any]] = []
     env = environment.of_worker(Lease("x", (Share("GPU-0", 0, "A", 16 * GIB, 5 * GIB, 4 * GIB),)), os.environ)
     prepared = Call("framework_tasks:tensorflow_out_of_memory", env=env, setup=leased_worker.SETUP)
     with pytest.raises(WorkerTaskError, match="ResourceExhaustedError: OOM when allocating"):
         worker.run(prepared, "forkserver", timeout_s=120, on_event=without_phases(events))
-    (told,) = (event for event in events if event["event"] == "out_of_memory")
-    assert told["uuid"] == "GPU-0"
+    (out_of_memory,) = (event for event in events if event["event"] == "out_of_memory")
+    assert out_of_memory["uuid"] == "GPU-0"
 
 
 CHOOSE = """
@@ -188,7 +189,9 @@ except ConfigError as error:
         ("import jax; jax.devices()", "spawn", "this process has computed with JAX"),
     ],
 )
-def test_a_process_that_computes_is_not_forked(program: str, auto: str, fork: str, run_script: Any) -> None:
+def test_a_process_that_has_computed_is_not_forked(
+    program: str, auto: str, fork: str, run_script: Any
+) -> None:
     lines = run_script(
         CHOOSE.format(program=program), env={"CUDA_VISIBLE_DEVICES": ""}, timeout_s=200
     ).stdout.splitlines()
@@ -196,10 +199,10 @@ def test_a_process_that_computes_is_not_forked(program: str, auto: str, fork: st
     assert fork in lines[1]
 
 
-def test_what_tensorflow_reads_when_it_is_imported_is_the_callers(learned: None) -> None:
-    """Its C++ code reads it, unseen by Python: a server that has imported it is no good for another value.
+def test_variables_that_tensorflow_reads_at_import_come_from_the_caller(learned: None) -> None:
+    """C++ code reads them without Python, so a server that has imported TensorFlow cannot serve other values.
 
-    The last test here: from then on this process asks for servers of its own.
+    This must be the last test of the file, because afterwards this process asks for other servers.
     """
     assert "tensorflow" in call("limits_mib", "forkserver")[0]["imported_before"]
     assert call("limits_mib", "forkserver", TF_ENABLE_ONEDNN_OPTS="0")[0]["imported_before"] == []

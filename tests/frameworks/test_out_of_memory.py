@@ -1,4 +1,4 @@
-"""An error for want of GPU memory is told by its name where its class is not imported."""
+"""Out-of-memory errors are recognised by name and text, also if their class is not imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from flower_gpu.errors import WorkerTaskError
 from flower_gpu.frameworks.out_of_memory import TEXTS, TEXTS_IF_SHORT, out_of_memory_in, requested_bytes
 
-# Instead of the real one, which takes seconds to import.
+# Replaces the real PyTorch, which takes seconds to import.
 TORCH = """
 class version:
     cuda = hip = None
@@ -19,7 +19,7 @@ class version:
 class OutOfMemoryError(RuntimeError):
     pass
 """
-# A client that holds only weights imports no torch, and so gets the name and the text of the worker's error.
+# A client that only holds weights does not import torch. It gets the name and the text of the worker's error.
 CALLER = """
 import sys
 from flower_gpu import run_in_worker
@@ -34,7 +34,7 @@ except WorkerTaskError as error:
 """
 
 
-def test_a_caller_without_torch_knows_a_workers_error(
+def test_a_caller_without_torch_recognises_the_error_of_a_worker(
     run_script: Callable[..., Any], write_script: Callable[..., Any]
 ) -> None:
     write_script(TORCH, "torch.py")
@@ -51,7 +51,7 @@ def test_a_caller_without_torch_knows_a_workers_error(
         ("app.Error", "the disk is full", False),
     ],
 )
-def test_by_its_name(name: str, text: str, is_full: bool) -> None:
+def test_an_error_of_a_worker_is_recognised_by_name_and_text(name: str, text: str, is_full: bool) -> None:
     error = WorkerTaskError(f"fit raised {name}: {text}")
     error.error_type = name
     assert (out_of_memory_in(error) is error) is is_full
@@ -110,12 +110,12 @@ FULL = [
     ),
 ]
 NOT_FULL = [
-    # Main memory.
+    # These errors are about main memory.
     ("builtins.RuntimeError", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
     (f"{TENSORFLOW}.ResourceExhaustedError", f"{MUL % 'CPU'} failed to allocate memory [Op:Mul]"),
     ("builtins.MemoryError", "Unable to allocate 105. MiB for an array with shape (21, 1024, 1280)"),
     ("builtins.MemoryError", "Maximum pool size exceeded"),
-    # Something else.
+    # These errors have other causes.
     ("lightgbm.basic.LightGBMError", "[CUDA] an illegal memory access was encountered /src/a.cu 57"),
     ("builtins.RuntimeError", "Triton Error [CUDA]: invalid argument"),
     ("app.Error", "my worker: Memory allocation error on worker 3"),
@@ -130,18 +130,18 @@ FULL_IF_SHORT = [
 
 
 @pytest.mark.parametrize(("name", "text"), FULL)
-def test_texts_of_libraries(name: str, text: str) -> None:
+def test_texts_of_libraries_are_recognised(name: str, text: str) -> None:
     error = raised_as(name, text)
     assert out_of_memory_in(error) is error
 
 
 @pytest.mark.parametrize(("name", "text"), NOT_FULL)
-def test_texts_of_something_else(name: str, text: str) -> None:
+def test_texts_with_other_causes_are_not_recognised(name: str, text: str) -> None:
     assert out_of_memory_in(raised_as(name, text), lambda: True) is None
 
 
 @pytest.mark.parametrize("text", FULL_IF_SHORT)
-def test_texts_that_mean_it_only_when_memory_is_short(text: str) -> None:
+def test_ambiguous_texts_count_only_if_memory_is_short(text: str) -> None:
     error = RuntimeError(text)
     assert out_of_memory_in(error) is None
     assert out_of_memory_in(error, lambda: True) is error
@@ -150,24 +150,26 @@ def test_texts_that_mean_it_only_when_memory_is_short(text: str) -> None:
 def test_each_text_of_the_table_has_an_example() -> None:
     examples = [text for _, text in FULL] + FULL_IF_SHORT
     assert [
-        each.pattern
-        for each in (*TEXTS, *TEXTS_IF_SHORT)
-        if not any(re.search(each.pattern, text) for text in examples)
+        entry.pattern
+        for entry in (*TEXTS, *TEXTS_IF_SHORT)
+        if not any(re.search(entry.pattern, text) for text in examples)
     ] == []
 
 
 @pytest.mark.parametrize(
-    "entry", [each for each in (*TEXTS, *TEXTS_IF_SHORT) if each.raised_as], ids=lambda entry: entry.pattern
+    "entry",
+    [entry for entry in (*TEXTS, *TEXTS_IF_SHORT) if entry.raised_as],
+    ids=lambda entry: entry.pattern,
 )
 def test_an_error_of_another_class_may_quote_such_a_text(entry: Any) -> None:
-    """Only NVIDIA's own names are in no other error."""
-    names = [each.pattern for each in TEXTS if not each.raised_as]
+    """NVIDIA's error names are excluded, because no other error contains them."""
+    names = [nvidia.pattern for nvidia in TEXTS if not nvidia.raised_as]
     examples = [text for _, text in FULL if not any(re.search(name, text) for name in names)]
     text = next(text for text in examples + FULL_IF_SHORT if re.search(entry.pattern, text))
     assert out_of_memory_in(raised_as("app.Error", text), lambda: True) is None
 
 
-def test_an_error_that_is_raised_in_a_finally_hides_none() -> None:
+def test_an_error_raised_in_a_finally_block_does_not_hide_the_first() -> None:
     with pytest.raises(KeyError) as caught:
         try:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -177,7 +179,7 @@ def test_an_error_that_is_raised_in_a_finally_hides_none() -> None:
     assert requested_bytes(caught.value) == 2 << 30
 
 
-def test_an_error_that_is_raised_from_none_stands_for_itself() -> None:
+def test_an_error_raised_from_none_hides_the_first() -> None:
     with pytest.raises(KeyError) as caught:
         try:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -196,5 +198,5 @@ def test_an_error_that_is_raised_from_none_stands_for_itself() -> None:
         ("would exceed the limit. Requested size: 1,024.00 MiB.", 1 << 30),
     ],
 )
-def test_how_much_was_asked_for(text: str, nbytes: int | None) -> None:
+def test_the_requested_size_is_read_from_the_text(text: str, nbytes: int | None) -> None:
     assert requested_bytes(RuntimeError(text)) == nbytes

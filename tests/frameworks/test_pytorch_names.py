@@ -1,6 +1,6 @@
-"""PyTorch without what is not public in it: calls go on, capped, and what is lacking is said once.
+"""If PyTorch lacks private names that we use, calls still work under their cap, and one message says so.
 
-On a stand-in for CUDA: memory, caps and errors are those of the PyTorch that is installed.
+CUDA is a stand-in, but memory, caps and errors come from the installed PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 MakeHost = Callable[..., cuda_stub.Host]
 GIB = 2**30
-# Without the one that says nothing about memory, and that PyTorch itself cannot do without.
+# _GLOBAL_DEVICE_CONTEXT is left out: PyTorch itself needs it, and it has nothing to do with memory.
 NAMES = [name for name in pytorch_memory._NOT_PUBLIC if name != "_GLOBAL_DEVICE_CONTEXT"]
 
 WITHOUT = """
@@ -28,11 +28,11 @@ import torch
 from flower_gpu import frameworks
 from flower_gpu.frameworks import Cap
 
-def take_away(name):
-    *places, last = name.split(".")
+def remove(name):
+    *parents, last = name.split(".")
     owner = torch
-    for place in places:
-        owner = getattr(owner, place)
+    for parent in parents:
+        owner = getattr(owner, parent)
     if hasattr(owner, last):
         delattr(owner, last)
 
@@ -44,56 +44,57 @@ def fits(nbytes):
     return True
 """
 
-# Each case in a fork, so that PyTorch is imported once.
+# Each case runs in a fork, so that PyTorch is imported only once.
 HELD = (
     WITHOUT
     + """
-def told(name):
-    take_away(name)
+def report_without(name):
+    remove(name)
     started = []
     with frameworks.held_to([Cap(4 << 30, 16 << 30)], lambda: started.append(True)) as (hold,):
         before = hold.in_force_bytes()
         fit = [fits(3 << 30), fits(5 << 30)]
-        told = {"before": before, "fit": fit, "in_force": hold.in_force_bytes(), "started": started}
-        told["free"] = frameworks.figures()[0].free_bytes
-    return {**told, "after": fits(5 << 30), "lacks": frameworks.lacks()}
+        report = {"before": before, "fit": fit, "in_force": hold.in_force_bytes(), "started": started}
+        report["free"] = frameworks.figures()[0].free_bytes
+    return {**report, "after": fits(5 << 30), "lacks": frameworks.lacks()}
 
 for name in sys.argv[1:]:
     if os.fork() == 0:
-        print(json.dumps(told(name)), flush=True)
+        print(json.dumps(report_without(name)), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0, name
 """
 )
 
 
-def test_without_a_name_it_is_capped_and_says_what_is_lacking(
+def test_without_a_private_name_pytorch_is_capped_and_the_name_is_reported(
     cuda_host: MakeHost, run_script: Callable[..., Any]
 ) -> None:
-    """A process is held to 4 of 16 GiB, with all that this version has, and without each name."""
+    """A process is held to 4 of 16 GiB, first with all names of this version and then without each one."""
     host = cuda_host(gpus=1, total=16 * GIB)
     env = {**host.env, pytorch.SETTINGS: "per_process_memory_fraction:0.25" if TAKES_CAP else ""}
-    done = run_script(HELD, "nothing", *NAMES, env=env, timeout_s=280)
-    found: dict[str, Any] = dict(zip(["", *NAMES], map(json.loads, done.stdout.splitlines()), strict=True))
-    told = found.pop("")
-    assert told["before"] == [4 * GIB if TELLS_SETTINGS else None]
-    assert told["fit"] == [True, False] and told["after"]
-    assert told["in_force"] == [4 * GIB] and told["started"] == [True]
-    assert 0 < told["free"] < 16 * GIB
+    completed = run_script(HELD, "nothing", *NAMES, env=env, timeout_s=280)
+    lines = map(json.loads, completed.stdout.splitlines())
+    reports: dict[str, Any] = dict(zip(["", *NAMES], lines, strict=True))
+    report = reports.pop("")
+    assert report["before"] == [4 * GIB if TELLS_SETTINGS else None]
+    assert report["fit"] == [True, False] and report["after"]
+    assert report["in_force"] == [4 * GIB] and report["started"] == [True]
+    assert 0 < report["free"] < 16 * GIB
     if TAKES_CAP and not TELLS_SETTINGS:
-        assert "_accelerator_getAllocatorSettings (seen in 2.12 to" in told["lacks"]
+        assert "_accelerator_getAllocatorSettings (seen in 2.12 to" in report["lacks"]
     else:
-        assert told["lacks"] is None
-    for name, told in found.items():
+        assert report["lacks"] is None
+    for name, report in reports.items():
         if name.startswith("_C._accelerator") and not TAKES_CAP:
-            continue  # this PyTorch takes no cap from the environment: none of it is looked for
+            continue  # only used by versions that read their cap from the environment
         seen, effect = pytorch_memory._NOT_PUBLIC[name]
-        assert f"torch.{name} (seen in {seen}): {effect}" in told["lacks"]
+        assert f"torch.{name} (seen in {seen}): {effect}" in report["lacks"]
         if "_lazy_call" not in name or TAKES_CAP:
-            assert told["fit"] == [True, False], name
-            assert told["in_force"] == [4 * GIB], name
-        assert (told["free"] is None) is (name == "_C._cuda_hasPrimaryContext")
-        assert told["started"] == ([] if name == "cuda._lazy_call" else [True])
+            assert report["fit"] == [True, False], name
+            assert report["in_force"] == [4 * GIB], name
+        assert (report["free"] is None) is (name == "_C._cuda_hasPrimaryContext")
+        assert report["started"] == ([] if name == "cuda._lazy_call" else [True])
 
 
 TASK = """
@@ -115,10 +116,10 @@ for _ in range(2):
 """
 
 
-def test_of_several_calls_the_first_one_says_so(
+def test_only_the_first_of_several_calls_reports_a_missing_name(
     cuda_host: MakeHost, run_script: Callable[..., Any], write_script: Callable[..., Any]
 ) -> None:
     write_script(TASK, "lacking_task.py")
-    done = run_script(CALLS, env=cuda_host(gpus=1).env, timeout_s=280)
-    assert done.stdout.split() == 2 * [str(GIB)]
-    assert done.stderr.count("has no torch._C._cuda_hasPrimaryContext") == 1
+    completed = run_script(CALLS, env=cuda_host(gpus=1).env, timeout_s=280)
+    assert completed.stdout.split() == 2 * [str(GIB)]
+    assert completed.stderr.count("has no torch._C._cuda_hasPrimaryContext") == 1

@@ -1,4 +1,4 @@
-"""A framework is one class in the registry: every room gets its answers from there."""
+"""A framework is one class in the registry, and all other code asks the registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flower_gpu.simulation.in_worker import ProcessState, seed_all
 
 
 class Toy(Framework):
-    """A framework that is not known yet."""
+    """A new framework that implements every method."""
 
     name, module, last, native = "Toy", "toy_framework", "ready", "toy_framework"
     read_by_native = ("TOY_LOGGING",)
@@ -82,15 +82,16 @@ class Toy(Framework):
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Toy]:
     (tmp_path / "toy_framework.py").write_text("flag = 1\nthreads = 0\nready = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = Toy()
-    # Alone: PyTorch, held in this process, would leave its settings in the environment.
-    monkeypatch.setattr(frameworks, "ALL", (found,))
+    toy = Toy()
+    # The only framework in the registry: holding PyTorch would leave its settings in this process's
+    # environment.
+    monkeypatch.setattr(frameworks, "ALL", (toy,))
     monkeypatch.setattr(out_of_memory, "ALL", frameworks.ALL)
-    yield found
+    yield toy
     sys.modules.pop("toy_framework", None)
 
 
-def test_the_answers_of_a_new_framework_are_asked_for_everywhere(toy: Toy) -> None:
+def test_a_new_framework_is_used_everywhere(toy: Toy) -> None:
     caps = [Cap(4, 16)]
     assert frameworks.environment(caps, {})["TOY_CAP"] == "0.250000000000"
     assert frameworks.rules(caps, ())["TOY_CAP"]("0.9") == "0.250000000000"
@@ -113,9 +114,9 @@ def test_the_answers_of_a_new_framework_are_asked_for_everywhere(toy: Toy) -> No
     toy.seeds = []
     restore_random_state(state)
     assert toy.seeds == [1, 2]
-    found = ProcessState()
+    process_state = ProcessState()
     module.flag = 2
-    found.restore()
+    process_state.restore()
     assert module.flag == 1
     assert frameworks.with_threads() is None
     module.threads = 3
@@ -123,7 +124,7 @@ def test_the_answers_of_a_new_framework_are_asked_for_everywhere(toy: Toy) -> No
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["imported-before", "imported-in-the-block"])
-def test_a_framework_is_held_for_a_block_whenever_it_is_imported(toy: Toy, is_new: bool) -> None:
+def test_a_framework_is_held_in_a_block_whenever_it_is_imported(toy: Toy, is_new: bool) -> None:
     if not is_new:
         import_module("toy_framework")
     with frameworks.held_to([Cap(4, 16)], lambda: None):
@@ -133,11 +134,11 @@ def test_a_framework_is_held_for_a_block_whenever_it_is_imported(toy: Toy, is_ne
     assert toy.held == []
     sys.modules.pop("toy_framework")
     import_module("toy_framework")
-    assert toy.held == []  # nothing waits for it any more
+    assert toy.held == [], "an import after the block holds nothing"
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["imported-before", "imported-in-the-block"])
-def test_a_deterministic_run_computes_so_whenever_a_framework_is_imported(toy: Toy, is_new: bool) -> None:
+def test_a_run_is_deterministic_whenever_a_framework_is_imported(toy: Toy, is_new: bool) -> None:
     if not is_new:
         import_module("toy_framework")
     with determinism.here({}):
@@ -145,17 +146,18 @@ def test_a_deterministic_run_computes_so_whenever_a_framework_is_imported(toy: T
         module: Any = import_module("toy_framework")
         assert toy.seeds == [-1]
         module.flag = 5
-    assert module.flag == (5 if is_new else 1)  # what nobody has had before is nobody's
+    # Settings are restored only if the framework was imported before the block.
+    assert module.flag == (5 if is_new else 1)
 
 
-def test_variables_of_users_that_do_no_harm_stay_in_a_deterministic_run() -> None:
-    def of(kind: type[Framework], **environ: str) -> dict[str, str]:
+def test_harmless_variables_of_users_are_kept_in_a_deterministic_run() -> None:
+    def variables(kind: type[Framework], **environ: str) -> dict[str, str]:
         return kind().deterministic_variables(2, environ)
 
     name = "CUBLAS_WORKSPACE_CONFIG"
-    found = [of(pytorch.PyTorch, **{name: value})[name] for value in ("", ":16:8", ":0:0")]
-    assert found == [":4096:8", ":16:8", ":4096:8"]
-    assert of(tensorflow.TensorFlow, TF_NUM_INTRAOP_THREADS="3") == {
+    values = [variables(pytorch.PyTorch, **{name: value})[name] for value in ("", ":16:8", ":0:0")]
+    assert values == [":4096:8", ":16:8", ":4096:8"]
+    assert variables(tensorflow.TensorFlow, TF_NUM_INTRAOP_THREADS="3") == {
         "TF_NUM_INTRAOP_THREADS": "3",
         "TF_NUM_INTEROP_THREADS": "2",
     }
@@ -164,13 +166,13 @@ def test_variables_of_users_that_do_no_harm_stay_in_a_deterministic_run() -> Non
         determinism.variables({"MKL_NUM_THREADS": "7", "OMP_NUM_THREADS": "2"}, 5)["MKL_NUM_THREADS"] == "2"
     )
     assert determinism.variables({}, 5)["OMP_NUM_THREADS"] == "5"
-    ours = "--xla_gpu_deterministic_ops=true"
-    assert of(jax.JAX, XLA_FLAGS="--xla_dump_to=/tmp") == {"XLA_FLAGS": f"--xla_dump_to=/tmp {ours}"}
-    assert of(jax.JAX, XLA_FLAGS=ours) == {"XLA_FLAGS": ours}
+    flag = "--xla_gpu_deterministic_ops=true"
+    assert variables(jax.JAX, XLA_FLAGS="--xla_dump_to=/tmp") == {"XLA_FLAGS": f"--xla_dump_to=/tmp {flag}"}
+    assert variables(jax.JAX, XLA_FLAGS=flag) == {"XLA_FLAGS": flag}
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         (
             "RuntimeError: put_ does not have a deterministic implementation, but you set",
@@ -189,5 +191,5 @@ def test_variables_of_users_that_do_no_harm_stay_in_a_deterministic_run() -> Non
         ("RuntimeError: the loss is nan", None),
     ],
 )
-def test_operations_without_a_deterministic_algorithm_are_named(text: str, found: str | None) -> None:
-    assert frameworks.not_deterministic(text) == found
+def test_operations_without_a_deterministic_algorithm_are_named(text: str, expected: str | None) -> None:
+    assert frameworks.not_deterministic(text) == expected

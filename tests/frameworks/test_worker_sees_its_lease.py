@@ -1,4 +1,4 @@
-"""Code for a whole host: it sets PyTorch's limit, or uses a GPU by its number on the host."""
+"""Tasks written for a whole host: they set PyTorch's limit, or use a GPU by its number on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 2**30
 def limits(device):
     import torch
     from torch.cuda.memory import get_per_process_memory_fraction, set_per_process_memory_fraction
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         set_per_process_memory_fraction(1.0, device)  # CUDA has not started
         granted = get_per_process_memory_fraction()
@@ -45,7 +45,7 @@ def limits(device):
     return {
         "granted_gib": granted * torch.cuda.get_device_properties(0).total_memory / GIB,
         "is_kept": again == granted, "smaller": smaller, "is_held": is_held, "refused": refused,
-        "said": [(str(one.message), one.category.__name__, one.filename) for one in said],
+        "warnings": [(str(w.message), w.category.__name__, w.filename) for w in caught],
     }
 
 def second_card():
@@ -70,22 +70,22 @@ for more in ({}, {"num_gpus": 2, "gpu_memory": None}):
 """
 
 
-def test_a_limit_of_its_own_and_the_number_of_another_gpu(
+def test_a_task_cannot_raise_its_limit_or_use_the_number_of_another_gpu(
     cuda_host: Callable[..., cuda_stub.Host],
     run_script: Callable[..., Any],
     write_script: Callable[..., Path],
 ) -> None:
     host = cuda_host(gpus=2)
     script = write_script(TASK, "task_of_a_host.py")
-    done = run_script(CALL, env=host.env, timeout_s=380)
-    *limits, second, of_two = [json.loads(line) for line in done.stdout.splitlines()]
+    completed = run_script(CALL, env=host.env, timeout_s=380)
+    *limits, second, with_two_gpus = [json.loads(line) for line in completed.stdout.splitlines()]
     assert len(limits) == 3
-    for told in limits:
-        assert told["granted_gib"] <= 3 and told["is_kept"] and told["is_held"], told
-        assert told["smaller"] == pytest.approx(0.5)
-        assert told["refused"] == ["TypeError", "ValueError", "ValueError"]
-        assert len(told["said"]) == 2, "one for each attempt to raise the limit"
-        for text, category, file in told["said"]:
+    for report in limits:
+        assert report["granted_gib"] <= 3 and report["is_kept"] and report["is_held"], report
+        assert report["smaller"] == pytest.approx(0.5)
+        assert report["refused"] == ["TypeError", "ValueError", "ValueError"]
+        assert len(report["warnings"]) == 2, "one warning for each attempt to raise the limit"
+        for text, category, file in report["warnings"]:
             assert re.fullmatch(
                 r"set_per_process_memory_fraction\(1\) has no effect: the lease of this call grants 0\.\d+ "
                 r"of the GPU's memory, and that stays the limit\. .*gpu_memory.*",
@@ -93,4 +93,4 @@ def test_a_limit_of_its_own_and_the_number_of_another_gpu(
             )
             assert (category, file) == ("RuntimeWarning", str(script))
     assert "invalid device ordinal (a worker sees only the GPU of its lease, as cuda:0; write" in second
-    assert of_two == "it has run"
+    assert with_two_gpus == "it has run"
