@@ -1,4 +1,4 @@
-"""What an app imports, as read from its source, is what its import asks for."""
+"""The imports of an app, as read from its source, match those at its actual import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flower_gpu.apps.app_imports import libraries_of, libraries_used
 
 REPOSITORY = Path(__file__).parents[2]
 
-# Really imports an app, and says which modules it asked for.
+# Imports an app, and prints the modules that it requests.
 ASKED = """
 import builtins, sys
 folder, module = sys.argv[1:]
@@ -60,7 +60,7 @@ def test_libraries_come_in_the_order_of_their_import_and_own_modules_are_followe
     ]
 
 
-def test_what_runs_at_import_comes_before_what_functions_import(tmp_path: Path) -> None:
+def test_imports_at_module_level_come_before_imports_in_functions(tmp_path: Path) -> None:
     app(
         tmp_path,
         client="""
@@ -92,13 +92,13 @@ def test_what_runs_at_import_comes_before_what_functions_import(tmp_path: Path) 
             """,
         lazily="def late():\n    from late_library import something\n",
     )
-    found = libraries_of(tmp_path, "client")
+    libraries = libraries_of(tmp_path, "client")
     at_import = ["wanted", "instead", "inside", "of_class", "at_the_end"]
-    assert [name for name in found if name in at_import] == at_import
-    assert "not_for_types" in found and "for_types" not in found
+    assert [name for name in libraries if name in at_import] == at_import
+    assert "not_for_types" in libraries and "for_types" not in libraries
     late = ["at_call", "late_library", "late_library.something", "innermost"]
-    assert [name for name in found if name in late] == late
-    assert found.index("at_the_end") < found.index("at_call")
+    assert [name for name in libraries if name in late] == late
+    assert libraries.index("at_the_end") < libraries.index("at_call")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_source_that_cannot_be_imported_names_nothing(tmp_path: Path, text: str)
     assert libraries_of(tmp_path, "client") == []
 
 
-def test_it_is_what_python_asks_for() -> None:
+def test_the_result_matches_the_actual_imports() -> None:
     folder, _, package = (REPOSITORY / "examples/scaffold/scaffold").as_posix().rpartition("/")
     done = run_python(ASKED, folder, f"{package}.client_app", check=True)
     asked = {each for each in done.stdout.split() if each.split(".")[0] != package}
@@ -151,12 +151,12 @@ unused = partial
 """
 
 
-def test_what_functions_of_a_notebook_use() -> None:
-    """Decorated, within others, by classes and tables of theirs; a cell is no file to read."""
+def test_libraries_used_by_functions_of_a_notebook() -> None:
+    """Functions may be decorated, nested, or used by classes and tables. A cell of a notebook has no file."""
     cells: dict[str, object] = {"__name__": "__main__"}
     exec(NOTEBOOK, cells)
-    found = libraries_used({"train": cells["train"]})
-    assert {"csv", "json", "queue", "wave", "xml", "xml.sax", "zipfile"} <= set(found)
-    assert not {"functools", "__main__"} & set(found)
-    assert found.index("xml") < found.index("xml.sax")
+    libraries = libraries_used({"train": cells["train"]})
+    assert {"csv", "json", "queue", "wave", "xml", "xml.sax", "zipfile"} <= set(libraries)
+    assert not {"functools", "__main__"} & set(libraries)
+    assert libraries.index("xml") < libraries.index("xml.sax")
     assert libraries_used(libraries_used) == ["flower_gpu", "flower_gpu.apps", "flower_gpu.apps.app_imports"]

@@ -1,4 +1,4 @@
-"""Packages that an app declares and that are not installed are named, with what to install."""
+"""Declared packages that are not installed are named, together with the command to install them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def app(folder: Path, dependencies: object, client: str = "") -> FlowerApp:
     return FlowerApp.load(folder)
 
 
-def test_what_is_installed_or_not_for_this_platform_is_not_missing(tmp_path: Path) -> None:
-    # Modules that another package has brought count, as flwr-nightly has those of flwr.
+def test_packages_that_are_installed_or_for_other_platforms_are_not_missing(tmp_path: Path) -> None:
+    # Modules that another package provides count: flwr-nightly provides those of flwr.
     others = ["numpy", "flwr[simulation]>=1", "run-programs", "absent ; sys_platform == 'win32'", "no name!"]
     assert missing_packages_text(app(tmp_path, [*others, ABSENT])) == TEXT
 
 
-def test_several_are_named_together(tmp_path: Path) -> None:
+def test_several_missing_packages_are_named_together(tmp_path: Path) -> None:
     text = missing_packages_text(app(tmp_path, ["absent-one", "absent-two>2"]))
     assert text == (
         "my-app declares absent-one, absent-two>2, which are not installed: pip install absent-one "
@@ -73,7 +73,7 @@ def test_the_error_of_an_import_names_the_package_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
-def test_an_error_without_a_readable_app_stays_as_it_is(tmp_path: Path, has_folder: bool) -> None:
+def test_an_error_without_a_readable_app_is_unchanged(tmp_path: Path, has_folder: bool) -> None:
     folder = tmp_path if has_folder else None
     with (
         pytest.raises(ModuleNotFoundError, match=r"^No module named 'absent_module'$"),

@@ -1,4 +1,4 @@
-"""What is kept of failed messages, when they end a run, and how its outcome is worded."""
+"""The log of failed messages, the failures that end a run, and the wording of its outcome."""
 
 from __future__ import annotations
 
@@ -22,39 +22,42 @@ def failure(client: int, line: int = 12, last: str = "a", server_round: int = 1)
     return Failure(str(client), "train", server_round, error, TRACEBACK.format(line=line, last=last))
 
 
-def test_the_first_of_each_kind_is_printed_and_all_are_kept(tmp_path: Path) -> None:
-    said: list[str] = []
-    log = FailureLog(tmp_path / "failures.log", said.append)
+def test_the_first_failure_of_each_kind_is_printed_and_all_are_logged(tmp_path: Path) -> None:
+    printed: list[str] = []
+    log = FailureLog(tmp_path / "failures.log", printed.append)
     for client in range(5):
         log.add(failure(client))
-    log.add(failure(5, last="b"))  # another text, the same place in the app
+    # Another text at the same place in the app.
+    log.add(failure(5, last="b"))
     log.add(failure(6, line=30))
     for client in (7, 8):
         error = f"WorkerDiedError: train of client {client}: the worker (pid 1{client}) was killed"
         log.add(Failure(str(client), "train", 1, error))
-    assert [text.splitlines()[0] for text in said] == [
+    assert [text.splitlines()[0] for text in printed] == [
         "train of client 0 failed in round 1:",
         "train of client 6 failed in round 1:",
         "train of client 7 failed in round 1:",
     ]
-    assert "client_app.py" in said[0] and "line 12" in said[0]
-    kept = (tmp_path / "failures.log").read_text()
-    assert [f"train of client {client} failed in round 1" in kept for client in range(9)] == [True] * 9
-    assert kept.count("Traceback") == 3 and kept.count("that of: train of client 0 in round 1)") == 4
+    assert "client_app.py" in printed[0] and "line 12" in printed[0]
+    logged = (tmp_path / "failures.log").read_text()
+    assert [f"train of client {client} failed in round 1" in logged for client in range(9)] == [True] * 9
+    assert logged.count("Traceback") == 3 and logged.count("that of: train of client 0 in round 1)") == 4
     assert log.pointer == "the first traceback is above"
 
 
-def test_what_a_terminal_would_obey_is_shown_as_a_question_mark(tmp_path: Path) -> None:
-    said: list[str] = []
-    FailureLog(tmp_path / "failures.log", said.append).add(failure(1, last="\x1b]0;title\x07\udc80"))
-    for text in (*said, (tmp_path / "failures.log").read_text()):
+def test_control_characters_are_shown_as_question_marks(tmp_path: Path) -> None:
+    printed: list[str] = []
+    FailureLog(tmp_path / "failures.log", printed.append).add(failure(1, last="\x1b]0;title\x07\udc80"))
+    for text in (*printed, (tmp_path / "failures.log").read_text()):
         assert "?]0;title?\\udc80" in text and "\x1b" not in text
 
 
 def test_events_of_a_trace_are_failures() -> None:
     event = {"event": "worker_finished", "outcome": "error", "client": "3", "task": "train", "round": 2}
-    found = Failure.from_event({**event, "error": "ValueError: no", "traceback": "Trace", "time": 5.0}, "3")
-    assert found == Failure("3", "train", 2, "ValueError: no", "Trace", 5.0)
+    failure_of_event = Failure.from_event(
+        {**event, "error": "ValueError: no", "traceback": "Trace", "time": 5.0}, "3"
+    )
+    assert failure_of_event == Failure("3", "train", 2, "ValueError: no", "Trace", 5.0)
     assert Failure.from_event(event, "3", "of a log").traceback == "of a log"
 
 
@@ -73,12 +76,14 @@ def test_events_of_a_trace_are_failures() -> None:
         ([("train", 1, 6, 0), ("evaluate", 1, 0, 6), ("evaluate", 2, 0, 6), ("evaluate", 3, 0, 6)], None),
         ([("evaluate", 1, 0, 6)], "all 6 clients failed in round 1"),
         ([("query", None, 6, 0), ("train", 1, 0, 6)], "all 6 clients failed in round 1"),
-        ([("train", 1, 0, 0)], None),  # nobody has replied
-        ([("train", None, 0, 1), ("train", None, 0, 1)], None),  # one after the other, of no round
+        # No client has replied.
+        ([("train", 1, 0, 0)], None),
+        # Single messages that belong to no round.
+        ([("train", None, 0, 1), ("train", None, 0, 1)], None),
         ([("get_parameters", 0, 0, 1)], None),
     ],
 )
-def test_a_run_in_which_all_fail_is_ended(
+def test_a_run_in_which_all_clients_fail_is_ended(
     phases: list[tuple[str, int | None, int, int]], text: str | None
 ) -> None:
     rule = AllFailed()

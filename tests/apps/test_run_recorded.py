@@ -1,4 +1,4 @@
-"""A run as a whole: others see it while it goes on, and its trace tells what the GPUs did meanwhile."""
+"""A whole run: other processes see it while it runs, and its trace has samples of the GPUs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def events(folder: Path) -> list[dict[str, object]]:
     return list(trace.read(folder / trace.FILE_NAME))
 
 
-def test_the_gpus_are_looked_at_before_and_after(folder: Path, tmp_path: Path) -> None:
+def test_the_gpus_are_sampled_before_and_after(folder: Path, tmp_path: Path) -> None:
     host = Host(tmp_path / "host", gpus=2)
     host.set(1, used=2 * GIB, util=55, temp=61)
     process = record(folder, env=host.env)
@@ -73,13 +73,13 @@ def test_the_gpus_are_looked_at_before_and_after(folder: Path, tmp_path: Path) -
     assert (ended["event"], ended["outcome"]) == ("run_finished", "completed")
 
 
-def test_a_failure_is_one_and_without_gpus_there_are_no_samples(folder: Path) -> None:
+def test_a_failed_run_is_recorded_as_failed_and_without_gpus_there_are_no_samples(folder: Path) -> None:
     assert record(folder, "fail").wait(timeout=60) == 1
-    told = [(event["event"], event.get("outcome")) for event in events(folder)]
-    assert told == [("run_started", None), ("run_finished", "failed")]
+    outcomes = [(event["event"], event.get("outcome")) for event in events(folder)]
+    assert outcomes == [("run_started", None), ("run_finished", "failed")]
 
 
-def test_a_run_is_seen_as_long_as_its_process_lives(folder: Path) -> None:
+def test_a_run_is_listed_while_its_process_lives(folder: Path) -> None:
     assert running_runs() == []
     process = record(folder)
     [run] = running_runs()
@@ -88,27 +88,28 @@ def test_a_run_is_seen_as_long_as_its_process_lives(folder: Path) -> None:
     process.wait(timeout=60)
     assert running_runs() == []
     assert events(folder)[-1]["event"] == "run_started"
-    process = record(folder)  # what the dead one has left is in nobody's way
+    # Files of the dead process do not prevent another run.
+    process = record(folder)
     assert len(running_runs()) == 1
     process.communicate("", timeout=60)
     assert running_runs() == []
 
 
-def test_one_process_records_a_run(folder: Path) -> None:
+def test_only_one_process_records_a_run(folder: Path) -> None:
     with recorded_run(folder, "supernodes", "first"):
-        before = events(folder)
+        original = events(folder)
         with (
             pytest.raises(ConfigError, match="another process continues the run in"),
             recorded_run(folder, "supernodes", "second"),
         ):
             raise AssertionError
         [run] = running_runs()
-        assert run.name == "first" and events(folder) == before
+        assert run.name == "first" and events(folder) == original
     assert running_runs() == []
 
 
 @pytest.mark.parametrize("content", ["", "{}", "no json", '{"folder": 1}', "[]"])
-def test_what_is_no_run_is_none(content: str, tmp_path: Path) -> None:
+def test_invalid_run_files_are_ignored(content: str, tmp_path: Path) -> None:
     folder = state_folder.made_state_dir() / "runs"
     folder.mkdir()
     (folder / "0123456789abcdef.json").write_text(content)
@@ -117,7 +118,7 @@ def test_what_is_no_run_is_none(content: str, tmp_path: Path) -> None:
     assert (folder / "notes.json").exists()
 
 
-def test_a_folder_that_cannot_be_written_stops_no_run(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_does_not_stop_the_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("no folder")
     record(folder).communicate("", timeout=60)
     assert events(folder)[-1]["outcome"] == "completed"

@@ -32,7 +32,7 @@ DEVICE_POLICY = REPOSITORY / "examples" / "device-policy"
 
 
 def assert_each_call_has_its_process(done: Launched, clients: str) -> None:
-    """The quickstart has learned; each call ran in a process of its own, and no client has evaluated."""
+    """Check that the quickstart has learned, each call had its own process, and no client has evaluated."""
     entries, workers = done.result["rounds"], done.workers
     assert [entry["round"] for entry in entries] == [1]
     assert entries[-1]["accuracy"] > 0.7 and entries[-1]["loss"] < done.result["initial"]["loss"]
@@ -51,7 +51,7 @@ def assert_each_call_has_its_process(done: Launched, clients: str) -> None:
     assert sum(tensor.numel() for tensor in state.values()) > 10_000
 
 
-def test_the_quickstart_with_three_supernodes_on_a_gpu_on_which_two_fit(
+def test_the_quickstart_with_three_supernodes_on_a_gpu_with_room_for_two(
     launch: Launch, tmp_path: Path
 ) -> None:
     host = StubHost(tmp_path / "host", gpus=1)
@@ -66,7 +66,7 @@ def test_the_quickstart_with_three_supernodes_on_a_gpu_on_which_two_fit(
     assert_each_call_has_its_process(done, "012")
     assert "GPU 0 (NVIDIA Stub 16GB) has room for 2 at a time" in done.output
 
-    leased = [one for one in done.events("worker_started", "worker_finished") if "lease" in one]
+    leased = [event for event in done.events("worker_started", "worker_finished") if "lease" in event]
     assert most_at_a_time(leased) == 2, "twice 7 GiB and the reserve fit into 16 GiB"
     assert max(sum(sum(gpus.values()) for gpus in look.values()) for look in seen) <= 14 * GIB
     granted, released = done.events("lease_granted"), done.events("lease_released")
@@ -77,7 +77,7 @@ def test_the_quickstart_with_three_supernodes_on_a_gpu_on_which_two_fit(
     assert not host.status().holders
 
     on_gpus = {event["lease"] for event in granted}
-    without = [one.task for one in done.workers if one.lease not in on_gpus]
+    without = [event.task for event in done.workers if event.lease not in on_gpus]
     assert without == ["quickstart.task:initial_weights"]
     assert done.result["leases"]["count"] == 5
     waited_s = sum(event["waited_s"] for event in granted)
@@ -85,8 +85,8 @@ def test_the_quickstart_with_three_supernodes_on_a_gpu_on_which_two_fit(
     assert re.search("^leases +5, waited for", done.output, re.MULTILINE)
 
 
-def test_clients_that_fail_and_gpus_dealt_out(launch: Launch, tmp_path: Path) -> None:
-    """The app does not hand its context on, so that its processes know the policy by their environment."""
+def test_failing_clients_and_distributed_gpus(launch: Launch, tmp_path: Path) -> None:
+    """The app does not pass its context on, so its processes know the policy from their environment."""
     host = StubHost(tmp_path / "host", gpus=2)
     dealt_out = ("--gpu", "force", "--gpu-ids", "1,0", "--gpu-memory", "3GiB")
     done = launch(NUMPY_APP, "--clients", "4", "--rounds", "2", *dealt_out, env=host.env)
@@ -104,14 +104,14 @@ def test_clients_that_fail_and_gpus_dealt_out(launch: Launch, tmp_path: Path) ->
     failures = done.log("failures")
     for words in ("the data are gone", "was killed by SIGKILL", "no result within timeout_s=5"):
         assert words in failures, words
-    outcomes = {one["client"]: one["outcome"] for one in done.events("worker_finished")}
+    outcomes = {event["client"]: event["outcome"] for event in done.events("worker_finished")}
     of_clients = {"0": "ok", "1": "died", "2": "error", "3": "timeout"}
     assert outcomes == {**of_clients, "server": "ok"}
 
 
 @pytest.mark.timeout(600)
-def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
-    """The example as it is: its SuperLink, its SuperNodes, its two runs."""
+def test_the_example_with_four_nodes_and_four_policies(tmp_path: Path) -> None:
+    """The example runs unchanged, with its SuperLink, its SuperNodes and its two runs."""
     host = StubHost(tmp_path / "host", gpus=1)
     logs = tmp_path / "logs"
     done = subprocess.run(
@@ -132,23 +132,26 @@ def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
     readme = (DEVICE_POLICY / "README.md").read_text()
     shown = [line.strip() for line in readme.splitlines() if line.startswith("    | ")]
     assert [line for line in done.stdout.splitlines() if line.startswith("| ")] == shown
-    told = done.stdout.partition("what the nodes were told:\n")[2]
-    assert "no-gpu: this call runs on the CPU though the server requests a GPU" in told
-    assert "keeps-it: this call runs on the CPU though the server requests a GPU" in told
-    assert "forces-it: this node's policy is force: a GPU is used though the server does not want" in told
-    assert "offers-it" not in told
+    node_output = done.stdout.partition("what the nodes were told:\n")[2]
+    assert "no-gpu: this call runs on the CPU though the server requests a GPU" in node_output
+    assert "keeps-it: this call runs on the CPU though the server requests a GPU" in node_output
+    assert (
+        "forces-it: this node's policy is force: a GPU is used though the server does not want" in node_output
+    )
+    assert "offers-it" not in node_output
     assert len(events_of(logs, "worker_started")) == 8
     granted = events_of(logs, "lease_granted")
-    assert len(granted) == 3, "two nodes with use-gpu=true, one of them with false"
+    assert len(granted) == 3, "two nodes in the run with use-gpu=true, one of them in the other run"
     sizes = sorted(event["gpus"][0]["memory_bytes"] for event in granted)
     quarter = int(int((16 * GIB - RESERVE.resolve()) * SHARED_PART) * 0.25)
-    assert sizes == [2 * GIB, quarter, quarter], "each node's own, and not what the app asks for"
+    assert sizes == [2 * GIB, quarter, quarter], "each node's own size applies, not the app's request"
     assert_nothing_left(logs)
 
 
 def five_free_ports() -> int:
-    """Return the first of five ports, one after the other, that nobody listens on."""
-    begin = 5 * (os.getpid() % 2000)  # tests of another clone look for some, too
+    """Return the first of five consecutive free ports."""
+    # Tests of another clone may look for ports at the same time.
+    begin = 5 * (os.getpid() % 2000)
     for first in (*range(21000 + begin, 32000, 5), *range(21000, 21000 + begin, 5)):
         sockets = [socket.socket() for _ in range(5)]
         try:

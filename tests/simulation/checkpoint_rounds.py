@@ -1,4 +1,4 @@
-"""Rounds of a run for tests of checkpoints, each told by its number, and a check that one is complete."""
+"""Rounds of a run for tests of checkpoints, and a check that a checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTITIONS = 5
 
 
 def round_state(number: int) -> RoundState:
-    """The state after a round."""
+    """Return the state after a round."""
     random.seed(number)
     np.random.seed(number)
     return RoundState(
@@ -33,7 +33,7 @@ def round_state(number: int) -> RoundState:
 
 
 def last_change(partition: int, number: int) -> int:
-    """The last round up to this one in which a node's state changed; 0: none."""
+    """Return the last round, up to this number, in which a node's state changed, or 0."""
     return max((n for n in range(1, number + 1) if n % PARTITIONS == partition or n % 3 == 0), default=0)
 
 
@@ -45,22 +45,22 @@ def change_states(states: RecordStates, number: int) -> None:
 
 
 def check_complete(folder: Path) -> int:
-    """Check that the checkpoint in a folder is all that of one round; returns the round, or -1."""
+    """Check that the checkpoint in a folder is that of a single round. Return the round, or -1."""
     states = RecordStates()
-    found = Checkpoints(folder, states).read()
-    if found is None:
+    restored = Checkpoints(folder, states).read()
+    if restored is None:
         return -1
-    check_equal(found, round_state(found.server_round))
+    check_equal(restored, round_state(restored.server_round))
     for partition in range(PARTITIONS):
-        changed = last_change(partition, found.server_round)
+        changed = last_change(partition, restored.server_round)
         state = states.get(partition)
-        assert (number_of(state) if state else 0) == changed, (partition, found.server_round)
-    return found.server_round
+        assert (number_of(state) if state else 0) == changed, (partition, restored.server_round)
+    return restored.server_round
 
 
-def check_equal(found: RoundState, expected: RoundState) -> None:
-    """Check that two rounds are the same, also in the order of the arrays, which are Flower's own."""
-    assert found == expected
-    # Only the bytes of Flower's own arrays are written once for all workers of the next round.
-    assert {type(array) for array in found.arrays.values()} == {Array}
-    assert list(found.arrays) == list(expected.arrays)
+def check_equal(restored: RoundState, expected: RoundState) -> None:
+    """Check that two rounds are equal, including the order of the arrays, and that these are Flower's own."""
+    assert restored == expected
+    # For the next round, only the bytes of Flower's own arrays are written once for all workers.
+    assert {type(array) for array in restored.arrays.values()} == {Array}
+    assert list(restored.arrays) == list(expected.arrays)

@@ -1,4 +1,4 @@
-"""A grid under test with a host in threads of this process, whose handler does as a message's group says."""
+"""A grid with a host in threads of this process. Each message's group says how its handler behaves."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ RUN_ID = 5
 
 
 class NoWorkers:
-    """A handler's side of workers, where there are none."""
+    """The workers' methods of a handler that has no workers."""
 
-    batches = Batches(1)  # which learns of none
+    # No call is batched.
+    batches = Batches(1)
 
     def idle(self) -> None: ...
 
@@ -41,7 +42,7 @@ class NoWorkers:
 
 
 class Handling(NoWorkers):
-    """Answers, waits, fails, or is given up, as a message's group says; notes what was done."""
+    """Replies, waits, fails or is cancelled, as a message's group says, and records the calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,22 +53,23 @@ class Handling(NoWorkers):
         self.cancelled: list[str] = []
         #: Opened by a test for messages of group "gate".
         self.gate = threading.Event()
-        self.stuck: float | None = None  # since when, as the grid is told
+        # Time since which the grid sees the handler as stuck.
+        self.stuck: float | None = None
         self.on_reply: Callable[[Message], object] = lambda reply: None
 
     def stuck_since(self) -> float | None:
         return self.stuck
 
     def __call__(self, visit: Visit) -> list[Answer]:
-        given_up = threading.Event()
+        is_cancelled = threading.Event()
         with self._lock:
-            self._given_up[visit.message_id] = given_up
+            self._given_up[visit.message_id] = is_cancelled
             self.begun.append(visit.message_id)
             self.running += 1
             self.most = max(self.most, self.running)
         began = time.monotonic()
         try:
-            reply = self._reply(visit.message, given_up)
+            reply = self._reply(visit.message, is_cancelled)
         except Exception as error:
             reply = failed(visit.message, error)
         with self._lock:
@@ -75,9 +77,9 @@ class Handling(NoWorkers):
             self.done.append(visit.message_id)
         return [Answer(visit.message_id, reply, b"", time.monotonic() - began)]
 
-    def _reply(self, message: Message, given_up: threading.Event) -> Message:
+    def _reply(self, message: Message, is_cancelled: threading.Event) -> Message:
         group = message.metadata.group_id
-        if group == "wait" and given_up.wait(60):
+        if group == "wait" and is_cancelled.wait(60):
             raise WorkerDiedError("given up")
         if group == "gate":
             self.gate.wait(60)
@@ -105,12 +107,12 @@ class Handling(NoWorkers):
                 self._given_up[message_id].set()
 
     def cancel_all(self) -> None:
-        for given_up in self._given_up.values():
-            given_up.set()
+        for is_cancelled in self._given_up.values():
+            is_cancelled.set()
 
 
 class SafeHost(QueueHost):
-    """A host that cannot be lost, as this machine."""
+    """A host that cannot be lost, like this machine."""
 
     can_be_lost = False
 
@@ -143,7 +145,7 @@ class GridUnderTest:
     def sums(
         self, messages: list[Message], *, in_order: bool = True, timeout: float | None = None
     ) -> tuple[list[Message], float]:
-        """Return what is left of replies that are summed, and the weight of the sum."""
+        """Return the messages that are not part of a sum, and the weight of the sum."""
         total, rest = ReplySum("num-examples"), []
         for item in self.grid.sums(messages, timeout, "num-examples", True, in_order):
             if isinstance(item, Message):

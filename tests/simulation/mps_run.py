@@ -1,4 +1,4 @@
-"""Simulates clients on a card with MPS, once for each line of options on standard input; prints replies."""
+"""Simulates clients on a card with MPS, once per line of options on standard input, and prints replies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUT_OF_MEMORY = 2
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """Look at what this worker has of its card; the first one of a round has a fault if it is asked to."""
+    """Report what this worker sees of its card. On request, the first worker of a round causes a fault."""
     import torch
 
     config = message.content["config"]
@@ -31,7 +31,8 @@ def train(message: Message, context: Context) -> Message:
     tensor = torch.zeros(1 << 20, device="cuda")
     cuda = ctypes.CDLL(None)
     code = cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(4 << 30))
-    cuda.cudaGetLastError()  # or PyTorch takes it for its own
+    # Otherwise PyTorch attributes this error to its own calls.
+    cuda.cudaGetLastError()
     folder = Path(str(config["folder"]))
     (folder / f"{context.node_config['partition-id']}").touch()
     while config["fault"] and len(list(folder.iterdir())) < 2:
@@ -44,17 +45,17 @@ def train(message: Message, context: Context) -> Message:
     while config["fault"] and not has_fault and cuda.cudaFree(None) == 0:
         time.sleep(0.02)
     (tensor + 1).sum()
-    found = {
+    facts = {
         "sms": torch.cuda.get_device_properties(0).multi_processor_count,
         "is_capped": int(code == OUT_OF_MEMORY),
         "pid": os.getpid(),
     }
-    return Message(RecordDict({"metrics": MetricRecord(found)}), reply_to=message)
+    return Message(RecordDict({"metrics": MetricRecord(facts)}), reply_to=message)
 
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Send a message to each client, in each of the rounds."""
+    """Send a message to each client in each round."""
     for number, kind in enumerate(str(context.run_config["rounds"]).split()):
         folder = Path(str(context.run_config["folder"]), str(number))
         folder.mkdir(parents=True)
@@ -64,10 +65,10 @@ def main(grid: Grid, context: Context) -> None:
             for node in grid.get_node_ids()
         ]
         replies = grid.send_and_receive(messages)
-        print(json.dumps([_told(reply) for reply in replies]), flush=True)
+        print(json.dumps([_described(reply) for reply in replies]), flush=True)
 
 
-def _told(reply: Message) -> object:
+def _described(reply: Message) -> object:
     return reply.error.reason if reply.has_error() else dict(reply.content["metrics"])
 
 

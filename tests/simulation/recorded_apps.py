@@ -1,4 +1,4 @@
-"""Server apps on virtual nodes whose messages are handled in this process, and what is recorded of them."""
+"""Runs server apps on virtual nodes in this process, and records their events."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ from flower_gpu.trace import Event
 
 RUN_ID = 5
 CLIENTS = 6
-FAILS = 3  # the partition that raises
+# This partition raises an error.
+FAILS = 3
 
 
 class NoDataError(Exception):
-    """What the client raises that fails."""
+    """Error that the failing client raises."""
 
 
 class Clients:
-    """Handles messages as a ClientApp does, and counts how many replies are there at a time."""
+    """Handles messages as a ClientApp does, and tracks how many replies are alive at once."""
 
     def __init__(self, nodes: VirtualNodes, pause_s: float = 0.0, has_failing: bool = True) -> None:
         self._nodes = nodes
         self._pause_s = pause_s
         self._has_failing = has_failing
         self._alive = 0
-        self._lock = threading.RLock()  # a reply may be freed while another one is counted
+        # A reply may be freed while another reply is counted.
+        self._lock = threading.RLock()
         self.most_alive = 0
 
     def __call__(self, message: Message) -> Message:
@@ -81,14 +83,17 @@ class Clients:
 
 
 def values(array: Array) -> np.ndarray:
-    """Return an array without numpy's reader: its parser, of Python 3.11, may fail in threads."""
+    """Return an array without numpy's reader.
+
+    The parser of the header may fail in several threads on Python 3.11.
+    """
     dtype = np.dtype(array.dtype)
     count = math.prod(array.shape)
     return np.frombuffer(array.data[-count * dtype.itemsize :], dtype).reshape(array.shape)
 
 
 class Handled(NoWorkers):
-    """A function as a host's handler: no worker is kept for it, and none is given up."""
+    """Handles each message with a function. It has no workers to keep or cancel."""
 
     def __init__(self, handle: Callable[[Message], Message]) -> None:
         self._handle = handle
@@ -101,13 +106,14 @@ class Handled(NoWorkers):
 
 
 def handled_by(app: ClientApp, nodes: VirtualNodes) -> Callable[[Message], Message]:
-    """Have a ClientApp handle messages."""
+    """Return a function that handles messages with a ClientApp."""
     states: dict[int, bytes] = {}
 
     def handle(message: Message) -> Message:
         node_id = message.metadata.dst_node_id
         context = nodes.context_of(node_id, states.get(node_id, b""))
-        # A process would have a copy: SecAgg+ sends all clients the same content, and takes it apart there.
+        # A process would have a copy. SecAgg+ sends the same content to all clients, and a client modifies
+        # it.
         reply = app(copy.deepcopy(message), context)
         states[node_id] = record_bytes.encode(context.state) if context.state else b""
         return reply
@@ -140,7 +146,7 @@ def initial_arrays() -> ArrayRecord:
 
 
 class Recorded:
-    """What came of a run."""
+    """Events and recorder of a finished run."""
 
     def __init__(self, events: list[Event], recorder: Recorder) -> None:
         self.events = events
@@ -187,9 +193,10 @@ def run_on_grid(
     threads: int = 2,
     **resumable: Any,
 ) -> None:
-    """Run a ServerApp on a grid that is recorded; ``resumable``: its checkpoints, and where it goes on."""
+    """Run a ServerApp on a recorded grid. ``resumable`` holds its checkpoints, old and new."""
     identity = {"run_id": RUN_ID, "node_id": SUPERLINK_NODE_ID, "task_id": 1}
-    for name, value in identity.items():  # as a process of Flower's has it that runs a ServerApp
+    # A process of Flower that runs a ServerApp sets these.
+    for name, value in identity.items():
         setattr(TaskIdentity, name, value)
     dispatcher = Dispatcher(nodes, StateStore(), 0, Durations())
     host = SafeHost(About("here", threads, 1, {}, threads, []))
@@ -212,7 +219,7 @@ def run_reported(
     facts: Mapping[str, Any] | None = None,
     resumes: str | None = None,
 ) -> Report:
-    """Run a ServerApp, and write it down in a folder as a simulation does."""
+    """Run a ServerApp, and report it in a folder as a simulation does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RUN_DIR_VARIABLE, str(folder.path))
         with recorded_run(

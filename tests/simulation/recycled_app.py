@@ -1,4 +1,4 @@
-"""A ClientApp that remembers in its module what it has seen."""
+"""A ClientApp that counts its calls in its module."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(message: Message, context: Context) -> Message:
         task = "die"
     if task == "killed once" and not Path(str(config["file"])).exists():
         Path(str(config["file"])).touch()
-        # As a caller says it whose worker the kernel has killed
+        # The caller raises this error when the kernel has killed the worker.
         raise WorkerDiedError("killed for want of main memory", is_out_of_memory=True)
     if task == "die":
         os._exit(3)
@@ -61,13 +61,14 @@ def train(message: Message, context: Context) -> Message:
 
 @train_many(app, "many")
 def train_each(messages: list[Message], contexts: list[Context]) -> list[Message]:
-    """Do the same for each of several messages."""
+    """Train each of several messages."""
     replies = []
     for message, context in zip(messages, contexts, strict=True):
         task = str(message.content["config"]["task"])
         if task == "too large" and len(messages) > 4:
             raise GPUOutOfMemoryError("no room for more than 4")
-        if task == "killed" and len(messages) > 4:  # as a caller says it whose worker the kernel has killed
+        # The caller raises this error when the kernel has killed the worker.
+        if task == "killed" and len(messages) > 4:
             raise WorkerDiedError("killed for want of main memory", is_out_of_memory=True)
         if task == "refuse":
             replies.append(Message(Error(7, "no data"), reply_to=message))

@@ -1,4 +1,4 @@
-"""A message handler of a run with ``recycled_app``, for tests: what it is given and what it has answered."""
+"""A message handler that runs ``recycled_app``, with the state of each node and a list of finished calls."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Handler:
         return Visit(message, self._seeds(message), self.states[node])
 
     def __call__(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> dict[str, Any]:
-        """Have a message handled; return what the app says."""
+        """Handle a message, and return the facts that the app reports."""
         reply = self.handled(self.visit(node, task, group, **content)).reply
         assert reply is not None
         return dict(reply.content["facts"])
 
     def handled(self, visit: Visit) -> Answer:
-        """Have a message handled, and its state kept."""
+        """Handle a message, and keep the new state of its node."""
         (answer,) = self.handler(visit)
         node = self.nodes.partition_of(visit.message.metadata.dst_node_id)
         if answer.state is not None:
@@ -69,45 +69,48 @@ class Handler:
         return answer
 
     def together(self, *tasks: str) -> list[Any]:
-        """Have messages of nodes 0, 1, ... handled at once; return what the app says of each, or errors."""
+        """Handle messages of nodes 0, 1, ... together.
+
+        Returns the facts that the app reports for each message, or the reason of its error.
+        """
         visits = [self.visit(node, task, kind="train.many") for node, task in enumerate(tasks)]
         answers = self.handler(*visits)
         assert [answer.message_id for answer in answers] == [visit.message_id for visit in visits]
-        found: list[Any] = []
+        results: list[Any] = []
         for node, answer in enumerate(answers):
             assert answer.reply is not None
             if answer.reply.has_error():
-                found.append(answer.reply.error.reason)
+                results.append(answer.reply.error.reason)
             else:
                 self.states[node] = answer.state or b""
-                found.append(dict(answer.reply.content["facts"]))
-        return found
+                results.append(dict(answer.reply.content["facts"]))
+        return results
 
     def error(self, node: int, task: str) -> str:
-        """Return why a message has failed."""
+        """Return the reason why a message has failed."""
         answer = self.handled(self.visit(node, task))
         assert answer.reply is not None and answer.state is None
         return str(answer.reply.error.reason)
 
     def times(self, node: int) -> int:
-        """Return how often a node's state has been seen, as it says itself."""
+        """Return the number of calls that a node's state has counted."""
         state = self.nodes.context_of(self.nodes.ids[node], self.states[node]).state
         return int(state["seen"]["times"]) if "seen" in state else 0
 
 
 @contextlib.contextmanager
 def handlers() -> Iterator[Callable[..., Handler]]:
-    """Yield what makes handlers; they are closed at the end of the block."""
-    made: list[Handler] = []
+    """Yield a factory of handlers. The handlers are closed at the end of the block."""
+    created: list[Handler] = []
 
     def new(*args: Any, **kwargs: Any) -> Handler:
-        made.append(Handler(*args, **kwargs))
-        return made[-1]
+        created.append(Handler(*args, **kwargs))
+        return created[-1]
 
     with _identity(RUN_ID):
         yield new
-        for one in made:
-            one.handler.close()
+        for handler in created:
+            handler.handler.close()
 
 
 def has_failed(answer: Answer) -> bool:

@@ -1,4 +1,4 @@
-"""What workers that are used again are asked, and what they are made to do to their process."""
+"""Tasks for reused workers: they read settings of their process, and change them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Item = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def _torch(path: str) -> tuple[Any, str]:
-    """Return the owner and the name of something of torch's."""
+    """Return the owner and the attribute name of one of torch's settings."""
     import torch
 
     owner: Any = torch
@@ -53,9 +53,9 @@ def _dtype(name: str) -> Any:
 
 
 def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found
+    original = os.umask(0)
+    os.umask(original)
+    return original
 
 
 def _replace_stdout() -> None:
@@ -70,7 +70,7 @@ def _trace(*_: object) -> None:
     return None
 
 
-#: How to look at something, and how to change it.
+#: For each setting: a function that reads it, and a function that changes it.
 OF_TORCH: dict[str, Item] = {
     "cudnn.enabled": _flag("backends.cudnn.enabled", False),
     "cudnn.benchmark": _flag("backends.cudnn.benchmark", True),
@@ -106,7 +106,7 @@ OF_TORCH: dict[str, Item] = {
         _call("multiprocessing.set_sharing_strategy", "file_system"),
     ),
 }
-#: Since torch 2.9, beside the flags above.
+#: Available since torch 2.9, in addition to the flags above.
 OF_NEW_TORCH: dict[str, Item] = {
     f"{name}.fp32_precision": _flag(f"{name}.fp32_precision", value)
     for name, value in (
@@ -180,7 +180,7 @@ OF_PYTHON: dict[str, Item] = {
         lambda: (os.environ.update(TZ="UTC+7"), time.tzset()),
     ),
 }
-#: Settings that a process may be unable to set anew: then its worker ends.
+#: Settings that a process may be unable to reset. Its worker ends then.
 LASTING: dict[str, Item] = {
     "niceness": (lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda: os.nice(3)),
     "soft limit": (
@@ -201,7 +201,7 @@ LASTING: dict[str, Item] = {
         lambda: [stat.S_IFMT(os.fstat(descriptor).st_mode) for descriptor in range(3)],
         lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 1),
     ),
-    # No process can go back from it.
+    # No process can undo this setting.
     "no_new_privs": (
         lambda: ctypes.CDLL(None).prctl(39, 0, 0, 0, 0),
         lambda: ctypes.CDLL(None).prctl(38, 1, 0, 0, 0),
@@ -211,29 +211,29 @@ ALL = {**OF_TORCH, **OF_NEW_TORCH, **OF_PYTHON, **LASTING}
 
 
 def look_and_change(name: str) -> tuple[int, str, str]:
-    """Begin as a client does; return this process, what is there, and what is there after a change."""
+    """Start as a client does. Return the pid, and the setting before and after a change."""
     look, change = ALL[name]
     with in_worker.as_first(7):
-        before = repr(look())
+        original = repr(look())
         change()
-        return os.getpid(), before, repr(look())
+        return os.getpid(), original, repr(look())
 
 
 def look_at(names: list[str]) -> dict[str, str]:
-    """Begin as a client does; return what is there."""
+    """Start as a client does. Return the settings by name."""
     with in_worker.as_first(7):
         return {name: repr(ALL[name][0]()) for name in names}
 
 
 def thread_counts() -> tuple[int, str, int]:
-    """Begin as a client does; return this process, and the threads that it is to have, and torch has."""
+    """Start as a client does. Return the pid, and the requested and actual number of threads."""
     with in_worker.as_first(7):
         torch: Any = sys.modules["torch"]
         return os.getpid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 
 
 def numbers(seed: int) -> tuple[int, list[float]]:
-    """Begin as a client does; return this process and random numbers of all kinds."""
+    """Start as a client does. Return the pid and random numbers of all kinds."""
     with in_worker.as_first(seed):
         drawn = [random.random(), float(np.random.rand())]
         torch: Any = sys.modules.get("torch")
@@ -243,10 +243,13 @@ def numbers(seed: int) -> tuple[int, list[float]]:
 
 
 def import_torch_late() -> tuple[int, str]:
-    """Begin as a client does, whose function imports torch and then has it count in another way."""
+    """Start as a client does, import torch, and change its default dtype.
+
+    Returns the pid and the dtype before the change.
+    """
     with in_worker.as_first(7):
         import torch
 
-        before = str(torch.get_default_dtype())
+        original = str(torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
-        return os.getpid(), before
+        return os.getpid(), original

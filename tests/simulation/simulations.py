@@ -1,4 +1,4 @@
-"""Runs of `flower-gpu simulate` for tests, in processes of their own."""
+"""Runs of `flower-gpu simulate` for tests, in separate processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Simulation:
-    """A run that is over."""
+    """A finished run."""
 
     status: int
     output: str
@@ -36,12 +36,12 @@ class Simulation:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """What the trace says of the clients' calls that are over."""
+        """Finished calls of clients in the trace."""
         events = trace.read(self.folder / "trace.jsonl")
         return [e for e in events if e["event"] == "worker_finished" and e["client"] != "server"]
 
     def parts(self, task: str) -> list[RoundPart]:
-        """What the trace says of messages of a kind, for each round."""
+        """Results of messages of a kind in the trace, for each round."""
         history = History.read(self.folder / "trace.jsonl")
         return [part for part in history.rounds if part.task == task]
 
@@ -67,7 +67,7 @@ def run(app: str, nodes: int, log_dir: Path, *options: str) -> Simulation:
 
 @contextmanager
 def running(app: str, nodes: int, log_dir: Path | None, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a run in a process group of its own; it is killed at the end of the block if it still runs."""
+    """Start a run in a new process group. If it still runs at the end of the block, it is killed."""
     where = () if log_dir is None else ("--log-dir", str(log_dir))
     with subprocess.Popen(
         command(app, nodes, *where, *options),
@@ -84,7 +84,7 @@ def running(app: str, nodes: int, log_dir: Path | None, *options: str) -> Iterat
 
 
 def wait_for_line(process: subprocess.Popen[str], beginning: str) -> list[str]:
-    """Read until a line begins so; return all that was read."""
+    """Read until a line starts with ``beginning``. Return all lines that were read."""
     lines = []
     assert process.stdout is not None
     for line in process.stdout:

@@ -1,4 +1,4 @@
-"""A host with stub GPUs for simulations, a ledger of its own, and what the trace says of leases there."""
+"""A host with stub GPUs for simulations, with a separate ledger, and access to the trace of its leases."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from flower_gpu.leases.state import State
 
 @dataclass(frozen=True)
 class Running:
-    """A simulation that goes on."""
+    """A simulation that still runs."""
 
     process: subprocess.Popen[bytes]
     logs: Path
     output: Path
 
     def ended(self) -> Simulation:
-        """Wait for its end."""
+        """Wait for the end of the simulation."""
         status = self.process.wait(TIMEOUT_S)
         folder = max(self.logs.iterdir()) if self.logs.is_dir() else self.logs
         return Simulation(status, self.output.read_text(), folder)
 
 
 class StubHost:
-    """A host with stub GPUs and a ledger of its own."""
+    """A host with stub GPUs and a separate ledger."""
 
     def __init__(self, folder: Path, gpus: int, host: Host | None = None, **fields: Any) -> None:
         self.host = host or Host(folder / "host", gpus=gpus, **fields)
         self.folder, self.ledger = folder, folder / "ledger"
         self.ledger.mkdir()
         self.logs = folder / "runs"
-        # What PyTorch asks NVML would be told of a GPU that only NVML has.
+        # PyTorch would ask NVML about GPUs that exist only in the NVML stub.
         self.env = {
             **SHARED_STATE,
             "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
             "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
             "FLOWER_GPU_POLICY": "offer",
-            # For clients of the app "leased": they take memory of the stub, and write down what they see.
+            # Clients of the app "leased" take memory of the stub, and write down what they see.
             "PYTHONPATH": str(Path(__file__).parents[1]),
             "LEASED_APP_NOTES": str(folder / "notes.jsonl"),
             "LEASED_APP_GO_ON": str(folder / "go-on"),
@@ -66,7 +66,7 @@ class StubHost:
     def simulating(
         self, nodes: int, *options: str, app: str = "plain", name: str = "runs", **env: str
     ) -> Iterator[Running]:
-        """Start a simulation whose results go to a folder of this name; it is over with the block."""
+        """Start a simulation with results in a folder of this name. It is ended with the block."""
         logs, output = self.folder / name, self.folder / f"{name}.log"
         with (
             output.open("w") as file,
@@ -84,7 +84,10 @@ class StubHost:
 
     @contextmanager
     def leased(self, count: int, asked: str) -> Iterator[None]:
-        """Let another process of this host hold a lease: of so many GPUs, and so much of each."""
+        """Let another process of this host hold a lease.
+
+        ``count``: number of GPUs. ``asked``: memory or share of each GPU.
+        """
         program = [sys.executable, str(Path(__file__).parents[1] / "cli/lease_user.py")]
         with subprocess.Popen(
             [*program, "another", str(count), asked],
@@ -101,24 +104,24 @@ class StubHost:
                 process.stdin.close()
 
     def status(self) -> State:
-        """Return who has leases on this host, and who waits."""
+        """Return the holders of leases on this host, and the waiting claims."""
         return Ledger(LedgerFolder(self.ledger)).status()
 
     def until(self, condition: Callable[[State], Any]) -> State:
-        """Wait until the ledger says something; return what it says."""
+        """Wait until the ledger's state meets a condition. Return that state."""
         until(lambda: condition(self.status()), self.status)
         return self.status()
 
     def go_on(self) -> None:
-        """Let a run of the app "leased" that pauses go on."""
+        """Let a paused run of the app "leased" continue."""
         Path(self.env["LEASED_APP_GO_ON"]).touch()
 
     def notes(self) -> list[dict[str, Any]]:
-        """Return what clients of the app "leased" have written down."""
+        """Return the notes of clients of the app "leased"."""
         return [json.loads(line) for line in Path(self.env["LEASED_APP_NOTES"]).read_text().splitlines()]
 
 
 def events(done: Simulation, *names: str) -> list[dict[str, Any]]:
-    """Return what the trace says of clients."""
-    found = trace.read(done.folder / trace.FILE_NAME)
-    return [e for e in found if e["event"] in names and e["client"] != "server"]
+    """Return the events of clients in the trace."""
+    all_events = trace.read(done.folder / trace.FILE_NAME)
+    return [e for e in all_events if e["event"] in names and e["client"] != "server"]

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(300)
 SHAPES = Path(__file__).parent / "shapes"
 
 
-def told_by(shape: str, log_dir: Path) -> list[dict[str, Any]]:
-    """Run the app with four clients; return what it prints."""
+def printed_by(shape: str, log_dir: Path) -> list[dict[str, Any]]:
+    """Run the app with four clients. Return the results that it prints."""
     command = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(SHAPES / shape)]
     done = subprocess.run(
         [*command, "--num-supernodes", "4", "--seed", "1", "--log-dir", str(log_dir)],
@@ -29,8 +29,9 @@ def told_by(shape: str, log_dir: Path) -> list[dict[str, Any]]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
-        cwd=log_dir,  # Lightning writes into the folder that it is in
-        # What an editable installation of an app does.
+        # Lightning writes into the working directory.
+        cwd=log_dir,
+        # An editable installation of an app does the same.
         env={**os.environ, "PYTHONPATH": str(SHAPES / shape / "src")},
     )
     assert done.returncode == 0, done.stdout
@@ -39,9 +40,9 @@ def told_by(shape: str, log_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_loop_of_its_own_with_five_kinds_of_messages(tmp_path: Path) -> None:
-    (told,) = told_by("own_loop", tmp_path)
-    assert told == {
+def test_an_own_loop_with_five_kinds_of_messages(tmp_path: Path) -> None:
+    (printed,) = printed_by("own_loop", tmp_path)
+    assert printed == {
         "partitions": [0, 1, 2, 3],
         "moments": [1.534934, 1.459416],
         "kept": 4,
@@ -51,17 +52,17 @@ def test_a_loop_of_its_own_with_five_kinds_of_messages(tmp_path: Path) -> None:
     }
 
 
-def test_trees_as_bytes_of_an_app_in_src(tmp_path: Path) -> None:
-    (told,) = told_by("xgboost_bagging", tmp_path)
-    assert len(told["accuracies"]) == 2 and min(told["accuracies"]) > 0.8
+def test_an_app_in_src_sends_trees_as_bytes(tmp_path: Path) -> None:
+    (printed,) = printed_by("xgboost_bagging", tmp_path)
+    assert len(printed["accuracies"]) == 2 and min(printed["accuracies"]) > 0.8
 
 
 def test_lightning_with_its_own_trainer_and_checkpoints(tmp_path: Path) -> None:
-    (told,) = told_by("lightning_module", tmp_path)
-    assert told["accuracy"] > 0.85
+    (printed,) = printed_by("lightning_module", tmp_path)
+    assert printed["accuracy"] > 0.85
 
 
 def test_opacus_with_the_spent_privacy_in_the_state(tmp_path: Path) -> None:
-    (told,) = told_by("private_engine", tmp_path)
-    assert told["epsilons"] == pytest.approx([5.89, 7.29], abs=0.02)
-    assert told["accuracy"] > 0.7
+    (printed,) = printed_by("private_engine", tmp_path)
+    assert printed["epsilons"] == pytest.approx([5.89, 7.29], abs=0.02)
+    assert printed["accuracy"] > 0.7

@@ -1,4 +1,4 @@
-"""Clients that are not there in every round."""
+"""Clients that are unavailable in some rounds."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def nodes_of(table: dict[Any, Any], count: int = COUNT, seed: int = 7) -> Virtua
     return VirtualNodes(count, seed, RUN_ID, {}, Clients.of(table, count))
 
 
-def test_each_client_is_there_in_its_part_of_the_rounds() -> None:
+def test_each_client_is_available_in_its_fraction_of_the_rounds() -> None:
     table = {"*": {"availability": 0.5}, "0-9": {"availability": 0.1}, 20: {"availability": 0}}
     nodes, same, other = nodes_of(table), nodes_of(table), nodes_of(table, seed=8)
     rounds = [nodes.there(f"round {number}", None) for number in range(400)]
     assert rounds == [same.there(f"round {number}", None) for number in range(400)]
     others = [other.there(f"round {number}", None) for number in range(400)]
-    assert [len(found) for found in rounds] != [len(found) for found in others]
-    counts = [sum(node in found for found in rounds) for node in nodes.ids]
+    assert [len(available) for available in rounds] != [len(available) for available in others]
+    counts = [sum(node in available for available in rounds) for node in nodes.ids]
     assert all(10 < count < 80 for count in counts[:10]) and counts[20] == 0
     assert all(140 < count < 260 for count in (*counts[10:20], *counts[21:]))
-    found = nodes.there("round 1", 25)
-    assert len(found) >= 25 and list(found) == sorted(found, key=nodes.partition_of)
+    available = nodes.there("round 1", 25)
+    assert len(available) >= 25 and list(available) == sorted(available, key=nodes.partition_of)
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, flowers.FedAvg])
-def test_a_strategy_sees_who_is_there_in_its_round(strategy: Any) -> None:
+def test_a_strategy_sees_the_available_clients_of_its_round(strategy: Any) -> None:
     nodes = nodes_of({"*": {"availability": 0.1}})
 
     def main(grid: Any, context: Any) -> None:
@@ -54,7 +54,7 @@ def test_a_strategy_sees_who_is_there_in_its_round(strategy: Any) -> None:
         assert {reply.node for reply in asked} <= expected
 
 
-def test_who_waits_for_clients_that_never_come_is_told() -> None:
+def test_waiting_for_clients_that_never_come_is_an_error() -> None:
     nodes = nodes_of({"*": {"availability": 0.5}, "1-3": {"availability": 0}}, 4)
 
     def main(grid: Any, context: Any) -> None:
@@ -64,7 +64,7 @@ def test_who_waits_for_clients_that_never_come_is_told() -> None:
         run_app(main, nodes=nodes)
 
 
-def test_a_run_that_goes_on_has_the_same_clients_in_each_round(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_clients_in_each_round(tmp_path: Path) -> None:
     table = tmp_path / "devices.toml"
     table.write_text('["*"]\navailability = 0.5\n[1]\nnum-cpus = 0.5\n')
     options = ("--seed", "5", "--clients-table", str(table), "--run-config")

@@ -1,4 +1,4 @@
-"""Messages that a worker handles at once: what each has of its own, and what fails with the others."""
+"""Messages that a worker handles together: what stays separate, and which failures they share."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ def new_handler() -> Iterator[Callable[..., Handler]]:
         yield new
 
 
-def test_a_batch_has_what_each_message_has_alone(new_handler: Callable[..., Handler]) -> None:
+def test_a_message_in_a_batch_has_the_same_facts_as_alone(new_handler: Callable[..., Handler]) -> None:
     handler, alone = new_handler(), new_handler()
     together = [handler.together(*[""] * 3) for _ in range(2)]
     singles = [[alone(node, kind="train.many") for node in range(3)] for _ in range(2)]
-    for found, expected in zip(together, singles, strict=True):
+    for in_batch, expected in zip(together, singles, strict=True):
         for name in ("message_seed", "times"):
-            assert [facts[name] for facts in found] == [facts[name] for facts in expected]
-        assert {facts["together"] for facts in found} == {3} and len({facts["pid"] for facts in found}) == 1
+            assert [facts[name] for facts in in_batch] == [facts[name] for facts in expected]
+        assert {facts["together"] for facts in in_batch} == {3} and len(
+            {facts["pid"] for facts in in_batch}
+        ) == 1
     assert len({facts["message_seed"] for facts in together[0]}) == 3
     assert {facts["together"] for facts in singles[0]} == {1}
     counts = [each.handler.facts()["batches"] for each in (handler, alone)]
@@ -36,37 +38,38 @@ def test_a_batch_has_what_each_message_has_alone(new_handler: Callable[..., Hand
 
 def test_an_exception_fails_all_messages_of_a_batch(new_handler: Callable[..., Handler]) -> None:
     handler = new_handler()
-    assert handler.together("", "refuse", "")[1] == "no data", "the app's own error reply is one message's"
+    assert handler.together("", "refuse", "")[1] == "no data", (
+        "the app's own error reply belongs to one message"
+    )
     assert [handler.times(node) for node in range(3)] == [1, 0, 1]
     failed = handler.together("", "fail", "")
     for node, error in enumerate(failed):
         assert error.startswith(f"train.many of client {node}: ValueError: of the app")
         assert "The 3 messages that were handled together have all failed" in error
-    assert [handler.times(node) for node in range(3)] == [1, 0, 1], "states are as before"
+    assert [handler.times(node) for node in range(3)] == [1, 0, 1], "the states are unchanged"
     assert [facts["times"] for facts in handler.together("", "", "")] == [2, 1, 2]
 
 
-def test_what_ends_a_worker_ends_its_batch(new_handler: Callable[..., Handler]) -> None:
+def test_a_dead_worker_fails_its_whole_batch(new_handler: Callable[..., Handler]) -> None:
     handler, again = new_handler(), new_handler(tries=2)
     for node, error in enumerate(handler.together("", "die", "")):
         assert error.startswith(f"train.many of client {node}: the worker")
         assert "exited with code 3" in error
     assert handler(0)["times"] == 1
-    # On a host of a cluster each is handled again, alone: the others have not failed.
-    found = again.together("", "die", "")
-    assert "exited with code 3" in found[1] and "together" not in found[1]
-    assert [found[node]["together"] for node in (0, 2)] == [1, 1]
+    # On a host of a cluster each message is handled again, alone, so the other messages do not fail.
+    results = again.together("", "die", "")
+    assert "exited with code 3" in results[1] and "together" not in results[1]
+    assert [results[node]["together"] for node in (0, 2)] == [1, 1]
 
 
 @pytest.mark.parametrize("task", ["too large", "killed"])
-def test_a_batch_without_room_is_handled_in_smaller_ones(
-    task: str, new_handler: Callable[..., Handler]
-) -> None:
+def test_a_batch_that_runs_out_of_memory_is_split(task: str, new_handler: Callable[..., Handler]) -> None:
     handler = new_handler()
-    handler(0, kind="train.many")  # which says that the app takes several
+    # Its reply says that the app takes several messages.
+    handler(0, kind="train.many")
     assert handler.handler.batches.largest("train.many") == 64
-    found = handler.together(*[task] * 6)
-    assert [facts["together"] for facts in found] == [4, 4, 4, 4, 2, 2]
+    results = handler.together(*[task] * 6)
+    assert [facts["together"] for facts in results] == [4, 4, 4, 4, 2, 2]
     assert handler.handler.batches.largest("train.many") == 4
     counts = handler.handler.facts()["batches"]
     assert (counts["count"], counts["messages"]) == (2, 6), "each message is counted once"
@@ -83,10 +86,10 @@ def test_a_batch_without_room_is_handled_in_smaller_ones(
         (64, {"clients": {"*": {"timeout-s": 600}}}),
     ],
 )
-def test_which_runs_have_batches(
+def test_only_some_runs_have_batches(
     expected: int, options: dict[str, Any], new_handler: Callable[..., Handler]
 ) -> None:
-    """Not those with --deterministic, nor where clients differ in their resources."""
+    """Runs with --deterministic have none, nor do clients with different resources."""
     if "clients" in options:
         options = {"clients": Clients.of(options["clients"], 8)}
     handler = new_handler(**options)
@@ -97,24 +100,24 @@ def test_which_runs_have_batches(
     assert handler.handler.batches.largest("train.many") == expected
 
 
-def test_one_of_a_batch_is_given_up(new_handler: Callable[..., Handler], tmp_path: Path) -> None:
-    """The others go on; only when nobody wants any of them their worker is ended."""
+def test_a_message_of_a_batch_is_cancelled(new_handler: Callable[..., Handler], tmp_path: Path) -> None:
+    """The other messages of the batch continue. Its worker ends only when all of them are cancelled."""
     handler = new_handler()
     handler(0)
-    before, first = (handler.visit(node, kind="train.many") for node in range(2))
+    earlier, first = (handler.visit(node, kind="train.many") for node in range(2))
     second = handler.visit(2, "hang", kind="train.many", file=str(tmp_path / "begun"))
-    handler.handler.cancel(before.message_id)
-    left: list[set[str]] = []
+    handler.handler.cancel(earlier.message_id)
+    remaining: list[set[str]] = []
 
     def cancel() -> None:
         until((tmp_path / "begun").exists)
         for visit in (first, second):
             handler.handler.cancel(visit.message_id)
-            left.append(set(handler.handler._running))
+            remaining.append(set(handler.handler._running))
 
     thread = threading.Thread(target=cancel)
     thread.start()
-    answers = handler.handler(before, first, second)
+    answers = handler.handler(earlier, first, second)
     thread.join()
-    assert left == [{second.message_id}, set()]
+    assert remaining == [{second.message_id}, set()]
     assert all(map(has_failed, answers))

@@ -1,4 +1,4 @@
-"""The number of messages of a batch follows what earlier batches took."""
+"""The size of a batch depends on the duration of earlier batches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from flower_gpu.simulation.batch_size import Batches, BatchSize
 from flower_gpu.simulation.host import Answer, Visit
 
 
-def played(
+def sizes_chosen(
     sizes: BatchSize, messages: int, message_s: Callable[[int], float], available: int = 1000
 ) -> list[int]:
-    """Handle messages in batches that take this long per message; return the sizes of the batches."""
-    found: list[int] = []
+    """Handle messages in batches with this duration per message. Return the sizes of the batches."""
+    chosen: list[int] = []
     while messages:
-        found.append(sizes.choose(min(messages, available)))
-        sizes.learn(found[-1], found[-1] * message_s(found[-1]))
-        messages -= found[-1]
-    return found
+        chosen.append(sizes.choose(min(messages, available)))
+        sizes.learn(chosen[-1], chosen[-1] * message_s(chosen[-1]))
+        messages -= chosen[-1]
+    return chosen
 
 
-# Seconds per message by size: each more is faster; 4 is the fastest; none pays off.
+# Seconds per message by batch size: always faster with more messages, fastest at 4, or never faster.
 CURVES = {
     64: lambda size: 1 / size + 0.1,
     4: lambda size: {1: 14.7, 4: 12.9, 16: 15.0, 64: 22.4}.get(size, 20.0),
@@ -34,15 +34,16 @@ CURVES = {
 
 
 @pytest.mark.parametrize("fastest", CURVES)
-def test_each_size_is_tried_and_the_fastest_is_kept(fastest: int) -> None:
+def test_each_size_is_tried_and_the_fastest_is_chosen(fastest: int) -> None:
     sizes = BatchSize(64, workers=2)
-    found = played(sizes, 6000, CURVES[fastest])
-    assert list(dict.fromkeys(found))[:4] == [1, 4, 16, 64]
-    assert set(found[found.index(64) + 30 : -1]) == {fastest} == {sizes.fastest}
-    # Two batches warm up, one for each worker. Then at least three batches and 16 messages count.
+    chosen = sizes_chosen(sizes, 6000, CURVES[fastest])
+    assert list(dict.fromkeys(chosen))[:4] == [1, 4, 16, 64]
+    assert set(chosen[chosen.index(64) + 30 : -1]) == {fastest} == {sizes.fastest}
+    # Each worker's first batch of a size is for warming up. Then at least three batches and 16 messages
+    # count.
     if fastest < 16:
-        assert (found.count(16), found.count(64)) == (5, 5)
-    assert sum(found[: found.index(64)]) < 200, "the contests are short"
+        assert (chosen.count(16), chosen.count(64)) == (5, 5)
+    assert sum(chosen[: chosen.index(64)]) < 200, "the trials are short"
 
 
 def test_a_slow_start_of_a_run_is_no_advantage_for_larger_sizes() -> None:
@@ -54,7 +55,7 @@ def test_a_slow_start_of_a_run_is_no_advantage_for_larger_sizes() -> None:
         handled += size
         return (10.0 if handled < 60 else 1.0) * (1 + size / 20)
 
-    played(sizes, 2000, message_s)
+    sizes_chosen(sizes, 2000, message_s)
     assert sizes.fastest == 1
 
 
@@ -63,10 +64,11 @@ def test_the_first_batches_of_each_size_do_not_count() -> None:
 
     def message_s(size: int) -> float:
         seen[size] += 1
-        is_new = size in (1, 4, 16, 64) and seen[size] <= 3  # a worker prepares something for each size
+        # A worker prepares itself for each size.
+        is_new = size in (1, 4, 16, 64) and seen[size] <= 3
         return 1000.0 if is_new else 1 / size
 
-    played(sizes, 3000, message_s)
+    sizes_chosen(sizes, 3000, message_s)
     assert sizes.fastest == 64
 
 
@@ -77,24 +79,27 @@ def test_the_first_batches_of_each_size_do_not_count() -> None:
 def test_no_batch_is_larger_than_the_handler_takes(max_messages: int, expected: list[int]) -> None:
     sizes = BatchSize(max_messages, workers=1)
     assert sizes.largest == max_messages
-    found = played(sizes, 3000, lambda size: 1 / size)
-    assert list(dict.fromkeys(found))[: len(expected)] == expected
-    assert max(found) == max_messages == sizes.fastest
+    chosen = sizes_chosen(sizes, 3000, lambda size: 1 / size)
+    assert list(dict.fromkeys(chosen))[: len(expected)] == expected
+    assert max(chosen) == max_messages == sizes.fastest
 
 
 def test_a_size_is_tried_with_half_as_many_messages_and_not_with_fewer() -> None:
     """A run with few clients never has a batch of the largest size."""
     sizes = BatchSize(64, workers=2)
-    found = played(sizes, 2000, lambda size: 1 / size, available=50)
-    assert max(found) == 50 and found.count(50) > 20, "50 messages are a trial of 64"
+    chosen = sizes_chosen(sizes, 2000, lambda size: 1 / size, available=50)
+    assert max(chosen) == 50 and chosen.count(50) > 20, "50 messages are a trial of 64"
     few = BatchSize(64, workers=2)
-    found = played(few, 2000, lambda size: 1 / size, available=8)
-    assert set(found[:-1]) == {1, 4}, "8 messages say little about 16"
+    chosen = sizes_chosen(few, 2000, lambda size: 1 / size, available=8)
+    assert set(chosen[:-1]) == {1, 4}, "8 messages are too few for a trial of 16"
     assert few.fastest == 4
 
 
 def test_clients_of_different_sizes_do_not_decide_by_chance() -> None:
-    """One message in 16 takes 100 times as long. The mean of some messages counts, not the shortest one."""
+    """A message in 16 takes 100 times as long.
+
+    The mean of several messages counts, not the shortest message.
+    """
     sizes = BatchSize(4, workers=1)
     long = iter(range(10**6))
 
@@ -108,25 +113,25 @@ def test_clients_of_different_sizes_do_not_decide_by_chance() -> None:
 
 
 def test_larger_sizes_are_not_tried_after_a_hopeless_one() -> None:
-    """They would take more time, and memory that there may not be."""
+    """Larger trials would take more time, and memory that the GPU may not have."""
     sizes = BatchSize(256, workers=1)
-    found = played(sizes, 2000, lambda size: {1: 34.0, 4: 36.0, 16: 72.0}.get(size, 84.0))
-    assert (max(found), sizes.fastest) == (16, 1)
-    assert 4 in found and 16 in found and found[-1] == 1
+    chosen = sizes_chosen(sizes, 2000, lambda size: {1: 34.0, 4: 36.0, 16: 72.0}.get(size, 84.0))
+    assert (max(chosen), sizes.fastest) == (16, 1)
+    assert 4 in chosen and 16 in chosen and chosen[-1] == 1
 
 
 def test_a_batch_that_ran_out_of_memory_is_the_end_of_its_size() -> None:
     sizes = BatchSize(64, workers=1)
-    played(sizes, 1000, lambda size: 1 / size)
+    sizes_chosen(sizes, 1000, lambda size: 1 / size)
     assert sizes.refuse(50) == 16
     assert (sizes.largest, sizes.fastest) == (16, 16)
-    assert max(played(sizes, 500, lambda size: 1 / size)) == 16
+    assert max(sizes_chosen(sizes, 500, lambda size: 1 / size)) == 16
     assert [sizes.refuse(16), sizes.refuse(4), sizes.refuse(2)] == [4, 1, 1]
     assert sizes.choose(100) == 1
 
 
 class HandlesBatches(Handling):
-    """Takes several messages at once, and notes how many."""
+    """Takes several messages at once, and records how many."""
 
     def __init__(self, max_messages: int) -> None:
         super().__init__()
@@ -140,12 +145,13 @@ class HandlesBatches(Handling):
     def __call__(self, *visits: Visit) -> list[Answer]:
         self.sizes.append(len(visits))
         answers = [answer for visit in visits for answer in super(HandlesBatches, self).__call__(visit)]
-        self.batches.learn("train", 64, len(visits), 1.0)  # a batch takes as long as a single message
+        # A batch takes as long as a single message.
+        self.batches.learn("train", 64, len(visits), 1.0)
         return answers
 
 
 def test_a_strategy_that_reads_replies_one_by_one_gets_batches_of_all_sizes() -> None:
-    """Few replies may wait to be read, but as many as a batch has."""
+    """Only a few unread replies are allowed, but at least as many as a batch has."""
     message_call.assume({"_run_id": RUN_ID, "_node_id": 1, "_task_id": 1})
     tested = GridUnderTest(1, handling=HandlesBatches(64))
     try:

@@ -1,4 +1,4 @@
-"""The checkpoint of a run: whole, whatever ends the process, and little to write each round."""
+"""The checkpoint of a run: it stays complete if the process is killed, and each round writes little."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def state_files(folder: Path) -> dict[str, int]:
 
 @given(round_states, st.dictionaries(st.integers(0, 20), record_dicts, max_size=4))
 @settings(max_examples=examples(15))
-def test_a_round_comes_back_as_it_was(
+def test_a_round_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, expected: RoundState, kept: dict[int, RecordDict]
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -77,16 +77,16 @@ def test_a_round_comes_back_as_it_was(
         states.put(partition, state)
     Checkpoints(folder, states).write(expected)
     resumed = RecordStates()
-    found = Checkpoints(folder, resumed).read()
-    assert found is not None
+    restored = Checkpoints(folder, resumed).read()
+    assert restored is not None
     for name in ("train_metrics", "evaluate_metrics", "client_metrics"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(restored, name), getattr(expected, name)
         assert list(ours) == list(theirs)
         assert contents(RecordDict({str(n): ours[n] for n in ours})) == contents(
             RecordDict({str(n): theirs[n] for n in theirs})
         )
-    assert contents(RecordDict({"": found.arrays})) == contents(RecordDict({"": expected.arrays}))
-    assert (found.server_round, found.random_state) == (expected.server_round, expected.random_state)
+    assert contents(RecordDict({"": restored.arrays})) == contents(RecordDict({"": expected.arrays}))
+    assert (restored.server_round, restored.random_state) == (expected.server_round, expected.random_state)
     for partition, state in kept.items():
         assert contents(resumed.get(partition)) == contents(state)
 
@@ -98,13 +98,13 @@ def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path) -> No
         states.put(partition, filled(partition))
     checkpoints.write(round_state(0))
     ((first, size),) = state_files(tmp_path).items()
-    before = (tmp_path / first).read_bytes()
+    original = (tmp_path / first).read_bytes()
     states.put(3, filled(33))
     states.put(4, states.get(4))
     checkpoints.write(round_state(1))
-    added = {name: found for name, found in state_files(tmp_path).items() if name != first}
+    added = {name: size for name, size in state_files(tmp_path).items() if name != first}
     assert list(added.values()) == [size // 10]
-    assert (tmp_path / first).read_bytes() == before
+    assert (tmp_path / first).read_bytes() == original
     checkpoints.write(round_state(2))
     assert state_files(tmp_path) == {first: size, **added}
     resumed = RecordStates()
@@ -112,7 +112,7 @@ def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path) -> No
     assert [number_of(resumed.get(partition)) for partition in range(10)] == [0, 1, 2, 33, *range(4, 10)]
 
 
-def test_files_stay_within_twice_what_is_in_use(tmp_path: Path) -> None:
+def test_files_take_at_most_twice_the_size_in_use(tmp_path: Path) -> None:
     states = RecordStates()
     checkpoints = Checkpoints(tmp_path, states)
     numbers = random.Random(0)
@@ -132,7 +132,7 @@ def test_files_stay_within_twice_what_is_in_use(tmp_path: Path) -> None:
     assert {partition: number_of(states.get(partition)) for partition in expected} == expected
 
 
-def test_a_state_that_the_checkpoint_has_leaves_memory_without_being_written(tmp_path: Path) -> None:
+def test_a_state_in_the_checkpoint_is_evicted_without_being_written(tmp_path: Path) -> None:
     folder, checkpoint = tmp_path / "states", tmp_path / "checkpoint"
     states = RecordStates(folder, 1500)
     checkpoints = Checkpoints(checkpoint, states)
@@ -141,13 +141,14 @@ def test_a_state_that_the_checkpoint_has_leaves_memory_without_being_written(tmp
     states.put(1, filled(2, 800))
     assert not folder.exists()
     states.put(2, filled(3, 800))
-    assert len(list(folder.iterdir())) == 1  # the one of which there is no copy
+    # Only the state that has no copy in the checkpoint is written.
+    assert len(list(folder.iterdir())) == 1
     checkpoints.write(round_state(2))
     assert list(folder.iterdir()) == []
     assert [number_of(states.get(partition)) for partition in range(3)] == [1, 2, 3]
 
 
-def test_an_emptied_state_is_gone_from_the_checkpoint(tmp_path: Path) -> None:
+def test_an_emptied_state_is_removed_from_the_checkpoint(tmp_path: Path) -> None:
     states = RecordStates()
     checkpoints = Checkpoints(tmp_path, states)
     states.put(0, filled(1))
@@ -165,12 +166,12 @@ def model_files(folder: Path) -> dict[str, int]:
 
 
 def kept_by(models: dict[int, ArrayRecord], number: int) -> RoundState:
-    """The state after a round of a strategy that keeps models of earlier rounds."""
+    """Return the state after a round of a strategy that keeps models of earlier rounds."""
     kept = RecordDict({f"of round {earlier}": models[earlier] for earlier in models if earlier != number})
     return replace(round_state(number), arrays=models[number], strategy_state=kept)
 
 
-def test_a_model_of_an_earlier_round_is_written_once_and_goes_when_it_is_not_kept(tmp_path: Path) -> None:
+def test_an_earlier_model_is_written_once_and_removed_when_no_longer_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, RecordStates())
     models: dict[int, ArrayRecord] = {}
     last: dict[str, int] = {}
@@ -184,24 +185,25 @@ def test_a_model_of_an_earlier_round_is_written_once_and_goes_when_it_is_not_kep
         assert all(400_000 < size < 410_000 for size in written.values())
         assert all(last.get(name, size) == size for name, size in written.items())
         last = written
-        found = Checkpoints(tmp_path, RecordStates()).read()
-        assert found is not None and found.strategy_state is not None
-        assert found == kept_by(models, number)
+        restored = Checkpoints(tmp_path, RecordStates()).read()
+        assert restored is not None and restored.strategy_state is not None
+        assert restored == kept_by(models, number)
 
     resumed = Checkpoints(tmp_path, RecordStates())
-    found = resumed.read()
-    assert found is not None and found.strategy_state is not None
+    restored = resumed.read()
+    assert restored is not None and restored.strategy_state is not None
     new = ArrayRecord({"w": Array(np.full(50_000, 8.0))})
-    kept = RecordDict({"of round 7": found.arrays, **found.strategy_state})
+    kept = RecordDict({"of round 7": restored.arrays, **restored.strategy_state})
     resumed.write(replace(round_state(8), arrays=new, strategy_state=kept))
     assert model_files(tmp_path).keys() - last.keys() == {"9.model"}, "the others stay where they are"
     assert {name: size for name, size in model_files(tmp_path).items() if name in last} == last
 
 
-def test_a_round_writes_as_much_however_many_there_were(tmp_path: Path) -> None:
+def test_the_size_of_a_write_does_not_grow_with_the_number_of_rounds(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, RecordStates())
     state = round_state(1)
-    sizes: list[tuple[int, int]] = []  # of what is written anew, and of the metrics of all rounds
+    # Sizes of the newly written files, and of the metrics of all rounds
+    sizes: list[tuple[int, int]] = []
     for number in range(2, 1000):
         for field in (state.train_metrics, state.evaluate_metrics, state.client_metrics):
             field[number] = MetricRecord({"loss": 0.5, "accuracy": 0.25})
@@ -213,12 +215,12 @@ def test_a_round_writes_as_much_however_many_there_were(tmp_path: Path) -> None:
     assert sizes[-1][0] < sizes[1][0] + 50, "a few digits more"
     lines = [after - before for (_, before), (_, after) in pairwise(sizes)]
     assert max(lines) <= 1.1 * min(lines)
-    found = Checkpoints(tmp_path, RecordStates()).read()
-    assert found == state
+    restored = Checkpoints(tmp_path, RecordStates()).read()
+    assert restored == state
 
 
 @pytest.mark.parametrize("torn", [b'[["train_metrics", 4, [["torn', b"\x00" * 5000, b"[]\n[]\n"])
-def test_what_a_killed_process_left_behind_the_metrics_is_written_over(tmp_path: Path, torn: bytes) -> None:
+def test_a_torn_line_after_the_metrics_is_overwritten(tmp_path: Path, torn: bytes) -> None:
     write_rounds(tmp_path, range(4))
     (metrics,) = tmp_path.glob("*.metrics")
     with metrics.open("ab") as file:
@@ -234,12 +236,12 @@ def test_what_a_killed_process_left_behind_the_metrics_is_written_over(tmp_path:
     assert torn not in metrics.read_bytes()
 
 
-def test_metrics_that_are_no_longer_there_leave_the_file(tmp_path: Path) -> None:
+def test_removed_metrics_are_removed_from_the_file(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, RecordStates())
     for number in (5, 3, 4):
         checkpoints.write(round_state(number))
-        found = Checkpoints(tmp_path, RecordStates()).read()
-        assert found == round_state(number) and len(list(tmp_path.glob("*.metrics"))) == 1
+        restored = Checkpoints(tmp_path, RecordStates()).read()
+        assert restored == round_state(number) and len(list(tmp_path.glob("*.metrics"))) == 1
 
 
 def test_a_kept_model_whose_arrays_were_replaced_is_written_again(tmp_path: Path) -> None:
@@ -253,19 +255,19 @@ def test_a_kept_model_whose_arrays_were_replaced_is_written_again(tmp_path: Path
     assert Checkpoints(tmp_path, RecordStates()).read() == state
 
 
-def test_a_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+def test_a_run_continues_in_the_same_folder(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(4))
     states = RecordStates(tmp_path / "states", 0)
     checkpoints = Checkpoints(tmp_path, states)
-    found = checkpoints.read()
-    assert found is not None and found.server_round == 3
+    restored = checkpoints.read()
+    assert restored is not None and restored.server_round == 3
     for number in range(4, 9):
         change_states(states, number)
         checkpoints.write(round_state(number))
         assert check_complete(tmp_path) == number
 
 
-def test_states_that_change_while_a_round_is_written_are_of_before_or_after(tmp_path: Path) -> None:
+def test_states_that_change_during_a_write_are_never_mixed(tmp_path: Path) -> None:
     states = RecordStates(tmp_path / "states", 1000)
     checkpoints = Checkpoints(tmp_path / "checkpoint", states)
     is_over = threading.Event()
@@ -284,8 +286,8 @@ def test_states_that_change_while_a_round_is_written_are_of_before_or_after(tmp_
             resumed = RecordStates()
             assert Checkpoints(tmp_path / "checkpoint", resumed).read() is not None
             for partition in range(7):
-                found = resumed.get(partition)
-                assert not found or number_of(found) % 7 == partition
+                data = resumed.get(partition)
+                assert not data or number_of(data) % 7 == partition
     finally:
         is_over.set()
         thread.join(60)
@@ -306,7 +308,9 @@ IDENTITY = {"app": "digits", "number of nodes": 100, "run config": {"lr": 0.1}, 
         ),
     ],
 )
-def test_another_run_is_refused_with_what_differs(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused_with_the_differences(
+    tmp_path: Path, changed: dict[str, Any], text: str
+) -> None:
     write_rounds(tmp_path, range(2), IDENTITY)
     states = RecordStates()
     with pytest.raises(ConfigError) as caught:
@@ -318,7 +322,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path, changed: dict[
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
-def test_another_format_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
+def test_another_format_is_refused_with_advice(tmp_path: Path, version: int) -> None:
     write_rounds(tmp_path, range(1))
     index = tmp_path / INDEX_NAME
     text = index.read_text()
@@ -330,8 +334,8 @@ def test_another_format_is_refused_with_what_to_do(tmp_path: Path, version: int)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after four rounds."""
+def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a checkpoint after four rounds."""
     folder = tmp_path_factory.mktemp("written")
     write_rounds(folder, range(4))
     return folder
@@ -349,9 +353,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"serial": "../../model"},
     ],
 )
-def test_an_index_that_was_changed_is_refused(tmp_path: Path, changes: dict[str, Any], written: Path) -> None:
-    """With the checksum of what it tells now."""
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+def test_a_changed_index_is_refused(tmp_path: Path, changes: dict[str, Any], checkpoint_folder: Path) -> None:
+    """Its checksum matches the changed contents."""
+    shutil.copytree(checkpoint_folder, tmp_path, dirs_exist_ok=True)
     index = tmp_path / INDEX_NAME
     head, text = index.read_text().split("\n")
     text = json.dumps({**json.loads(text), **changes})
@@ -393,11 +397,11 @@ def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
 
 @given(data=st.data())
 @settings(max_examples=examples(60))
-def test_an_index_with_any_other_byte_is_told_or_means_the_same(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, written: Path
+def test_an_index_with_a_changed_byte_is_refused_or_equivalent(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, checkpoint_folder: Path
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
-    shutil.copytree(written, folder, dirs_exist_ok=True)
+    shutil.copytree(checkpoint_folder, folder, dirs_exist_ok=True)
     path = folder / INDEX_NAME
     content = bytearray(path.read_bytes())
     place = st.integers(0, 100) | st.integers(0, len(content) - 1)
@@ -409,7 +413,7 @@ def test_an_index_with_any_other_byte_is_told_or_means_the_same(
         assert str(path) in str(error)
 
 
-#: Starts of scripts: rounds that a process of its own writes until it is killed.
+# : Start of the scripts, which write rounds in a child process until it is killed.
 WRITER = """
 import itertools, os, random, signal, sys, time
 from flower_gpu.polling import readable
@@ -449,9 +453,7 @@ def in_child(function):
 """
 
 
-def test_killed_at_any_time_the_last_round_or_the_one_before_is_there(
-    run_script: Script, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_time_leaves_the_last_or_the_previous_round(run_script: Script, tmp_path: Path) -> None:
     script = """
 last = least = -1
 numbers = random.Random(0)
@@ -490,45 +492,43 @@ for _ in range(5):
     )
 
 
-def test_between_any_two_lines_the_folder_holds_the_round_or_the_one_before(tmp_path: Path) -> None:
-    """What a kill at that moment would leave, since the kernel has what was written."""
+def test_between_any_two_lines_the_folder_holds_the_new_or_the_previous_round(tmp_path: Path) -> None:
+    """A kill at that moment would leave these files, because the kernel already has the written data."""
     folder = tmp_path / "checkpoint"
     states = RecordStates(tmp_path / "states", 300)
     checkpoints = Checkpoints(folder, states)
-    found: list[int] = []
-    before: list[tuple[str, int, int]] = []
+    rounds_seen: list[int] = []
+    previous: list[tuple[str, int, int]] = []
 
     def look(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal before
+        nonlocal previous
         if Path(frame.f_code.co_filename).name not in ("checkpoint.py", "states.py"):
             return None
         now = [(path.name, path.stat().st_ino, path.stat().st_size) for path in sorted(folder.glob("*"))]
-        if now != before:
-            before = now
-            found.append(check_complete(folder))
+        if now != previous:
+            previous = now
+            rounds_seen.append(check_complete(folder))
         return look
 
     rounds = 9
     for number in range(rounds):
         change_states(states, number)
         state = round_state(number)
-        found.clear()
+        rounds_seen.clear()
         traced = sys.gettrace()
         sys.settrace(look)
         try:
             checkpoints.write(state)
         finally:
             sys.settrace(traced)
-        found.append(check_complete(folder))
-        # New files appear, the index is replaced, old files go.
-        assert found == sorted(found) and set(found) == {number - 1, number}
-        assert found.count(number - 1) >= 2 and len(found) >= 6
+        rounds_seen.append(check_complete(folder))
+        # New files appear, then the index is replaced, then old files are removed.
+        assert rounds_seen == sorted(rounds_seen) and set(rounds_seen) == {number - 1, number}
+        assert rounds_seen.count(number - 1) >= 2 and len(rounds_seen) >= 6
 
 
-def test_what_cannot_be_written_is_an_error_and_the_round_before_stays(
-    run_script: Script, tmp_path: Path
-) -> None:
-    """A limit on the size of files takes the place of a full disk."""
+def test_a_failed_write_is_an_error_and_keeps_the_previous_round(run_script: Script, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for a full disk."""
     script = """
 import resource
 from flower_gpu.errors import FlowerGPUError

@@ -1,4 +1,4 @@
-"""Which lines of clients are shown, and where the others are."""
+"""Which lines of clients are shown, and where all lines are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.options import LINES_PER_ROUND
 
 pytestmark = pytest.mark.timeout(300)
-CLIENTS = 9  # each prints three lines in a round
+# Each client prints three lines in a round.
+CLIENTS = 9
 LINE = re.compile(r"^client \d, round (\d): ", re.MULTILINE)
 
 
@@ -29,18 +30,18 @@ def run_of_clients(tmp_path: Path, *options: str) -> Simulation:
     return done
 
 
-def test_each_round_shows_its_first_lines_and_the_run_says_where_all_are(tmp_path: Path) -> None:
+def test_each_round_shows_its_first_lines_and_a_notice_says_where_all_lines_are(tmp_path: Path) -> None:
     done = run_of_clients(tmp_path)
     assert lines_by_round(done.output) == {"1": LINES_PER_ROUND, "2": LINES_PER_ROUND}
-    told = f"the first {LINES_PER_ROUND} lines of clients are shown in each round: all are in "
-    (notice,) = [line for line in done.output.splitlines() if line.startswith(told)]
+    beginning = f"the first {LINES_PER_ROUND} lines of clients are shown in each round: all are in "
+    (notice,) = [line for line in done.output.splitlines() if line.startswith(beginning)]
     assert notice.endswith("/clients.log. --client-output all shows them here")
     hidden = 2 * (27 - LINES_PER_ROUND)
     assert re.search(rf"^client output +{hidden} lines are not shown here: all are in ", done.output, re.M)
     assert done.summary["client_lines_hidden"] == hidden
 
 
-def test_a_quiet_run_shows_the_result_only(tmp_path: Path) -> None:
+def test_a_quiet_run_shows_only_the_result(tmp_path: Path) -> None:
     done = run_of_clients(tmp_path, "-q")
     assert done.output.startswith("outcome ") and lines_by_round(done.output) == {}
     assert "54 lines are not shown here: all are in " in done.output

@@ -1,4 +1,4 @@
-"""What single clients of a simulation have of their own."""
+"""Settings of single clients of a simulation."""
 
 from __future__ import annotations
 
@@ -51,10 +51,14 @@ def test_the_last_entry_that_names_a_client_counts_key_by_key(seed: int) -> None
             if partition in PATTERNS[pattern]:
                 expected |= {key.replace("-", "_"): value for key, value in entries[pattern].items()}
         assert clients.of_client(partition) == expected
-    found = [clients.of_client(partition) for partition in range(COUNT)]
-    assert len({id(own) for own in found}) == len({tuple(sorted(own.items())) for own in found})
-    limits = {own.get("timeout_s") for own in found}
-    assert sorted(map(str, limits)) == sorted(str(own.get("timeout_s")) for own in clients.resources())
+    settings_by_client = [clients.of_client(partition) for partition in range(COUNT)]
+    assert len({id(client_settings) for client_settings in settings_by_client}) == len(
+        {tuple(sorted(client_settings.items())) for client_settings in settings_by_client}
+    )
+    limits = {client_settings.get("timeout_s") for client_settings in settings_by_client}
+    assert sorted(map(str, limits)) == sorted(
+        str(client_settings.get("timeout_s")) for client_settings in clients.resources()
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,19 +79,19 @@ def test_the_last_entry_that_names_a_client_counts_key_by_key(seed: int) -> None
         ({"1": {"num-gpus": 0.5, "gpu-memory": "2GiB"}}, "gpu-memory: num-gpus is given as well"),
     ],
 )
-def test_what_cannot_be_used_is_said(entries: Any, words: str) -> None:
+def test_unusable_entries_are_errors(entries: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Clients.of(entries, COUNT)
 
 
-def test_the_reference_has_all_keys() -> None:
+def test_the_docs_reference_has_all_keys() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "simulate.md").read_text()
     rows = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     assert all(f"`{key.replace('_', '-')}`" in rows for key in KEYS)
 
 
 @pytest.mark.timeout(200)
-def test_a_slow_client_takes_longer_and_its_time_limit_counts_that(tmp_path: Path) -> None:
+def test_a_slow_client_takes_longer_within_an_equally_longer_time_limit(tmp_path: Path) -> None:
     table = tmp_path / "devices.toml"
     table.write_text('["*"]\ntimeout-s = 60\n[1]\nslow-down = 20\n[2]\nslow-down = 1e6\ntimeout-s = 2\n')
     options = ("--clients-table", str(table), "--run-config", "num-server-rounds=2")
@@ -126,8 +130,8 @@ def test_imports_do_not_count_for_a_slow_client(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.timeout(200)
-def test_each_call_has_a_lease_of_the_size_of_its_client(tmp_path: Path) -> None:
-    """Also where a worker is used again, which has the lease of the client before it."""
+def test_each_call_has_a_lease_of_its_clients_size(tmp_path: Path) -> None:
+    """This also holds for a reused worker, whose lease was that of the previous client."""
     host = StubHost(tmp_path, gpus=1)  # of 16 GiB
     table = tmp_path / "devices.toml"
     table.write_text(

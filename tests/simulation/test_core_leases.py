@@ -1,4 +1,4 @@
-"""The cores of a simulated run: kept from message to message, and given to others that wait."""
+"""The cores of a simulated run: kept from message to message, and released to other runs that wait."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ class CancelledError(Exception):
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoreLeases]]:
+def make_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoreLeases]]:
     monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
     with ExitStack() as stack:
 
-        def make(most: int, settings: HostSettings | None = None) -> CoreLeases:
-            found = CoreLeases(settings or call_settings({}).host, ALL // most, most, "messages of app")
-            stack.callback(found.close)
-            return found
+        def make(max_leases: int, settings: HostSettings | None = None) -> CoreLeases:
+            leases = CoreLeases(
+                settings or call_settings({}).host, ALL // max_leases, max_leases, "messages of app"
+            )
+            stack.callback(leases.close)
+            return leases
 
         yield make
 
@@ -56,8 +58,8 @@ def leased() -> int:
     return Ledger().status().leased_bytes(CORES)
 
 
-def test_messages_get_the_cores_that_they_ask_for(made: Callable[..., CoreLeases]) -> None:
-    cores = made(2)
+def test_messages_get_the_cores_that_they_request(make_leases: Callable[..., CoreLeases]) -> None:
+    cores = make_leases(2)
     granted = threading.Event()
 
     def hold_all() -> None:
@@ -79,11 +81,12 @@ def test_messages_get_the_cores_that_they_ask_for(made: Callable[..., CoreLeases
         assert leased() == ALL // 2
 
 
-def test_leases_stay_with_the_run_until_somebody_else_waits(made: Callable[..., CoreLeases]) -> None:
-    cores = made(2)
+def test_a_run_keeps_its_leases_until_another_run_waits(make_leases: Callable[..., CoreLeases]) -> None:
+    cores = make_leases(2)
     with cores.held():
         assert leased() == ALL // 2
-        with cores.held(), cores.held():  # one more than there are leases goes along
+        # There is one context more than leases, and it shares a lease.
+        with cores.held(), cores.held():
             assert leased() == ALL // 2 * 2
     assert leased() == ALL // 2 * 2
     other = subprocess.Popen(
@@ -109,9 +112,9 @@ def test_leases_stay_with_the_run_until_somebody_else_waits(made: Callable[..., 
     until(lambda: leased() == 0)
 
 
-def test_another_call_of_the_same_process_gets_cores(made: Callable[..., CoreLeases]) -> None:
-    """The server's evaluation, which names how many it needs."""
-    cores = made(2)
+def test_another_call_of_the_same_process_gets_cores(make_leases: Callable[..., CoreLeases]) -> None:
+    """The server's evaluation requests a number of cores."""
+    cores = make_leases(2)
     with cores.held(), cores.held():
         pass
     claimant = Claimant(count=0, host_needs=lambda: (HostNeed(CORES, ALL // 2, ALL // 2),))
@@ -121,8 +124,8 @@ def test_another_call_of_the_same_process_gets_cores(made: Callable[..., CoreLea
 
 
 @pytest.mark.parametrize(("turn_s", "asked"), [(60.0, 1), (0.0, 5)])
-def test_beside_others_short_messages_share_a_turn(
-    turn_s: float, asked: int, made: Callable[..., CoreLeases], monkeypatch: pytest.MonkeyPatch
+def test_short_messages_share_a_turn_while_other_runs_wait(
+    turn_s: float, asked: int, make_leases: Callable[..., CoreLeases], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "_TURN_S", turn_s)
     monkeypatch.setattr(workers, "_LOOK_S", 60.0)
@@ -131,7 +134,7 @@ def test_beside_others_short_messages_share_a_turn(
     monkeypatch.setattr(
         Ledger, "acquire", lambda *args, **rest: claimants.append(args[1]) or acquire(*args, **rest)
     )
-    cores = made(1)
+    cores = make_leases(1)
     cores._is_wanted = True
     for _ in range(5):
         with cores.held():
@@ -141,6 +144,6 @@ def test_beside_others_short_messages_share_a_turn(
     assert leased() == 0
 
 
-def test_without_leases_nothing_is_asked(made: Callable[..., CoreLeases]) -> None:
-    with made(2, replace(call_settings({}).host, is_leased=False)).held():
+def test_no_cores_are_requested_without_leases(make_leases: Callable[..., CoreLeases]) -> None:
+    with make_leases(2, replace(call_settings({}).host, is_leased=False)).held():
         assert leased() == 0

@@ -1,4 +1,4 @@
-"""``--deterministic``: one seed, one model, whatever the workers, and an error for what cannot be so."""
+"""``--deterministic``: the same seed gives the same model with any workers, or an error explains why not."""
 
 from __future__ import annotations
 
@@ -26,37 +26,36 @@ OPTIONS = ("--seed", "3", "--deterministic")
 
 
 def model_of(done: Simulation) -> str:
-    """Return the SHA-256 of a run's model, as its last lines have it."""
+    """Return the SHA-256 of a run's model, as its last lines show it."""
     assert done.status == 0, done.output
-    (found,) = re.findall(r"^model sha256 +([0-9a-f]{64})$", done.output, re.MULTILINE)
-    assert done.summary["model_sha256"] == found and done.summary["failed"] == 0
-    return found
+    (digest,) = re.findall(r"^model sha256 +([0-9a-f]{64})$", done.output, re.MULTILINE)
+    assert done.summary["model_sha256"] == digest and done.summary["failed"] == 0
+    return digest
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
-    """A run with one worker at a time, each of them new."""
+    """A run with a single worker at a time, and a new worker for each message."""
     options = (*OPTIONS, "--max-workers", "1", "--calls-per-worker", "1")
     return run("exact", NODES, tmp_path_factory.mktemp("alone"), *options)
 
 
-def test_the_summary_says_how_long_new_workers_take(alone: Simulation) -> None:
-    """This app has no optimizer, whose first step would be told."""
+def test_the_summary_has_the_start_time_of_new_workers(alone: Simulation) -> None:
+    """This app has no optimizer. Otherwise the summary would measure until its first step."""
     assert alone.status == 0, alone.output
-    found = alone.summary
-    assert found["worker_ready_s"] > 0 and found["worker_ready"] == "until the app's function begins"
+    summary = alone.summary
+    assert summary["worker_ready_s"] > 0 and summary["worker_ready"] == "until the app's function begins"
     assert re.search(
         r"^workers .*; each took .+ until the app's function begins \(median\)$", alone.output, re.M
     )
 
 
-def test_the_model_is_the_same_after_a_client_and_the_run_were_killed(
-    alone: Simulation, tmp_path: Path
-) -> None:
-    """First with two workers that are used again, then with many that are not."""
+def test_a_killed_client_and_a_killed_run_do_not_change_the_model(alone: Simulation, tmp_path: Path) -> None:
+    """The run starts with two reused workers, and continues with many new ones."""
     runs, rounds, killed = tmp_path / "runs", tmp_path / "rounds", tmp_path / "killed"
     rounds.mkdir()
-    for number in ("1", "2"):  # the third waits for its file
+    # The third round waits for its file.
+    for number in ("1", "2"):
         (rounds / number).touch()
     options = ("--max-workers", "2", "--calls-per-worker", "1000", *OPTIONS)
     config = f"waits-for='{rounds}' dies='{killed}'"
@@ -76,7 +75,7 @@ def test_the_model_is_the_same_after_a_client_and_the_run_were_killed(
     assert not done.summary["recycling"]["is_used_again"] and {call["threads"] for call in done.calls} == {1}
 
 
-def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_path: Path) -> None:
+def test_another_number_of_threads_may_give_another_model(alone: Simulation, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "2")
         done = run("exact", NODES, tmp_path, *OPTIONS)
@@ -87,14 +86,15 @@ def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_pat
     assert "or start a new run without --resume" in again.output and "resumable()" not in again.output
 
 
-def test_a_run_that_goes_on_elsewhere_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_is_resumed_on_another_machine_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     here = determinism.described([])
     determinism.check_same(here, here, is_strict=True)
-    determinism.check_same({"seed": 1}, here, is_strict=True)  # of a run that noted nothing of it
-    before = {**here, "cpu": "Z80", "versions": {**here["versions"], "numpy": "1.0"}}
+    # The earlier run recorded no properties of its machine.
+    determinism.check_same({"seed": 1}, here, is_strict=True)
+    earlier = {**here, "cpu": "Z80", "versions": {**here["versions"], "numpy": "1.0"}}
     with pytest.raises(ConfigError, match=r"cpu was Z80 and is .+; versions was .*numpy 1\.0.* and is "):
-        determinism.check_same(before, here, is_strict=True)
-    determinism.check_same(before, here, is_strict=False)
+        determinism.check_same(earlier, here, is_strict=True)
+    determinism.check_same(earlier, here, is_strict=False)
     assert "The model may differ" in caplog.text
 
 
@@ -121,7 +121,7 @@ def test_an_interpreter_that_ignores_the_variable_is_refused(tmp_path: Path) -> 
         capture_output=True,
         text=True,
         timeout=120,
-        # With -E there would be a fork server for this only.
+        # With -E this test would start another fork server.
         env={**os.environ, "FLOWER_GPU_START_METHOD": "spawn"},
     )
     assert done.returncode == 2 and "PYTHONHASHSEED=0" in done.stderr

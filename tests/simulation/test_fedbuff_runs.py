@@ -1,4 +1,4 @@
-"""FedBuff in `flower-gpu simulate`: the same bits with any workers and after a kill, and what a run tells."""
+"""FedBuff in `flower-gpu simulate`: identical bits with any workers and after a kill, and its reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_model_is_the_same_with_other_workers_and_after_a_kill(devices: str, tmp_path: Path) -> None:
-    """What is under way at a checkpoint is sent again, with the models, seeds and clients' states of then."""
+    """Messages in flight at a checkpoint are sent again, with their models, seeds and client states."""
     options = ("--seed", "3", "--deterministic", "--clients-table", devices)
     alone = run("exact", NODES, tmp_path / "alone", *options, "--max-workers", "1", "--run-config", CONFIG)
     assert alone.status == 0, alone.output
@@ -42,7 +42,8 @@ def test_the_model_is_the_same_with_other_workers_and_after_a_kill(devices: str,
 
     runs, rounds = tmp_path / "runs", tmp_path / "rounds"
     rounds.mkdir()
-    for number in ("1", "2"):  # later ones wait for their files
+    # Later rounds wait for their files.
+    for number in ("1", "2"):
         (rounds / number).touch()
     config = f"{CONFIG} waits-for='{rounds}'"
     with running("exact", NODES, runs, *options, "--max-workers", "4", "--run-config", config) as process:
@@ -59,8 +60,8 @@ def test_the_model_is_the_same_with_other_workers_and_after_a_kill(devices: str,
     assert model_of(done) == model_of(alone)
 
 
-def test_a_round_takes_the_time_since_the_one_before() -> None:
-    """Its replies come while the server evaluates: the strategy finds them when it begins the round."""
+def test_the_duration_of_a_round_starts_at_the_end_of_the_previous_round() -> None:
+    """The replies of a round arrive during the evaluation, before the strategy starts the round."""
     evaluation_s = 0.3
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -77,19 +78,19 @@ def test_a_round_takes_the_time_since_the_one_before() -> None:
 
 
 def model_of(done: Simulation) -> str:
-    found: str = done.summary["model_sha256"]
-    return found
+    digest: str = done.summary["model_sha256"]
+    return digest
 
 
 def test_a_run_without_order_counts_clients_that_fail(tmp_path: Path) -> None:
-    """A client whose worker was killed is a failed one; the round goes on without it."""
+    """A client whose worker was killed counts as failed, and the round continues without it."""
     killed = tmp_path / "killed"
     done = run("exact", NODES, tmp_path / "runs", "--run-config", f"{CONFIG} dies='{killed}'", "--seed", "3")
     assert done.status == 0, done.output
     assert done.summary["failed"] == 1 and done.summary["messages"] == ROUNDS * UPDATES + 1
 
 
-def test_more_clients_at_a_time_than_there_are_is_an_error(tmp_path: Path) -> None:
+def test_a_concurrency_above_the_number_of_clients_is_an_error(tmp_path: Path) -> None:
     done = run("exact", CONCURRENCY - 1, tmp_path, "--run-config", CONFIG)
     assert done.status == 2, done.output
     assert "waits for 4 nodes, and there are 3" in done.output and "concurrency" in done.output

@@ -1,4 +1,4 @@
-"""Grids of ours answer calls as Flower's own do: the same calls to both, and the answers side by side."""
+"""The package's grids behave like Flower's own: each call goes to both, and the results are compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flower_gpu.trace import NO_REPLY, Event
 NODES = 3
 
 
-def flowers(made: list[Message], ended: threading.Event) -> Grid:
+def flowers(created_replies: list[Message], ended: threading.Event) -> Grid:
     """Return the grid of Flower's Simulation Runtime, with a thread that handles its messages."""
     factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), ObjectStoreFactory())
     state: Any = factory.state()
@@ -51,7 +51,7 @@ def flowers(made: list[Message], ended: threading.Event) -> Grid:
                     reply = Message(RecordDict(), reply_to=message, ttl=60 if group == "short" else None)
                     reply.metadata.__dict__["_message_id"] = f"{message.metadata.message_id} reply"
                     if state.store_message_res(reply):
-                        made.append(reply)
+                        created_replies.append(reply)
 
     threading.Thread(target=handle, daemon=True).start()
     grid = InMemoryGrid(factory, pull_interval=0.01)
@@ -61,12 +61,16 @@ def flowers(made: list[Message], ended: threading.Event) -> Grid:
 
 @pytest.fixture(params=["local", "recorded"])
 def ours(request: pytest.FixtureRequest) -> Iterator[tuple[Grid, list[Message], GridUnderTest]]:
-    one, made = GridUnderTest(2, NODES), []
-    one.handling.on_reply = made.append
+    harness, created_replies = GridUnderTest(2, NODES), []
+    harness.handling.on_reply = created_replies.append
     events: list[Event] = []
-    recorder = Recorder(events.append, one.nodes.partition_of)
-    yield (one.grid if request.param == "local" else RecordedGrid(one.grid, recorder)), made, one
-    one.close()
+    recorder = Recorder(events.append, harness.nodes.partition_of)
+    yield (
+        (harness.grid if request.param == "local" else RecordedGrid(harness.grid, recorder)),
+        created_replies,
+        harness,
+    )
+    harness.close()
     replies = [event for event in events if event["event"] == "reply"]
     assert all(event["node"] is not None for event in replies)
     assert all(event["error"] is None or event["error"].startswith(NO_REPLY) for event in replies)
@@ -74,16 +78,16 @@ def ours(request: pytest.FixtureRequest) -> Iterator[tuple[Grid, list[Message], 
 
 @pytest.fixture(autouse=True)
 def identity() -> Iterator[None]:
-    """Flower lets only the SuperLink's side of a run make messages."""
+    """Flower lets only the SuperLink's side of a run create messages."""
     with _identity(RUN_ID):
         yield
 
 
-def told(reply: Message, sent: list[Message], *, without_source: bool = False) -> dict[str, Any]:
-    """Return what a reply tells; ours to an expired message may name the client."""
+def described(reply: Message, sent: list[Message], *, without_source: bool = False) -> dict[str, Any]:
+    """Return the comparable fields of a reply. Our reply to an expired message may name the client."""
     metadata = reply.metadata
     ids = [message.metadata.message_id for message in sent]
-    found = {
+    fields = {
         "code": reply.error.code if reply.has_error() else None,
         "of": ids.index(metadata.reply_to_message_id) if metadata.reply_to_message_id in ids else None,
         "to": metadata.dst_node_id,
@@ -92,12 +96,12 @@ def told(reply: Message, sent: list[Message], *, without_source: bool = False) -
     }
     if not without_source:
         at = [message.metadata.dst_node_id for message in sent]
-        found |= {
+        fields |= {
             "from": at.index(metadata.src_node_id) if metadata.src_node_id in at else metadata.src_node_id,
             "type": metadata.message_type,
             "group": metadata.group_id,
         }
-    return found
+    return fields
 
 
 def error_of(call: Callable[[], object]) -> str | None:
@@ -108,17 +112,17 @@ def error_of(call: Callable[[], object]) -> str | None:
     return None
 
 
-def answers(grid: Grid, made: list[Message]) -> Iterator[tuple[str, object]]:
-    """Make all calls; yield what is answered, with what is not the same each time left out."""
-    found: list[Message] = []
+def answers(grid: Grid, created_replies: list[Message]) -> Iterator[tuple[str, object]]:
+    """Make all calls, and yield each result without the parts that vary."""
+    last_replies: list[Message] = []
 
     def pulled(ids: list[str], sent: list[Message]) -> list[dict[str, Any]]:
-        found[:] = list(grid.pull_messages(ids))
-        return [told(reply, sent) for reply in found]
+        last_replies[:] = list(grid.pull_messages(ids))
+        return [described(reply, sent) for reply in last_replies]
 
     def waited(ids: list[str], sent: list[Message]) -> list[dict[str, Any]]:
         assert until(lambda: bool(pulled(ids, sent)))
-        return [told(reply, sent) for reply in found]
+        return [described(reply, sent) for reply in last_replies]
 
     ids = list(grid.get_node_ids())
     yield "nodes", len(set(ids))
@@ -144,7 +148,7 @@ def answers(grid: Grid, made: list[Message]) -> Iterator[tuple[str, object]]:
     yield "a reply", error_of(lambda: grid.push_messages([reply]))
 
     def messages(*groups: str, ttl: float | None = None) -> list[Message]:
-        # The message type is not the one that the others have.
+        # The message type differs from that of the other messages.
         return [
             Message(RecordDict(), node, "query.a", group_id=group, ttl=ttl)
             for node, group in zip(ids, groups, strict=False)
@@ -158,14 +162,14 @@ def answers(grid: Grid, made: list[Message]) -> Iterator[tuple[str, object]]:
     yield "pulled again", sorted(pulled(pushed, sent), key=str)
     yield "twice in one", len(pulled([pushed[0], pushed[0]], sent))
     yield "unknown", pulled(["unknown"], sent)
-    # flwr 1.43 has another name for this parameter, and still takes the old one.
+    # flwr 1.43 renamed this parameter, and still accepts the old name.
     yield "by name", [reply.error.code for reply in grid.pull_messages(message_ids=["unknown"])]
 
     sent = messages("short")
-    made.clear()
+    created_replies.clear()
     pushed = list(grid.push_messages(sent))
-    assert until(lambda: bool(made))
-    made[0].metadata.__dict__["_ttl"] = 1e-9
+    assert until(lambda: bool(created_replies))
+    created_replies[0].metadata.__dict__["_ttl"] = 1e-9
     yield "reply expired", [(each["code"], each["of"]) for each in waited(pushed, sent)]
 
     sent = messages("wait", ttl=1.0)
@@ -177,30 +181,32 @@ def answers(grid: Grid, made: list[Message]) -> Iterator[tuple[str, object]]:
 
     sent = messages("answer", "wait", "answer")
     replies = list(grid.send_and_receive(sent, timeout=2))
-    yield "in time", sorted((told(reply, sent) for reply in replies), key=str)
+    yield "in time", sorted((described(reply, sent) for reply in replies), key=str)
     sent = [*messages("answer"), *messages("wait", ttl=1.0)]
     replies = list(grid.send_and_receive(sent))
-    yield "within ttl", sorted((told(reply, sent, without_source=True) for reply in replies), key=str)
+    yield "within ttl", sorted((described(reply, sent, without_source=True) for reply in replies), key=str)
     yield "no messages", list(grid.send_and_receive([]))
     yield "no time at all", list(grid.send_and_receive(messages("answer"), timeout=0))
 
 
 @cache
 def flowers_answers() -> dict[str, object]:
-    made: list[Message] = []
+    created_replies: list[Message] = []
     ended = threading.Event()
     try:
-        return dict(answers(flowers(made, ended), made))
+        return dict(answers(flowers(created_replies, ended), created_replies))
     finally:
         ended.set()
 
 
-def test_the_same_answers(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:
-    grid, made, one = ours
-    assert dict(answers(grid, made)) == flowers_answers()
-    # Flower's workers go on with what has expired.
-    assert until(lambda: one.handling.running == 0)
-    assert len(one.handling.cancelled) == 3 and not any(box.count_waiting for box in one.dispatcher._waiting)
+def test_our_grids_give_the_same_results(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:
+    grid, created_replies, harness = ours
+    assert dict(answers(grid, created_replies)) == flowers_answers()
+    # Flower's workers continue with expired messages.
+    assert until(lambda: harness.handling.running == 0)
+    assert len(harness.handling.cancelled) == 3 and not any(
+        box.count_waiting for box in harness.dispatcher._waiting
+    )
 
 
 def test_replies_can_be_pulled_as_with_flower_1_43(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:
@@ -211,33 +217,36 @@ def test_replies_can_be_pulled_as_with_flower_1_43(ours: tuple[Grid, list[Messag
     assert reply.has_error(), "it was pulled before"
 
 
-def test_ours_have_whatever_flowers_have(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:
+def test_our_grids_have_all_public_names_of_flowers_grids(
+    ours: tuple[Grid, list[Message], GridUnderTest],
+) -> None:
     def public(grid: Any) -> set[str]:
         return {name for name in dir(grid) if not name.startswith("_")}
 
     theirs = public(HttpGrid(token="of the test")) | public(flowers([], threading.Event()))
-    theirs -= {"state", "pull_interval"}  # where and how often InMemoryGrid itself looks
+    # InMemoryGrid itself uses these for where and how often it polls.
+    theirs -= {"state", "pull_interval"}
     assert sorted(theirs - public(ours[2].grid)) == []
     assert all(hasattr(ours[0], name) for name in theirs)
-    # No answer is the base class's guess.
+    # No method is inherited from the base class with its default result.
     assert [name for name in public(Grid) if getattr(SimulationGrid, name) is getattr(Grid, name)] == []
     assert isinstance(ours[0], Grid)
 
 
-def test_what_has_expired_leaves_room_for_others_and_ends_no_run() -> None:
-    one = GridUnderTest(1, NODES)
-    grid = RecordedGrid(one.grid, Recorder(lambda event: None, one.nodes.partition_of, lambda: ""))
+def test_expired_messages_make_room_and_do_not_end_the_run() -> None:
+    harness = GridUnderTest(1, NODES)
+    grid = RecordedGrid(harness.grid, Recorder(lambda event: None, harness.nodes.partition_of, lambda: ""))
     try:
         waiting = [
             Message(RecordDict(), node, "train", group_id="wait", ttl=0.2)
-            for node in (*one.nodes.ids, one.nodes.ids[0])
+            for node in (*harness.nodes.ids, harness.nodes.ids[0])
         ]
         replies = list(grid.send_and_receive([*waiting, waiting[0]]))
         assert [reply.error.code for reply in replies] == [ErrorCode.MESSAGE_UNAVAILABLE] * 5
-        assert "ttl" in replies[0].error.reason and replies[0].metadata.src_node_id == one.nodes.ids[0]
-        assert len(one.handling.cancelled) == 1, "the others had not begun"
-        # Other than clients that fail, clients that are late do not end a run in its first round.
-        assert not any(reply.has_error() for reply in grid.send_and_receive(one.messages(2)))
-        assert not one.grid._boxes
+        assert "ttl" in replies[0].error.reason and replies[0].metadata.src_node_id == harness.nodes.ids[0]
+        assert len(harness.handling.cancelled) == 1, "the other messages had not started"
+        # Unlike clients that fail, late clients do not end a run in its first round.
+        assert not any(reply.has_error() for reply in grid.send_and_receive(harness.messages(2)))
+        assert not harness.grid._boxes
     finally:
-        one.close()
+        harness.close()

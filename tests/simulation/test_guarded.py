@@ -1,4 +1,4 @@
-"""`flower-gpu simulate` under the GPU guard: what the app's clients can open, and where there is no guard."""
+"""`flower-gpu simulate` with the GPU guard: the devices that clients can open, and hosts without a guard."""
 
 from __future__ import annotations
 
@@ -36,40 +36,42 @@ def simulated(folder: Path, device: str, *options: str, **env: str) -> list[dict
 
 @pytest.fixture
 def device(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Any file that the guard is told to take for a device of the host."""
-    folder = tmp_path_factory.mktemp("devices")  # beside tmp_path: new files above a device cannot be opened
+    """A file that the guard treats as a device of the host."""
+    # The folder lies outside tmp_path, because new files above a device cannot be opened.
+    folder = tmp_path_factory.mktemp("devices")
     (folder / "nvidia7").write_text("")
     return str(folder / "nvidia7")
 
 
 @needs_guard
 @pytest.mark.parametrize("options", [("--gpu", "never"), ("--num-gpus", "0.5", "--calls-per-worker", "2")])
-def test_no_client_opens_what_is_not_its_leases(
+def test_a_client_opens_only_the_devices_of_its_lease(
     tmp_path: Path, device: str, options: tuple[str, ...]
 ) -> None:
     notes = simulated(tmp_path, device, *options)
     assert all(note["opened"] == {"here": False, "program": False} for note in notes)
 
 
-def test_off(tmp_path: Path, device: str) -> None:
+def test_the_guard_can_be_disabled(tmp_path: Path, device: str) -> None:
     notes = simulated(tmp_path, device, "--num-gpus", "0.5", "--gpu-guard", "off")
     assert all(note["opened"] == {"here": True, "program": True} for note in notes)
 
 
-def test_required_where_the_kernel_does_not_let(tmp_path: Path) -> None:
+def test_a_required_guard_is_an_error_if_the_kernel_refuses_it(tmp_path: Path) -> None:
     done = subprocess.run(
         command("leased", 2, "--log-dir", str(tmp_path / "runs"), "--gpu-guard", "require"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT_S,
-        # Under that filter it would have a fork server of its own.
+        # Under this filter the test would start another fork server.
         env={
             **os.environ,
             "LEASED_APP_NOTES": str(tmp_path / "notes"),
             "FLOWER_GPU_START_METHOD": "spawn",
         },
-        preexec_fn=_forbid_landlock,  # there are no threads here
+        # This process has no threads.
+        preexec_fn=_forbid_landlock,
     )
     assert done.returncode == 2, done.stdout
     assert "--gpu-guard require" in done.stdout
@@ -78,7 +80,7 @@ def test_required_where_the_kernel_does_not_let(tmp_path: Path) -> None:
 
 
 def _forbid_landlock() -> None:
-    """Have the kernel refuse Landlock to this process, as a container's seccomp profile does."""
+    """Make the kernel refuse Landlock to this process, as a container's seccomp profile does."""
     library = ctypes.CDLL(None, use_errno=True)
     filters = [
         (_LOAD, 0, 0, 0),

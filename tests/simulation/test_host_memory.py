@@ -1,4 +1,4 @@
-"""Workers begin while the host has memory for them."""
+"""Workers start only while the host has enough free memory for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 class Workers:
-    """Threads with a worker each, on a host that a test says the memory of."""
+    """Threads that each run one worker, on a host whose free memory the test sets."""
 
     def __init__(self, free: float, total: float = 100) -> None:
         self.free, self._total = free, total
@@ -70,155 +70,161 @@ class Workers:
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
     monkeypatch.setattr(host_memory, "_POLL_S", 0.01)
-    monkeypatch.setattr(host_memory, "_GROWTH_S", 3600.0)  # nobody has grown in the time of a test
-    made: list[Workers] = []
+    # No worker is old enough to have grown during a test.
+    monkeypatch.setattr(host_memory, "_GROWTH_S", 3600.0)
+    all_workers: list[Workers] = []
 
-    def new(free: float) -> Workers:
-        made.append(Workers(free))
-        return made[-1]
+    def start_workers(free: float) -> Workers:
+        all_workers.append(Workers(free))
+        return all_workers[-1]
 
-    yield new
-    for one in made:
-        one.end()
+    yield start_workers
+    for started_workers in all_workers:
+        started_workers.end()
 
 
-def test_the_first_one_always_has_room(workers: Callable[..., Workers]) -> None:
-    some = workers(0)
-    some.memory.learn(4 * GIB)
-    some.start(3)
-    assert until(lambda: some.memory.waits == 2)
-    assert some.inside == 1
-    some.leave()
-    assert until(lambda: some.memory.waits == 2 and some.inside == 1)  # the next one is alone as well
+def test_the_first_worker_always_has_room(workers: Callable[..., Workers]) -> None:
+    started = workers(0)
+    started.memory.learn(4 * GIB)
+    started.start(3)
+    assert until(lambda: started.memory.waits == 2)
+    assert started.inside == 1
+    started.leave()
+    # The next worker is alone as well.
+    assert until(lambda: started.memory.waits == 2 and started.inside == 1)
 
 
 def test_others_on_the_host_give_memory_back(workers: Callable[..., Workers]) -> None:
-    some = workers(0)
-    some.memory.learn(4 * GIB)
-    some.start(2)
-    assert until(lambda: some.inside == 1 and some.memory.waits == 1)
-    some.free = 50
-    assert until(lambda: some.inside == 2)
+    started = workers(0)
+    started.memory.learn(4 * GIB)
+    started.start(2)
+    assert until(lambda: started.inside == 1 and started.memory.waits == 1)
+    started.free = 50
+    assert until(lambda: started.inside == 2)
 
 
-def test_those_that_come_at_once_do_not_all_see_the_same_room(workers: Callable[..., Workers]) -> None:
-    """20 GiB are free, 5 stay free: three workers of 4 GiB."""
-    some = workers(20)
-    some.memory.learn(4 * GIB)
-    some.start(8)
-    assert until(lambda: some.memory.waits == 5)
-    assert some.inside == 3
+def test_simultaneous_workers_do_not_claim_the_same_free_memory(workers: Callable[..., Workers]) -> None:
+    """With 20 GiB free and 5 GiB kept free, three workers of 4 GiB fit."""
+    started = workers(20)
+    started.memory.learn(4 * GIB)
+    started.start(8)
+    assert until(lambda: started.memory.waits == 5)
+    assert started.inside == 3
 
 
-def test_those_that_are_gone_take_no_room(workers: Callable[..., Workers]) -> None:
-    """Many short calls, one after the other: none has to wait for what has ended."""
-    some = workers(20)
-    some.memory.learn(4 * GIB)
-    some.start(1)
+def test_ended_workers_take_no_room(workers: Callable[..., Workers]) -> None:
+    """Many short calls follow one another, and no call waits for the memory of ended workers."""
+    started = workers(20)
+    started.memory.learn(4 * GIB)
+    started.start(1)
     for _ in range(20):
-        some.start(1)
-        assert until(lambda: some.inside == 2)
-        some.leave()
-        assert until(lambda: some.inside == 1)
-    assert some.memory.waits == 0
+        started.start(1)
+        assert until(lambda: started.inside == 2)
+        started.leave()
+        assert until(lambda: started.inside == 1)
+    assert started.memory.waits == 0
 
 
-def test_an_error_gives_the_room_back(workers: Callable[..., Workers]) -> None:
-    some = workers(0)
-    some.memory.learn(4 * GIB)
-    with pytest.raises(KeyError), some.memory.room():
+def test_an_error_releases_the_room(workers: Callable[..., Workers]) -> None:
+    started = workers(0)
+    started.memory.learn(4 * GIB)
+    with pytest.raises(KeyError), started.memory.room():
         raise KeyError
-    some.start(1)
-    assert until(lambda: some.inside == 1)
+    started.start(1)
+    assert until(lambda: started.inside == 1)
 
 
-def test_one_that_is_alone_waits_for_all_others_and_lets_none_in(workers: Callable[..., Workers]) -> None:
-    some = workers(50)
-    some.start(2)
-    assert until(lambda: some.inside == 2)
-    some.start_alone()
-    assert until(lambda: some.memory.waits == 1)
-    some.start(1)
-    assert until(lambda: some.memory.waits == 2)
-    some.leave(2)
-    assert until(lambda: some.inside == 1)
-    some.start(1)
-    assert until(lambda: some.memory.waits == 3)
-    assert some.inside == 1
-    some.leave()
-    assert until(lambda: some.inside == 2)
+def test_a_worker_that_runs_alone_waits_for_others_and_blocks_new_workers(
+    workers: Callable[..., Workers],
+) -> None:
+    started = workers(50)
+    started.start(2)
+    assert until(lambda: started.inside == 2)
+    started.start_alone()
+    assert until(lambda: started.memory.waits == 1)
+    started.start(1)
+    assert until(lambda: started.memory.waits == 2)
+    started.leave(2)
+    assert until(lambda: started.inside == 1)
+    started.start(1)
+    assert until(lambda: started.memory.waits == 3)
+    assert started.inside == 1
+    started.leave()
+    assert until(lambda: started.inside == 2)
 
 
-def test_workers_with_leases_let_one_be_alone(workers: Callable[..., Workers]) -> None:
-    """Their messages follow one another without a pause, and have no use for room as long as nobody waits."""
-    some = workers(0)
-    some.memory.learn(4 * GIB)
-    some.start(3, has_lease=True)
-    assert until(lambda: some.inside == 3)
-    some.start_alone()
-    assert until(lambda: some.memory.waits == 1)
+def test_workers_with_leases_make_way_for_a_worker_that_runs_alone(workers: Callable[..., Workers]) -> None:
+    """Their messages follow one another without a pause, and need no room unless another worker waits."""
+    started = workers(0)
+    started.memory.learn(4 * GIB)
+    started.start(3, has_lease=True)
+    assert until(lambda: started.inside == 3)
+    started.start_alone()
+    assert until(lambda: started.memory.waits == 1)
     for _ in range(3):
-        some.start(1, has_lease=True)
-    assert until(lambda: some.memory.waits == 4)
-    assert until(lambda: some.gave_way == ["the large one", *["a small one"] * 3])  # before they wait
-    some.leave(3)
-    assert until(lambda: some.entered[3:] == ["the large one"])
-    some.start(1, has_lease=True)
-    assert until(lambda: some.memory.waits == 5)
-    assert some.inside == 1
-    some.leave()
-    assert until(lambda: some.inside == 1 and some.entered[-1] == "a small one")
+        started.start(1, has_lease=True)
+    assert until(lambda: started.memory.waits == 4)
+    # Each worker gives way before it waits.
+    assert until(lambda: started.gave_way == ["the large one", *["a small one"] * 3])
+    started.leave(3)
+    assert until(lambda: started.entered[3:] == ["the large one"])
+    started.start(1, has_lease=True)
+    assert until(lambda: started.memory.waits == 5)
+    assert started.inside == 1
+    started.leave()
+    assert until(lambda: started.inside == 1 and started.entered[-1] == "a small one")
 
 
-def test_a_wait_ends_when_the_message_is_given_up(workers: Callable[..., Workers]) -> None:
-    some = workers(50)
-    some.start(1)
-    assert until(lambda: some.inside == 1)
-    given_up = threading.Event()
+def test_a_wait_ends_when_the_message_is_cancelled(workers: Callable[..., Workers]) -> None:
+    started = workers(50)
+    started.start(1)
+    assert until(lambda: started.inside == 1)
+    is_cancelled = threading.Event()
 
     def check() -> None:
-        if given_up.is_set():
+        if is_cancelled.is_set():
             raise KeyError
 
-    some.start_alone(check=check)
-    assert until(lambda: some.memory.waits == 1)
-    given_up.set()
-    some.memory.wake()
-    assert until(lambda: len(some.errors) == 1)
-    assert some.inside == 1
-    some.start(1)  # nobody waits to be alone any more
-    assert until(lambda: some.inside == 2)
+    started.start_alone(check=check)
+    assert until(lambda: started.memory.waits == 1)
+    is_cancelled.set()
+    started.memory.wake()
+    assert until(lambda: len(started.errors) == 1)
+    assert started.inside == 1
+    # No worker waits to be alone any more.
+    started.start(1)
+    assert until(lambda: started.inside == 2)
 
 
-def test_two_are_alone_one_after_the_other_and_say_what_they_wait_for(
+def test_two_workers_run_alone_in_turn_and_log_what_they_wait_for(
     workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(host_memory, "SAID_AFTER_S", 0.0)
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    some = workers(50)
-    some.start(2)
-    assert until(lambda: some.inside == 2)
+    started = workers(50)
+    started.start(2)
+    assert until(lambda: started.inside == 2)
     for count, name in enumerate(["first", "second"], 1):
-        some.start_alone(name)
-        assert until(lambda count=count: some.memory.waits == len(caplog.messages) == count)
+        started.start_alone(name)
+        assert until(lambda count=count: started.memory.waits == len(caplog.messages) == count)
     assert caplog.messages == [
         f"{name} waits to be handled alone: a small one and 1 other are still in flight"
         for name in ("first", "second")
     ]
-    some.start_alone("third", timeout_s=0.05)
-    assert until(lambda: len(some.errors) == 1)
+    started.start_alone("third", timeout_s=0.05)
+    assert until(lambda: len(started.errors) == 1)
     assert "third could not be handled alone within lease_timeout_s=0.05: a small one and" in str(
-        some.errors[0]
+        started.errors[0]
     )
-    some.leave(2)
-    assert until(lambda: some.entered[2:] == ["first"])
-    some.leave()
-    assert until(lambda: some.entered[2:] == ["first", "second"])
-    assert some.inside == 1
+    started.leave(2)
+    assert until(lambda: started.entered[2:] == ["first"])
+    started.leave()
+    assert until(lambda: started.entered[2:] == ["first", "second"])
+    assert started.inside == 1
 
 
-def test_this_host_tells() -> None:
-    found = control_group.available_memory()
-    available, total = found
+def test_this_host_reports_its_memory() -> None:
+    memory = control_group.available_memory()
+    available, total = memory
     assert 0 <= available <= total
     assert total > 1 << 26

@@ -1,4 +1,4 @@
-"""The messages that a host was given: when they are begun, and when it is told what has become of them."""
+"""The queue of messages on a host: the order in which they start, and when the grid gets their replies."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def visit(message_id: str) -> Visit:
     return Visit(message, 0)
 
 
-def given(*message_ids: str) -> QueueHost:
+def queue_of(*message_ids: str) -> QueueHost:
     queue = QueueHost(About("here", 1, 1, {}, 1, []))
     queue.start(Handling(), 0)
     queue.take([visit(message_id) for message_id in message_ids])
     return queue
 
 
-def begun(queue: QueueHost) -> Visit:
+def start_next(queue: QueueHost) -> Visit:
     [found] = queue.next(waits=False)
     return found
 
 
 def finish(queue: QueueHost, state: bytes = b"") -> str:
-    visit = begun(queue)
+    visit = start_next(queue)
     queue.finish(visit, Answer(visit.message_id, state=state))
     return visit.message_id
 
@@ -54,100 +54,101 @@ def ids(fetched: tuple[list[Answer], list[int]]) -> list[str]:
     return [answer.message_id for answer in fetched[0]]
 
 
-def beside(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Call a function in another thread, which is given the time to begin."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
+def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Call a function in another thread, and give it time to start."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
     thread.start()
     time.sleep(0.1)
-    return thread, found
+    return thread, results
 
 
-def test_messages_are_begun_in_their_order() -> None:
-    queue = given("a", "b")
+def test_messages_start_in_their_order() -> None:
+    queue = queue_of("a", "b")
     queue.take([visit("c")])
-    assert [begun(queue).message_id for _ in range(3)] == ["a", "b", "c"]
+    assert [start_next(queue).message_id for _ in range(3)] == ["a", "b", "c"]
     assert queue.next(waits=False) == []
 
 
-def test_what_is_finished_is_told_at_once_where_no_message_waits() -> None:
-    queue = given("a", "b")
-    thread, found = beside(lambda: queue.fetch(60))
-    begun(queue)
+def test_finished_messages_are_reported_at_once_if_no_message_waits() -> None:
+    queue = queue_of("a", "b")
+    thread, results = in_thread(lambda: queue.fetch(60))
+    start_next(queue)
     finish(queue)
     thread.join(60)
-    assert ids(found[0]) == ["b"]
+    assert ids(results[0]) == ["b"]
 
 
-def test_while_messages_wait_several_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_messages_are_reported_together_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_host, "_GATHER_S", 3600.0)
-    queue = given("a", "b", "c")
-    thread, found = beside(lambda: queue.fetch(60))
+    queue = queue_of("a", "b", "c")
+    thread, results = in_thread(lambda: queue.fetch(60))
     assert [finish(queue), finish(queue)] == ["a", "b"]
-    assert not found, "c still waits for a thread"
-    begun(queue)  # from now on this host needs messages
+    assert not results, "c still waits for a thread"
+    # From now on this host needs messages.
+    start_next(queue)
     thread.join(60)
-    assert ids(found[0]) == ["a", "b"]
+    assert ids(results[0]) == ["a", "b"]
 
 
-def test_nobody_waits_long_for_others_to_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_message_is_reported_after_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_host, "_GATHER_S", 0.01)
-    queue = given("a", "b")
+    queue = queue_of("a", "b")
     finish(queue)
     assert ids(queue.fetch(60)) == ["a"]
 
 
-def test_who_asks_for_a_sum_need_not_wait() -> None:
-    queue = given()
-    thread, found = beside(lambda: queue.fetch(60))
+def test_a_request_for_a_sum_ends_the_wait() -> None:
+    queue = queue_of()
+    thread, results = in_thread(lambda: queue.fetch(60))
     queue.ask_for_sum(7)
     thread.join(60)
-    assert found == [([], [7])] and queue.fetch(0) == ([], [])
+    assert results == [([], [7])] and queue.fetch(0) == ([], [])
 
 
-def test_few_large_replies_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_few_large_replies_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_host, "_MOST_BYTES", 1200)
-    queue = given("a", "b", "c", "d")
+    queue = queue_of("a", "b", "c", "d")
     for count in (100, 100, 100, 10_000):
         content = RecordDict({"arrays": ArrayRecord([np.zeros(count, np.float32)])})
-        one = begun(queue)
-        queue.finish(one, Answer(one.message_id, Message(content, 1, "train")))
+        started = start_next(queue)
+        queue.finish(started, Answer(started.message_id, Message(content, 1, "train")))
     assert [ids(queue.fetch(0)) for _ in range(4)] == [["a", "b"], ["c"], ["d"], []]
 
 
-def test_what_nobody_has_begun_goes_back() -> None:
-    queue = given("a", "b", "c", "d")
-    assert begun(queue).message_id == "a"
+def test_messages_that_have_not_started_are_returned() -> None:
+    queue = queue_of("a", "b", "c", "d")
+    assert start_next(queue).message_id == "a"
     queue.cancel("c")
     queue.cancel("a")
     queue.give_back()
-    told = queue.fetch(0)
-    assert ids(told) == ["c", "b", "d"] and all(answer.reply is None for answer in told[0])
+    returned = queue.fetch(0)
+    assert ids(returned) == ["c", "b", "d"] and all(answer.reply is None for answer in returned[0])
     assert queue.next(waits=False) == []
 
 
-def test_no_message_is_begun_while_too_much_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_starts_while_too_many_bytes_are_unreported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_host, "_MOST_KEPT_BYTES", 1000)
-    queue = given("a", "b", "c")
+    queue = queue_of("a", "b", "c")
     assert [finish(queue, bytes(800)), finish(queue, bytes(800))] == ["a", "b"]
-    thread, found = beside(lambda: queue.next(waits=True))
-    assert not found
+    thread, results = in_thread(lambda: queue.next(waits=True))
+    assert not results
     assert ids(queue.fetch(0)) == ["a", "b"]
     thread.join(60)
-    assert [each.message_id for each in found[0]] == ["c"]
+    assert [visit.message_id for visit in results[0]] == ["c"]
 
 
-def test_when_it_is_closed_nobody_waits() -> None:
-    queue = given()
-    waiting = [beside(lambda: queue.next(waits=True)), beside(lambda: queue.fetch(60))]
+def test_closing_the_queue_ends_all_waits() -> None:
+    queue = queue_of()
+    waiting = [in_thread(lambda: queue.next(waits=True)), in_thread(lambda: queue.fetch(60))]
     queue.close()
     for thread, _ in waiting:
         thread.join(60)
-    assert [found for _, found in waiting] == [[[]], [([], [])]]
+    assert [result for _, result in waiting] == [[[]], [([], [])]]
 
 
 class Largest(Batches):
-    """Batches of as many messages as there are, up to eight."""
+    """Batches of all available messages, up to eight."""
 
     def largest(self, message_type: str) -> int:
         return 8 if message_type == "train" else 1
@@ -162,17 +163,17 @@ class Batching(NoWorkers):
 
 
 def assignments(concurrency: int, *kinds_and_rounds: tuple[str, int]) -> list[int]:
-    """Return how many messages each assignment has."""
+    """Return the number of messages of each assignment."""
     queue = QueueHost(About("here", concurrency, 1, {}, 1, []))
     queue.start(Batching(), 0)
     messages = [Message(RecordDict(), 1, kind, group_id=str(of)) for kind, of in kinds_and_rounds]
     queue.take([Visit(message, 1) for message in messages])
-    found = []
+    sizes = []
     while visits := queue.next(waits=False):
         assert visits == [Visit(message, 1) for message in messages[: len(visits)]], "in their order"
         del messages[: len(visits)]
-        found.append(len(visits))
-    return found
+        sizes.append(len(visits))
+    return sizes
 
 
 def test_messages_of_one_type_and_round_make_an_assignment() -> None:
@@ -180,6 +181,6 @@ def test_messages_of_one_type_and_round_make_an_assignment() -> None:
     assert assignments(1, *[("train", 1)] * 20) == [8, 8, 4]
 
 
-def test_other_threads_have_their_part_of_the_messages() -> None:
+def test_idle_threads_get_their_part_of_the_messages() -> None:
     assert assignments(3, *[("train", 1)] * 8) == [3, 3, 2]
     assert assignments(16, *[("train", 1)] * 8) == [1] * 8

@@ -19,7 +19,7 @@ TEXT = f"plain declares {DECLARED}, which is not installed: pip install '{DECLAR
 
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
-    """A copy of an app that declares a package of which there is none."""
+    """A copy of an app that declares a package that does not exist."""
     folder = Path(shutil.copytree(APPS / "plain", tmp_path / "plain"))
     file = folder / "pyproject.toml"
     declared = f'version = "1.0.0"\ndependencies = ["{DECLARED}"]'
@@ -27,7 +27,7 @@ def app(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_client_that_imports_it_late(app: Path) -> None:
+def test_a_late_import_in_a_client_names_the_package(app: Path) -> None:
     file = app / "plain/client_app.py"
     file.write_text(
         file.read_text().replace("    partition = int(", "    import absent_module\n    partition = int(")
@@ -40,10 +40,13 @@ def test_a_client_that_imports_it_late(app: Path) -> None:
     assert reason in log.read_text() and reason in done.stderr
 
 
-def test_a_server_that_imports_it_first(app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_in_the_server_names_the_package(
+    app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(app)
     package = app / "plain"
-    package.rename(app / "plain_server")  # another test may have imported the app
+    # Another test may have imported the app.
+    package.rename(app / "plain_server")
     pyproject = app / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace('"plain.', '"plain_server.'))
     file = app / "plain_server/server_app.py"

@@ -1,4 +1,4 @@
-"""What an app's own `gpu_mod` says of its clients holds in a simulation."""
+"""The options of an app's own `gpu_mod` apply to its clients in a simulation."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ NODES = VirtualNodes(3, 1, 7, {"batch": 4})
 
 
 def resources(context: Context) -> dict[str, Any] | None:
-    """Return options of two clients."""
+    """Return options for two of the clients."""
     if context.node_config["partition-id"] == 2:
         return None
     return {"gpu_memory": f"{context.run_config['batch']}GiB", "timeout_s": 9}
 
 
-def test_the_mods_of_each_function_are_asked_for_each_client() -> None:
+def test_the_mods_of_each_function_return_options_for_each_client() -> None:
     app = ClientApp(mods=[gpu_mod(resources=resources, num_gpus=0.5, on_oom="fail")])
     app.train()(lambda message, context: message)
     app.train("more", mods=[gpu_mod(num_cpus=2, num_gpus=0.1)])(lambda message, context: message)
     app.query()(distributed(num_gpus=2)(lambda message, context: message))
-    own = {"gpu_memory": "4GiB", "timeout_s": 9}
+    client_options = {"gpu_memory": "4GiB", "timeout_s": 9}
     assert told_by_app(app, NODES, {}) == {
-        "train": [own, own, {"num_gpus": 0.5}],
+        "train": [client_options, client_options, {"num_gpus": 0.5}],
         "train.more": [{"num_cpus": 2, "num_gpus": 0.1}] * 3,
         "query": [{"num_gpus": 2, "timeout_s": 9}] * 2 + [{"num_gpus": 2}],
     }
@@ -47,21 +47,21 @@ def test_the_mods_of_each_function_are_asked_for_each_client() -> None:
     assert told_by_app(ClientApp(mods=[gpu_mod]), NODES, {}) == {}
 
 
-def test_who_runs_an_app_comes_before_the_app() -> None:
-    told = {"train": [{"num_gpus": 0.5, "timeout_s": 9}] * 3}
+def test_options_of_the_user_override_those_of_the_app() -> None:
+    app_options = {"train": [{"num_gpus": 0.5, "timeout_s": 9}] * 3}
     clients = Clients.of({2: {"gpu-memory": "2GiB"}, "1-2": {"slow-down": 2}}, 3)
-    found = clients.with_app(told, {"num_gpus": None})
-    of = [found.of_client(partition, "train.default") for partition in range(3)]
-    assert of[0] == {"num_gpus": 0.5, "timeout_s": 9}
-    assert of[1] == {"num_gpus": 0.5, "timeout_s": 9, "slow_down": 2}
-    assert of[2] == {"gpu_memory": "2GiB", "timeout_s": 9, "slow_down": 2}
-    assert found.of_client(1, "evaluate") == {"slow_down": 2}
-    given = clients.with_app(told, {"gpu_memory": "3GiB"})
-    assert given.of_client(0, "train") == {"timeout_s": 9} and given.of_client(0) == {}
+    merged = clients.with_app(app_options, {"num_gpus": None})
+    options = [merged.of_client(partition, "train.default") for partition in range(3)]
+    assert options[0] == {"num_gpus": 0.5, "timeout_s": 9}
+    assert options[1] == {"num_gpus": 0.5, "timeout_s": 9, "slow_down": 2}
+    assert options[2] == {"gpu_memory": "2GiB", "timeout_s": 9, "slow_down": 2}
+    assert merged.of_client(1, "evaluate") == {"slow_down": 2}
+    with_user_option = clients.with_app(app_options, {"gpu_memory": "3GiB"})
+    assert with_user_option.of_client(0, "train") == {"timeout_s": 9} and with_user_option.of_client(0) == {}
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("returned", "words"),
     [
         (lambda context: {"num_gpus": 0.5, "num_cpu": 2}, "no option 'num_cpu'"),
         (lambda context: {"num_gpus": 1.5}, "num_gpus must be a share of one GPU"),
@@ -71,15 +71,15 @@ def test_who_runs_an_app_comes_before_the_app() -> None:
         ),
     ],
 )
-def test_what_an_app_says_is_checked_before_the_run(given: Any, words: str) -> None:
-    app = ClientApp(mods=[gpu_mod(resources=given)])
+def test_options_of_an_app_are_checked_before_the_run(returned: Any, words: str) -> None:
+    app = ClientApp(mods=[gpu_mod(resources=returned)])
     app.train()(lambda message, context: message)
     with pytest.raises(ConfigError, match=words):
         told_by_app(app, NODES, {})
 
 
 @pytest.mark.parametrize("place", ["mod", "table", "option"])
-def test_a_share_of_processors_without_mps_is_refused_wherever_it_stands(place: str) -> None:
+def test_a_share_of_processors_without_mps_is_refused_in_any_setting(place: str) -> None:
     client = ClientApp(mods=[gpu_mod(gpu_compute=0.5)] if place == "mod" else [])
     client.train()(lambda message, context: message)
     options: dict[str, Any] = {
@@ -102,7 +102,9 @@ def test_a_share_of_processors_without_mps_is_refused_wherever_it_stands(place: 
         ("import flower_gpu\napp = ClientApp()", False),
     ],
 )
-def test_only_an_app_that_says_something_is_asked(tmp_path: Path, source: str, is_asked: bool) -> None:
+def test_an_app_that_uses_gpu_mod_is_recognized_by_its_source(
+    tmp_path: Path, source: str, is_asked: bool
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").touch()
     (tmp_path / "mine" / "client_app.py").write_text(source)
@@ -110,7 +112,7 @@ def test_only_an_app_that_says_something_is_asked(tmp_path: Path, source: str, i
     assert is_more_than_listed(tmp_path, "mine.client_app", "gpu_mod") == is_asked
 
 
-def test_each_call_has_the_share_that_the_app_says(tmp_path: Path) -> None:
+def test_each_call_has_the_share_that_the_app_requests(tmp_path: Path) -> None:
     assert (APPS / "sized").is_dir()
     host = StubHost(tmp_path, gpus=1)
     table = tmp_path / "devices.toml"
@@ -119,8 +121,8 @@ def test_each_call_has_the_share_that_the_app_says(tmp_path: Path) -> None:
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     granted = {event["lease"]: event["gpus"][0]["memory_bytes"] for event in events(done, "lease_granted")}
     calls = [call for call in done.calls if call["task"] == "train"]
-    found = {(call["client"], granted.get(call.get("lease"))) for call in calls}
+    leases = {(call["client"], granted.get(call.get("lease"))) for call in calls}
     whole = max(granted.values())
     parts = {"0": None, "1": whole // 4, "2": whole // 2, "3": whole}
-    assert len(calls) == 8 and found == set(parts.items())
+    assert len(calls) == 8 and leases == set(parts.items())
     assert {call["client"]: call["own"] for call in calls}["2"] == {"num-gpus": 0.5}

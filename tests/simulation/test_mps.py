@@ -1,4 +1,4 @@
-"""Workers of one run that share a card by MPS: real PyTorch, on stand-ins for CUDA and for the daemon."""
+"""Workers of a run that share a card by MPS: real PyTorch on stand-ins for CUDA and the daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARES = {"mps": True, "num_gpus": 0.25}
 
 
 class Host:
-    """A host with one card, and the daemon's program on PATH."""
+    """A host with a single card, and with the daemon's program on PATH."""
 
     def __init__(self, cards: cuda_stub.Host, folder: Path) -> None:
         self.cards, self.folder = cards, folder
@@ -69,24 +69,26 @@ def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[H
     yield Host(cuda_host(gpus=1), tmp_path)
 
 
-def test_workers_have_their_share_of_a_card_and_a_fault_costs_the_calls_under_way(host: Host) -> None:
-    """On a card for one process, which is the MPS server; the round after a fault has new workers."""
+def test_workers_have_their_share_of_a_card_and_a_fault_fails_the_calls_in_flight(host: Host) -> None:
+    """The card allows a single process, the MPS server. The round after a fault has new workers."""
     host.cards.set(0, compute_mode=EXCLUSIVE_PROCESS)
     logs = host.folder / "runs"
     first = {**SHARES, **host.config("first", "plain plain fault plain"), "log_dir": str(logs)}
     second = {**SHARES, **host.config("second", "plain"), "clients": {"1": {"gpu-compute": 0.1}}}
     elsewhere = {"env": {"CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}, "keep_going": True}
     no_client = {**SHARES, **host.config("third", "plain"), **elsewhere}
-    before, used_again, faulted, after, small, refused = host.lines(first, second, no_client)
-    assert [found["sms"] for found in before] == [32, 32], "25 % of 132, by pairs"
-    assert [found["is_capped"] for found in before] == [1, 1], "4 GiB and a context are more than the lease"
-    assert {found["pid"] for found in used_again} == {found["pid"] for found in before}
+    original, used_again, faulted, after, small, refused = host.lines(first, second, no_client)
+    assert [worker["sms"] for worker in original] == [32, 32], "25 % of 132, by pairs"
+    assert [worker["is_capped"] for worker in original] == [1, 1], (
+        "4 GiB and a context are more than the lease"
+    )
+    assert {worker["pid"] for worker in used_again} == {worker["pid"] for worker in original}
     assert len(faulted) == 2
     for reason in faulted:
         assert "a fault on GPU 0 has ended all calls" in reason and "illegal memory access" in reason
-    assert not {found["pid"] for found in after} & {found["pid"] for found in before}
-    assert [found["sms"] for found in after] == [32, 32]
-    assert sorted(found["sms"] for found in small) == [12, 32]
+    assert not {worker["pid"] for worker in after} & {worker["pid"] for worker in original}
+    assert [worker["sms"] for worker in after] == [32, 32]
+    assert sorted(worker["sms"] for worker in small) == [12, 32]
     for reason in refused:
         assert "25 % of the processors" in reason and "132 of 132" in reason and "the call was not run" in reason
     [run] = logs.iterdir()
@@ -104,7 +106,7 @@ def test_a_killed_run_leaves_no_daemon(host: Host) -> None:
     until(lambda: not pipes.exists() and not Path(f"/proc/{daemon}").exists(), pipes)
 
 
-def test_what_cannot_be_had_is_said_before_a_client_runs(host: Host) -> None:
+def test_unavailable_mps_is_an_error_before_a_client_runs(host: Host) -> None:
     plain = host.config("run", "plain")
     runs = [
         {**plain, "gpu_compute": 0.5},
@@ -123,8 +125,8 @@ def test_what_cannot_be_had_is_said_before_a_client_runs(host: Host) -> None:
 
 
 @given(whole=st.integers(32, 256), part=st.integers(1, 90), group=st.sampled_from([1, 2, 4]))
-def test_a_share_is_told_from_none(whole: int, part: int, group: int) -> None:
-    """The driver rounds a share to groups of processors, up or down."""
+def test_a_share_differs_from_no_share(whole: int, part: int, group: int) -> None:
+    """The driver rounds a share up or down to groups of processors."""
     wanted = whole * part // 100
     for rounded in (wanted // group * group, -(-wanted // group) * group):
         assert mps._is_limited(max(rounded, group), whole, part)
@@ -132,7 +134,7 @@ def test_a_share_is_told_from_none(whole: int, part: int, group: int) -> None:
 
 
 @given(share=st.floats(0.01, 1))
-def test_shares_are_no_smaller_than_asked_for(share: float) -> None:
+def test_shares_are_at_least_as_large_as_requested(share: float) -> None:
     part = mps.percentage(share)
     assert 1 <= part <= 100 and part >= 100 * share - 1e-9
     assert part < 100 * share + 1 + 1e-9 or share > 0.95

@@ -1,4 +1,4 @@
-"""The longest message of a round goes out first: what is expected of messages, and what follows from that."""
+"""The longest message of a round is sent first: expected durations, and the order that follows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from flower_gpu.simulation import grid as grid_module
 from flower_gpu.simulation.dispatcher import Durations
 from flower_gpu.simulation.run import _identity, simulate
 
-# What is expected
+# Expected durations
 
 
-def test_what_is_expected_of_a_client() -> None:
+def test_the_expected_duration_of_a_client() -> None:
     durations = Durations()
     assert durations.is_empty and durations.expected_s([("train", 1), ("train", 9)]) == [0, 0]
     durations.learn("train", 1, 2.0)
@@ -36,39 +36,41 @@ def test_what_is_expected_of_a_client() -> None:
     assert durations.expected_s([("evaluate", 1)]) == [0.0]
     durations.learn("train", 1, 4.0)
     durations.learn("train", 1, 5.0)
-    assert durations.expected_s([("train", 1)]) == [4.0]  # the last calls count most
+    # The last calls count most.
+    assert durations.expected_s([("train", 1)]) == [4.0]
 
 
-# What follows for a round
+# Order within a round
 
 
 @pytest.fixture
 def identity() -> Iterator[None]:
-    """Flower lets only the SuperLink's side of a run make messages."""
+    """Flower lets only the SuperLink's side of a run create messages."""
     with _identity(RUN_ID):
         yield
 
 
 @pytest.fixture
 def new_grid(identity: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GridUnderTest]]:
-    monkeypatch.setattr(grid_module, "_GATHER_S", 60.0)  # a busy machine sends few messages in the usual time
-    made: list[GridUnderTest] = []
+    # A busy machine sends few messages within the usual time.
+    monkeypatch.setattr(grid_module, "_GATHER_S", 60.0)
+    harnesses: list[GridUnderTest] = []
 
     def new(threads: int, nodes: int, known: Mapping[int, float]) -> GridUnderTest:
         durations = Durations()
         for client, seconds in known.items():
             durations.learn("train", client, seconds)
-        made.append(GridUnderTest(threads, nodes, durations))
-        return made[-1]
+        harnesses.append(GridUnderTest(threads, nodes, durations))
+        return harnesses[-1]
 
     yield new
-    for one in made:
-        one.close()
+    for harness in harnesses:
+        harness.close()
 
 
-def clients(one: GridUnderTest, ids: Sequence[str], sent: Sequence[Message]) -> list[int]:
+def clients(harness: GridUnderTest, ids: Sequence[str], sent: Sequence[Message]) -> list[int]:
     by_id = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
-    return [one.nodes.partition_of(by_id[message_id]) for message_id in ids]
+    return [harness.nodes.partition_of(by_id[message_id]) for message_id in ids]
 
 
 @pytest.mark.parametrize("way", ["send_and_receive", "stream", "push_messages", "in_order"])
@@ -78,45 +80,46 @@ def test_messages_are_handled_from_the_longest_to_the_shortest(
     numbers = np.random.default_rng(3)
     for count in (1, 2, 7, 20):
         known = {client: float(numbers.lognormal()) for client in range(count) if client % 5}
-        one = new_grid(1, count, known)
-        sent = one.messages(count)
+        harness = new_grid(1, count, known)
+        sent = harness.messages(count)
         if way == "push_messages":
-            ids = list(one.grid.push_messages(sent))
+            ids = list(harness.grid.push_messages(sent))
             assert ids == [message.metadata.message_id for message in sent]
-            assert until(lambda one=one, count=count: len(one.handling.done) == count)
+            assert until(lambda harness=harness, count=count: len(harness.handling.done) == count)
         elif way == "in_order":
-            one.sums(sent)
+            harness.sums(sent)
         else:
-            list(getattr(one.grid, way)(sent))
+            list(getattr(harness.grid, way)(sent))
         mean = sum(known.values()) / len(known) if known else 0.0
         expected = sorted(range(count), key=lambda client: -known.get(client, mean))
-        assert clients(one, one.handling.begun, sent) == (
+        assert clients(harness, harness.handling.begun, sent) == (
             list(range(count)) if way == "in_order" else expected
         )
 
 
-def test_messages_that_are_made_slowly_keep_no_worker_waiting(
+def test_messages_that_are_created_slowly_do_not_delay_workers(
     new_grid: Callable[..., GridUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grid_module, "_GATHER_S", 0.0)
-    one = new_grid(2, 4, dict.fromkeys(range(4), 1.0))
+    harness = new_grid(2, 4, dict.fromkeys(range(4), 1.0))
 
-    def made() -> Iterator[Message]:
-        for number, message in enumerate(one.messages(4)):
-            assert until(lambda number=number: len(one.handling.done) == number)
+    def slow_messages() -> Iterator[Message]:
+        for number, message in enumerate(harness.messages(4)):
+            assert until(lambda number=number: len(harness.handling.done) == number)
             yield message
 
-    assert len(list(one.grid.send_and_receive(made()))) == 4
+    assert len(list(harness.grid.send_and_receive(slow_messages()))) == 4
 
 
-# Whole runs, whose clients are in this process
+# Whole runs with clients in this process
 
 
 class Noting:
-    """An app that notes who was asked, in which order."""
+    """An app that records which clients were asked, and in which order."""
 
     def __init__(self) -> None:
-        self.handled: list[tuple[int, int]] = []  # threads and clients
+        # Pairs of thread and client
+        self.handled: list[tuple[int, int]] = []
         self.app = ServerApp(), ClientApp()
         self.app[0].main()(self._main)
         self.app[1].train()(self._train)
@@ -138,7 +141,7 @@ TAKES_S = {client: float(1 + client * 7 % COUNT) for client in range(COUNT)}
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Durations:
-    """What the run has learned in rounds before."""
+    """Durations that the run has learned in earlier rounds."""
     durations = Durations()
     for client, seconds in TAKES_S.items():
         durations.learn("train", client, seconds)
@@ -153,17 +156,18 @@ def test_a_run_sends_the_longest_first(order: str, known: Durations) -> None:
     options: dict[str, Any] = {"max_workers": 2, "start_method": "in-process", "gpu": "never"}
     simulate(noting.app, COUNT, order=order, log_dir=None, progress=False, seed=1, **options)
     assert sorted(client for _, client in noting.handled) == list(range(COUNT))
-    # Two threads take messages in turn, and one of them may be held up: each has its own in order.
+    # Two threads take messages in turn, and either may be delayed, so only the order within a thread is
+    # certain.
     threads = {thread for thread, _ in noting.handled}
     of_threads = [[TAKES_S[client] for who, client in noting.handled if who == thread] for thread in threads]
     is_longest_first = all(seconds == sorted(seconds, reverse=True) for seconds in of_threads)
     assert is_longest_first == (order == "longest"), of_threads
-    # And it has learned what its calls take, which is less.
+    # The run has also learned the actual durations of its calls, which are shorter.
     calls = [("train", client) for client in range(COUNT)]
     for client, seconds in enumerate(known.expected_s(calls)):
         assert TAKES_S[client] / 2 <= seconds < TAKES_S[client]
 
 
-def test_an_order_that_is_none() -> None:
+def test_an_unknown_order_is_an_error() -> None:
     with pytest.raises(ConfigError, match="order='shortest' is not one of longest, sent"):
         simulate(Noting().app, 2, order="shortest")

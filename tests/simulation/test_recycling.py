@@ -1,4 +1,4 @@
-"""Workers of a simulation that handle several messages: each finds what it would find in a new one."""
+"""Workers of a simulation that handle several messages: each message finds the state of a new worker."""
 
 from __future__ import annotations
 
@@ -37,40 +37,40 @@ def run(line: Line, task: str, *args: Any, method: str = "forkserver", count: in
     return line.run(call, method, calls=100)
 
 
-def test_what_a_client_changes_is_as_before_for_the_next(with_torch: Line) -> None:
+def test_settings_that_a_client_changes_are_reset_for_the_next(with_torch: Line) -> None:
     import torch
 
     names = [*recycling_tasks.OF_TORCH, *recycling_tasks.OF_PYTHON]
     if hasattr(torch.backends, "fp32_precision"):
         names += recycling_tasks.OF_NEW_TORCH
     first = run(with_torch, "look_at", names)
-    # To set a value that is there already can be a change: of what follows something else otherwise.
+    # Setting a value that is already set can count as a change, and then later settings differ.
     assert run(with_torch, "look_at", names) == first
     for name in names:
-        _, before, changed = run(with_torch, "look_and_change", name)
-        assert changed != before == first[name], name
-        # The same worker, or one that is new because nobody can set this anew.
+        _, original, changed = run(with_torch, "look_and_change", name)
+        assert changed != original == first[name], name
+        # A worker is new here if the setting cannot be reset.
         assert run(with_torch, "look_at", names) == first, name
     with_torch.retire()
 
 
-def test_what_cannot_be_set_anew_ends_the_worker(with_torch: Line) -> None:
-    """A privileged process can set some of it anew; then the worker stays."""
+def test_a_setting_that_cannot_be_reset_ends_the_worker(with_torch: Line) -> None:
+    """A privileged process can reset some of these settings, and then its worker stays."""
     names = [*recycling_tasks.LASTING]
     first = run(with_torch, "look_at", names)
     for name in names:
-        pid, before, changed = run(with_torch, "look_and_change", name)
-        assert changed != before == first[name], name
+        pid, original, changed = run(with_torch, "look_and_change", name)
+        assert changed != original == first[name], name
         assert run(with_torch, "look_at", names) == first, name
         stays = run(with_torch, "look_and_change", "folder")[0] == pid
         assert stays if name == "soft limit" else not stays or name != "no_new_privs", name
     with_torch.retire()
 
 
-def test_each_client_has_its_own_number_of_threads(with_torch: Line) -> None:
-    found = [run(with_torch, "thread_counts", count=count) for count in (1, 2, 2, 1)]
-    assert [counts for _, *counts in found] == [["1", 1], ["2", 2], ["2", 2], ["1", 1]]
-    assert len({pid for pid, *_ in found}) == 1
+def test_each_client_gets_its_own_number_of_threads(with_torch: Line) -> None:
+    counts_by_call = [run(with_torch, "thread_counts", count=count) for count in (1, 2, 2, 1)]
+    assert [counts for _, *counts in counts_by_call] == [["1", 1], ["2", 2], ["2", 2], ["1", 1]]
+    assert len({pid for pid, *_ in counts_by_call}) == 1
 
 
 def test_random_numbers_are_those_of_the_seed(with_torch: Line) -> None:
@@ -87,8 +87,8 @@ def test_random_numbers_are_those_of_the_seed(with_torch: Line) -> None:
     assert again == first
 
 
-def test_torch_that_comes_late() -> None:
-    """The first client's function imports it: what that sets is not there for the second."""
+def test_torch_imported_by_a_client_is_reset() -> None:
+    """The first client's function imports torch, and the second client sees none of its settings."""
     with contextlib.closing(Line()) as line:
         for _ in range(2):
             assert run(line, "import_torch_late", method="spawn")[1] == "torch.float32"
@@ -103,28 +103,34 @@ def new_handler() -> Iterator[Callable[..., Handler]]:
         yield new
 
 
-def test_messages_of_one_worker(new_handler: Callable[..., Handler]) -> None:
+def test_messages_share_a_worker_but_not_their_state(new_handler: Callable[..., Handler]) -> None:
     handler = new_handler(3)
-    found = [handler(number % 4) for number in range(7)]
-    assert [one["calls"] for one in found] == [1, 2, 3, 1, 2, 3, 1]  # what a module keeps stays
-    assert [one["times"] for one in found] == [1, 1, 1, 1, 2, 2, 2]  # a node's state is its own
-    assert handler.handler.facts()["workers_started"] == len({one["pid"] for one in found}) == 3
-    handler.handler.idle()  # on the CPU nobody else waits for what it has
+    facts = [handler(number % 4) for number in range(7)]
+    # The module keeps its state.
+    assert [entry["calls"] for entry in facts] == [1, 2, 3, 1, 2, 3, 1]
+    # Each node has its own state.
+    assert [entry["times"] for entry in facts] == [1, 1, 1, 1, 2, 2, 2]
+    assert handler.handler.facts()["workers_started"] == len({entry["pid"] for entry in facts}) == 3
+    # On the CPU no other run waits for the worker's resources.
+    handler.handler.idle()
     assert handler(0)["calls"] == 2
     handler.handler.leave()
     assert handler(0)["calls"] == 1
 
 
-def test_numbers_do_not_depend_on_who_has_had_the_worker(new_handler: Callable[..., Handler]) -> None:
+def test_random_numbers_do_not_depend_on_earlier_messages_of_the_worker(
+    new_handler: Callable[..., Handler],
+) -> None:
     nodes = [0, 1, 2, 0, 3]
-    one, other = new_handler(1), new_handler(100)
-    first = [one(node)["drawn"] for node in nodes]
-    assert [other(node)["drawn"] for node in nodes] == first
-    assert len(set(first)) == 5  # node 0's second message has other ones, too
+    fresh, reused = new_handler(1), new_handler(100)
+    first = [fresh(node)["drawn"] for node in nodes]
+    assert [reused(node)["drawn"] for node in nodes] == first
+    # Node 0's second message also draws other numbers.
+    assert len(set(first)) == 5
     assert new_handler(1, seed=4)(0)["drawn"] != first[0]
 
 
-def test_state_of_a_failed_message_is_as_before(new_handler: Callable[..., Handler]) -> None:
+def test_a_failed_message_leaves_the_state_unchanged(new_handler: Callable[..., Handler]) -> None:
     handler = new_handler(5)
     handler(0)
     assert handler.error(0, "fail").startswith("train of client 0: ValueError: of the app")
@@ -137,7 +143,7 @@ def test_state_of_a_failed_message_is_as_before(new_handler: Callable[..., Handl
 @pytest.mark.parametrize(
     ("method", "is_strict"), [("forkserver", False), ("forkserver", True), ("spawn", False)]
 )
-def test_given_up_while_it_runs(
+def test_a_message_is_cancelled_while_it_runs(
     method: str,
     is_strict: bool,
     new_handler: Callable[..., Handler],
@@ -161,16 +167,18 @@ def test_given_up_while_it_runs(
 
 @pytest.mark.parametrize("task", ["hang", "killed once"])
 @pytest.mark.parametrize("used", [False, True])
-def test_given_up_before_its_worker_is_there(
+def test_a_message_is_cancelled_before_its_worker_starts(
     task: str, used: bool, new_handler: Callable[..., Handler], tmp_path: Path
 ) -> None:
-    """It is not handled any more, and keeps no later message waiting: nor does its second try, alone."""
+    """A cancelled message is not handled, and neither it nor its retry keeps later messages waiting."""
     handler = new_handler(5)
     if used:
         handler(0)
     memory = handler.handler._memory
-    with memory.room():  # so that the next one has to wait for the host's memory
-        # Independent of this machine's memory: the first try waits in one case, the second in the other.
+    # The next message has to wait for the host's memory.
+    with memory.room():
+        # This does not depend on the machine's memory: the first try or the retry waits, depending on the
+        # task.
         memory._available = lambda: (0 if task == "hang" else 1 << 40, 1 << 40)
         visit = handler.visit(1, task, file=str(tmp_path / "begun"))
         answers: list[Answer] = []
@@ -203,11 +211,12 @@ def test_the_end_of_a_run_ends_all_waits_for_memory(
     assert has_failed(answers[0])
 
 
-def test_workers_that_wait_for_a_message_end_before_a_second_try_with_all_memory(
+def test_idle_workers_end_before_a_retry_with_all_memory(
     new_handler: Callable[..., Handler], tmp_path: Path
 ) -> None:
     handler = new_handler(5)
-    with ThreadPoolExecutor(2) as threads:  # each keeps its worker
+    # Each thread keeps its worker.
+    with ThreadPoolExecutor(2) as threads:
         met = threading.Barrier(2)
         idle = [facts["pid"] for facts in threads.map(lambda node: met.wait() + 1 and handler(node), [0, 1])]
         assert all(map(is_running, idle))
@@ -218,16 +227,18 @@ def test_workers_that_wait_for_a_message_end_before_a_second_try_with_all_memory
     assert again == [2, 2]
 
 
-def test_what_was_given_up_before_it_came_is_not_handled(new_handler: Callable[..., Handler]) -> None:
-    """Ray may carry what is called later first."""
+def test_a_message_cancelled_before_it_arrives_is_not_handled(new_handler: Callable[..., Handler]) -> None:
+    """Ray may deliver a later call first."""
     handler = new_handler()
     visit = handler.visit(1)
     handler.handler.cancel(visit.message_id)
     assert has_failed(handler.handled(visit)) and handler.handler.facts()["workers_started"] == 0
 
 
-def test_no_error_ends_a_thread(new_handler: Callable[..., Handler], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An app that is run in this process may call ``sys.exit``."""
+def test_an_exit_of_the_app_does_not_end_the_thread(
+    new_handler: Callable[..., Handler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An app that runs in this process may call ``sys.exit``."""
     handler = new_handler()
 
     def exits(*args: object, **options: object) -> None:
@@ -237,27 +248,25 @@ def test_no_error_ends_a_thread(new_handler: Callable[..., Handler], monkeypatch
     assert handler.error(0, "answer") == "3"
 
 
-def test_each_message_is_handled_once_by_workers_that_are_used_again(
-    new_handler: Callable[..., Handler], tmp_path: Path
-) -> None:
+def test_reused_workers_handle_each_message_once(new_handler: Callable[..., Handler], tmp_path: Path) -> None:
     handler = new_handler()
     log = tmp_path / "handled"
     assert not handler.handler.facts()["recycling"]["is_used_again"]
-    found = [handler(number % 4, "append", file=str(log)) for number in range(12)]
+    facts = [handler(number % 4, "append", file=str(log)) for number in range(12)]
     assert log.read_text().split() == [str(number % 4) for number in range(12)]
-    assert len({one["pid"] for one in found}) == 1
+    assert len({entry["pid"] for entry in facts}) == 1
     assert [handler.times(node) for node in range(4)] == [3] * 4
     assert handler.handler.facts()["recycling"] == {"calls_per_worker": MANY, "is_used_again": True}
     assert handler.learned == [number % 4 for number in range(12)]
 
 
-def test_a_message_whose_worker_dies_is_tried_again_in_a_deterministic_run(
+def test_a_deterministic_run_retries_a_message_whose_worker_died(
     new_handler: Callable[..., Handler], tmp_path: Path
 ) -> None:
-    wanted = new_handler(1)(0)
+    expected = new_handler(1)(0)
     handler = new_handler(1, is_strict=True)
-    found = handler(0, "die once", file=str(tmp_path / "died"))
-    assert found["drawn"] == wanted["drawn"] and found["times"] == 1
+    facts = handler(0, "die once", file=str(tmp_path / "died"))
+    assert facts["drawn"] == expected["drawn"] and facts["times"] == 1
     assert handler.handler.facts()["workers_started"] == 2
     reply = handler.handled(handler.visit(1, "die")).reply
     assert reply is not None and isinstance(error := reply.error, CallError)
@@ -271,13 +280,13 @@ def test_a_message_whose_worker_dies_is_tried_again_in_a_deterministic_run(
 def test_a_framework_that_a_client_imports_is_seeded_and_deterministic(
     new_handler: Callable[..., Handler],
 ) -> None:
-    """So a worker that is forked with it later has the same numbers."""
+    """So a worker that is forked with the framework later has the same numbers."""
     torch = pytest.importorskip("torch")
-    found = new_handler(1, is_strict=True)(0, "late torch")
-    assert found["is_deterministic"] and found["seed"] != torch.Generator().initial_seed()
+    facts = new_handler(1, is_strict=True)(0, "late torch")
+    assert facts["is_deterministic"] and facts["seed"] != torch.Generator().initial_seed()
 
 
-def test_the_page_names_all_settings() -> None:
+def test_the_docs_page_names_all_settings() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs/explanation/simulation.md").read_text().split())
     names = [*process_settings.SETTINGS, *process_settings.LASTING]
     words = [word for name in names for word in re.split(r", | and the other hooks", name) if word]

@@ -1,4 +1,4 @@
-"""Flower's own strategies go on after any round as if they had never ended; others have no checkpoint."""
+"""Flower's own strategies resume after any round with identical results; others have no checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOME: Any = {"fraction_train": 0.6, "min_train_nodes": 3}
 
 
 class Accountant:
-    """What a user may give for Flower's ``PrivacyAccountant``: it adds up what was released."""
+    """A stand-in for Flower's ``PrivacyAccountant``, which a user may pass. It sums the released events."""
 
     class config:  # noqa: N801
         sampling_method = flowers.dp_fixed_clipping.SamplingMethod.NO_AMPLIFICATION
@@ -87,11 +87,12 @@ MAKE: dict[str, Callable[[], Strategy]] = {
     "MultiKrum": lambda: flowers.MultiKrum(num_malicious_nodes=1, num_nodes_to_select=2),
     "QFedAvg": lambda: flowers.QFedAvg(client_learning_rate=0.1, **SOME),
 }
-#: Those whose next round needs more than the model.
+# : Strategies whose next round needs more than the model.
 NEED_STATE = {
     "DifferentialPrivacyClientSideAdaptiveClipping",
     "DifferentialPrivacyServerSideAdaptiveClipping",
-    "DifferentialPrivacyServerSideFixedClipping",  # around FedAvgM
+    # It wraps FedAvgM.
+    "DifferentialPrivacyServerSideFixedClipping",
     "FedAdagrad",
     "FedAdam",
     "FedAvgM",
@@ -102,7 +103,7 @@ CLASSES = [name for name in flowers.__all__ if name not in ("Result", "Strategy"
 
 
 def tree(number: int) -> bytes:
-    """A model of XGBoost with one tree, as far as Flower reads it."""
+    """Return an XGBoost model with a single tree, with the fields that Flower reads."""
     sizes = {"num_trees": "1", "num_parallel_tree": "1"}
     model = {"gbtree_model_param": sizes, "iteration_indptr": [0, 1], "tree_info": [0]}
     model["trees"] = [{"id": 0, "number": number}]
@@ -117,7 +118,7 @@ def initial_arrays(name: str) -> ArrayRecord:
 
 
 class Trainers:
-    """Clients that move the model by what depends on client, round and model only."""
+    """Clients that change the model only by values that depend on client, round and model."""
 
     def __init__(self, nodes: Any, name: str) -> None:
         self._nodes = nodes
@@ -149,7 +150,7 @@ class Trainers:
 
 
 class Unresumable:
-    """A grid without checkpoints, as Flower's own: its strategies run their own ``start`` there."""
+    """A grid without checkpoints, like Flower's own: strategies run their own ``start`` on it."""
 
     def __init__(self, grid: Any) -> None:
         self._grid = grid
@@ -161,7 +162,7 @@ class Unresumable:
 
 
 class Copied(Checkpoints):
-    """Keeps a copy of the folder after each round, as a run that was killed then would have left it."""
+    """Keeps a copy of the folder after each round, as a run killed at that time would have left it."""
 
     def write(self, state: RoundState) -> None:
         super().write(state)
@@ -176,7 +177,7 @@ def total(server_round: int, arrays: ArrayRecord) -> MetricRecord:
 def run(
     name: str, strategy: Strategy, folder: Path, kind: type[Checkpoints] = Checkpoints, **options: Any
 ) -> tuple[Result, RoundState | None, Recorded]:
-    """Run a strategy, going on where the folder says; returns result, last checkpoint, and its record."""
+    """Run a strategy from the folder's checkpoint. Return its result, last checkpoint and record."""
     states = StateStore()
     checkpoints = kind(folder, states)
     resumed = checkpoints.read()
@@ -186,23 +187,23 @@ def run(
     np.random.seed(7 if resumed is None else 99)
     evaluate_fn = options.pop("evaluate_fn", total)
     streams = options.get("streams", True)
-    found: list[Result] = []
+    results: list[Result] = []
 
     def main(grid: Any, context: Any) -> None:
         config = ConfigRecord({"lr": 0.1})
         grid = grid if streams else Unresumable(grid)
-        found.append(
+        results.append(
             strategy.start(grid, initial_arrays(name), ROUNDS, train_config=config, evaluate_fn=evaluate_fn)
         )
 
     nodes = new_nodes(NODES)
     handle = Trainers(nodes, name)
     recorded = run_app(main, handle, nodes, 1, checkpoints=checkpoints, resumed=resumed, **options)
-    return found[0], Checkpoints(folder, StateStore()).read(), recorded
+    return results[0], Checkpoints(folder, StateStore()).read(), recorded
 
 
 def bits(result: Result) -> list[Any]:
-    """All of a result, with the bytes of its arrays."""
+    """Return all parts of a result, with the bytes of its arrays."""
     arrays = [(key, array.dtype, array.shape, array.data) for key, array in result.arrays.items()]
     metrics = (
         result.train_metrics_clientapp,
@@ -214,40 +215,41 @@ def bits(result: Result) -> list[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_old_garbage() -> Iterator[None]:
-    """QFedAvg and Bulyan of Flower collect garbage with each reply: there is little to look at."""
+    """Freeze existing objects, because Flower's QFedAvg and Bulyan collect garbage for each reply."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_each_of_flowers_strategies_goes_on_after_any_round_with_the_same_bits(
+def test_each_of_flowers_strategies_resumes_after_any_round_with_identical_bits(
     name: str, tmp_path: Path
 ) -> None:
-    wanted, last, _ = run(name, MAKE[name](), tmp_path / "whole", Copied)
+    expected, last, _ = run(name, MAKE[name](), tmp_path / "whole", Copied)
     assert last is not None and last.server_round == ROUNDS
     assert last.strategy.startswith(f"flwr.serverapp.strategy.{name}")
     shutil.copytree(tmp_path / "1", tmp_path / "forgotten")
     for ended_after in range(ROUNDS + 1):
-        found, again, _ = run(name, MAKE[name](), tmp_path / str(ended_after))
-        assert bits(found) == bits(wanted), ended_after
+        resumed, again, _ = run(name, MAKE[name](), tmp_path / str(ended_after))
+        assert bits(resumed) == bits(expected), ended_after
         assert again == last, ended_after
-    found, again, _ = run(name, MAKE[name](), tmp_path / "forgotten", forgets=True)
-    assert (bits(found) != bits(wanted)) == (name in NEED_STATE)
-    assert (again != last) == (name in NEED_STATE or "Fixed" in name)  # which have an accountant
+    resumed, again, _ = run(name, MAKE[name](), tmp_path / "forgotten", forgets=True)
+    assert (bits(resumed) != bits(expected)) == (name in NEED_STATE)
+    # The strategies with "Fixed" in their name have an accountant.
+    assert (again != last) == (name in NEED_STATE or "Fixed" in name)
 
 
 @pytest.mark.parametrize("name", ["DifferentialPrivacyServerSideFixedClipping", "FedMedian", "QFedAvg"])
-def test_rounds_are_those_of_flowers_own_start(
+def test_rounds_match_those_of_flowers_own_start(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bit for bit, and line for line of the log, for those whose replies are not summed here."""
+    """Results are bit-identical and logs line-identical if replies are not summed here."""
     outcomes = []
     for streams in (True, False):
         caplog.clear()
         result, last, recorded = run(name, MAKE[name](), tmp_path / str(streams), streams=streams)
         lines = [re.sub(r"\d+\.\d+s$", "", record.getMessage()) for record in caplog.records]
-        events = [(one["event"], one.get("round"), one.get("metrics")) for one in recorded.events]
+        events = [(event["event"], event.get("round"), event.get("metrics")) for event in recorded.events]
         outcomes.append((bits(result), lines, events, recorded.recorder.model))
         assert (last is not None) == streams
     assert outcomes[0] == outcomes[1]
@@ -255,7 +257,7 @@ def test_rounds_are_those_of_flowers_own_start(
 
 
 class WithMomentum:
-    """Adds momentum to a FedAvg, and says itself what its state is."""
+    """Adds momentum to a FedAvg, and defines its own state."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -275,11 +277,11 @@ class WithMomentum:
 
 
 class FlowersWithMomentum(WithMomentum, FedAvg):
-    """Derived from Flower's FedAvg."""
+    """Derives from Flower's FedAvg."""
 
 
 class OursWithMomentum(WithMomentum, flower_gpu.FedAvg):
-    """Derived from flower_gpu's FedAvg, which runs its rounds in another way."""
+    """Derives from flower_gpu's FedAvg, which runs its rounds differently."""
 
 
 OPTED_IN: dict[str, Callable[[], Strategy]] = {
@@ -291,21 +293,21 @@ OPTED_IN: dict[str, Callable[[], Strategy]] = {
 }
 
 
-@pytest.mark.parametrize("what", OPTED_IN)
-def test_a_strategy_with_a_state_dict_goes_on_after_any_round_with_the_same_bits(
-    what: str, tmp_path: Path
+@pytest.mark.parametrize("kind", OPTED_IN)
+def test_a_strategy_with_a_state_dict_resumes_after_any_round_with_identical_bits(
+    kind: str, tmp_path: Path
 ) -> None:
-    wanted, last, recorded = run("", OPTED_IN[what](), tmp_path / "whole", Copied, evaluate_fn=None)
+    expected, last, recorded = run("", OPTED_IN[kind](), tmp_path / "whole", Copied, evaluate_fn=None)
     assert last is not None and "WithMomentum" in last.strategy
     (started,) = recorded.of("strategy_started")
     assert "WithMomentum" in str(started.resumes), "a run with another strategy may not go on with it"
     shutil.copytree(tmp_path / "1", tmp_path / "forgotten")
     for ended_after in range(ROUNDS):
-        found, again, _ = run("", OPTED_IN[what](), tmp_path / str(ended_after), evaluate_fn=None)
-        assert bits(found) == bits(wanted), ended_after
+        resumed, again, _ = run("", OPTED_IN[kind](), tmp_path / str(ended_after), evaluate_fn=None)
+        assert bits(resumed) == bits(expected), ended_after
         assert again == last, ended_after
-    found, _, _ = run("", OPTED_IN[what](), tmp_path / "forgotten", forgets=True, evaluate_fn=None)
-    assert bits(found) != bits(wanted)
+    resumed, _, _ = run("", OPTED_IN[kind](), tmp_path / "forgotten", forgets=True, evaluate_fn=None)
+    assert bits(resumed) != bits(expected)
 
 
 def test_a_state_dict_that_files_cannot_hold_is_named(
@@ -323,8 +325,8 @@ def test_a_strategy_may_refuse_its_state() -> None:
     state = state_of(strategy)
     assert state is not None
     strategy.momentum["w"] = np.ones(2)
-    kept = state.changed()
-    assert kept is not None
+    saved = state.changed()
+    assert saved is not None
 
     def load_state_dict(state: dict[str, Any]) -> None:
         raise ValueError("it is of version 1")
@@ -333,7 +335,7 @@ def test_a_strategy_may_refuse_its_state() -> None:
     with pytest.raises(
         ConfigError, match=r"the strategy itself refuses its state .*: it is of version 1\. Use"
     ):
-        state.restore(kept)
+        state.restore(saved)
 
 
 def test_a_run_that_cannot_be_resumed_says_so_at_its_start(
@@ -351,11 +353,11 @@ def test_a_run_that_cannot_be_resumed_says_so_at_its_start(
 
 
 class Derived(FedAdam):
-    """May keep anything."""
+    """May keep any state."""
 
 
 class OwnStart(FedAvg):
-    """Passes everything on."""
+    """Delegates all calls."""
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
         return super().start(*args, **kwargs)
@@ -380,20 +382,20 @@ REFUSED: dict[str, Callable[[], Strategy]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_keeps_something_else_runs_without_a_checkpoint(
-    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_strategy_with_unknown_state_runs_without_a_checkpoint(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    result, last, recorded = run("", REFUSED[what](), tmp_path)
+    result, last, recorded = run("", REFUSED[kind](), tmp_path)
     assert len(result.train_metrics_clientapp) == ROUNDS
     assert last is None and not list(tmp_path.iterdir())
     assert [event.resumes for event in recorded.of("strategy_started")] == [None]
     warned = [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()]
     assert warned == [line for line in warned if "FedAvg.more cannot be written: files cannot hold" in line]
-    assert len(warned) == ("object" in what and "method" not in what)
+    assert len(warned) == ("object" in kind and "method" not in kind)
 
 
-def test_a_method_of_flowers_that_was_replaced_is_not_flowers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_method_does_not_count_as_flowers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind_of(FedAdam()) == "flwr.serverapp.strategy.FedAdam"
 
     def configure_train(self: Any, *args: Any) -> Any:
@@ -403,7 +405,7 @@ def test_a_method_of_flowers_that_was_replaced_is_not_flowers_own(monkeypatch: p
     assert kind_of(FedAvg()) is None
 
 
-def test_a_round_that_cannot_be_written_leaves_the_checkpoint_of_the_one_before(
+def test_a_round_that_cannot_be_written_keeps_the_previous_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy = FedAdam()
@@ -419,7 +421,7 @@ def test_a_round_that_cannot_be_written_leaves_the_checkpoint_of_the_one_before(
     assert "FedAdam.best cannot be written: files cannot hold a value of type object" in caplog.text
 
 
-def test_what_the_app_gives_holds_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_arguments_of_the_app_apply_when_a_run_is_resumed(tmp_path: Path) -> None:
     run("", FedAdam(eta=0.1), tmp_path / "whole", Copied)
     strategy = FedAdam(eta=0.7)
     resumed = Checkpoints(tmp_path / "2", StateStore()).read()
@@ -430,8 +432,8 @@ def test_what_the_app_gives_holds_when_a_run_goes_on(tmp_path: Path) -> None:
     assert strategy.eta == 0.7 and strategy.m_t is not None and strategy.m_t["w"].dtype == np.float64
 
 
-def test_values_of_all_kinds_are_as_before() -> None:
-    kept = {
+def test_values_of_all_kinds_are_restored() -> None:
+    saved = {
         "numbers": [1, 2**80, -0.0, float("inf"), True, None, "text \ud800"],
         ("a", 1): (b"", b"\0bytes", [], {}, ()),
         3: [np.float32(0.1), np.int64(-1), np.datetime64("2026-01-31"), np.bool_(True)],
@@ -444,27 +446,27 @@ def test_values_of_all_kinds_are_as_before() -> None:
         },
         "records": [MetricRecord({"a": [1.5]}), ConfigRecord({"b": b"c"}), initial_arrays("")],
     }
-    before, after = FedAvg(), FedAvg()
-    first = state_of(before)
+    original, restored = FedAvg(), FedAvg()
+    first = state_of(original)
     assert first is not None
-    before.kept = kept  # type: ignore[attr-defined]
+    original.kept = saved  # type: ignore[attr-defined]
     changed = first.changed()
     assert changed is not None and list(changed["attributes"]) == ["kept"]
     written = record_bytes.encode(changed)
     del changed
-    state = state_of(after)
+    state = state_of(restored)
     assert state is not None
     state.restore(record_bytes.decode(written))
-    found = after.kept  # type: ignore[attr-defined]
-    assert repr(found) == repr(kept) and found["records"] == kept["records"]
-    for name, array in kept["arrays"].items():
-        assert found["arrays"][name].dtype == array.dtype
-        np.testing.assert_array_equal(found["arrays"][name], array, strict=True)
-        assert found["arrays"][name].flags.writeable
-    assert [type(value) for value in found[3]] == [type(value) for value in kept[3]]
+    values = restored.kept  # type: ignore[attr-defined]
+    assert repr(values) == repr(saved) and values["records"] == saved["records"]
+    for name, array in saved["arrays"].items():
+        assert values["arrays"][name].dtype == array.dtype
+        np.testing.assert_array_equal(values["arrays"][name], array, strict=True)
+        assert values["arrays"][name].flags.writeable
+    assert [type(value) for value in values[3]] == [type(value) for value in saved[3]]
 
 
-def test_an_accountant_that_does_not_take_its_state_is_an_error_with_what_to_do(tmp_path: Path) -> None:
+def test_an_accountant_that_refuses_its_state_is_an_error_with_advice(tmp_path: Path) -> None:
     name = "DifferentialPrivacyClientSideFixedClipping"
     run(name, MAKE[name](), tmp_path)
     without = flowers.DifferentialPrivacyClientSideFixedClipping(FedAvg(), 0.3, 2.0, NODES)
@@ -472,7 +474,7 @@ def test_an_accountant_that_does_not_take_its_state_is_an_error_with_what_to_do(
         run(name, without, tmp_path)
 
 
-def test_only_the_first_start_of_an_app_goes_on(tmp_path: Path) -> None:
+def test_only_the_first_start_of_an_app_is_resumed(tmp_path: Path) -> None:
     results: list[Result] = []
     for _ in range(2):
         checkpoints = Checkpoints(tmp_path, StateStore())
@@ -493,7 +495,7 @@ def test_only_the_first_start_of_an_app_goes_on(tmp_path: Path) -> None:
     assert list(map(bits, results[2:])) == list(map(bits, results[:2]))
 
 
-def test_a_second_start_has_no_checkpoint_where_the_first_one_could_have_none(tmp_path: Path) -> None:
+def test_a_second_start_has_no_checkpoint_if_the_first_could_not_have_any(tmp_path: Path) -> None:
     nodes = new_nodes(NODES)
 
     def main(grid: Any, context: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tokens that a run is given: they reach the code that needs them, and no file of the run."""
+"""Tokens that a run receives reach the code that needs them, and none of the run's files."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ simulate("app", 3, max_workers=1, progress=False, verbose=False, **options)
 
 
 def files_with(folder: Path, *secrets: str) -> list[str]:
-    """Return the files of a folder that have one of these texts."""
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    assert any(path.name == "result.json" for path in found)
-    return [str(path) for path in found if any(secret.encode() in path.read_bytes() for secret in secrets)]
+    """Return the files of a folder that contain any of these texts."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert any(path.name == "result.json" for path in files)
+    return [str(path) for path in files if any(secret.encode() in path.read_bytes() for secret in secrets)]
 
 
 def test_no_file_of_a_run_has_its_secrets(tmp_path: Path) -> None:
-    """Nor has its output; not the resumed run either, which finds the password of MLflow's server again."""
+    """This includes its output, and the resumed run, which reads the password of MLflow's server again."""
     (tmp_path / "app").mkdir()
     for name, text in APP.items():
         (tmp_path / "app" / name).write_text(text)

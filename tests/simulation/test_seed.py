@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-# Clients are never asked, so no worker starts. PyTorch is imported within `main`, as many apps do.
+# No message is sent to clients, so no worker starts. PyTorch is imported within `main`, as in many apps.
 SCRIPT = """
 import random
 import sys
@@ -37,7 +37,7 @@ simulate((server, ClientApp()), 2, seed=int(sys.argv[1]), log_dir=None, progress
 
 
 def drawn(seed: int) -> list[tuple[str, bool]]:
-    """Return what two runs of one process draw, and whether PyTorch was imported before."""
+    """Return the numbers drawn by two runs of a process, and whether PyTorch was imported before each."""
     command = [sys.executable, "-c", SCRIPT, str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Clients that fail in simulations: what is told of them, and when they end the run."""
+"""Clients that fail in simulations: how failures are reported, and when they end the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LINE = next(
 PLACE = re.compile(rf'File ".*misspelt/client_app.py", line {LINE}, in train')
 
 
-def test_a_run_whose_clients_all_fail_ends_at_once_and_goes_on_when_mended(tmp_path: Path) -> None:
+def test_a_run_whose_clients_all_fail_ends_at_once_and_can_be_resumed_when_fixed(tmp_path: Path) -> None:
     done = run("misspelt", 6, tmp_path, "--seed", "3")
     assert done.status == 1, done.output
     (sentence,) = (line for line in done.output.splitlines() if ALL in line and "simulate:" in line)
@@ -56,7 +56,7 @@ def test_a_run_whose_clients_all_fail_ends_at_once_and_goes_on_when_mended(tmp_p
     assert again.summary["outcome"] == "completed" and again.summary["rounds_finished"] == 2
 
 
-def test_a_run_of_which_all_fail_goes_on_if_it_is_asked_to(tmp_path: Path) -> None:
+def test_keep_going_continues_a_run_whose_clients_all_fail(tmp_path: Path) -> None:
     done = run("misspelt", 6, tmp_path, "--keep-going")
     assert done.status == 0, done.output
     assert re.search(r"^outcome +completed, 12 of 12 messages failed$", done.output, re.MULTILINE)
@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "runs")
 
 
-def fails(message: Message) -> Message:
+def always_fail(message: Message) -> Message:
     raise ValueError("of the app")
 
 
@@ -85,7 +85,7 @@ def components(context: Any) -> ServerAppComponents:
     return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=3))
 
 
-def by_own_means(grid: Any, context: Any) -> None:
+def with_send_and_receive(grid: Any, context: Any) -> None:
     for server_round in range(1, 4):
         messages = [
             Message(RecordDict({"c": ConfigRecord({"server-round": server_round})}), node, "train")
@@ -94,14 +94,14 @@ def by_own_means(grid: Any, context: Any) -> None:
         list(grid.send_and_receive(messages))
 
 
-def by_pulling(grid: Any, context: Any) -> None:
+def with_pull_messages(grid: Any, context: Any) -> None:
     for _ in range(3):
         ids = set(grid.push_messages(Message(RecordDict(), node, "query") for node in grid.get_node_ids()))
         while ids:
             ids -= {reply.metadata.reply_to_message_id for reply in grid.pull_messages(ids)}
 
 
-def and_takes_it_for_its_own(grid: Any, context: Any) -> None:
+def with_a_broad_except(grid: Any, context: Any) -> None:
     for _ in range(3):
         try:
             list(
@@ -116,47 +116,47 @@ def and_takes_it_for_its_own(grid: Any, context: Any) -> None:
     [
         (with_flowers_strategy, "all 6 clients failed in round 1"),
         (ServerApp(server_fn=components), "all 6 clients failed in round 1"),
-        (by_own_means, "all 6 clients failed in round 1"),
-        (by_pulling, "all 6 clients failed in the first round"),
-        (and_takes_it_for_its_own, "all 6 clients failed in the first round"),
+        (with_send_and_receive, "all 6 clients failed in round 1"),
+        (with_pull_messages, "all 6 clients failed in the first round"),
+        (with_a_broad_except, "all 6 clients failed in the first round"),
     ],
 )
-def test_a_server_of_any_kind_gets_no_further(main: Any, text: str, folder: RunFolder) -> None:
+def test_the_run_ends_with_a_server_of_any_kind(main: Any, text: str, folder: RunFolder) -> None:
     with pytest.raises(ClientsFailedError, match=text):
-        run_in(folder, main, fails)
+        run_in(folder, main, always_fail)
     failed = [line for line in folder.failures.read_text().splitlines() if line.startswith("20")]
     assert len(failed) == CLIENTS and len({line.split("client ")[1][0] for line in failed}) == CLIENTS
 
 
-def test_one_message_after_the_other_is_looked_at_when_the_run_is_over(folder: RunFolder) -> None:
+def test_failures_of_single_messages_are_judged_when_the_run_is_over(folder: RunFolder) -> None:
     def one_by_one(grid: Any, context: Any) -> None:
         for node in grid.get_node_ids():
             list(grid.send_and_receive([Message(RecordDict(), node, "query")]))
 
     with pytest.raises(ClientsFailedError, match="all 6 messages failed"):
-        run_in(folder, one_by_one, fails)
+        run_in(folder, one_by_one, always_fail)
 
 
-def test_replies_that_come_too_late_end_no_run(folder: RunFolder) -> None:
-    def does_not_wait(grid: Any, context: Any) -> None:
+def test_late_replies_do_not_end_the_run(folder: RunFolder) -> None:
+    def with_a_short_timeout(grid: Any, context: Any) -> None:
         for _ in range(2):
             messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
             list(grid.send_and_receive(messages, timeout=0.05))
 
-    summary = run_in(folder, does_not_wait, Clients(new_nodes(), pause_s=0.3))
+    summary = run_in(folder, with_a_short_timeout, Clients(new_nodes(), pause_s=0.3))
     assert summary["outcome"].startswith("completed, ")
     assert "no reply within 0.05 s" in folder.failures.read_text()
 
 
 @pytest.mark.parametrize("strategy", [FedAvg(fraction_evaluate=0.0), FedBuff(buffer_size=2, concurrency=4)])
-def test_a_strategy_that_gets_every_reply_too_late_does_not_complete(
+def test_a_strategy_that_gets_only_late_replies_does_not_complete(
     strategy: FedAvg, folder: RunFolder
 ) -> None:
-    def waits_too_short(grid: Any, context: Any) -> None:
+    def with_a_short_timeout(grid: Any, context: Any) -> None:
         strategy.start(grid, initial_arrays(), num_rounds=2, timeout=0.05)
 
     with pytest.raises(ClientsFailedError, match=r"no client has sent an update|all \d+ messages failed"):
-        run_in(folder, waits_too_short, Clients(new_nodes(), pause_s=0.5))
+        run_in(folder, with_a_short_timeout, Clients(new_nodes(), pause_s=0.5))
     assert "no reply within 0.05 s" in folder.failures.read_text()
 
 
@@ -191,11 +191,11 @@ def train(message, context):
 
 summary = simulate((server, client), 7, log_dir=None).summary
 for reason in summary["failures"]:
-    print(reason["count"], sorted(one["client"] for one in reason["messages"]), reason["reason"])
+    print(reason["count"], sorted(entry["client"] for entry in reason["messages"]), reason["reason"])
 """
 
 
-def test_what_is_no_reply_fails_that_client_only(tmp_path: Path) -> None:
+def test_an_invalid_reply_fails_only_its_client(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ODD_REPLIES)
     done = run_programs.run([sys.executable, str(script)])

@@ -1,4 +1,4 @@
-"""What is recorded of Flower's strategies and of users' own loops, and the folder that is left of a run."""
+"""Records of Flower's strategies and of users' own loops, and the files that a run leaves in its folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def accuracy(server_round: int, arrays: ArrayRecord) -> MetricRecord:
 
 
 class OwnStart(FedAvg):
-    """Has a loop of its own, and never calls Flower's."""
+    """A strategy whose own loop never calls Flower's."""
 
     def start(self, grid, initial_arrays, rounds_of_mine=2, evaluate_fn=None, **rest):
         result = Result(arrays=initial_arrays)
@@ -73,7 +73,7 @@ class OwnStart(FedAvg):
 
 
 class Around(FedAvg):
-    """Passes everything on to another strategy."""
+    """A strategy that delegates all calls to another strategy."""
 
     def start(self, *args, **kwargs):
         return FedAvg().start(*args, **kwargs)
@@ -90,13 +90,14 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 }
 
 
-def tell(events: list[Event]) -> list[str]:
+def summarize(events: list[Event]) -> list[str]:
     return [event["event"] for event in events if event["event"] != "reply"]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_any_strategy_is_recorded_as_its_result_says(name: str) -> None:
-    strategy = STRATEGIES[name]()  # made before the recording, as in a module of an app
+def test_the_record_of_any_strategy_matches_its_result(name: str) -> None:
+    # The strategy is created before the recording starts, as in a module of an app.
+    strategy = STRATEGIES[name]()
     results: list[Result] = []
     arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
 
@@ -118,7 +119,8 @@ def test_any_strategy_is_recorded_as_its_result_says(name: str) -> None:
     assert recorded.metrics("server-evaluate") == {
         server_round: dict(metrics) for server_round, metrics in result.evaluate_metrics_serverapp.items()
     }
-    if result.arrays:  # with noise, one reply that is an error makes the round void
+    # With noise, a single failed reply makes the round void.
+    if result.arrays:
         assert recorded.recorder.model is result.arrays
     else:
         assert recorded.recorder.model is arrays
@@ -126,20 +128,21 @@ def test_any_strategy_is_recorded_as_its_result_says(name: str) -> None:
         assert (phase.clients, phase.failed, phase.messages) == (CLIENTS - 1, 1, CLIENTS)
     assert not recorded.of("round_grew"), "each phase is announced with its number of messages"
     assert {event.messages for event in recorded.of("round_started")} == {CLIENTS}
-    # Partition and error, for each message to the client that fails.
+    # Partition and error of each message to the failing client.
     kinds = ["train"] if name == "OwnStart" else ["train", "evaluate"]
-    assert [(one.round, one.task, one.node, one.error) for one in recorded.failures()] == [
+    assert [(entry.round, entry.task, entry.node, entry.error) for entry in recorded.failures()] == [
         (server_round, kind, FAILS, f"{kind} of client {FAILS}: ValueError: no data\nand more lines")
         for server_round in range(1, ROUNDS + 1)
         for kind in kinds
     ]
 
 
-def test_events_come_in_the_order_in_which_things_happen() -> None:
+def test_events_come_in_the_order_of_a_round() -> None:
     recorded = run_app(lambda grid, context: FedAvg().start(grid, initial_arrays(), 1, evaluate_fn=accuracy))
-    assert tell(recorded.events) == [
+    assert summarize(recorded.events) == [
         "strategy_started",
-        "round_finished",  # the initial model, evaluated on the server
+        # The server evaluates the initial model.
+        "round_finished",
         *["round_started", "round_finished"] * 2,
         "round_finished",
         "strategy_finished",
@@ -148,11 +151,11 @@ def test_events_come_in_the_order_in_which_things_happen() -> None:
     assert len(replies) == 2 * CLIENTS
     assert {event.node for event in replies} == set(range(CLIENTS))
     assert all(event.aggregated for event in replies)
-    told = {event.node: event.metrics.get("score") for event in replies if event.task == "train"}
-    assert told == {n: None if n == FAILS else float(n) for n in range(CLIENTS)}
+    scores = {event.node: event.metrics.get("score") for event in replies if event.task == "train"}
+    assert scores == {n: None if n == FAILS else float(n) for n in range(CLIENTS)}
 
 
-def test_our_strategy_streams_while_it_is_recorded_and_tells_its_evaluation() -> None:
+def test_our_strategy_still_streams_when_recorded_and_reports_its_evaluation() -> None:
     nodes = new_nodes(60)
     clients = Clients(nodes)
 
@@ -162,17 +165,17 @@ def test_our_strategy_streams_while_it_is_recorded_and_tells_its_evaluation() ->
 
     recorded = run_app(main, clients, nodes)
     assert recorded.metrics("server-evaluate") == {n: {"accuracy": n / 10} for n in range(3)}
-    assert len(recorded.phases("server-evaluate")) == 3, "each is told once"
+    assert len(recorded.phases("server-evaluate")) == 3, "each evaluation is reported once"
     assert all(phase.seconds is not None for phase in recorded.phases("server-evaluate"))
     assert [phase.clients for phase in recorded.phases("train")] == [59, 59]
     assert recorded.phases("evaluate") == []
     assert recorded.recorder.model["n"].numpy() == 2
-    # 2 threads, twice as many unread: with a list there would be 59.
+    # Two threads, and twice as many unread replies. A list would keep 59 alive.
     assert clients.most_alive < 15
 
 
 class LooksLater(FedAvg):
-    """Looks at replies after Flower has summed them."""
+    """Reads the replies after Flower has summed them."""
 
     def aggregate_train(self, server_round, replies):
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -182,26 +185,27 @@ class LooksLater(FedAvg):
 
 
 class LooksAtNone(FedAvg):
-    """Keeps the model as it was."""
+    """Leaves the model unchanged."""
 
     def aggregate_train(self, server_round, replies):
         return initial_arrays(), None
 
 
 class OwnConfig(FedAvg):
-    """Changes what no reply is seen by."""
+    """Overrides a method that does not see replies."""
 
     def configure_train(self, server_round, arrays, config, grid):
         return super().configure_train(server_round, arrays, config, grid)
 
 
 def own_metrics(contents: list[RecordDict], key: str) -> MetricRecord:
-    """Look at arrays, as an aggregation of a user's may."""
-    return MetricRecord({"largest": max(float(one["arrays"]["w"].numpy().max()) for one in contents)})
+    """Read the arrays of the replies, as a user's aggregation may."""
+    return MetricRecord({"largest": max(float(entry["arrays"]["w"].numpy().max()) for entry in contents)})
 
 
 MANY = 40
-FEW = 7  # the fewest of which one may be malicious: Bulyan computes a minute for 40
+# Bulyan needs at least 7 replies to allow one malicious client, and computes a minute for 40.
+FEW = 7
 TRAINING: Any = {"fraction_evaluate": 0.0}
 SUMMED: dict[str, Callable[[], Strategy]] = {
     "FedAvg": lambda: FedAvg(**TRAINING),
@@ -228,9 +232,9 @@ ALL_AT_ONCE: dict[str, Callable[[], Strategy]] = {
 
 
 @pytest.mark.parametrize("name", [*SUMMED, *ALL_AT_ONCE])
-def test_flowers_strategies_sum_replies_as_they_come_and_give_what_they_give(name: str) -> None:
-    """Those that need all replies of a round get them, whatever they are."""
-    found: list[Result] = []
+def test_summing_replies_on_arrival_does_not_change_flowers_strategies(name: str) -> None:
+    """Strategies that need all replies of a round get all of them."""
+    results: list[Result] = []
     most_alive = []
     count = FEW if name == "Bulyan" else MANY
     for streams in (True, False):
@@ -239,25 +243,26 @@ def test_flowers_strategies_sum_replies_as_they_come_and_give_what_they_give(nam
 
         def main(grid: Any, context: Any) -> None:
             strategy = {**SUMMED, **ALL_AT_ONCE}[name]()
-            found.append(strategy.start(grid, initial_arrays(), 3))
+            results.append(strategy.start(grid, initial_arrays(), 3))
 
         recorded = run_app(main, clients, nodes, streams=streams)
         assert [phase.messages for phase in recorded.phases("train")] == [count] * 3
         most_alive.append(clients.most_alive)
-    streamed, plain = found
-    if "Krum" not in name and name != "Bulyan":  # they choose among equals by their order
+    streamed, plain = results
+    # These choose among equal replies by their order.
+    if "Krum" not in name and name != "Bulyan":
         for server_round, metrics in plain.train_metrics_clientapp.items():
             assert dict(streamed.train_metrics_clientapp[server_round]) == pytest.approx(dict(metrics))
     assert list(streamed.arrays) == list(plain.arrays)
     for key, array in streamed.arrays.items():
         assert array.dtype == plain.arrays[key].dtype
         np.testing.assert_allclose(array.numpy(), plain.arrays[key].numpy(), rtol=1e-6)
-    # 2 threads, twice as many unread.
+    # Two threads, and twice as many unread replies.
     assert (most_alive[0] < 15) == (name in SUMMED), most_alive
     assert most_alive[1] >= count - 1
 
 
-def test_two_starts_in_one_app_are_two_runs() -> None:
+def test_two_starts_in_an_app_are_recorded_as_two_runs() -> None:
     def main(grid: Any, context: Any) -> None:
         strategy = FedAvg(fraction_evaluate=0.0)
         arrays = strategy.start(grid, initial_arrays(), num_rounds=1).arrays
@@ -270,7 +275,7 @@ def test_two_starts_in_one_app_are_two_runs() -> None:
 
 
 class OwnServer(Server):
-    """Has rounds of its own."""
+    """A legacy server that has its own rounds."""
 
     def fit(self, num_rounds, timeout):
         self.parameters = self._get_initial_parameters(0, timeout)
@@ -279,8 +284,8 @@ class OwnServer(Server):
         return super().fit(0, timeout)
 
 
-def scores_of(found: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    scores = [metrics["score"] for _, metrics in found]
+def scores_of(entries: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    scores = [metrics["score"] for _, metrics in entries]
     return {"score": sum(scores), "is_sorted": scores == sorted(scores)}
 
 
@@ -341,10 +346,12 @@ def test_a_legacy_server_is_recorded(
     assert [phase.round for phase in trained] == list(rounds)
     assert {phase.clients for phase in trained} == {CLIENTS}
     assert {phase.messages for phase in trained} == {CLIENTS * (4 if name == "SecAgg+" else 1)}
-    if name != "SecAgg+":  # whose workflow has no metrics of clients
+    # The workflow of SecAgg+ has no metrics of clients.
+    if name != "SecAgg+":
         assert recorded.metrics("train") == {number: {"score": 15.0, "is_sorted": True} for number in rounds}
     asked = recorded.phases("get_parameters")
-    assert asked[0].round in (None, 0)  # Flower's Server sends no group id for round 0
+    # Flower's Server sends no group id for round 0.
+    assert asked[0].round in (None, 0)
     assert asked[0].clients == 1
     assert recorded.metrics("server-evaluate")[0] == {"loss": 0.0, "f1": 0.5}
     if name != "own Server":
@@ -360,7 +367,8 @@ def test_a_legacy_server_is_recorded(
         if isinstance(model, ArrayRecord)
         else parameters_to_ndarrays(model)
     )
-    expected = 0 if name == "own Server" else ROUNDS  # its last step asks for the initial ones once more
+    # The last step of the own Server asks for the initial parameters again.
+    expected = 0 if name == "own Server" else ROUNDS
     np.testing.assert_allclose(weights, [expected] * 3, atol=0.01)
 
 
@@ -373,25 +381,28 @@ def test_an_own_loop_with_rounds_is_recorded_by_its_messages() -> None:
     def main(grid: Any, context: Any) -> None:
         for server_round in (1, 2):
             for message in messages_to_all(grid, group_id=str(server_round)):
-                list(grid.send_and_receive([message]))  # one by one, and still one phase
+                # Messages sent one at a time still form a single phase.
+                list(grid.send_and_receive([message]))
 
     recorded = run_app(main)
-    assert [(one.round, one.task, one.clients, one.failed) for one in recorded.of("round_finished")] == [
+    assert [
+        (entry.round, entry.task, entry.clients, entry.failed) for entry in recorded.of("round_finished")
+    ] == [
         (1, "train", CLIENTS - 1, 1),
         (2, "train", CLIENTS - 1, 1),
     ]
-    told = {(one.round, one.node): dict(one.metrics) for one in recorded.of("reply")}
-    assert told[2, 1] == {"num-examples": 1, "score": 1.0}
-    assert told[2, FAILS] == {}
+    metrics = {(entry.round, entry.node): dict(entry.metrics) for entry in recorded.of("reply")}
+    assert metrics[2, 1] == {"num-examples": 1, "score": 1.0}
+    assert metrics[2, FAILS] == {}
 
 
-def test_an_own_loop_without_rounds_has_a_phase_for_each_time_it_sends() -> None:
+def test_an_own_loop_without_rounds_has_a_phase_for_each_send() -> None:
     def main(grid: Any, context: Any) -> None:
         for _ in range(2):
             list(grid.send_and_receive(messages_to_all(grid, "query.size")))
 
     recorded = run_app(main)
-    assert [(one.round, one.task, one.messages) for one in recorded.of("round_finished")] == [
+    assert [(entry.round, entry.task, entry.messages) for entry in recorded.of("round_finished")] == [
         (None, "query", CLIENTS)
     ] * 2
 
@@ -406,7 +417,7 @@ def test_pushed_messages_are_recorded_when_they_are_pulled() -> None:
     recorded = run_app(main, Clients(new_nodes(), has_failing=False))
     (phase,) = recorded.of("round_finished")
     assert (phase.round, phase.clients, phase.failed, phase.messages) == (4, CLIENTS - 2, 2, CLIENTS)
-    assert [one.error for one in recorded.failures()] == ["no reply was pulled"] * 2
+    assert [entry.error for entry in recorded.failures()] == ["no reply was pulled"] * 2
 
 
 def test_clients_that_do_not_reply_in_time_are_named() -> None:
@@ -425,7 +436,7 @@ def test_clients_that_do_not_reply_in_time_are_named() -> None:
         is_over.set()
 
     recorded = run_app(main, handle, nodes, threads=CLIENTS)
-    assert [(one.node, one.error) for one in recorded.failures()] == [(5, "no reply within 6 s")]
+    assert [(entry.node, entry.error) for entry in recorded.failures()] == [(5, "no reply within 6 s")]
     (phase,) = recorded.phases("train")
     assert (phase.clients, phase.failed) == (CLIENTS - 1, 1)
 
@@ -434,20 +445,20 @@ CHANGED = (Strategy, legacy.Strategy, Server, DefaultWorkflow, GPUEvaluate, FedA
 
 
 def state_of_classes() -> list[Any]:
-    return [dict(vars(one)) for one in CHANGED]
+    return [dict(vars(entry)) for entry in CHANGED]
 
 
-def test_classes_of_flower_are_as_before_when_the_run_has_ended_or_failed() -> None:
-    before = state_of_classes()
+def test_classes_of_flower_are_restored_when_the_run_has_ended_or_failed() -> None:
+    original = state_of_classes()
 
     def fails(grid: Any, context: Any) -> None:
         FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=1)
-        assert state_of_classes() != before
+        assert state_of_classes() != original
         raise RuntimeError("the app's own")
 
     with pytest.raises(RuntimeError, match="the app's own"):
         run_app(fails)
-    assert state_of_classes() == before
+    assert state_of_classes() == original
 
 
 def run_into(folder: RunFolder, main: Callable[..., Any], **options: Any) -> dict[str, Any]:
@@ -492,7 +503,7 @@ def test_a_run_leaves_metrics_model_and_result(folder: RunFolder) -> None:
     assert result["model"] == folder.model.name and len(result["model_sha256"]) == 64
     (reason,) = result["failures"]
     assert (reason["reason"], reason["count"]) == ("ValueError: no data", 4)
-    assert [(one["client"], one["type"], one["round"]) for one in reason["messages"]] == [
+    assert [(entry["client"], entry["type"], entry["round"]) for entry in reason["messages"]] == [
         (FAILS, kind, n) for n in (1, 2) for kind in ("train", "evaluate")
     ]
     assert result["metrics"] == {
@@ -510,7 +521,7 @@ def test_a_run_leaves_metrics_model_and_result(folder: RunFolder) -> None:
     }
 
 
-def test_the_table_of_rounds_is_appended_to(folder: RunFolder) -> None:
+def test_rows_are_appended_to_the_table_of_rounds(folder: RunFolder) -> None:
     seen: list[tuple[int, bytes]] = []
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -522,13 +533,14 @@ def test_the_table_of_rounds_is_appended_to(folder: RunFolder) -> None:
         FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=6, evaluate_fn=evaluate)
 
     run_into(folder, main)
-    after_first_round = seen[1:]  # the first one has no column for what is trained
+    # The first table has no column for the training metrics.
+    after_first_round = seen[1:]
     assert len(after_first_round) >= 4 and len({inode for inode, _ in after_first_round}) == 1
     tables = [table for _, table in after_first_round] + [folder.metrics.read_bytes()]
     assert all(after.startswith(before) and after != before for before, after in pairwise(tables))
 
 
-def test_an_own_loop_leaves_the_metrics_of_each_client(folder: RunFolder) -> None:
+def test_an_own_loop_has_the_metrics_of_each_client_in_its_table(folder: RunFolder) -> None:
     result = run_into(
         folder, lambda grid, context: grid.send_and_receive(messages_to_all(grid, "train", group_id="1"))
     )
@@ -540,8 +552,8 @@ def test_an_own_loop_leaves_the_metrics_of_each_client(folder: RunFolder) -> Non
     assert result["model"] is None
 
 
-def asks_first(grid: Any) -> None:
-    """Ask what is of no round: True is not the first one."""
+def query_clients(grid: Any) -> None:
+    """Send a query that belongs to no round: True is not round 1."""
     content = RecordDict({"config": ConfigRecord({"server-round": True})})
     list(grid.send_and_receive([Message(content, node, "query") for node in grid.get_node_ids()]))
 
@@ -550,27 +562,28 @@ def asks_first(grid: Any) -> None:
 def test_a_resumed_run_goes_on_in_the_same_files(killed: bool, folder: RunFolder) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
 
-    def begins(grid: Any, context: Any) -> None:
-        asks_first(grid)
+    def start(grid: Any, context: Any) -> None:
+        query_clients(grid)
         strategy.start(grid, initial_arrays(), 3)
 
-    def goes_on(grid: Any, context: Any) -> None:
-        asks_first(grid)
+    def resume(grid: Any, context: Any) -> None:
+        query_clients(grid)
         grid._recorder.run_resumed(2)
         for server_round in (3, 4):
             messages = strategy.configure_train(server_round, initial_arrays(), ConfigRecord(), grid)
             strategy.aggregate_train(server_round, grid.send_and_receive(messages))
 
-    run_into(folder, begins)
-    if killed:  # while it wrote
+    run_into(folder, start)
+    # The process was killed while it wrote.
+    if killed:
         lines = folder.trace.read_bytes().splitlines(keepends=True)
         assert b'"run_finished"' in lines[-1]
         folder.trace.write_bytes(b"".join(lines[:-1]) + b'{"v": 1, "time": 1.0, "event": "round_fin')
-    result = run_into(folder, goes_on, resumes=OURS)
+    result = run_into(folder, resume, resumes=OURS)
     assert [row["round"] for row in rows_of(folder)] == ["1", "2", "", "3", "4"]
     assert (result["messages"], result["failed"], result["rounds_finished"]) == (5 * CLIENTS, 5, 4)
     (reason,) = result["failures"]
-    assert [one["round"] for one in reason["messages"]] == [1, 2, None, 3, 4] and reason["count"] == 5
+    assert [entry["round"] for entry in reason["messages"]] == [1, 2, None, 3, 4] and reason["count"] == 5
     assert result["messages_per_s"] == pytest.approx(3 * CLIENTS / result["seconds"], rel=0.1)
 
 
@@ -596,8 +609,8 @@ def test_any_metrics_are_in_table_and_result(parts: list[tuple[int | None, str, 
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name))
         write_results(folder, history.rounds, result_of(history))
-        found = json.loads(folder.result.read_text(), parse_constant=pytest.fail)
-        assert len(found["rounds"]) == len({number for number, *_ in parts if number})
+        result = json.loads(folder.result.read_text(), parse_constant=pytest.fail)
+        assert len(result["rounds"]) == len({number for number, *_ in parts if number})
         rows = rows_of(folder) if parts else []
     assert [(row["round"], row["kind"]) for row in rows] == [
         ("" if number is None else str(number), task) for number, task, _ in parts
@@ -624,33 +637,33 @@ ARRAYS = hnp.arrays(TYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, 
 
 @settings(max_examples=examples(100))
 @given(st.dictionaries(NAMES, ARRAYS, min_size=1, max_size=3), st.booleans())
-def test_a_written_model_is_the_model(arrays: dict[str, np.ndarray], is_transposed: bool) -> None:
+def test_a_written_model_can_be_read_back(arrays: dict[str, np.ndarray], is_transposed: bool) -> None:
     arrays = {name: array.T if is_transposed else array for name, array in arrays.items()}
     model = ArrayRecord({name: Array(array) for name, array in arrays.items()})
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name))
         folder.model.write_bytes(b"of the same run before it was resumed")
         is_written = write_model(model, folder) is not None
-        # A file of safetensors holds no complex numbers.
+        # A safetensors file cannot hold complex numbers.
         assert is_written == all(
             array.dtype.kind in "biuf" and key != "__metadata__" for key, array in arrays.items()
         )
         assert is_written == folder.model.exists()
-        found = load_file(folder.model) if is_written else arrays
-    assert found.keys() == arrays.keys()
+        loaded = load_file(folder.model) if is_written else arrays
+    assert loaded.keys() == arrays.keys()
     for key, array in arrays.items():
-        assert found[key].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
-        np.testing.assert_array_equal(found[key], array)
+        assert loaded[key].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(loaded[key], array)
 
 
 @given(st.dictionaries(NAMES, ARRAYS, min_size=1, max_size=3))
-def test_each_bit_of_a_model_counts_in_its_sha256(arrays: dict[str, np.ndarray]) -> None:
+def test_the_sha256_of_a_model_depends_on_each_bit(arrays: dict[str, np.ndarray]) -> None:
     def digest_of(changed: dict[str, np.ndarray]) -> str | None:
         return model_sha256(ArrayRecord({name: Array(array) for name, array in changed.items()}))
 
-    found = digest_of(arrays)
-    assert found == digest_of(dict(reversed(arrays.items()))) and found is not None
-    assert found == digest_of({name: np.array(array, order="F") for name, array in arrays.items()})
+    digest = digest_of(arrays)
+    assert digest == digest_of(dict(reversed(arrays.items()))) and digest is not None
+    assert digest == digest_of({name: np.array(array, order="F") for name, array in arrays.items()})
     name, array = next(iter(arrays.items()))
     others = [array[..., None], array.astype("complex128" if array.dtype != "complex128" else "bool")]
     if array.size:
@@ -658,11 +671,11 @@ def test_each_bit_of_a_model_counts_in_its_sha256(arrays: dict[str, np.ndarray])
         bits.view(np.uint8)[0] ^= 1
         others.append(bits.reshape(array.shape))
     digests = {digest_of({**arrays, name: other}) for other in others}
-    assert found not in digests and len(digests) == len(others)
-    assert digest_of({**arrays, f"{name}x": array}) != found
+    assert digest not in digests and len(digests) == len(others)
+    assert digest_of({**arrays, f"{name}x": array}) != digest
 
 
-def test_the_sha256_of_a_model_is_what_the_page_says(
+def test_the_sha256_of_a_model_is_computed_as_documented(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ArrayRecord({"b": Array(np.ones((2, 3))), "a": Array(np.arange(4, dtype=np.int32))})
@@ -677,8 +690,8 @@ def test_the_sha256_of_a_model_is_what_the_page_says(
 
 def test_legacy_parameters_are_written_by_number(folder: RunFolder) -> None:
     write_model(ndarrays_to_parameters([np.ones(2), np.zeros((1, 2), np.int32)]), folder)
-    found = load_file(folder.model)
-    assert {name: array.tolist() for name, array in found.items()} == {"0": [1.0, 1.0], "1": [[0, 0]]}
+    loaded = load_file(folder.model)
+    assert {name: array.tolist() for name, array in loaded.items()} == {"0": [1.0, 1.0], "1": [[0, 0]]}
     (folder.path / "other").touch()
     mode = folder.model.stat().st_mode
     assert mode == (folder.path / "other").stat().st_mode, "whoever may read the rest may read it"

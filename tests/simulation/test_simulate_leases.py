@@ -1,4 +1,4 @@
-"""Simulations on a host with stub GPUs: who holds which lease and for how long, beside other runs."""
+"""Simulations on a host with stub GPUs: which worker holds a lease, for how long, and next to other runs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def one_gpu(tmp_path: Path) -> StubHost:
     return StubHost(tmp_path, gpus=1)
 
 
-def most_leases_at_a_time(done: Simulation) -> int:
+def max_concurrent_leases(done: Simulation) -> int:
     held: set[str] = set()
-    most = 0
+    max_count = 0
     for event in events(done, "lease_granted", "lease_released"):
         (held.add if event["event"] == "lease_granted" else held.discard)(event["lease"])
-        most = max(most, len(held))
-    return most
+        max_count = max(max_count, len(held))
+    return max_count
 
 
 def begun(done: Simulation, after: float, before: float) -> Counter[str]:
-    """Return how many calls began in a time, under each lease."""
+    """Return the number of calls under each lease that started within a period."""
     calls = events(done, "worker_started")
     return Counter(call["lease"] for call in calls if after < call["time"] < before)
 
 
-def test_a_used_worker_keeps_its_lease_until_its_calls_are_over(one_gpu: StubHost) -> None:
+def test_a_reused_worker_keeps_its_lease_until_its_last_call_ends(one_gpu: StubHost) -> None:
     done = one_gpu.simulate(6, "--num-gpus", "0.5", "--calls-per-worker", "4", "--gpu", "require")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert len(done.calls) == 12
@@ -49,14 +49,14 @@ def test_a_used_worker_keeps_its_lease_until_its_calls_are_over(one_gpu: StubHos
         Counter(e["lease"] for e in events(done, n)) for n in ("lease_granted", "lease_released")
     )
     assert granted == released == Counter(dict.fromkeys(pids_of, 1))
-    assert 1 <= most_leases_at_a_time(done) <= 2
+    assert 1 <= max_concurrent_leases(done) <= 2
     first, second = ({call["lease"] for call in part} for part in (done.calls[:6], done.calls[6:]))
     assert first & second, "a worker that may handle more messages waits for the next round"
     assert one_gpu.status().holders == ()
 
 
-def test_the_ledger_names_the_client_that_a_used_worker_serves_now(one_gpu: StubHost) -> None:
-    """Workers look themselves, in the middle of each call."""
+def test_the_ledger_names_the_current_client_of_a_reused_worker(one_gpu: StubHost) -> None:
+    """Workers read the ledger in the middle of each call."""
     options = ("--num-gpus", "0.5", "--calls-per-worker", "9", "--gpu", "require")
     done = one_gpu.simulate(6, *options, "--run-config", "num-server-rounds=2", app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
@@ -67,7 +67,7 @@ def test_the_ledger_names_the_client_that_a_used_worker_serves_now(one_gpu: Stub
 
 
 @pytest.mark.parametrize(("method", "rounds"), [("forkserver", 2), ("spawn", 1), ("in-process", 1)])
-def test_one_call_per_worker_has_a_lease_of_its_own_until_its_end(
+def test_a_worker_for_a_single_call_holds_a_lease_until_the_call_ends(
     one_gpu: StubHost, method: str, rounds: int
 ) -> None:
     options = ["--num-gpus", "1", "--gpu", "require", "--calls-per-worker", "1"]
@@ -77,7 +77,7 @@ def test_one_call_per_worker_has_a_lease_of_its_own_until_its_end(
     notes = one_gpu.notes()
     assert len(notes) == 2 * rounds and all(note["is_in_ledger"] for note in notes)
     assert {note["descriptor_is_ticket"] for note in notes} == {None if method == "in-process" else True}
-    assert len({call["lease"] for call in done.calls}) == 2 * rounds and most_leases_at_a_time(done) == 1
+    assert len({call["lease"] for call in done.calls}) == 2 * rounds and max_concurrent_leases(done) == 1
     if method != "in-process":
         assert len({note["pid"] for note in notes}) == done.summary["workers_started"] == 2 * rounds
     assert not done.summary["recycling"]["is_used_again"]
@@ -85,7 +85,7 @@ def test_one_call_per_worker_has_a_lease_of_its_own_until_its_end(
 
 
 def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
-    """Though its slot had one for the call before, and would have kept it for the next."""
+    """The previous call in its slot had a lease, and would have kept it for the next call."""
     options = ["--num-gpus", "0.5", "--max-workers", "1", "--run-config", "mixed=true"]
     options += ["--calls-per-worker", "2"]
     done = one_gpu.simulate(4, *options, app="leased")
@@ -95,7 +95,7 @@ def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
     assert [note["holders"] for note in notes] == [1, 0] * 2
 
 
-def test_a_gpu_that_is_required_and_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_required_gpu_is_an_error_before_the_run_starts(tmp_path: Path) -> None:
     host = StubHost(tmp_path, gpus=0)
     done = subprocess.run(
         command("plain", 3, "--log-dir", str(host.logs), "--gpu", "require"),
@@ -103,12 +103,13 @@ def test_a_gpu_that_is_required_and_not_there_is_said_before_anything_starts(tmp
         text=True,
         timeout=TIMEOUT_S,
     )
-    said = [line for line in done.stderr.splitlines() if ": importing " not in line]  # on a busy host
-    assert done.returncode == 2 and len(said) == 1 and "GPU" in said[0]
+    # A busy host may log slow imports.
+    lines = [line for line in done.stderr.splitlines() if ": importing " not in line]
+    assert done.returncode == 2 and len(lines) == 1 and "GPU" in lines[0]
     assert not host.logs.exists()
 
 
-def test_another_run_gets_its_turn_within_one_call(one_gpu: StubHost) -> None:
+def test_another_run_gets_a_lease_within_the_time_of_a_call(one_gpu: StubHost) -> None:
     options = ["--num-gpus", "0.5", "--gpu", "require", "--run-config", "seconds=0.5"]
     options += ["--calls-per-worker", "16"]
     with one_gpu.simulating(12, *options, app="leased", name="first") as first:
@@ -118,7 +119,7 @@ def test_another_run_gets_its_turn_within_one_call(one_gpu: StubHost) -> None:
     assert done.summary["failed"] == second.summary["failed"] == 0, done.output + second.output
     asked = min(event["time"] for event in events(second, "lease_requested"))
     granted = min(event["time"] for event in events(second, "lease_granted"))
-    # A worker that was between two calls at that moment may just have looked.
+    # A worker between two calls at that moment may have checked just before.
     assert max(begun(done, asked, granted).values(), default=0) <= 1
     assert max(Counter(call["lease"] for call in done.calls).values()) > 1, (
         "without others it keeps its lease"
@@ -126,7 +127,8 @@ def test_another_run_gets_its_turn_within_one_call(one_gpu: StubHost) -> None:
 
 
 def test_a_measurement_does_not_make_the_round_serial(tmp_path: Path) -> None:
-    host = StubHost(tmp_path, gpus=1, name=f"NVIDIA Stub {tmp_path.name}")  # of which nothing is known yet
+    # Nothing is known of a GPU with this name.
+    host = StubHost(tmp_path, gpus=1, name=f"NVIDIA Stub {tmp_path.name}")
     options = ["--max-workers", "4", "--gpu", "require", "--lease-timeout-s", "2"]
     with observed_states(host.ledger, lambda state: len(state.holders)) as looks:
         done = host.simulate(8, *options, "--run-config", "seconds=0.3 take-gib=1.0", app="leased")
@@ -137,7 +139,7 @@ def test_a_measurement_does_not_make_the_round_serial(tmp_path: Path) -> None:
     assert max(looks) == 4
 
 
-def test_a_second_try_has_its_lease_for_itself(one_gpu: StubHost) -> None:
+def test_a_retry_shares_its_gpu_with_no_other_worker(one_gpu: StubHost) -> None:
     options = ["--gpu-memory", "7GiB", "--gpu", "require", "--run-config", "seconds=0.3 too-much='3'"]
     options += ["--calls-per-worker", "16", "--lease-timeout-s", "2"]
     done = one_gpu.simulate(8, *options, app="leased")
@@ -145,19 +147,19 @@ def test_a_second_try_has_its_lease_for_itself(one_gpu: StubHost) -> None:
     (again,) = [event for event in events(done, "lease_requested") if event["memory_bytes"] > 7 * GIB]
     (granted,) = [event for event in events(done, "lease_granted") if event["alone"]]
     assert [note["partition"] for note in one_gpu.notes() if note["alone"]] == [3]
-    # Nor do workers of its own run keep it waiting for longer than the calls that they have.
+    # Workers of the same run delay the retry only for the rest of their calls.
     assert max(begun(done, again["time"], granted["time"]).values(), default=0) <= 1
 
 
-def test_the_time_limit_is_for_waiting_for_others(one_gpu: StubHost) -> None:
+def test_the_time_limit_counts_only_waiting_for_other_runs(one_gpu: StubHost) -> None:
     with one_gpu.leased(1, "0.9"):
         done = one_gpu.simulate(6, "--num-gpus", "0.25", "--lease-timeout-s", "1", app="leased")
     assert done.summary["failed"] == 6
     assert "another" in done.output and "no lease within lease_timeout_s=1" in done.output
 
 
-def test_a_run_that_goes_on_beside_another_has_no_time_limit(tmp_path: Path) -> None:
-    """Though it has more threads than the other one leaves it leases: its messages wait in itself."""
+def test_no_time_limit_applies_while_a_run_progresses_next_to_another(tmp_path: Path) -> None:
+    """The run has more threads than leases next to the other run, so its messages wait within the run."""
     host = StubHost(tmp_path, gpus=2)
     options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1"]
     with host.leased(2, "0.5"), observed_states(host.ledger, lambda state: state) as looks:
@@ -165,7 +167,7 @@ def test_a_run_that_goes_on_beside_another_has_no_time_limit(tmp_path: Path) -> 
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert max(len(state.holders) for state in looks) == 1 + 4
     assert max(len(state.waiting) for state in looks) == 1
-    # Its own ticket in the ledger takes no lease from its own workers.
+    # The run's own ticket in the ledger takes no lease from its workers.
     assert max(Counter(call["lease"] for call in done.calls).values()) > 1
 
 
@@ -180,8 +182,8 @@ def test_ctrl_c_ends_a_run_that_waits_for_a_lease(one_gpu: StubHost) -> None:
         assert not one_gpu.status().waiting
 
 
-def test_a_host_without_a_gpu_says_so_and_blames_no_policy(tmp_path: Path) -> None:
-    """The server asks for a GPU with some of the messages."""
+def test_a_host_without_a_gpu_is_reported_as_such_and_not_as_a_policy(tmp_path: Path) -> None:
+    """The server requests a GPU with some of the messages."""
     host = StubHost(tmp_path, gpus=0)
     del host.env["FLOWER_GPU_POLICY"]
     done = host.simulate(4, "--run-config", "mixed=true", app="leased")

@@ -1,4 +1,4 @@
-"""`flower-gpu simulate` with real apps: what comes out, and what goes wrong without ending the run."""
+"""`flower-gpu simulate` with real apps: its results, and failures that do not end the run."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def model(folder: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
-    """A run of four clients and two rounds that has ended."""
+    """A finished run of four clients and two rounds."""
     options = ("--seed", "2", "--calls-per-worker", "1")
     done = run("plain", 4, tmp_path_factory.mktemp("complete"), *options)
     assert done.status == 0, done.output
     return done
 
 
-def test_tables_of_files_are_true(complete: Simulation) -> None:
+def test_the_tables_of_files_in_the_docs_are_complete(complete: Simulation) -> None:
     there = files_in(complete.folder)
     reference = files_in_table("reference/simulate.md", "## The folder of a run")
     guide = files_in_table("how-to/simulate.md", "## The results")
     assert there <= reference
-    # What this run has no reason for: nobody fails, few clients have little state,
-    # it is not in a notebook, has no tracker and no MPS, and nobody asks for its report.
+    # This run has no reason for these files: no client fails, a few clients have little state, it runs
+    # outside a notebook, has no tracker and no MPS, and no report is requested.
     without_reason = {"failures.log", "states/", "report.html"}
     assert reference - there <= without_reason | {"run.log", "tensorboard/", "wandb/", "mps/"}
     assert guide - there <= {"failures.log", "report.html"}
@@ -55,31 +55,32 @@ def test_tables_of_files_are_true(complete: Simulation) -> None:
 
 @pytest.fixture
 def folder(complete: Simulation, tmp_path: Path) -> Path:
-    """The folder of a run that has ended; the test's own."""
+    """A copy of the folder of a finished run, for this test only."""
     return Path(shutil.copytree(complete.folder, tmp_path / "runs" / complete.folder.name))
 
 
-def test_what_clients_print_is_theirs(complete: Simulation) -> None:
-    """Each line by its client, here and in a file; lines of a client are in their order."""
+def test_lines_of_clients_are_attributed_to_them(complete: Simulation) -> None:
+    """Each line names its client, here and in a file. The lines of a client are in their order."""
     printed = (complete.folder / "clients.log").read_text()
     for partition in range(4):
         names = [f"client {partition}, round {number}: " for number in (1, 2)]
         expected = [name + text for name in names for text in (*[f"partition {partition}"] * 2, "100 %")]
-        for found in (printed, complete.output):
-            lines = [line for line in found.splitlines() if line.startswith(f"client {partition}, round")]
+        for text in (printed, complete.output):
+            lines = [line for line in text.splitlines() if line.startswith(f"client {partition}, round")]
             assert lines == expected
     assert len(printed.splitlines()) == 24
 
 
 def test_each_message_has_its_own_worker_and_states_are_kept(complete: Simulation) -> None:
     assert len({call["pid"] for call in complete.calls}) == len(complete.calls) == 8
-    for part in complete.parts("train"):  # means over all clients
+    # These are means over all clients.
+    for part in complete.parts("train"):
         assert part.metrics["calls"] == pytest.approx(part.round)
     assert complete.summary["outcome"] == "completed" and complete.summary["workers_started"] == 8
     assert [part.round for part in complete.parts("server-evaluate")] == [0, 1, 2]
 
 
-def test_workers_that_are_used_again_give_the_same_model(complete: Simulation, tmp_path: Path) -> None:
+def test_reused_workers_give_the_same_model(complete: Simulation, tmp_path: Path) -> None:
     done = run("plain", 4, tmp_path, "--seed", "2", "--max-workers", "1", "--calls-per-worker", "8")
     assert done.status == 0, done.output
     assert max(Counter(call["pid"] for call in done.calls).values()) > 1
@@ -91,25 +92,25 @@ def test_no_socket_is_left_to_the_garbage_collector(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
     done = run("plain", 2, tmp_path, "--calls-per-worker", "1", "--client-output", "all")
     assert done.status == 0, done.output
-    assert "partition 1" in done.output, "what workers write is shown"
+    assert "partition 1" in done.output, "the output of workers is shown"
     assert "ResourceWarning" not in done.output, done.output
 
 
-def test_clients_start_processes_of_their_own(tmp_path: Path) -> None:
-    """Of pools whose processes import the app's modules anew."""
+def test_clients_may_start_processes(tmp_path: Path) -> None:
+    """They use pools whose processes import the app's modules again."""
     done = run("children", 2, tmp_path)
     assert done.status == 0, done.output
     assert done.summary["outcome"] == "completed", done.output
     assert done.parts("train")[0].metrics["total"] == 14
 
 
-def test_failing_clients_are_named_and_the_run_ends_well(tmp_path: Path) -> None:
+def test_failing_clients_are_named_and_the_run_completes(tmp_path: Path) -> None:
     options = ("--run-config", "misspelt-for='unruly'", "--timeout-s", "3", "--calls-per-worker", "2")
     done = run("misspelt", 9, tmp_path, *options)
     assert done.status == 0, done.output
     assert done.summary["messages"] == 18 and done.summary["failed"] == 10
-    failed = [one for reason in done.summary["failures"] for one in reason["messages"]]
-    errors = {(one["round"], one["client"]): one["error"] for one in failed}
+    failed = [message for reason in done.summary["failures"] for message in reason["messages"]]
+    errors = {(message["round"], message["client"]): message["error"] for message in failed}
     for server_round in (1, 2):
         for client in (0, 3, 6):
             assert f"no data in partition {client}" in errors[server_round, client]
@@ -122,7 +123,7 @@ def test_failing_clients_are_named_and_the_run_ends_well(tmp_path: Path) -> None
     assert f'<p class="outcome partly">{outcome}' in write_report(done.folder).read_text()
 
 
-def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
+def test_a_completed_run_is_extended_killed_and_resumed_with_the_same_model(
     folder: Path, tmp_path: Path
 ) -> None:
     with (
@@ -153,11 +154,11 @@ def test_a_complete_run_goes_on_is_killed_and_resumed_as_if_it_had_never_been(
         ("derived", "with Derived, because its state is not known. Flower's own strategies"),
     ],
 )
-def test_a_refused_resume_leaves_the_earlier_run_as_it_was(strategy: str, text: str, folder: Path) -> None:
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+def test_a_refused_resume_leaves_the_earlier_run_unchanged(strategy: str, text: str, folder: Path) -> None:
+    original = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with pytest.raises(ConfigError, match=re.escape(f"cannot continue {text}")):
         simulate(APPS / "plain", 4, run_config={"strategy": strategy}, resume=folder, progress=False)
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == original
 
 
 @pytest.fixture
@@ -172,13 +173,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_is_told_with_numbers_that_agree(small_disk: Path) -> None:
-    """It is full with the checkpoint of the model before round 1."""
+def test_a_full_disk_is_reported_with_consistent_numbers(small_disk: Path) -> None:
+    """The checkpoint of the model before round 1 fills the disk."""
     done = run("plain", 4, small_disk, "--run-config", "elements=76_000")
     last = done.output.splitlines()[-1]
     assert done.status == 1 and last.startswith("flower-gpu simulate: the disk is full"), last
     assert done.output.count("the disk is full") == 1 and "Traceback" not in done.output, done.output
     assert "there is no checkpoint of an earlier one" in last
-    found = re.search(r"has no room for (\d+) KiB more, and (\d+) KiB are free", last)
-    assert found and int(found[1]) > int(found[2]), last
+    sizes = re.search(r"has no room for (\d+) KiB more, and (\d+) KiB are free", last)
+    assert sizes and int(sizes[1]) > int(sizes[2]), last
     assert done.summary["outcome"] == "failed" and "outcome" in done.output

@@ -1,4 +1,4 @@
-"""What ``simulate`` returns: it shows itself, and has its rounds, metrics and report."""
+"""The result of ``simulate``: its display, rounds, metrics and report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> SimulationResult:
 
 
 def test_errors_name_the_client_whose_reply_does_not_fit() -> None:
-    """And not Flower's id of its node, which nobody knows."""
+    """They do not name Flower's node id, which means nothing to users."""
     odd = ClientApp()
 
     @odd.train()
@@ -78,7 +78,7 @@ def test_errors_name_the_client_whose_reply_does_not_fit() -> None:
             simulate((server, odd), 2, **options)
 
 
-def test_fedbuff_names_the_client_that_has_failed_last() -> None:
+def test_fedbuff_names_the_client_that_failed_last() -> None:
     server, failing = ServerApp(), ClientApp()
 
     @server.main()
@@ -104,33 +104,35 @@ def test_rounds_are_a_key_of_the_run_config() -> None:
 
 
 def test_a_process_simulates_one_run_at_a_time() -> None:
-    """Two would mix environment variables, and patches of Flower's classes."""
+    """Two runs would mix environment variables and patches of Flower's classes."""
     begin, start = dict(os.environ), FedAvg.start
     refused: list[str] = []
 
     def second() -> None:
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as refusal:
             simulate((server_app, client_app), 1, log_dir=None, progress=False)
-        refused.append(str(told.value))
+        refused.append(str(refusal.value))
 
     outer = ServerApp()
 
     @outer.main()
     def main(grid: Grid, context: Context) -> None:
-        second()  # in a ServerApp, and in another thread
+        # Once in a ServerApp, and once in another thread.
+        second()
         thread = threading.Thread(target=second)
         thread.start()
         thread.join()
         raise LookupError("the first one ends")
 
-    for _ in range(2):  # after the end of one there is room for the next
+    # After the end of a run another run may start.
+    for _ in range(2):
         with pytest.raises(LookupError):
             simulate((outer, client_app), 1, log_dir=None, progress=False, start_method="in-process")
     assert len(refused) == 4 and all("one at a time" in text for text in refused)
     assert dict(os.environ) == begin and FedAvg.start is start
 
 
-def test_it_is_short(result: SimulationResult) -> None:
+def test_the_repr_is_short(result: SimulationResult) -> None:
     text = repr(result)
     assert text.startswith("<SimulationResult app; 3 clients; 2 of 2 rounds; completed, 2 of 12 messages")
     assert "evaluate: loss 0.25, accuracy 0.75" in text and str(result.folder) in text
@@ -138,9 +140,9 @@ def test_it_is_short(result: SimulationResult) -> None:
 
 
 def test_rounds_and_metrics(result: SimulationResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [(part.round, part.task, part.messages, part.failed) for part in result.history]
+    phases = [(part.round, part.task, part.messages, part.failed) for part in result.history]
     of_round = [("train", 3, 0), ("evaluate", 3, 1)]
-    assert told == [(number, *part) for number in (1, 2) for part in of_round]
+    assert phases == [(number, *part) for number in (1, 2) for part in of_round]
 
     table = result.metrics
     assert list(table.columns[:5]) == ["round", "task", "messages", "failed", "seconds"]
@@ -148,14 +150,15 @@ def test_rounds_and_metrics(result: SimulationResult, monkeypatch: pytest.Monkey
     assert evaluated["accuracy"].tolist() == [0.75, 0.75] and evaluated["round"].tolist() == [1, 2]
     assert evaluated["metrics.round"].tolist() == [8.0, 8.0]
 
-    monkeypatch.setitem(sys.modules, "pandas", None)  # as if it were not installed
+    # Act as if pandas were not installed.
+    monkeypatch.setitem(sys.modules, "pandas", None)
     rows = result.metrics
     assert [row["task"] for row in rows] == table["task"].tolist()
     assert rows[1]["loss"] == 0.25 and "loss" not in rows[0]
 
 
 class Page(HTMLParser):
-    """Collects texts, and sees to it that every tag is closed."""
+    """Collects texts, and checks that every tag is closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -186,7 +189,7 @@ def test_a_notebook_shows_a_table(result: SimulationResult) -> None:
 
 
 @pytest.mark.parametrize(("rounds", "rows"), [(0, 0), (1, 2), (12, 13), (500, 14)])
-def test_any_number_of_rounds(result: SimulationResult, rounds: int, rows: int) -> None:
+def test_the_table_shows_any_number_of_rounds(result: SimulationResult, rounds: int, rows: int) -> None:
     parts = [
         RoundPart(0.0, number, "server-evaluate", metrics={"<b>": number - 1, "f1": 0.0}, seconds=1.0)
         for number in range(rounds)
@@ -197,7 +200,7 @@ def test_any_number_of_rounds(result: SimulationResult, rounds: int, rows: int) 
     assert len(html) < 50_000
 
 
-def test_the_report(result: SimulationResult) -> None:
+def test_the_report_can_be_shown_in_a_notebook(result: SimulationResult) -> None:
     page = result.report()
     assert page == Path(result.folder or "") / "report.html" and "<html" in page.read_text()
     shown: str = page._repr_html_()  # type: ignore[attr-defined]
@@ -206,13 +209,13 @@ def test_the_report(result: SimulationResult) -> None:
     assert page._repr_html_() is None  # type: ignore[attr-defined]
 
 
-def test_flowers_lines_are_in_the_log(result: SimulationResult) -> None:
+def test_flowers_log_lines_are_in_the_log_file(result: SimulationResult) -> None:
     assert result.folder is not None
     log = (result.folder / "run.log").read_text()
     assert "INFO Starting FedAvg strategy" in log and "[ROUND 2/2]" in log
 
 
-def test_a_run_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_folder_has_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(log_dir=None, verbose=False)
     assert len(result.history) == 4 and "<table" in result._repr_html_()

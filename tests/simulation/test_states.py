@@ -1,4 +1,4 @@
-"""What virtual nodes keep between messages: whole, apart from what others do with it, in bounded memory."""
+"""States that virtual nodes keep between messages: complete, isolated, and in bounded memory."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def names(folder: Path) -> list[str]:
 
 @given(record_dicts)
 @settings(max_examples=examples(60))
-def test_records_come_back_from_bytes_as_they_were(records: RecordDict) -> None:
-    before = contents(records)
-    found = record_bytes.decode(record_bytes.encode(records))
-    assert contents(found) == before
-    assert contents(record_bytes.decode(record_bytes.encode(found))) == before
+def test_records_are_restored_from_bytes(records: RecordDict) -> None:
+    original = contents(records)
+    decoded = record_bytes.decode(record_bytes.encode(records))
+    assert contents(decoded) == original
+    assert contents(record_bytes.decode(record_bytes.encode(decoded))) == original
 
 
 @given(first=record_dicts, second=record_dicts)
 @settings(max_examples=examples(20))
 @pytest.mark.parametrize("limit", [0, 1000, 10**9])
-def test_a_state_is_the_one_put_last(
+def test_the_state_of_a_node_is_the_last_that_was_put(
     tmp_path_factory: pytest.TempPathFactory, limit: int, first: RecordDict, second: RecordDict
 ) -> None:
     states = RecordStates(tmp_path_factory.mktemp("states"), limit)
@@ -76,7 +76,7 @@ def test_a_list_that_flower_does_not_take_is_refused_and_the_old_state_stays(tmp
 
 
 @pytest.mark.parametrize("limit", [0, 10**9])
-def test_changing_what_was_put_or_got_changes_nothing_that_is_stored(tmp_path: Path, limit: int) -> None:
+def test_stored_states_do_not_change_with_objects_that_were_put_or_got(tmp_path: Path, limit: int) -> None:
     states = RecordStates(tmp_path, limit)
     state = filled(1, 10_000)
     state["config"]["list"] = [1]  # type: ignore[index]
@@ -90,7 +90,7 @@ def test_changing_what_was_put_or_got_changes_nothing_that_is_stored(tmp_path: P
     assert states.get(0)["config"]["list"] == [1]  # type: ignore[index]
 
 
-def test_states_beyond_the_limit_are_in_files_the_least_recently_used_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_states_beyond_the_limit_go_to_files(tmp_path: Path) -> None:
     folder = tmp_path / "late" / "states"
     states = RecordStates(folder, 3 * SIZE)
     for partition in range(3):
@@ -103,7 +103,8 @@ def test_states_beyond_the_limit_are_in_files_the_least_recently_used_first(tmp_
     states.put(4, filled(4))
     assert names(folder) == ["0", "1"]
     assert states.memory_bytes == 3 * SIZE
-    states.put(1, filled(11))  # from its file into memory
+    # This state moves from its file into memory.
+    states.put(1, filled(11))
     assert names(folder) == ["0", "3"]
     assert [number_of(states.get(partition)) for partition in range(5)] == [0, 11, 22, 3, 4]
     assert states.memory_bytes == 3 * SIZE
@@ -111,7 +112,7 @@ def test_states_beyond_the_limit_are_in_files_the_least_recently_used_first(tmp_
     assert not folder.exists() and states.memory_bytes == 0
 
 
-def test_a_state_beyond_the_limit_by_itself_goes_into_a_file_and_moves_no_other(tmp_path: Path) -> None:
+def test_a_state_larger_than_the_limit_goes_to_a_file_and_evicts_no_other(tmp_path: Path) -> None:
     states = RecordStates(tmp_path, 2 * SIZE)
     states.put(0, filled(0))
     for number in (1, 2):
@@ -129,14 +130,14 @@ def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path, limit
     states.put(0, filled(1))
     with states.held() as changed:
         states.saved({})
-        before = list(tmp_path.iterdir())
+        original = list(tmp_path.iterdir())
         states.put(0, states.get(0))
-        assert not changed and list(tmp_path.iterdir()) == before
+        assert not changed and list(tmp_path.iterdir()) == original
         states.put(0, filled(2))
         assert changed == {0}
 
 
-def test_files_that_an_earlier_run_left_are_deleted_and_others_are_not(tmp_path: Path) -> None:
+def test_only_the_files_of_an_earlier_run_are_deleted(tmp_path: Path) -> None:
     for name in ("3-7.state", "notes.state"):
         (tmp_path / name).write_text("x")
     RecordStates(tmp_path, 0).put(0, filled(1))
@@ -144,16 +145,16 @@ def test_files_that_an_earlier_run_left_are_deleted_and_others_are_not(tmp_path:
 
 
 @linux_only
-def test_a_state_keeps_no_map_of_the_reply_that_it_came_in(tmp_path: Path) -> None:
+def test_a_state_does_not_keep_its_reply_mapped(tmp_path: Path) -> None:
     states = RecordStates(tmp_path, 10**9)
     descriptor = transport.create("reply-of-a-test")
     reply = {"model": np.zeros(1 << 20), "state": filled(1, 10_000)}
     transport.write_reply(reply, descriptor)
-    found = transport.read_reply(descriptor)
+    reply = transport.read_reply(descriptor)
     os.close(descriptor)
-    states.put(0, found["state"])
+    states.put(0, reply["state"])
     assert "reply-of-a-test" in Path("/proc/self/maps").read_text()
-    del found
+    del reply
     gc.collect()
     assert "reply-of-a-test" not in Path("/proc/self/maps").read_text()
     assert number_of(states.get(0)) == 1
@@ -178,7 +179,7 @@ def test_thousands_of_states_take_no_descriptors_and_no_maps(tmp_path: Path, lim
 
 
 @pytest.mark.parametrize("limit", [0, 3 * SIZE, 10**9])
-def test_threads_with_different_nodes_lose_nothing(tmp_path: Path, limit: int) -> None:
+def test_threads_with_different_nodes_lose_no_states(tmp_path: Path, limit: int) -> None:
     states = RecordStates(tmp_path, limit)
 
     def work(first: int) -> None:
@@ -212,10 +213,10 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
     assert number_of(states.get(0)) == 1
 
 
-def test_what_cannot_be_written_is_an_error_and_the_states_are_as_before(
+def test_a_failed_write_is_an_error_and_leaves_the_states_unchanged(
     run_script: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """A limit on the size of files takes the place of a full disk."""
+    """A limit on the size of files stands in for a full disk."""
     run_script(
         """
         import resource, sys
@@ -257,8 +258,8 @@ def test_the_error_of_a_full_disk_says_where_and_how_much(tmp_path: Path) -> Non
     assert "the disk is full" in text and str(tmp_path) in text and "3 MiB" in text and " are free" in text
 
 
-def test_a_context_has_a_state_of_its_own() -> None:
-    """After a call that failed the state is as before."""
+def test_a_context_has_a_copy_of_the_state() -> None:
+    """A failed call leaves the stored state unchanged."""
     nodes = VirtualNodes(3, 0, 1, {})
     state = record_bytes.encode(filled(1))
     changed = nodes.context_of(nodes.ids[1], state)
@@ -268,8 +269,8 @@ def test_a_context_has_a_state_of_its_own() -> None:
     assert not nodes.context_of(nodes.ids[0], b"").state
 
 
-def test_the_memory_of_a_state_that_was_got_is_not_sent_as_a_shared_model() -> None:
-    """Bytes that come again are taken for the model of a round, which is written anew for all."""
+def test_a_state_is_not_sent_as_a_shared_model() -> None:
+    """Bytes that come again count as the model of a round, which is written again for all workers."""
     states = RecordStates()
     states.put(0, RecordDict({"arrays": ArrayRecord({"a": Array(np.zeros(1 << 18))})}))
     context = states.get(0)
@@ -283,7 +284,7 @@ def test_the_memory_of_a_state_that_was_got_is_not_sent_as_a_shared_model() -> N
 
 
 def in_threads(functions: list[Callable[[], None]]) -> None:
-    """Run functions at the same time; raise what one of them raises."""
+    """Run functions at the same time. Raise an error that any of them raises."""
     errors: list[BaseException] = []
 
     def run(function: Callable[[], None]) -> None:

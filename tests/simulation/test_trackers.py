@@ -1,4 +1,4 @@
-"""Trackers with the real libraries, offline: what they were sent of a run, and of the same run resumed."""
+"""Trackers with their real libraries, offline: the data they receive from a run, and from its resumption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCORE = "clients/train/score (%)/client 2"
 
 @dataclass
 class Read:
-    """What a tracker has of a run: figures by name and step, and texts."""
+    """The contents of a tracker after a run: values by name and step, and texts."""
 
     figures: dict[str, dict[int, float]]
     config: dict[str, str]
@@ -40,7 +40,7 @@ class Read:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
-    """Run one round with all trackers, and resume it for another one; one of three clients fails."""
+    """Run one round with all trackers, and resume the run for another round. One of three clients fails."""
     host = StubHost(tmp_path_factory.mktemp("tracked"), gpus=1)
     env = {
         **os.environ,
@@ -71,9 +71,13 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
         outputs.append(process.communicate(timeout=TIMEOUT_S)[0])
         assert process.returncode == 0, outputs
         services = [
-            one for one in psutil.process_iter(["cmdline"]) if "wandb-core" in str(one.info["cmdline"])
+            process_info
+            for process_info in psutil.process_iter(["cmdline"])
+            if "wandb-core" in str(process_info.info["cmdline"])
         ]
-        assert not [one for one in services if str(process.pid) in one.info["cmdline"]]
+        assert not [
+            process_info for process_info in services if str(process.pid) in process_info.info["cmdline"]
+        ]
     [folder] = host.logs.iterdir()
     return Simulation(0, "\n".join(outputs), folder)
 
@@ -81,23 +85,23 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
 def read_tensorboard(folder: Path) -> Read:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder / "tensorboard"))
-    found.Reload()
-    tags = found.Tags()
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    tags = accumulator.Tags()
     texts = {
-        tag: [text.decode() for event in found.Tensors(tag) for text in event.tensor_proto.string_val]
+        tag: [text.decode() for event in accumulator.Tensors(tag) for text in event.tensor_proto.string_val]
         for tag in tags["tensors"]
     }
     rows = [line.strip("| ").split(" | ") for table in texts["config"] for line in table.splitlines()[2:]]
     return Read(
-        {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in tags["scalars"]},
+        {tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in tags["scalars"]},
         {row[0]: row[-1] for row in rows},
         "\n".join([*texts["failures"], *texts["outcome"]]),
     )
 
 
 def read_wandb(folder: Path) -> Read:
-    """Read both files of the run, as ``wandb sync`` does, with W&B's own reader."""
+    """Read both files of the run with W&B's own reader, as ``wandb sync`` does."""
     read = Read({}, {}, "")
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
@@ -106,25 +110,26 @@ def read_wandb(folder: Path) -> Read:
         inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
         lines = subprocess.run(inspect, capture_output=True, check=True, timeout=TIMEOUT_S).stdout
         for record in map(json.loads, lines.splitlines()):
-            found = record.get(record.get("type"), {})
+            fields = record.get(record.get("type"), {})
             if record.get("type") == "history":
-                item = found["item"]
+                item = fields["item"]
                 steps.append(item["_step"])
                 for name, value in item.items():
                     step = item.get("round", item.get("seconds"))
                     read.figures.setdefault(name, {})[step] = value
             elif record.get("type") == "run":
-                assert found.get("resume", False) == (file == files[1])
-            for name, value in found.get("config", found).get("update", {}).items():
+                assert fields.get("resume", False) == (file == files[1])
+            for name, value in fields.get("config", fields).get("update", {}).items():
                 (read.config if record["type"] in ("run", "config") else {})[name] = str(value)
             if record.get("type") == "summary":
-                read.texts += "".join(f"{value}\n" for value in found["update"].values())
-    assert steps == sorted(set(steps)), "the second file goes on where the first one ends"
+                read.texts += "".join(f"{value}\n" for value in fields["update"].values())
+    assert steps == sorted(set(steps)), "the second file continues after the first"
     return read
 
 
 def read_mlflow(folder: Path) -> Read:
-    from mlflow.tracking import MlflowClient  # here, and not above: it takes a second
+    # Imported here because the import takes a second.
+    from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder.parents[1]}/mlflow.db")
     experiment = client.get_experiment_by_name("leased")
@@ -132,7 +137,7 @@ def read_mlflow(folder: Path) -> Read:
     assert (run.info.status, run.info.run_name) == ("FINISHED", folder.name)
     figures = {
         name.replace("score ___", "score (%)"): {
-            one.step: one.value for one in client.get_metric_history(run.info.run_id, name)
+            point.step: point.value for point in client.get_metric_history(run.info.run_id, name)
         }
         for name in run.data.metrics
     }
@@ -148,7 +153,7 @@ READERS: dict[str, Callable[[Path], Read]] = {
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_run_and_its_resumption_are_one_run_of_the_tracker(tracked: Simulation, name: str) -> None:
+def test_a_run_and_its_resumption_are_a_single_run_of_the_tracker(tracked: Simulation, name: str) -> None:
     read = READERS[name](tracked.folder)
     figures = read.figures
     assert figures["train/score (%)"] == {1: 1.0, 2: 1.0}, "of clients 0 and 2"
@@ -178,7 +183,7 @@ def test_a_run_and_its_resumption_are_one_run_of_the_tracker(tracked: Simulation
 def test_a_run_says_where_to_look(tracked: Simulation) -> None:
     for way in ("tensorboard --logdir ", "wandb sync ", "mlflow ui --backend-store-uri sqlite:///"):
         assert len(re.findall(f"(?m)^tracker +{way}", tracked.output)) == 2, tracked.output
-    # Also below the lines that the trackers' libraries print while they end.
+    # The hint also comes after the lines that the trackers' libraries print at exit.
     assert tracked.output.splitlines()[-1].split()[0] == "report"
     assert "warning: tracker" not in tracked.output
 
@@ -196,7 +201,7 @@ def test_a_missing_library_is_an_error_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-def test_trackers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_or_broken_trackers_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     app = Path(__file__).parent / "apps/plain"
     with pytest.raises(ConfigError, match="'neptune' is not one of tensorboard, wandb, mlflow"):
         simulate(app, 1, trackers=["tensorboard", "neptune"], log_dir=tmp_path / "runs")
@@ -210,10 +215,11 @@ def test_trackers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_tracker_out_of_reach_is_said_when_it_fails_and_at_the_end(
+def test_an_unreachable_tracker_is_reported_when_it_fails_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+    # No server listens on this port.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     folder = RunFolder(tmp_path)
     folder.tensorboard.write_text("in the way")
@@ -232,11 +238,12 @@ def test_a_tracker_out_of_reach_is_said_when_it_fails_and_at_the_end(
     assert not list(trace.read(folder.trace, only="tracker_started"))
 
 
-FIRST = 2**63 - 5  # ids of nodes have 64 bits
+# Node ids have 64 bits.
+FIRST = 2**63 - 5
 
 
 def of_clients(points: Points, clients: Sequence[int], server_round: int = 1) -> dict[str, float]:
-    """Return the figures of a round's clients, each of which replies with its number."""
+    """Return the values of a round's clients, each of which replies with its number."""
     which = {"round": server_round, "task": "train"}
     events = [
         trace.make("round_started", **which, messages=len(clients)),
@@ -248,15 +255,18 @@ def of_clients(points: Points, clients: Sequence[int], server_round: int = 1) ->
     return {name: x for name, x in point.values.items() if name.startswith("clients/")}
 
 
-def test_many_clients_have_no_series_of_their_own() -> None:
-    found = of_clients(Points(History(keep_finished=False)), range(MOST_CLIENTS + 1))
+def test_many_clients_get_no_series_each() -> None:
+    values = of_clients(Points(History(keep_finished=False)), range(MOST_CLIENTS + 1))
     prefix = "clients/train/x"
-    assert found == {f"{prefix}/mean": 10.0, f"{prefix}/min": 0, f"{prefix}/max": MOST_CLIENTS}
+    assert values == {f"{prefix}/mean": 10.0, f"{prefix}/min": 0, f"{prefix}/max": MOST_CLIENTS}
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_clients_of_the_run_count_and_not_those_of_a_round(is_told: bool) -> None:
-    """Sampling would give each round other series. A run that does not say how many there are finds out."""
+def test_the_limit_applies_to_clients_of_the_run_not_of_a_round(is_told: bool) -> None:
+    """Sampling would give each round other series.
+
+    Without a declared number of clients, the tracker counts.
+    """
     history = History(keep_finished=False)
     points = Points(history)
     if is_told:
@@ -267,7 +277,7 @@ def test_clients_of_the_run_count_and_not_those_of_a_round(is_told: bool) -> Non
     assert len(names) == 3 + (0 if is_told else MOST_CLIENTS)
 
 
-def test_figures_of_clients_that_are_not_finite() -> None:
+def test_statistics_of_client_values_that_are_not_finite() -> None:
     values = iter(("NaN", "Infinity", 1.0))
     history = History(keep_finished=False)
     which = {"round": 1, "task": "train"}

@@ -27,26 +27,26 @@ def test_long_starts_lead_to_advice_once() -> None:
     ("has_preload", "ready_s", "call_s"),
     [(True, {True: 6.0}, 8.0), (False, {True: 6.0}, 60.0), (False, {True: 0.2}, 0.3), (False, {}, 8.0)],
 )
-def test_there_is_no_advice_without_reason(
+def test_no_advice_is_given_without_reason(
     has_preload: bool, ready_s: dict[bool, float], call_s: float
 ) -> None:
-    """Data are loaded once, training takes longer, starts are short, or workers are used again."""
+    """Data is loaded once, training takes longer, starts are short, or workers are reused."""
     starts = WorkerStarts(has_preload=has_preload)
     assert advice(starts, ready_s, call_s) == []
     assert bool(starts.facts()) == bool(ready_s)
 
 
 def test_evaluation_does_not_hide_the_time_before_training() -> None:
-    """Only messages that train come to a step."""
+    """Only training messages reach an optimizer step."""
     starts = WorkerStarts(has_preload=False)
     advice(starts, {False: 1.0}, 1.5)
     starts.learn({False: 1.0, True: 6.0}, 8.0)
     assert starts.facts()["worker_ready_s"] == 6.0
 
 
-def test_the_first_step_of_an_optimizer_is_told_once() -> None:
+def test_the_first_step_of_an_optimizer_is_reported_once() -> None:
     torch = pytest.importorskip("torch")
-    told: list[int] = []
+    reports: list[int] = []
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([weights[0]], lr=0.1), torch.optim.Adam([weights[1]])]
 
@@ -57,9 +57,9 @@ def test_the_first_step_of_an_optimizer_is_told_once() -> None:
             optimizer.step()
 
     train()
-    with frameworks.at_first_step(lambda: told.append(1)):
-        assert not told
+    with frameworks.at_first_step(lambda: reports.append(1)):
+        assert not reports
         train()
-    assert told == [1]
+    assert reports == [1]
     train()
-    assert told == [1]
+    assert reports == [1]

@@ -1,4 +1,4 @@
-"""Hosts for the tests of simulations: one fork server for all of them, everything else for each."""
+"""Hosts for the tests of simulations. They share a fork server, and everything else is separate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def new_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewHost]:
-    """Make hosts; when the module's tests are done, nothing of their simulations may be left."""
+    """Create hosts. When the module's tests are done, no process of their simulations may remain."""
     hosts = []
 
     def new(gpus: int = 2) -> SimulationHost:

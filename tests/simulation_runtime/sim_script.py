@@ -1,4 +1,4 @@
-"""A simulation in a script that defines everything itself and never ends. Argument: a folder for notes."""
+"""A simulation in a script that defines everything and never ends. Argument: a folder for notes."""
 
 import json
 import os
@@ -20,13 +20,13 @@ CLIENTS, WAITING = 4, 3
 FOLDER = Path(sys.argv[1])
 
 
-def note(name, **what):
+def note(name, **facts):
     with open(FOLDER / f"{name}.jsonl", "a") as file:
-        file.write(json.dumps(what) + "\n")
+        file.write(json.dumps(facts) + "\n")
 
 
 def resources(context):
-    # Only in the call that will not end: others may take long on a busy machine.
+    # Only the call that never ends has a limit, because other calls may take long on a busy machine.
     calls = context.state.get("calls")
     hangs = context.node_config["partition-id"] == 3 and calls is not None and calls["count"] == 1
     return {"timeout_s": 3} if hangs else None

@@ -1,4 +1,4 @@
-"""A host with stub GPUs for whole simulations: Ray, Flower and leases of a test's own."""
+"""A host with stub GPUs for whole simulations, with separate Ray, Flower and leases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from flower_gpu.leases.state import State
 
 FOLDER = Path(__file__).parent
 START_S = (
-    300  # for Ray, which starts eight processes that take ten seconds of a core: others may need the cores
+    # Ray starts eight processes that take ten seconds of a core, and other tests may need the cores.
+    300
 )
 _NOT_INHERITED = ("FLOWER_GPU", "FLWR_", "RAY_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "OMP_NUM_")
 
@@ -45,7 +46,7 @@ class SimulationHost:
         self.folder = folder
         self.uuids = nvml_stub.Host(folder / "stub", gpus=gpus).uuids
         self.run_dir = self.new_folder("run")
-        # Ray puts sockets there, whose names may have no more than 107 characters.
+        # Ray creates sockets in this folder, and their paths are limited to 107 characters.
         self.ray = Path(tempfile.mkdtemp(prefix="fgpu-ray-"))
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         self.env |= {
@@ -74,62 +75,62 @@ class SimulationHost:
         return path
 
     def start(self, *command: str | Path, name: str = "output", **env: str) -> Program:
-        """Start a program, which is ended with this host at the latest."""
+        """Start a program. It is ended with this host at the latest."""
         program = Program(command, self.folder / f"{name}.log", {**self.env, **env})
         self._running.callback(program.end)
         return program
 
     def run(self, *command: str | Path, name: str = "output", **env: str) -> str:
-        """Run a program to its end; return what it wrote."""
+        """Run a program to its end. Return its output."""
         return self.start(*command, name=name, **env).succeeded()
 
     def status(self) -> State:
         return self._ledger.status()
 
     def observed(self) -> AbstractContextManager[list[dict[str, tuple[int, int]]]]:
-        """Look all the time at who holds how much of which GPU."""
+        """Record continuously which process holds how much memory of which GPU."""
         return observed(
             self.folder / "ledger",
             lambda holders: {
-                one.id: (self.uuids.index(part.uuid), part.memory_bytes)
-                for one in holders
-                for part in one.gpu_parts
+                holder.id: (self.uuids.index(part.uuid), part.memory_bytes)
+                for holder in holders
+                for part in holder.gpu_parts
             },
         )
 
     def events(self, *names: str, folder: Path | None = None) -> list[dict[str, Any]]:
-        """Return what the trace has of these events."""
+        """Return the events with these names in the trace."""
         path = (folder or self.run_dir) / trace.FILE_NAME
         return [event for event in trace.read(path) if event["event"] in names]
 
     def processes(self) -> dict[int, str]:
-        """Return the processes of simulations here: all have the folder of Ray in their environment."""
-        found = {}
+        """Return the processes of this host's simulations, which have Ray's folder in their environment."""
+        commands_by_pid = {}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                # A fork server is everybody's, and stays.
+                # The fork server is shared with other tests, and stays.
                 if (
                     str(self.ray).encode() in (process / "environ").read_bytes()
                     and "flower_gpu.workers.forkserver" not in command
                 ):
-                    found[int(process.name)] = command
-        return found
+                    commands_by_pid[int(process.name)] = command
+        return commands_by_pid
 
     def has_no_process(self) -> bool:
         return not self.processes()
 
     def end(self, pid: int) -> None:
-        """Ask a process to end, and wait until it has."""
+        """Ask a process to end, and wait until it has ended."""
         os.kill(pid, signal.SIGTERM)
         until(lambda: pid not in self.processes(), self.processes, START_S)
 
     def end_programs(self) -> None:
-        """End what a test has started and not ended, because it failed."""
+        """End the programs that a failed test has not ended."""
         self._running.close()
 
     def close(self) -> None:
-        """Take away what is not in the test's own folder."""
+        """Remove the files outside the test's own folder."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -140,7 +141,7 @@ NewHost = Callable[..., SimulationHost]
 
 
 class Program:
-    """A program in a process group of its own, as a shell starts it, whose output goes to a file."""
+    """A program in a separate process group, as a shell starts it, with its output in a file."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, env: dict[str, str]) -> None:
         self._log = log
@@ -162,29 +163,29 @@ class Program:
         return self.output
 
     def until(self, condition: Callable[[], Any]) -> None:
-        """Wait until something is so, as long as the program lives; what it wrote says why it is not."""
+        """Wait for a condition while the program lives. If it ends, the error shows its output."""
         until(lambda: condition() or self.process.poll() is not None, self, START_S)
         assert condition(), f"it has ended:\n{self.output}"
 
     def wait(self, timeout_s: float = START_S) -> int:
-        """Wait for its end; return its exit code."""
+        """Wait for the end of the program. Return its exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end:\n{self.output}") from None
 
     def succeeded(self) -> str:
-        """Wait for its end; return what it wrote."""
+        """Wait for the end of the program. Return its output."""
         assert self.wait() == 0, self.output
         return self.output
 
     def end(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the program, unless it has ended."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def notes(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON lines in a file; none where there is no file yet."""
+    """Return the JSON lines in a file, or an empty list if the file does not exist yet."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CLIENTS, WAITING = 4, 3
 
-#: Leases what the simulation leaves, says so, and ends when it may. Argument: a folder.
+# : Leases what the simulation leaves free, reports that, and ends on request. Argument: a folder.
 OTHER = """
 import sys, time
 from pathlib import Path
@@ -42,7 +42,7 @@ run_in_worker(wait, num_gpus=0.5, start_method="fork")
 
 @dataclass
 class Ran:
-    """What the script has left until its clients waited. It does not end."""
+    """The files of the script up to the time when its clients wait. The script does not end."""
 
     host: SimulationHost
     folder: Path
@@ -73,8 +73,8 @@ def test_a_round_goes_on_without_clients_that_raise_die_or_hang(ran: Ran) -> Non
 
 
 def test_the_servers_log_says_which_client_failed_and_why(ran: Ran) -> None:
-    told = ran.output.partition("aggregate_train: Received 1 results")[2].partition("[ROUND 3/3]")[0]
-    errors = re.split(r"Received error in reply from node \d+", told)[1:]
+    log_part = ran.output.partition("aggregate_train: Received 1 results")[2].partition("[ROUND 3/3]")[0]
+    errors = re.split(r"Received error in reply from node \d+", log_part)[1:]
     reasons = sorted(re.findall(r"train of client .*", text)[-1] for text in errors)
     assert len(reasons) == 3
     assert reasons[0].startswith("train of client 1: ValueError: client 1 has no data")
@@ -82,20 +82,20 @@ def test_the_servers_log_says_which_client_failed_and_why(ran: Ran) -> None:
     assert reasons[2].startswith("train of client 3: no result within timeout_s=3")
 
 
-def test_only_the_gpu_that_the_whole_simulation_may_see_is_leased(ran: Ran) -> None:
+def test_only_the_gpu_visible_to_the_whole_simulation_is_leased(ran: Ran) -> None:
     granted = ran.host.events("lease_granted")
     assert {gpu["index"] for event in granted for gpu in event["gpus"]} == {1}
     assert {call["visible"] for call in ran.notes("trains")} == {ran.host.uuids[1]}
 
 
-def is_there(pid: int) -> bool:
-    """Tell whether a process has not ended; who has started it may still have to take note of that."""
+def is_alive(pid: int) -> bool:
+    """Return True if a process has not ended. Its parent may still have to reap it."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
-def test_a_gpu_is_shared_and_what_is_ended_leaves_no_worker_and_no_lease(ran: Ran) -> None:
+def test_a_gpu_is_shared_and_an_ended_simulation_leaves_no_worker_and_no_lease(ran: Ran) -> None:
     host = ran.host
     workers = {note["partition"]: note["pid"] for note in ran.notes("waiting")}
     waiting = [note for note in ran.notes("actors") if note["kind"] == "train.waiting"]
@@ -105,15 +105,19 @@ def test_a_gpu_is_shared_and_what_is_ended_leaves_no_worker_and_no_lease(ran: Ra
     other = host.start(sys.executable, "-c", OTHER, others, name="other", CUDA_VISIBLE_DEVICES="1")
     other.until(lambda: host.status().waiting)
     state = host.status()
-    assert len(state.holders) == WAITING and os.getpgid(state.waiting[0].pid)  # alive
+    # The waiting process is alive.
+    assert len(state.holders) == WAITING and os.getpgid(state.waiting[0].pid)
 
-    os.kill(actors[killed], signal.SIGKILL)  # as Ray itself does when main memory runs short
-    other.until((others / "has-a-lease").exists)  # it has the place of the worker that is gone
-    assert [is_there(pid) for partition, pid in sorted(workers.items())] == [False, True, True]
+    # Ray itself does this when main memory runs short.
+    os.kill(actors[killed], signal.SIGKILL)
+    # The other program gets the place of the worker that has ended.
+    other.until((others / "has-a-lease").exists)
+    assert [is_alive(pid) for partition, pid in sorted(workers.items())] == [False, True, True]
 
-    ran.program.process.kill()  # the script itself; Ray's processes are others
+    # This kills only the script. Ray's processes are separate.
+    ran.program.process.kill()
     other.until(lambda: len(host.status().holders) == 1)
-    assert not any(map(is_there, workers.values()))
+    assert not any(map(is_alive, workers.values()))
 
     (others / "go").touch()
     other.succeeded()

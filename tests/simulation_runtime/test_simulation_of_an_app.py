@@ -1,4 +1,4 @@
-"""`flwr run` of an app in the Simulation Runtime, with the one line for gpu_mod; and its plain loop."""
+"""`flwr run` of an app in the Simulation Runtime, with the one line for gpu_mod, next to a plain loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CLIENTS, ROUNDS, ACTORS = 5, 2, 3
 PLAIN = "app = ClientApp(mods=[actor_noted])\n"
-# Nearly all that a GPU has can be leased; of these requests many do not fit beside each other.
+# Nearly all memory of a GPU can be leased. Many of these requests do not fit next to each other.
 WITH_MOD = """
 from flower_gpu import gpu_mod
 
@@ -35,7 +35,7 @@ app = ClientApp(mods=[actor_noted, gpu_mod(gpu_memory="2GiB", resources=resource
 SIMULATION = f"num-supernodes={CLIENTS} client-resources-num-cpus=1 init-args-num-cpus="
 
 
-#: The training of the same app in one process: FedAvg's mean of what the clients return.
+# : The training of the same app in a single process: FedAvg's mean of the clients' results.
 LOOP = """
 import sys
 import numpy as np
@@ -53,7 +53,7 @@ np.savez(path, **{name: array.numpy() for name, array in state.items()})
 
 @dataclass
 class Simulated:
-    """What a run has left."""
+    """Files of a finished run."""
 
     notes: Path
     output: str
@@ -70,7 +70,7 @@ class Simulated:
 
 @pytest.fixture(scope="module")
 def host(new_host: NewHost) -> Iterator[SimulationHost]:
-    """With a SuperLink: `flwr run` would start one as well, and give up after 15 s."""
+    """A host with a SuperLink. `flwr run` would start one as well, but give up after 15 s."""
     host = new_host(gpus=2)
     [port] = ports.free_ports(1)
     flwr_home = host.new_folder("home/.flwr")
@@ -110,7 +110,8 @@ def test_the_weights_are_those_of_a_plain_loop(host: SimulationHost, request: py
     path = host.folder / "loop.npz"
     env = {"PYTHONPATH": str(FOLDER / "digits_app")}
     loop = host.start(sys.executable, "-c", LOOP, str(CLIENTS), str(ROUNDS), path, name="loop", **env)
-    with_mod: Simulated = request.getfixturevalue("with_mod")  # while processes of the simulation start
+    # The loop runs while processes of the simulation start.
+    with_mod: Simulated = request.getfixturevalue("with_mod")
     assert len(with_mod.fits()) == CLIENTS * ROUNDS, with_mod.output
     loop.succeeded()
     expected, weights = dict(np.load(path)), with_mod.weights()
@@ -121,7 +122,7 @@ def test_the_weights_are_those_of_a_plain_loop(host: SimulationHost, request: py
         )
 
 
-def test_each_client_is_held_to_its_own_request_and_never_more_is_leased_than_fits(
+def test_each_client_is_limited_to_its_request_and_leases_never_exceed_the_gpu(
     host: SimulationHost, with_mod: Simulated, seen: list[dict[str, tuple[int, int]]]
 ) -> None:
     share = (16 * GIB - 256 * 2**20) * 99 // 100
@@ -145,7 +146,7 @@ def test_each_client_is_held_to_its_own_request_and_never_more_is_leased_than_fi
     assert {gpu for look in seen for gpu, _ in look.values()} == {0, 1}
 
 
-def test_every_fit_has_its_own_worker_which_sees_the_leased_gpu(
+def test_every_fit_has_its_own_worker_that_sees_the_leased_gpu(
     host: SimulationHost, with_mod: Simulated
 ) -> None:
     granted = {event["lease"]: event for event in host.events("lease_granted")}
@@ -160,7 +161,7 @@ def test_every_fit_has_its_own_worker_which_sees_the_leased_gpu(
         assert worker["threads"] == 1, "as many as Ray gives each actor"
 
 
-def test_actors_do_not_import_what_the_app_trains_with(with_mod: Simulated) -> None:
+def test_actors_do_not_import_the_training_framework(with_mod: Simulated) -> None:
     actors = with_mod.actors()
     assert len({note["pid"] for note in actors}) == ACTORS
     for note in actors:
@@ -177,7 +178,7 @@ def test_actors_hold_no_gpu(with_mod: Simulated) -> None:
         )
 
 
-def test_state_written_in_a_worker_is_there_in_the_next_round(with_mod: Simulated) -> None:
+def test_state_written_in_a_worker_is_available_in_the_next_round(with_mod: Simulated) -> None:
     for partition in range(CLIENTS):
         counts = [note["fits"] for note in with_mod.actors() if note["partition"] == partition]
         assert counts == list(range(1, ROUNDS + 1))

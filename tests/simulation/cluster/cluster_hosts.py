@@ -1,7 +1,7 @@
-"""A Ray cluster on this machine whose hosts share nothing by accident: each has namespaces of its own.
+"""A Ray cluster on this machine. Each of its hosts has namespaces of its own.
 
-A host has its own process ids, name, ``/dev/shm``, folder for temporary files, ledger and state folder, and
-its GPUs are a stub's. What they share is the network, and the folder of the test.
+A host has separate process ids, name, ``/dev/shm``, folder for temporary files, ledger and state folder, and
+stub GPUs. The hosts share the network and the folder of the test.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _NAMESPACES = ("--mount", "--uts", "--pid")
 
 @cache
 def problem() -> str:
-    """Return why there can be no hosts here; empty if there can."""
-    if importlib.util.find_spec("ray") is None:  # not imported: other tests' processes would have it
+    """Return the reason why hosts cannot be created here, or an empty string."""
+    # Ray is not imported: processes of other tests would inherit it.
+    if importlib.util.find_spec("ray") is None:
         return "needs Ray"
     unshare, nsenter = shutil.which("unshare"), shutil.which("nsenter")
     if unshare is None or nsenter is None:
@@ -51,14 +52,15 @@ def problem() -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where on this machine a host is.
+    """Where a host runs on this machine.
 
     Attributes
     ----------
     ip : str
         The host's address.
     around : sequence of str
-        What starts a command there, in its own process: as ``taskset --cpu-list 0``.
+        Prefix that starts a command at this place in the command's own process, such as ``taskset --cpu-list
+        0``.
     """
 
     ip: str = "127.0.0.1"
@@ -71,17 +73,17 @@ class Host:
     Parameters
     ----------
     name : str
-        The host's.
+        Name of the host.
     folder : Path
-        Of its files.
+        Folder for its files.
     address : str, optional
-        The head's; None: this is the head.
+        Address of the head, or None if this host is the head.
     gpus : int
-        How many stub GPUs it has, of 16 GiB each.
+        Number of stub GPUs, with 16 GiB each.
     env : mapping, optional
-        More variables.
+        Additional environment variables.
     place : Place
-        Its CPUs and network, if they are not those of this process.
+        CPUs and network of the host, if they differ from those of this process.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Host:
         self._around = place.around
         self.folder = folder
         folder.mkdir(parents=True)
-        # Ray puts sockets there, whose names may have no more than 107 characters.
+        # Ray creates sockets in this folder, and their paths are limited to 107 characters.
         self.temporary = Path(tempfile.mkdtemp(prefix="fgpu-"))
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         self.env |= nvml_stub.Host(folder / "stub", gpus=gpus, host=name).env
@@ -106,7 +108,8 @@ class Host:
             "FLOWER_GPU_LEDGER_DIR": str(self._new("ledger")),
             "FLOWER_GPU_STATE_DIR": str(self._new("state")),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_prestart_worker_first_driver": "0",  # an agent's worker has an environment of its own
+            # The environment of an agent's worker is not that of a prestarted worker.
+            "RAY_prestart_worker_first_driver": "0",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -143,7 +146,7 @@ class Host:
 
     @property
     def is_up(self) -> bool:
-        """Whether Ray says that it runs."""
+        """True if Ray reports that it has started."""
         text = self.log.read_text()
         has_started = "Ray runtime started" in text
         assert has_started or self._process.poll() is None, text
@@ -151,30 +154,30 @@ class Host:
 
     @property
     def first_pid(self) -> int:
-        """The process, as seen from outside, with which everything of this host ends."""
+        """Pid, seen from outside, of the process whose end ends all processes of this host."""
         pid = self._process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def pids(self, words: str) -> list[int]:
-        """Return the processes of this host whose command lines or names have these words."""
+        """Return the pids of this host's processes whose command line contains ``words``."""
         mine = Path(f"/proc/{self.first_pid}/ns/pid").readlink()
-        found = []
+        matches = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if (path / "ns/pid").readlink() == mine:
                     command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     if words in command:
-                        found.append(int(path.name))
+                        matches.append(int(path.name))
             except OSError:
                 continue
-        return found
+        return matches
 
     def inside(self, command: list[str]) -> list[str]:
-        """Return what runs a command on this host."""
+        """Return the command that runs ``command`` on this host."""
         return [*self._around, "nsenter", "--target", str(self.first_pid), *_NAMESPACES, *command]
 
     def end(self) -> None:
-        """End all processes of this host at once, as when its power is gone."""
+        """End all processes of this host at once, as a power failure would."""
         if self._process.poll() is None:
             os.kill(self.first_pid, signal.SIGKILL)
             self._process.wait(60)
@@ -182,14 +185,15 @@ class Host:
 
 
 class Cluster:
-    """A Ray cluster; the driver runs on its first host."""
+    """A Ray cluster. The driver runs on its first host."""
 
     def __init__(
         self, folder: Path, hosts: int = 2, gpus: int = 0, places: Sequence[Place] = (), **env: str
     ) -> None:
         self.folder = folder
         self.gpus = gpus
-        self._places = places  # of the first hosts
+        # Places of the first hosts
+        self._places = places
         self._env = env
         self._count = hosts
         self.hosts: list[Host] = []
@@ -210,17 +214,18 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Where Ray is."""
+        """Address of the head."""
         return f"{self._place(0).ip}:{self.hosts[0].port}"
 
     def _place(self, number: int) -> Place:
         return self._places[number] if number < len(self._places) else Place()
 
     def add(self) -> Host:
-        """Have one more host join."""
+        """Start one more host."""
         number = len(self.hosts)
         name = f"host-{number}"
-        if self.hosts:  # one after the other: several that start at a time may choose the same ports
+        # Hosts start in turn, because hosts that start together may choose the same ports.
+        if self.hosts:
             until(lambda: self.hosts[-1].is_up, self.hosts[-1].name, WAIT_S)
         address = self.address if self.hosts else None
         host = Host(name, self.folder / name, address, self.gpus, self._env, self._place(number))
@@ -229,7 +234,7 @@ class Cluster:
 
     @contextmanager
     def running(self, app: str, nodes: int, *options: str, name: str = "runs", **env: str) -> Iterator[Run]:
-        """Start a simulation on the cluster; it is over with the block."""
+        """Start a simulation on the cluster. It is killed at the end of the block."""
         head = self.hosts[0]
         command = [str(BIN / "flower-gpu"), "simulate", str(APPS / app), "--num-supernodes", str(nodes)]
         command += ["--ray-address", self.address, *options]
@@ -268,51 +273,51 @@ class Run:
 
     @property
     def output(self) -> str:
-        """What it has printed."""
+        """Output of the command so far."""
         return self._log.read_text()
 
     @property
     def has_folder(self) -> bool:
-        """Whether there are any results."""
+        """True if the run has a folder of results."""
         return self._logs.exists()
 
     @property
     def folder(self) -> Path:
-        """Its results."""
+        """Folder of the results."""
         return max(self._logs.iterdir())
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What it says of itself."""
-        found: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
-        return found
+        """Contents of ``result.json``."""
+        summary: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
+        return summary
 
     @property
     def status(self) -> int | None:
-        """Its exit status."""
+        """Exit status of the command, or None while it runs."""
         return self.process.poll()
 
     def send(self, number: int) -> None:
-        """Send a signal to the command, and not to what brought it into the host's namespaces."""
+        """Send a signal to the command, and not to the process that entered the host's namespaces."""
         pid = self.process.pid
         os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]), number)
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
-        """Wait for its end."""
+        """Wait for the end of the run."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it goes on after {timeout_s:g} s:\n{self.output}") from None
 
     def says(self, text: str) -> None:
-        """Wait until it has printed a text."""
+        """Wait until the run has printed a text."""
         until(lambda: text in self.output or self.process.poll() is not None, text, WAIT_S)
         assert text in self.output, self.output
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        """Return what its trace says of clients."""
-        found = trace.read(self.folder / trace.FILE_NAME)
-        return [event for event in found if event["event"] in names and event.get("client") != "server"]
+        """Return the events of clients in the run's trace."""
+        all_events = trace.read(self.folder / trace.FILE_NAME)
+        return [event for event in all_events if event["event"] in names and event.get("client") != "server"]
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
-"""An agent on a host to which a model is on its way for as long as a file is missing: run with that file.
+"""An agent on a host that receives a model only when a file appears. The file's path is the argument.
 
-Prints the numbers of the messages that it has handled by then, those in the end, and the error by which a
-last model cannot be fetched.
+Prints the ids of the messages handled before the file appears, of those handled in the end, and the error of
+a last model that cannot be fetched.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def get(where: tuple[bytes, bool]) -> Any:
     return pickle.loads(data)
 
 
-def put(found: Any) -> tuple[bytes, bool]:
-    is_slow = isinstance(found, bytes) if KIND_OF_SLOW == "state" else found is SLOW
-    return pickle.dumps(found), is_slow
+def put(item: Any) -> tuple[bytes, bool]:
+    is_slow = isinstance(item, bytes) if KIND_OF_SLOW == "state" else item is SLOW
+    return pickle.dumps(item), is_slow
 
 
 def visit(number: int, model: ArrayRecord, state: bytes = b"") -> Visit:

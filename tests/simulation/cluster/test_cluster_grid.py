@@ -1,4 +1,4 @@
-"""The grid of several hosts, with hosts in threads of this process: what is done where, and how often."""
+"""A grid of several hosts in threads of this process: which host handles a message, and how often."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ RUN_ID, SEED = 5, 7
 
 @pytest.fixture(autouse=True)
 def identity() -> Iterator[None]:
-    # Once before there are threads: Python 3.11 cannot always parse headers in several threads at a time.
-    # Real hosts do that in a process each.
+    # Parse the headers once before threads start: Python 3.11 cannot always parse them in several threads.
+    # Real hosts run in separate processes, so they are not affected.
     for shape in ((3, 4), (3,), (5, 7)):
         for array in ArrayRecord([np.zeros(shape, np.float32)]).values():
             view_of(array)
@@ -67,7 +67,7 @@ def records(states: StateStore, place: int) -> RecordDict:
 
 
 def client(message: Message, state: RecordDict) -> Message:
-    """Train: what depends on the model, the node and its state. The state counts the calls."""
+    """Train: the reply depends on the model, the node and its state. The state counts the calls."""
     calls = int(state.get("calls", {"count": 0})["count"]) + 1
     state["calls"] = MetricRecord({"count": calls})
     numbers = np.random.default_rng(message.metadata.dst_node_id % 1000 + calls)
@@ -82,7 +82,7 @@ def client(message: Message, state: RecordDict) -> Message:
 
 
 class InThread(QueueHost):
-    """A host whose agent is in this process. What goes there and comes back is pickled."""
+    """A host whose agent is in this process. Everything that is sent or returned is pickled."""
 
     def __init__(self, name: str, concurrency: int, dies_at: int | None = None, dies_of: int = 0) -> None:
         super().__init__(About(name, concurrency, 1, {}, 1, []))
@@ -100,7 +100,7 @@ class InThread(QueueHost):
         self.start(Client(self), concurrency)
 
     def live(self) -> None:
-        """Die after so many calls, whatever it is that is called."""
+        """Die after a number of calls of any kind."""
         with self._dying:
             if self._left is not None:
                 self._left -= 1
@@ -119,7 +119,8 @@ class InThread(QueueHost):
 
     def exchange(self, visits: Sequence[Visit]) -> Answers:
         self.live()
-        answers = super().exchange(visits)  # which takes them
+        # This call submits the visits.
+        answers = super().exchange(visits)
         assert not self.faults
         self.live()
         return pickle.loads(pickle.dumps(replace(answers, is_full=self.says_full)))
@@ -129,7 +130,7 @@ class InThread(QueueHost):
 
 
 class Client(NoWorkers):
-    """Handles messages of a host."""
+    """Handles the messages of a host."""
 
     def __init__(self, host: InThread) -> None:
         self._host = host
@@ -158,13 +159,13 @@ class Client(NoWorkers):
 
 
 class SafeHost(InThread):
-    """One machine."""
+    """A host that cannot be lost, like the driver's machine."""
 
     can_be_lost = False
 
 
 class Under:
-    """A grid under test, with the states of its nodes; each host that dies is followed by another one."""
+    """A grid under test, with the states of its nodes. Each host that dies is replaced by another host."""
 
     def __init__(self, nodes: int, *hosts: InThread, is_followed: bool = True, **options: Any) -> None:
         self.states = StateStore()
@@ -202,16 +203,16 @@ class Under:
         arrays, metrics = ArrayRecord([np.zeros((3, 4), np.float32)]), []
         for _ in range(rounds):
             sums = partial(self.grid.sums, self.messages(arrays, chosen, group), None)
-            new, told = FedAvg(exact_order=in_order).aggregate_train(1, ComingReplies((), sums))
-            assert new is not None and told is not None
+            new, averages = FedAvg(exact_order=in_order).aggregate_train(1, ComingReplies((), sums))
+            assert new is not None and averages is not None
             arrays = new
-            metrics.append(dict(told))
+            metrics.append(dict(averages))
         return arrays.to_numpy_ndarrays(), metrics
 
     def replies(
         self, count: int, *, in_order: bool, timeout: float | None = None, group: str = "1"
     ) -> list[Message]:
-        """Return what is left of the replies of the first nodes when they are summed."""
+        """Return the replies of the first nodes that are not part of a sum."""
         messages = self.messages(ArrayRecord([np.zeros(3, np.float32)]), list(range(count)), group)
         return self.rest(messages, in_order=in_order, timeout=timeout)
 
@@ -220,7 +221,7 @@ class Under:
         return [item for item in sums if isinstance(item, Message)]
 
     def calls(self) -> list[int]:
-        """Return how many calls each node's state has."""
+        """Return the number of calls in each node's state."""
         return [
             int(records(self.states, place).get("calls", {"count": 0})["count"])
             for place in range(len(self.nodes.ids))
@@ -236,8 +237,8 @@ def under(nodes: int, *hosts: InThread, **options: Any) -> Iterator[Under]:
         test.close()
 
 
-# After how many calls each of four hosts dies. At most two die, because a message that costs three hosts
-# becomes an error.
+# Number of calls after which each of four hosts dies. At most two die, because a message that was on three
+# lost hosts becomes an error.
 DEATHS = st.tuples(st.integers(0, 150), st.none() | st.integers(0, 150)).flatmap(
     lambda calls: st.permutations([*calls, None, None])
 )
@@ -254,17 +255,17 @@ def mortal(sizes: list[int], deaths: list[int | None]) -> list[InThread]:
     rounds=st.integers(1, 2),
 )
 @settings(max_examples=examples(40))
-def test_in_order_the_bits_are_those_of_one_machine(
+def test_sums_in_order_are_bit_identical_to_those_of_a_single_machine(
     chosen: set[int], sizes: list[int], deaths: list[int | None], rounds: int
 ) -> None:
     places = sorted(chosen, key=lambda place: hash((place, rounds)))
     with under(70, SafeHost("here", 2)) as alone:
         expected = alone.train(places, in_order=True, rounds=rounds)
-        counted = alone.calls()
+        expected_calls = alone.calls()
     with under(70, *mortal(sizes, deaths)) as test:
-        found = test.train(places, in_order=True, rounds=rounds)
-        assert found[0][0].tobytes() == expected[0][0].tobytes() and found[1] == expected[1]
-        assert test.calls() == counted, "each client's state went on by one call in each round"
+        result = test.train(places, in_order=True, rounds=rounds)
+        assert result[0][0].tobytes() == expected[0][0].tobytes() and result[1] == expected[1]
+        assert test.calls() == expected_calls, "each client's state advances by one call in each round"
 
 
 @given(
@@ -275,16 +276,16 @@ def test_in_order_the_bits_are_those_of_one_machine(
 def test_in_any_order_each_reply_counts_once(sizes: list[int], deaths: list[int | None]) -> None:
     chosen = list(range(0, 60, 2))
     with under(60, SafeHost("here", 2)) as alone:
-        ((expected,), metrics), counted = alone.train(chosen, in_order=True, rounds=2), alone.calls()
+        ((expected,), metrics), expected_calls = alone.train(chosen, in_order=True, rounds=2), alone.calls()
     with under(60, *mortal(sizes, deaths)) as test:
-        (found,), told = test.train(chosen, in_order=False, rounds=2)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-        assert [one["calls"] for one in told] == pytest.approx([one["calls"] for one in metrics])
-        assert test.calls() == counted
+        (arrays,), averages = test.train(chosen, in_order=False, rounds=2)
+        np.testing.assert_allclose(arrays, expected, rtol=1e-5, atol=1e-6)
+        assert [entry["calls"] for entry in averages] == pytest.approx([entry["calls"] for entry in metrics])
+        assert test.calls() == expected_calls
         assert all(not host._sums for host in test.hosts if not host.is_gone)
 
 
-def test_replies_that_are_not_summed_come_as_they_are() -> None:
+def test_replies_that_are_not_summed_are_unchanged() -> None:
     with under(20, InThread("a", 2, dies_at=9), InThread("b", 1)) as test:
         messages = test.messages(ArrayRecord([np.ones(3, np.float32)]), list(range(20)))
         replies = list(test.grid.send_and_receive(messages))
@@ -293,7 +294,7 @@ def test_replies_that_are_not_summed_come_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_message_that_costs_three_hosts_is_an_error(in_order: bool) -> None:
+def test_a_message_that_was_on_three_lost_hosts_is_an_error(in_order: bool) -> None:
     victim = VirtualNodes(20, SEED, RUN_ID, {}).ids[4]
     with under(20, InThread("a", 2, dies_of=victim), InThread("b", 2, dies_of=victim)) as test:
         rest = test.replies(20, in_order=in_order)
@@ -304,7 +305,7 @@ def test_a_message_that_costs_three_hosts_is_an_error(in_order: bool) -> None:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_without_hosts_the_run_ends(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_ends_when_no_host_remains(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "_NO_HOST_S", 0.1)
     with under(20, InThread("a", 2, dies_at=5), is_followed=False) as test:
         rest = test.replies(20, in_order=in_order)
@@ -326,10 +327,11 @@ def test_a_full_host_gets_nothing_until_it_has_room() -> None:
         assert (full.messages, other.messages) == (10, 10)
 
 
-def test_a_host_that_becomes_full_gives_back_what_it_has_not_begun() -> None:
+def test_a_host_that_becomes_full_returns_messages_that_it_has_not_started() -> None:
     full, other = InThread("full", 1), InThread("other", 1)
     full.call_s = {"train": 0.01}
-    other.call_s = {"train": 0.01}  # so messages are sent ahead
+    # Short calls make the grid send messages ahead.
+    other.call_s = {"train": 0.01}
     full.gate.clear()
     with under(40, full, other) as test:
         thread = threading.Thread(
@@ -338,7 +340,8 @@ def test_a_host_that_becomes_full_gives_back_what_it_has_not_begun() -> None:
         thread.start()
         until(lambda: full.begun.is_set() and full._waiting)
         full.says_full = True
-        full.give_back()  # as its agent does when a message waits for a lease
+        # The agent does this when a message waits for a lease.
+        full.give_back()
         until(lambda: full.is_full and full.under_way == 1)
         full.gate.set()
         thread.join(60)
@@ -349,7 +352,8 @@ def test_long_messages_are_not_sent_ahead_after_short_ones() -> None:
     host = InThread("a", 1)
     with under(20, host) as test:
         test.train(list(range(20)), in_order=False)
-        host.call_s["train"] = 0.01  # short, however busy this machine is
+        # This makes the calls short however busy this machine is.
+        host.call_s["train"] = 0.01
         host.gate.clear()
         messages = [
             Message(message.content, message.metadata.dst_node_id, "query", group_id="1")
@@ -357,35 +361,36 @@ def test_long_messages_are_not_sent_ahead_after_short_ones() -> None:
         ]
         ids = list(test.grid.push_messages(messages))
         until(lambda: host.under_way)
-        time.sleep(0.2)  # in which others would come
+        # More messages would arrive during this pause.
+        time.sleep(0.2)
         assert host.under_way == 1
         host.gate.set()
         replies: list[Message] = []
         until(lambda: replies.extend(test.grid.pull_messages(ids[len(replies) :])) or len(replies) == 20)
 
 
-@pytest.mark.parametrize("how", ["summed", "summed in order", "each reply"])
-def test_what_has_expired_is_an_error(how: str) -> None:
+@pytest.mark.parametrize("mode", ["summed", "summed in order", "each reply"])
+def test_an_expired_message_is_an_error(mode: str) -> None:
     host = InThread("a", 1)
     with under(20, host) as test:
         content = RecordDict({"arrays": ArrayRecord([np.zeros(3, np.float32)])})
         messages = [Message(content, node, "train", ttl=2.0, group_id="1") for node in test.nodes.ids[:4]]
         host.gate.clear()
-        if how == "each reply":
+        if mode == "each reply":
             replies = list(test.grid.send_and_receive(messages))
         else:
-            replies = test.rest(messages, in_order="order" in how)
+            replies = test.rest(messages, in_order="order" in mode)
         host.gate.set()
         assert [reply.error.code for reply in replies] == [ErrorCode.MESSAGE_UNAVAILABLE] * 4
         assert len(host.cancelled) == 1, "the others have not begun"
         until(lambda: not host.under_way)
-        # The host goes on, and what has expired is not in its sums.
-        test.train(list(range(20)), in_order="order" in how)
+        # The host continues, and the expired messages are not in its sums.
+        test.train(list(range(20)), in_order="order" in mode)
         assert test.calls() == [1] * 20
 
 
 @pytest.mark.parametrize("method", ["take", "exchange"])
-def test_a_host_with_a_fault_is_lost_and_the_run_goes_on(method: str) -> None:
+def test_a_faulty_host_is_lost_and_the_run_goes_on(method: str) -> None:
     faulty = InThread("faulty", 1)
 
     def fails(visits: Sequence[Visit]) -> Answers:
@@ -412,7 +417,7 @@ def test_a_state_that_cannot_be_kept_is_an_error_of_its_client(monkeypatch: pyte
         assert "no space left" in replies[2].error.reason
 
 
-def test_messages_that_nobody_wants_any_more_are_not_sent() -> None:
+def test_cancelled_messages_are_not_sent() -> None:
     host = InThread("a", 1)
     host.gate.clear()
     with under(20, host) as test:
@@ -421,13 +426,13 @@ def test_messages_that_nobody_wants_any_more_are_not_sent() -> None:
         host.gate.set()
         until(lambda: not host.under_way)
         test.train([3], in_order=False)
-        assert sum(test.calls()) == 1, "of the first messages none was counted"
-        left = test.dispatcher
-        assert not left._seed_of and not left._losses and not left._jobs
+        assert sum(test.calls()) == 1, "no call of the first messages was counted"
+        used_dispatcher = test.dispatcher
+        assert not used_dispatcher._seed_of and not used_dispatcher._losses and not used_dispatcher._jobs
 
 
-def test_messages_beside_a_deadly_one_have_not_failed() -> None:
-    """They were on the same hosts, three times."""
+def test_messages_that_share_hosts_with_a_deadly_message_do_not_fail() -> None:
+    """They were on the same three lost hosts."""
     victim = VirtualNodes(30, SEED, RUN_ID, {}).ids[7]
     with under(30, InThread("a", 30, dies_of=victim)) as test:
         rest = test.replies(30, in_order=False)
@@ -435,12 +440,13 @@ def test_messages_beside_a_deadly_one_have_not_failed() -> None:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_replies_that_do_not_go_together_are_an_error(in_order: bool) -> None:
+def test_replies_of_different_shapes_are_an_error(in_order: bool) -> None:
     with under(40, InThread("a", 2), InThread("b", 2)) as test:
         with pytest.raises(InvalidResultError, match="do all clients train the same model"):
             test.train(list(range(40)), in_order=in_order, group="misfit")
         assert sum(test.calls()) <= 40
-        test.train([1], in_order=in_order)  # it goes on
+        # The grid still works.
+        test.train([1], in_order=in_order)
 
 
 def test_clients_that_fail_are_counted() -> None:
@@ -451,7 +457,7 @@ def test_clients_that_fail_are_counted() -> None:
         assert sum(host.failed for host in test.hosts) == 6
 
 
-def test_the_model_of_a_round_goes_to_each_host_once() -> None:
+def test_the_model_of_a_round_is_sent_to_each_host_once() -> None:
     put: list[ArrayRecord] = []
     got: list[str] = []
     sent = SentModels(lambda record: put.append(record) or pickle.dumps(record))
@@ -464,22 +470,23 @@ def test_the_model_of_a_round_goes_to_each_host_once() -> None:
     assert len(put) == 3 and max(got.count("a"), got.count("b")) <= 3
 
 
-@pytest.mark.parametrize(("slow", "in_the_end"), [("model", ["0", "1", "2"]), ("state", ["0", "2"])])
-def test_an_agent_answers_while_it_fetches(slow: str, in_the_end: list[str], tmp_path: Path) -> None:
-    """The driver knows by its answers that it is alive. Messages that wait for nothing are handled.
+@pytest.mark.parametrize(("slow", "handled_ids"), [("model", ["0", "1", "2"]), ("state", ["0", "2"])])
+def test_an_agent_answers_while_it_fetches(slow: str, handled_ids: list[str], tmp_path: Path) -> None:
+    """An agent's answers show the driver that it is alive, and messages whose data has arrived are handled.
 
-    If a model cannot be fetched, an answer is the error, by which the host is lost.
+    If a model cannot be fetched, the answer is an error, and the host is lost.
     """
     script = Path(__file__).parent / "slow_agent.py"
     env = {**os.environ, **SHARED_STATE}
     done = run_programs.run([sys.executable, script, tmp_path / "arrived", slow], env=env, timeout_s=100)
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith("[")]  # the app prints, too
-    assert told == ["['2']", str(in_the_end), "['the object is lost']"]
+    # The app prints lines as well.
+    answers = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert answers == ["['2']", str(handled_ids), "['the object is lost']"]
 
 
-def test_models_are_kept_while_they_take_little_memory() -> None:
-    """FedBuff has many versions under way, and messages with them come to a host in any order."""
+def test_models_are_cached_while_they_take_little_memory() -> None:
+    """FedBuff has many versions in flight, and messages with them reach a host in any order."""
     models = [ArrayRecord([np.full(1000, number, np.float32)]) for number in range(30)]
     nodes = VirtualNodes(1, SEED, RUN_ID, {})
     size = sum(len(array.data) for array in models[0].values())
@@ -487,19 +494,22 @@ def test_models_are_kept_while_they_take_little_memory() -> None:
         put: list[bytes] = []
         got: list[bytes] = []
         sent = SentModels(lambda record, put=put: put.append(b"") or pickle.dumps(record), kept_bytes)
-        here = FetchedModels(lambda where, got=got: got.append(where) or pickle.loads(where), kept_bytes)
-        taken: list[Visit] = []
+        fetched_models = FetchedModels(
+            lambda where, got=got: got.append(where) or pickle.loads(where), kept_bytes
+        )
+        received: list[Visit] = []
         for model in [*models, *models]:
             visit = Visit(Message(RecordDict({"arrays": model}), nodes.ids[0], "train"), 0)
-            here.receive([sent.packed(visit)], taken.extend, pytest.fail)
-        until(lambda taken=taken: len(taken) == 60, "all are there")
+            fetched_models.receive([sent.packed(visit)], received.extend, pytest.fail)
+        until(lambda received=received: len(received) == 60, "all visits have arrived")
         assert (len(put), len(got)) == (fetched, fetched)
-        for model in models[-4:]:  # the last ones are kept, however little memory there is
+        # The latest models are kept, however little memory is allowed.
+        for model in models[-4:]:
             visit = Visit(Message(RecordDict({"arrays": model}), nodes.ids[0], "train"), 0)
-            here.receive([sent.packed(visit)], taken.extend, pytest.fail)
-        until(lambda taken=taken: len(taken) == 64, "all are there")
+            fetched_models.receive([sent.packed(visit)], received.extend, pytest.fail)
+        until(lambda received=received: len(received) == 64, "all visits have arrived")
         assert (len(put), len(got)) == (fetched, fetched)
-        here.close()
+        fetched_models.close()
 
 
 def test_a_model_in_use_is_kept_longer_than_others() -> None:
@@ -508,19 +518,19 @@ def test_a_model_in_use_is_kept_longer_than_others() -> None:
     put: list[ArrayRecord] = []
     got: list[bytes] = []
     sent = SentModels(lambda record: put.append(record) or pickle.dumps(record), kept_bytes=0)
-    here = FetchedModels(lambda where: got.append(where) or pickle.loads(where), kept_bytes=0)
-    taken: list[Visit] = []
+    fetched_models = FetchedModels(lambda where: got.append(where) or pickle.loads(where), kept_bytes=0)
+    received: list[Visit] = []
     for model in models:
-        for each in (model, models[0]):
-            visit = Visit(Message(RecordDict({"arrays": each}), node, "train"), 0)
-            here.receive([sent.packed(visit)], taken.extend, pytest.fail)
-    until(lambda: len(taken) == 60, "all are there")
+        for sent_model in (model, models[0]):
+            visit = Visit(Message(RecordDict({"arrays": sent_model}), node, "train"), 0)
+            fetched_models.receive([sent.packed(visit)], received.extend, pytest.fail)
+    until(lambda: len(received) == 60, "all visits have arrived")
     assert (len(put), len(got)) == (30, 30)
-    here.close()
+    fetched_models.close()
 
 
-def test_what_is_large_does_not_travel_with_the_call() -> None:
-    """Ray carries out the calls of an agent in order, and a call waits for its arguments."""
+def test_large_data_is_not_an_argument_of_the_call() -> None:
+    """Ray runs the calls of an agent in order, and a call waits for its arguments."""
     arrays = ArrayRecord([np.ones(100_000, np.float32)])
     content = RecordDict({"arrays": arrays, "data": ConfigRecord({"bytes": bytes(200_000), "small": 1})})
     (node,) = VirtualNodes(1, SEED, RUN_ID, {}).ids
@@ -532,12 +542,12 @@ def test_what_is_large_does_not_travel_with_the_call() -> None:
 
     call = pickle.dumps(SentModels(put).packed(Visit(Message(content, node, "train"), 0, bytes(300_000))))
     assert len(call) < 10_000
-    taken: list[Visit] = []
-    here = FetchedModels(lambda place: pickle.loads(store[place]))
-    here.receive([pickle.loads(call)], taken.extend, pytest.fail)
-    until(lambda: taken, "it is there")
-    assert taken[0].message.content == content and taken[0].state == bytes(300_000)
-    here.close()
+    received: list[Visit] = []
+    fetched_models = FetchedModels(lambda place: pickle.loads(store[place]))
+    fetched_models.receive([pickle.loads(call)], received.extend, pytest.fail)
+    until(lambda: received, "the visit has arrived")
+    assert received[0].message.content == content and received[0].state == bytes(300_000)
+    fetched_models.close()
 
 
 def test_a_model_that_cannot_be_fetched_is_a_fault(tmp_path: Path) -> None:
@@ -548,30 +558,31 @@ def test_a_model_that_cannot_be_fetched_is_a_fault(tmp_path: Path) -> None:
     nodes = VirtualNodes(1, SEED, RUN_ID, {})
     visit = Visit(Message(RecordDict({"arrays": ArrayRecord([np.zeros(3)])}), nodes.ids[0], "train"), 0)
     FetchedModels(get).receive([SentModels(pickle.dumps).packed(visit)], pytest.fail, faults.append)
-    until(lambda: faults, "it is told")
+    until(lambda: faults, "the fault is reported")
     assert str(faults[0]) == "the object is lost"
 
 
 def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped, or waits for its disk: Ray takes it for alive, and calls of its methods never end."""
+    """Ray takes a stopped process for alive, but calls of its methods never end."""
     monkeypatch.setattr(cluster_hosts, "_is_there", lambda coming, timeout_s=0: coming != "hangs")
     monkeypatch.setattr(cluster_hosts, "_get", lambda coming, timeout_s=None: coming)
-    monkeypatch.setattr(sys, "path", sys.path.copy())  # Ray adds to it, and fork servers are told apart by it
+    # Ray extends the path, and fork servers are distinguished by it.
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     with pytest.raises(HostLostError, match="has not answered for 60 s"):
         remote("hangs", exchange=lambda visits: "hangs").exchange([])
-    told: list[Event] = []
+    reported: list[Event] = []
     news = News([{"event": "first", "time": 3.0}], [])
-    host = remote("here", told.extend, exchange=lambda visits: (Answers(is_full=True), news))
-    assert host.exchange([]).is_full and told == [{"event": "first", "time": 1.0, "host": "here"}]
+    host = remote("here", reported.extend, exchange=lambda visits: (Answers(is_full=True), news))
+    assert host.exchange([]).is_full and reported == [{"event": "first", "time": 1.0, "host": "here"}]
 
 
 def remote(
-    name: str, tell: Callable[..., object] = lambda events: None, **methods: Callable[..., Any]
+    name: str, report: Callable[..., object] = lambda events: None, **methods: Callable[..., Any]
 ) -> cluster_hosts.RemoteHost:
-    """Return a host whose agent has these methods, and a clock that is two seconds ahead."""
+    """Return a host whose agent has the given methods and a clock two seconds ahead."""
     agent = SimpleNamespace(**{key: SimpleNamespace(remote=method) for key, method in methods.items()})
     about = About(name, 1, 1, {}, 1, [])
-    return cluster_hosts.RemoteHost(about, name, agent, 2.0, SentModels(pickle.dumps), tell)
+    return cluster_hosts.RemoteHost(about, name, agent, 2.0, SentModels(pickle.dumps), report)
 
 
 @pytest.mark.parametrize(

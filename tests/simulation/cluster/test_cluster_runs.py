@@ -25,16 +25,18 @@ pytestmark = [
     pytest.mark.skipif(cluster_hosts.problem() != "", reason=f"no hosts: {cluster_hosts.problem()}"),
 ]
 
-NODES = 40  # of which 32 are asked: two blocks in order, one for each host
-# Many messages of a worker: the app keeps nothing in its modules, and one for each takes far longer.
+# Each round asks 32 of them: two blocks in order, one for each host.
+NODES = 40
+# Each worker handles many messages, because the app keeps nothing in its modules and a worker per message
+# takes far longer.
 MANY = ("--calls-per-worker", "1000")
-# Nearly all runs have these: so those of a host have one fork server.
+# Nearly all runs have these options, so the runs of a host share a fork server.
 SAME = ("--seed", "3", "--deterministic", *MANY, "--gpu", "never")
 MEDIAN = ("--run-config", "strategy='median'")
 
 
 class Gate:
-    """Of a run whose clients wait in a round until it is let in. Its options are `options`."""
+    """A run whose clients wait in a round until the test lets them in. ``options`` are its options."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,41 +49,43 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two hosts with a GPU each, that nothing happens to until the last test."""
+    """Two hosts with a GPU each. Only the last test kills any of them."""
     folder = tmp_path_factory.mktemp("cluster")
     env = {"LEASED_APP_NOTES": str(folder / "notes.jsonl"), "LEASED_APP_GO_ON": str(folder / "go-on")}
-    with Cluster(folder, gpus=1, MKL_CBWR=SHARED_STATE["MKL_CBWR"], **env) as found:
-        yield found
+    with Cluster(folder, gpus=1, MKL_CBWR=SHARED_STATE["MKL_CBWR"], **env) as started_cluster:
+        yield started_cluster
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
-    """The run of one machine."""
+    """The same run on a single machine."""
     done = run("exact", NODES, tmp_path_factory.mktemp("alone"), *SAME)
     assert done.status == 0, done.output
     return done
 
 
-def checked(done: Run, alone: Simulation) -> None:
-    """Check that a run has the model of one machine, and that each message counts once."""
+def check_result(done: Run, alone: Simulation) -> None:
+    """Check that a run has the model of a single machine, and that each message counts once."""
     assert done.status == 0, done.output
     assert done.summary["model_sha256"] == alone.summary["model_sha256"]
     assert done.summary["failed"] == 0 and done.summary["messages"] == alone.summary["messages"]
 
 
-def both_have(done: Run, event: str) -> None:
-    """Wait until there is an event of each host."""
+def wait_for_both(done: Run, event: str) -> None:
+    """Wait until each host has an event of this kind."""
     done.says("Starting FedAvg")
-    until(lambda: {one["host"] for one in done.events(event)} == {"host-0", "host-1"}, event)
+    until(lambda: {entry["host"] for entry in done.events(event)} == {"host-0", "host-1"}, event)
 
 
-def test_two_hosts_have_the_model_of_one_machine(cluster: Cluster, alone: Simulation, tmp_path: Path) -> None:
+def test_two_hosts_compute_the_model_of_a_single_machine(
+    cluster: Cluster, alone: Simulation, tmp_path: Path
+) -> None:
     gate = Gate(tmp_path)
     with cluster.running("exact", NODES, *gate.options) as done:
-        both_have(done, "worker_started")
+        wait_for_both(done, "worker_started")
         gate.let_in(1, 2, 3)
         done.wait()
-    checked(done, alone)
+    check_result(done, alone)
     hosts = done.summary["hosts"]
     assert {host["host"] for host in hosts} == {"host-0", "host-1"}
     assert sum(host["messages"] for host in hosts) == done.summary["messages"]
@@ -91,15 +95,15 @@ def test_two_hosts_have_the_model_of_one_machine(cluster: Cluster, alone: Simula
 
 
 def test_states_and_replies_that_are_not_summed(cluster: Cluster, tmp_path: Path) -> None:
-    """Of a strategy that wants all replies, in a run whose clients keep states."""
+    """The strategy needs all replies, and the clients keep states."""
     alone = run("exact", 10, tmp_path, *SAME, *MEDIAN)
-    checked(cluster.run("exact", 10, *SAME, *MEDIAN, name="median"), alone)
+    check_result(cluster.run("exact", 10, *SAME, *MEDIAN, name="median"), alone)
 
 
 def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
     cluster: Cluster, alone: Simulation, tmp_path: Path
 ) -> None:
-    def nothing_is_left() -> None:
+    def no_process_remains() -> None:
         for host in cluster.hosts:
             until(lambda host=host: not host.pids("ray::Agent"), "the agents have ended")
             until(lambda host=host: not host.pids("flower-gpu: exact"), "the workers have ended")
@@ -111,14 +115,14 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
         first.send(signal.SIGINT)
         first.wait()
     assert first.status == 130 and "--resume" in first.output, first.output
-    nothing_is_left()
+    no_process_remains()
     gate.let_in(2)
     resume = (*MANY, "--gpu", "never", "--resume", str(first.folder))
     with cluster.running("exact", NODES, *resume, name="killed") as second:
         second.says("round 2/3  train")
         second.send(signal.SIGKILL)
         second.process.wait(60)
-    nothing_is_left()
+    no_process_remains()
     gate.let_in(3)
     shutil.rmtree(first.folder / "states", ignore_errors=True)
     third = cluster.run("exact", NODES, *resume, name="resumed")
@@ -131,7 +135,7 @@ def test_leases_of_each_host_are_its_own(cluster: Cluster, tmp_path: Path) -> No
     table.write_text("['*']\nnum-gpus = 0.5\n[1]\nnum-gpus = 1\n")
     options = ("--clients-table", str(table), "--gpu", "require", "--run-config", "waits=true")
     with cluster.running("leased", 6, *options, name="leased") as done:
-        both_have(done, "lease_granted")
+        wait_for_both(done, "lease_granted")
         (cluster.folder / "go-on").touch()
         done.wait()
     assert done.status == 0, done.output
@@ -158,7 +162,8 @@ def test_a_host_without_a_package_is_named(cluster: Cluster, tmp_path: Path) -> 
 def test_data_that_are_missing_on_a_host_are_named(cluster: Cluster) -> None:
     head = cluster.hosts[0]
     options = ("--preload", "os:listdir path='/dev/shm/data'", *SAME)
-    subprocess.run(head.inside(["mkdir", "/dev/shm/data"]), check=True)  # each host has its own /dev/shm
+    # Each host has its own /dev/shm.
+    subprocess.run(head.inside(["mkdir", "/dev/shm/data"]), check=True)
     done = cluster.run("exact", 4, *options, name="no-data")
     assert done.status == 2 and not done.has_folder, done.output
     assert re.search("host host-1: preload os:listdir .*/dev/shm/data", done.output), done.output
@@ -171,10 +176,10 @@ def test_an_address_without_a_cluster_is_refused(cluster: Cluster) -> None:
     assert f"--ray-address {address}: no Ray cluster can be reached" in done.output
 
 
-def test_what_dies_costs_nothing_but_time_and_what_joins_is_used(
+def test_lost_agents_and_hosts_cost_only_time_and_a_new_host_is_used(
     cluster: Cluster, alone: Simulation, tmp_path: Path
 ) -> None:
-    """An agent, and then a whole host; another one joins. The last test of this cluster."""
+    """An agent dies, then a whole host, and another host joins. This is the last test of this cluster."""
     gate = Gate(tmp_path)
     gate.let_in(1)
     with cluster.running("exact", NODES, *gate.options, name="dies") as done:
@@ -188,7 +193,7 @@ def test_what_dies_costs_nothing_but_time_and_what_joins_is_used(
         done.says("Host host-2 has joined")
         gate.let_in(2, 3)
         done.wait()
-    checked(done, alone)
+    check_result(done, alone)
     hosts = {host["host"]: host for host in done.summary["hosts"]}
     assert hosts["host-1"]["is_lost"] and not hosts["host-0"]["is_lost"]
     assert hosts["host-0"]["agents_lost"] == 1 and hosts["host-2"]["messages"] > 0

@@ -1,4 +1,4 @@
-"""An existing client as people write them, some of which fail, and the server's evaluation."""
+"""A client as people write them, some of which fail, and the server's evaluation."""
 
 import os
 import signal

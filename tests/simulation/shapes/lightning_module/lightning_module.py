@@ -1,4 +1,4 @@
-"""PyTorch Lightning: a trainer of its own in each client, with checkpoints of its own."""
+"""PyTorch Lightning: each client has a trainer and checkpoints."""
 
 import json
 from pathlib import Path
@@ -44,14 +44,14 @@ def data(part: int) -> TensorDataset:
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """Fit for two epochs; Lightning writes into the folder that the client is in."""
-    own = data(int(context.node_config["partition-id"]))
+    """Fit for two epochs. Lightning writes into the working directory of the client."""
+    client_data = data(int(context.node_config["partition-id"]))
     model = Digits()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     trainer = pl.Trainer(max_epochs=2, accelerator="auto", enable_progress_bar=False, log_every_n_steps=1)
-    trainer.fit(model, DataLoader(own, batch_size=32, num_workers=0))
+    trainer.fit(model, DataLoader(client_data, batch_size=32, num_workers=0))
     assert Path(trainer.checkpoint_callback.best_model_path).is_file()
-    metrics = {"num-examples": len(own), "loss": float(trainer.callback_metrics["train_loss"])}
+    metrics = {"num-examples": len(client_data), "loss": float(trainer.callback_metrics["train_loss"])}
     reply = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)})
     return Message(reply, reply_to=message)
 

@@ -1,4 +1,4 @@
-"""No strategy: a loop of its own that pushes and pulls, with five kinds of messages."""
+"""No strategy: an own loop that pushes and pulls five kinds of messages."""
 
 import json
 import time
@@ -18,20 +18,20 @@ def values(context: Context) -> np.ndarray:
     return np.random.default_rng(partition).normal(partition, 1.0, 50)
 
 
-def metrics(**found: float) -> RecordDict:
+def metrics(**values_by_name: float) -> RecordDict:
     """Return a reply's content."""
-    return RecordDict({"metrics": MetricRecord(found)})
+    return RecordDict({"metrics": MetricRecord(values_by_name)})
 
 
 @client_app.query()
 def describe(message: Message, context: Context) -> Message:
-    """Say which node it is."""
+    """Return the partition of the node."""
     return Message(metrics(partition=int(context.node_config["partition-id"])), reply_to=message)
 
 
 @client_app.query("moments")
 def moments(message: Message, context: Context) -> Message:
-    """Return sums, never the numbers."""
+    """Return sums, but never the values."""
     own = values(context)
     return Message(metrics(count=len(own), total=own.sum(), squares=(own**2).sum()), reply_to=message)
 
@@ -45,7 +45,7 @@ def warm_up(message: Message, context: Context) -> Message:
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """Take a step towards the mean of its own numbers, scaled by the moments that it keeps."""
+    """Take a step towards the mean of the client's values, scaled by the moments in its state."""
     kept = context.state["moments"]
     (center,) = message.content["arrays"].to_numpy_ndarrays()
     scaled = (values(context) - kept["mean"]) / kept["std"]
@@ -55,7 +55,7 @@ def train(message: Message, context: Context) -> Message:
 
 @client_app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Fail on one node: the loop goes on without it."""
+    """Fail on one node. The loop continues without it."""
     if context.node_config["partition-id"] == 2:
         raise ValueError("no numbers to evaluate with")
     (center,) = message.content["arrays"].to_numpy_ndarrays()
@@ -64,8 +64,9 @@ def evaluate(message: Message, context: Context) -> Message:
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Ask, push, pull until all are there, and average."""
-    while len(nodes := sorted(grid.get_node_ids())) < 4:  # as such loops do: some are late
+    """Push messages, pull until all replies are here, and average them."""
+    # Such loops wait like this because some nodes connect late.
+    while len(nodes := sorted(grid.get_node_ids())) < 4:
         time.sleep(0.1)
 
     def ask(content: RecordDict, kind: str) -> list[Message]:

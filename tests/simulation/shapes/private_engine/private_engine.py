@@ -1,4 +1,4 @@
-"""Opacus: gradients per example, noise, and the privacy that was spent, kept in the client's state."""
+"""Opacus: per-example gradients, noise, and the spent privacy, which the client's state keeps."""
 
 import json
 import warnings
@@ -28,7 +28,7 @@ def data(part: int) -> TensorDataset:
 def train(message: Message, context: Context) -> Message:
     """Train for an epoch with noise."""
     warnings.simplefilter("ignore")
-    own = data(int(context.node_config["partition-id"]))
+    client_data = data(int(context.node_config["partition-id"]))
     model = torch.nn.Linear(64, 10)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     engine = PrivacyEngine(accountant="rdp")
@@ -41,7 +41,7 @@ def train(message: Message, context: Context) -> Message:
     private, optimizer, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(own, batch_size=64),
+        data_loader=DataLoader(client_data, batch_size=64),
         noise_multiplier=0.8,
         max_grad_norm=1.0,
     )
@@ -51,14 +51,14 @@ def train(message: Message, context: Context) -> Message:
         optimizer.step()
     history = [json.dumps(step) for step in engine.accountant.history]
     context.state["spent"] = ConfigRecord({"history": history})
-    metrics = MetricRecord({"num-examples": len(own), "epsilon": engine.get_epsilon(delta=1e-5)})
+    metrics = MetricRecord({"num-examples": len(client_data), "epsilon": engine.get_epsilon(delta=1e-5)})
     arrays = ArrayRecord(private._module.state_dict())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Average for two rounds; what was spent grows from round to round."""
+    """Average for two rounds. The spent privacy grows from round to round."""
     start = ArrayRecord(torch.nn.Linear(64, 10).state_dict())
     result = FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=2)
     model = torch.nn.Linear(64, 10)

@@ -1,4 +1,4 @@
-"""A client that trains on its part of the digits; torch is imported where it is needed, not here."""
+"""A client that trains on its part of the digits. Torch is imported in functions, and not at module level."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 
-def note(context, name, **what):
-    line = {"pid": os.getpid(), "partition": context.node_config["partition-id"], **what}
+def note(context, name, **facts):
+    line = {"pid": os.getpid(), "partition": context.node_config["partition-id"], **facts}
     with open(Path(context.run_config["notes"], f"{name}.jsonl"), "a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def actor_noted(message, context, call_next):
-    """A mod of the app's own: it runs in the actor, before and after the call."""
+    """A mod of the app. It runs in the actor, before and after the call."""
     before = sorted(sys.modules)
     reply = call_next(message, context)
     opened = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]

@@ -15,7 +15,7 @@ def initial_state():
 
 
 def train(state, partition, partitions, seed):
-    """One epoch on every so-manieth image; return the weights and how many images these were."""
+    """Train for one epoch on every ``partitions``-th image. Return the weights and the number of images."""
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images[partition::partitions] / 16, dtype=torch.float32)
     labels = torch.tensor(labels[partition::partitions])

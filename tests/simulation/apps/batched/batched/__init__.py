@@ -1,1 +1,1 @@
-"""An app of the tests."""
+"""An app for tests that handles several messages together."""

@@ -1,4 +1,4 @@
-"""Clients of three sizes, each with a last layer of its own, of which several are trained in one step."""
+"""Clients of three sizes, each with its own last layer. Several of them train in a single step."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,8 @@ from batched.networks import NETWORKS
 from flower_gpu.pytorch import group_alike, stack, unstack
 
 app = ClientApp()
-SIZES = 4, 7, 12  # of the clients' data
+# Sizes of the clients' data
+SIZES = 4, 7, 12
 
 
 @flower_gpu.train_many(app)
@@ -27,21 +28,21 @@ def train(messages: list[Message], contexts: list[Context]) -> list[Message]:
     step = vmap(step_of(network))
     trained: dict[int, dict[str, torch.Tensor]] = {}
     for group in group_alike(data):
-        found = step(stack([states[place] for place in group]), *stack([data[place] for place in group]))
-        trained |= zip(group, unstack(found), strict=True)
+        stepped = step(stack([states[place] for place in group]), *stack([data[place] for place in group]))
+        trained |= zip(group, unstack(stepped), strict=True)
     return [
         reply(messages[place], contexts[place], trained[place], len(messages))
         for place in range(len(messages))
     ]
 
 
-def is_asked(message: Message, context: Context, what: str) -> bool:
+def is_asked(message: Message, context: Context, option: str) -> bool:
     config, server_round = context.run_config, message.content["config"]["server-round"]
-    return server_round == 2 and context.node_config["partition-id"] == config[what]
+    return server_round == 2 and context.node_config["partition-id"] == config[option]
 
 
 def start(message: Message, context: Context) -> dict[str, torch.Tensor]:
-    """Return the server's layers with the client's own last one."""
+    """Return the server's layers together with the client's own last layer."""
     state = message.content["arrays"].to_torch_state_dict()
     if "own" in context.state:
         state |= context.state["own"].to_torch_state_dict()
@@ -49,7 +50,7 @@ def start(message: Message, context: Context) -> dict[str, torch.Tensor]:
 
 
 def load(message: Message, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the client's data in an order that the seed of the message says."""
+    """Return the client's data in an order that depends on the seed of the message."""
     partition = int(context.node_config["partition-id"])
     size = SIZES[partition % 3]
     generator = torch.Generator().manual_seed(partition)

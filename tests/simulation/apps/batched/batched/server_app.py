@@ -1,4 +1,4 @@
-"""Some rounds with all clients."""
+"""A server that runs some rounds with all clients."""
 
 import torch
 from flwr.app import ArrayRecord, Context

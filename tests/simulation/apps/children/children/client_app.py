@@ -1,4 +1,4 @@
-"""Clients that start processes of their own, each in another way."""
+"""Clients that start processes, each in a different way."""
 
 import multiprocessing
 
@@ -12,7 +12,7 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Sum up the first squares with two processes."""
+    """Sum the first squares with two processes."""
     way = ("forkserver", "spawn")[context.node_config["partition-id"]]
     with multiprocessing.get_context(way).Pool(2) as pool:
         total = sum(pool.map(square, range(4)))

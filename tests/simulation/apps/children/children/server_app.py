@@ -1,4 +1,4 @@
-"""A server that trains with whoever answers."""
+"""A server that trains with all clients that reply."""
 
 import numpy as np
 from flwr.app import ArrayRecord, Context

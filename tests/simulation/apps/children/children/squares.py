@@ -1,4 +1,4 @@
-"""What the clients' processes do: they need not import Flower for it."""
+"""Work of the clients' processes, in a module that does not import Flower."""
 
 
 def square(number: int) -> int:

@@ -1,1 +1,1 @@
-"""An app for tests: all that can change bits is in it."""
+"""An app for tests that contains everything that can change bits."""

@@ -1,4 +1,4 @@
-"""A client whose bits depend on threads, hashes, generators, its state, and who is asked."""
+"""A client whose bits depend on threads, hashes, generators, its state, and the sample of clients."""
 
 import os
 import random
@@ -23,13 +23,15 @@ def train(message: Message, context: Context) -> Message:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = torch.tensor(message.content["arrays"].to_numpy_ndarrays()[0]).to(device)
     drawn = torch.randn(200_000) * random.random() + float(np.random.rand())
-    scale = float(drawn.sum())  # in as many parts as there are threads
-    for word in {f"word {number}" for number in range(9)}:  # in the order of hashes
+    # The sum has as many parts as there are threads.
+    scale = float(drawn.sum())
+    # The order depends on hashes.
+    for word in {f"word {number}" for number in range(9)}:
         scale = (scale + len(word) / 7 + int(word[-1]) / 3) / 1.1
     if context.run_config["operation"] == "put":
         weights.put_(torch.tensor([0, 0]).to(device), torch.tensor([1.0, 2.0]).to(weights))
-    before = context.state.array_records.get("before")
-    momentum = before.to_numpy_ndarrays()[0] if before is not None else 0
+    previous = context.state.array_records.get("before")
+    momentum = previous.to_numpy_ndarrays()[0] if previous is not None else 0
     change = (weights @ weights.T @ weights * scale * 1e-7).cpu().numpy() + 0.5 * momentum
     context.state["before"] = ArrayRecord([change])
     return Message(
@@ -44,13 +46,13 @@ def train(message: Message, context: Context) -> Message:
 
 
 def _die(file: str, partition: int) -> None:
-    """Be killed once, as the kernel does without memory: by the first client that finds no such file."""
+    """The first client that finds no such file is killed, as the kernel does when memory runs out."""
     if file and partition == 1 and not Path(file).exists():
         Path(file).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(folder: str, server_round: int) -> None:
-    """Wait for the round's file in a folder, so that a test can do something before the end of a run."""
+    """Wait for the round's file in a folder, so that a test can act before the end of a run."""
     while folder and not Path(folder, str(server_round)).exists():
         time.sleep(0.01)

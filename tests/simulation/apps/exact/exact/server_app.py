@@ -14,7 +14,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds."""
     config = context.run_config
-    initial = np.random.default_rng(5).normal(size=(8, 32))  # in 64 bits, of which sums lose some
+    # Sums lose some of these 64 bits.
+    initial = np.random.default_rng(5).normal(size=(8, 32))
     if config["strategy"] == "fedbuff":
         strategy = FedBuff(buffer_size=3, concurrency=4)
         strategy.start(grid, ArrayRecord([initial]), num_rounds=config["num-server-rounds"])

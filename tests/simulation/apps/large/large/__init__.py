@@ -1,1 +1,1 @@
-"""An app with a client that needs much memory, while workers of others keep theirs."""
+"""An app with a client that needs much memory while workers of other clients keep theirs."""

@@ -1,4 +1,4 @@
-"""A client that keeps memory from one message to the next, as a cache of data does."""
+"""A client that keeps memory from message to message, like a cache of data."""
 
 import time
 from pathlib import Path

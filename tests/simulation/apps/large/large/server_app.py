@@ -1,4 +1,4 @@
-"""A server that leaves less memory for one large client than two small ones keep."""
+"""A server that leaves less memory for a large client than two small clients keep."""
 
 import os
 import tempfile
@@ -15,7 +15,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Let all clients keep memory, then limit the control group, and let one client take more."""
+    """Let all clients keep memory, limit the control group, and let a client take more memory."""
     nodes = sorted(grid.get_node_ids())
     assert _taken(grid, nodes, KEPT_MIB, keeps=True) == [KEPT_MIB] * len(nodes)
     limit = control_group.memory_limit()

@@ -1,1 +1,1 @@
-"""An app whose clients look at their lease while they train."""
+"""An app whose clients inspect their lease while they train."""

@@ -1,4 +1,4 @@
-"""A client that writes down, in the middle of its call, what the ledger says of its lease."""
+"""A client that writes down the ledger's entry of its lease in the middle of its call."""
 
 import json
 import os
@@ -21,7 +21,7 @@ calls = 0
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Take memory of the stub's GPU, wait, and look."""
+    """Take memory of the stub's GPU, wait, and inspect the lease."""
     config = context.run_config
     partition = context.node_config["partition-id"]
     if config["take-gib"]:
@@ -53,7 +53,7 @@ def train(message: Message, context: Context) -> Message:
     killed = Path(os.environ["LEASED_APP_NOTES"]).with_suffix(".killed")
     if partition == config["killed"] and round_of(message) == 2 and not killed.exists():
         killed.touch()
-        # As a caller says it whose worker the kernel has killed
+        # The caller raises this error when the kernel has killed the worker.
         raise WorkerDiedError("killed for want of main memory", is_out_of_memory=True)
     global calls
     calls += config["remembers"]
@@ -63,13 +63,14 @@ def train(message: Message, context: Context) -> Message:
 
 
 def _is_ticket(descriptor: int, lease: Lease) -> bool | None:
-    if descriptor < 0:  # a call in the caller's own process, which has the ticket itself
+    # A call in the caller's own process has the ticket itself.
+    if descriptor < 0:
         return None
     return os.fstat(descriptor).st_ino == Path(lease.ticket).stat().st_ino
 
 
 def _opened(device: str) -> dict[str, bool]:
-    """Try to open a device, here and in a program, as if it were the lease's."""
+    """Return whether a device of the lease can be opened, here and in a child program."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
     for name in ("FLOWER_GPU_GUARD", "FLOWER_GPU_DEVICES", "FLOWER_GPU_GUARDED"):
         os.environ.pop(name, None)

@@ -21,7 +21,8 @@ def main(grid: Grid, context: Context) -> None:
             assert not reply.has_error(), reply.error
         return
     _run_rounds(grid, context)
-    if context.run_config["pauses"]:  # workers wait until the test says so
+    # Workers wait until the test lets the run continue.
+    if context.run_config["pauses"]:
         while not Path(os.environ["LEASED_APP_GO_ON"]).exists():
             time.sleep(0.02)
         _run_rounds(grid, context)

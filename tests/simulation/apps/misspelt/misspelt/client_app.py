@@ -1,4 +1,4 @@
-"""A client whose author has misspelt the name of the model, or that is unruly in some partitions."""
+"""A client that misspells the name of the model, or misbehaves in some partitions."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ class Net:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Return the weights as they are."""
+    """Return the weights unchanged."""
     partition = context.node_config["partition-id"]
     if context.run_config["misspelt-for"] in ("all", str(partition)):
         Nett()  # noqa: F821

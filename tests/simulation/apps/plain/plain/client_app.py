@@ -1,4 +1,4 @@
-"""A client that adds to the weights what depends on its partition, and counts its calls in its state."""
+"""A client that adds a value by partition to the weights, and counts its calls in its state."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A server that averages, with one strategy or another."""
+"""A server that averages with a strategy chosen by the run config."""
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -15,7 +15,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the rounds."""
     config = context.run_config
     fraction = config["fraction-train"]
-    made = {
+    strategies = {
         "ours": lambda: FedAvg(fraction_train=fraction, exact_order=True),
         "fedavg": lambda: strategies.FedAvg(fraction_train=fraction),
         "fedadam": lambda: strategies.FedAdam(fraction_train=fraction),
@@ -27,11 +27,11 @@ def main(grid: Grid, context: Context) -> None:
     }
     initial = ArrayRecord([np.zeros(config["elements"], np.float32)])
     options = {"evaluate_fn": evaluate} if config["strategy"] == "ours" else {}
-    made[config["strategy"]]().start(grid, initial, num_rounds=config["num-server-rounds"], **options)
+    strategies[config["strategy"]]().start(grid, initial, num_rounds=config["num-server-rounds"], **options)
 
 
 class Derived(strategies.FedAvg):
-    """May keep what nobody else knows of."""
+    """A strategy that may keep state that Flower does not know."""
 
 
 def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
