@@ -80,7 +80,8 @@ def test_figures_are_logged_only_for_the_first_failure(calls_host: CallsHost) ->
     ]
     assert max(map(len, short)) < 100
     (figures,) = set(lines) - set(short)
-    assert "Asked 256 MiB" in figures and figures.endswith("these figures are in the trace, and in the log with -v")
+    assert "Asked 256 MiB" in figures
+    assert figures.endswith("these figures are in the trace, and in the log with -v")
 
 
 @pytest.mark.parametrize("on_oom", ["retry", "cpu"])

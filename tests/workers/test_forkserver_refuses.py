@@ -260,9 +260,7 @@ class TestOtherUsers:
     def test_other_users_are_refused_at_the_socket(self, folder: Path) -> None:
         server = call()
         program = [sys.executable, "-S", "-c", AS_STRANGER, str(folder / f"{only_server().name}.socket")]
-        answer = subprocess.run(
-            program, capture_output=True, text=True, timeout=150, check=True
-        ).stdout
+        answer = subprocess.run(program, capture_output=True, text=True, timeout=150, check=True).stdout
         assert answer in ("answer b''\n", "ConnectionResetError\n", "BrokenPipeError\n")
         assert call() == server
 
