@@ -64,10 +64,10 @@ def commands(page: str, having: str = "") -> list[str]:
 
 
 def first_command(page: str, having: str = "", **instead: str) -> str:
-    """Return the first command of a page, or of the first block with a text in it, with some words replaced.
+    """Return the first command of a page's first block that contains `having`, with some words replaced.
 
-    ``superlink`` stands for its address, ``port`` for the number of a port, ``ca`` for the certificate,
-    ``data`` for the folder of data; where there is no ``ca``, the connection is insecure.
+    ``superlink`` replaces the address, ``port`` the number of a port, ``ca`` the certificate, and ``data``
+    the folder of data. Without ``ca``, the connection is insecure.
     """
     line = commands(page, having)[0]
     patterns = {

@@ -1,4 +1,4 @@
-"""Commands as a user types them, in a shell of their own, on hosts with stub GPUs."""
+"""Runs commands as a user types them, in a clean shell on hosts with stub GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sys.exit(code)
 
 
 class Shell:
-    """Variables, as of a shell in which nothing of ours is set but folders."""
+    """The environment of a shell in which only our folders are set, and the processes started from it."""
 
     def __init__(self, folder: Path) -> None:
         self.ledger = folder / "ledger"
@@ -52,17 +52,18 @@ class Shell:
             "HOME": str(folder),
             "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
             "FLOWER_GPU_STATE_DIR": str(self.state),
-            "FLOWER_GPU_SERVER_IDLE_S": "1",  # fork servers end soon after the test
+            # Fork servers exit soon after the test.
+            "FLOWER_GPU_SERVER_IDLE_S": "1",
         }
         self._started: list[subprocess.Popen[str]] = []
 
     def on(self, host: Host) -> Shell:
-        """Be a shell of that host from now on."""
+        """Set the variables of a stub host, and return this shell."""
         self.env |= host.env
         return self
 
     def __call__(self, command: str, *arguments: str, code: int = 0, **options: Any) -> str:
-        """Return what a command prints."""
+        """Run a command that prints no error, and return its stdout."""
         done = self.run(command, *arguments, **options)
         assert (done.returncode, done.stderr) == (code, "")
         return done.stdout
@@ -70,7 +71,7 @@ class Shell:
     def run(
         self, command: str, *arguments: str, env: dict[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
+        """Run a command until it exits."""
         return run_python(
             COMMAND, command, *arguments, env={**self.env, **(env or {})}, timeout_s=TIMEOUT_S, **options
         )
@@ -78,18 +79,18 @@ class Shell:
     def doctor(
         self, *, only: str = "", env: dict[str, str] | None = None, **options: Any
     ) -> list[dict[str, str]]:
-        """Return the doctor's findings; ``only`` names the checks, of which some start Python or a worker."""
+        """Return the doctor's findings. ``only`` selects checks, because some are slow to run."""
         done = self.run("doctor", "--json", env={**(env or {}), "ONLY": only}, **options)
         assert done.stderr == ""
-        told = json.loads(done.stdout)
-        findings: list[dict[str, str]] = told["findings"]
-        assert told["ok"] == all(finding["level"] != "problem" for finding in findings)
-        assert done.returncode == (0 if told["ok"] else 1)
+        report = json.loads(done.stdout)
+        findings: list[dict[str, str]] = report["findings"]
+        assert report["ok"] == all(finding["level"] != "problem" for finding in findings)
+        assert done.returncode == (0 if report["ok"] else 1)
         assert not [finding for finding in findings if "the check itself failed" in finding["text"]]
         return findings
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a process that is ended with the test, and its whole group."""
+        """Start a process in a new group. The whole group is killed at the end of the test."""
         env = {**self.env, "PYTHONPATH": str(TESTS), **options.pop("env", {})}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         process = subprocess.Popen(
@@ -98,33 +99,33 @@ class Shell:
         self._started.append(process)
         return process
 
-    def lease(self, label: str, asked: str | int, count: int = 1, **options: Any) -> subprocess.Popen[str]:
-        """Start a process that asks for a lease, and wait until it has asked."""
-        process = self.start(sys.executable, str(USER), label, str(count), str(asked), **options)
+    def lease(self, label: str, request: str | int, count: int = 1, **options: Any) -> subprocess.Popen[str]:
+        """Start a process that requests a lease, and wait until it is about to."""
+        process = self.start(sys.executable, str(USER), label, str(count), str(request), **options)
         assert process.stdout is not None
         assert process.stdout.readline() == "asks\n"
         return process
 
-    def holder(self, label: str, asked: str | int, count: int = 1, **options: Any) -> subprocess.Popen[str]:
-        """Start a process with a lease."""
-        process = self.lease(label, asked, count, **options)
+    def holder(self, label: str, request: str | int, count: int = 1, **options: Any) -> subprocess.Popen[str]:
+        """Start a process that holds a lease, and wait until the lease is granted."""
+        process = self.lease(label, request, count, **options)
         assert process.stdout is not None
         assert process.stdout.readline() == "granted\n"
         return process
 
-    def waiter(self, label: str, asked: str | int, count: int = 1) -> subprocess.Popen[str]:
-        """Start a process that waits for a lease."""
-        before = self.tickets()
-        process = self.lease(label, asked, count)
-        until(lambda: self.tickets() > before)
+    def waiter(self, label: str, request: str | int, count: int = 1) -> subprocess.Popen[str]:
+        """Start a process that waits for a lease, and wait until its ticket exists."""
+        tickets_before = self.tickets()
+        process = self.lease(label, request, count)
+        until(lambda: self.tickets() > tickets_before)
         return process
 
     def tickets(self) -> int:
-        """Count the tickets in the ledger."""
+        """Return the number of tickets in the ledger."""
         return sum(1 for _ in self.ledger.glob("*/*.ticket"))
 
     def end(self) -> None:
-        """End what was started."""
+        """Kill all processes that were started, with their groups."""
         for process in self._started:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A shell, and a host with stub GPUs."""
+"""Fixtures for a shell and a host with stub GPUs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nvml_stub import Host
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """A shell on a machine without GPUs."""
-    made = Shell(tmp_path)
-    yield made
-    made.end()
+    shell = Shell(tmp_path)
+    yield shell
+    shell.end()
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """Two GPUs of 16 GiB."""
+    """A host with two stub GPUs of 16 GiB."""
     return Host(tmp_path / "host")

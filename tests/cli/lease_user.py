@@ -1,6 +1,6 @@
-"""A process with a lease, or that waits for one, until its standard input ends.
+"""A process that requests a lease and holds it until its standard input is closed.
 
-Arguments: label, number of GPUs, and what to ask of each: bytes, a share such as 0.25, or "alone".
+Arguments: label, number of GPUs, and the request for each GPU: bytes, a share such as 0.25, or "alone".
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from flower_gpu.leases.admission import GPUNeed
 from flower_gpu.leases.ledger import Claimant, Ledger
 
 
-def option(gpu: GPU, asked: str) -> GPUNeed:
-    if asked == "alone":
+def need_for(gpu: GPU, request: str) -> GPUNeed:
+    if request == "alone":
         return GPUNeed(gpu.uuid, alone=True)
-    if "." in asked:
-        return GPUNeed(gpu.uuid, share=float(asked))
-    return GPUNeed(gpu.uuid, memory_bytes=int(asked))
+    if "." in request:
+        return GPUNeed(gpu.uuid, share=float(request))
+    return GPUNeed(gpu.uuid, memory_bytes=int(request))
 
 
-def main(label: str, count: str, asked: str) -> None:
-    def options(gpus: Sequence[GPU]) -> tuple[GPUNeed, ...]:
-        return tuple(option(gpu, asked) for gpu in gpus)
+def main(label: str, count: str, request: str) -> None:
+    def needs(gpus: Sequence[GPU]) -> tuple[GPUNeed, ...]:
+        return tuple(need_for(gpu, request) for gpu in gpus)
 
     ledger = Ledger()
     print("asks", flush=True)
-    claimant = Claimant(options, count=int(count), label=label)
+    claimant = Claimant(needs, count=int(count), label=label)
     ticket = ledger.acquire(claimant, deadline=time.monotonic() + 60)
     print("granted", flush=True)
     sys.stdin.read()

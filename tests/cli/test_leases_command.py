@@ -1,4 +1,4 @@
-"""What `flower-gpu leases` shows of processes that hold leases and wait for them."""
+"""`flower-gpu leases` shows processes that hold leases and processes that wait for leases."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ CAPACITY = 16 * GIB - 256 * 2**20
 
 
 def parsed(shell: Shell) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(shell("leases", "--json"))
-    return told
+    report: dict[str, Any] = json.loads(shell("leases", "--json"))
+    return report
 
 
 def steady(text: str) -> str:
-    """Replace what is another each time."""
+    """Replace pids, cores and times, which differ in each run, by fixed values."""
     text = re.sub(r"pid \d+", "pid 1234", text)
     text = re.sub(r"^Cores .*? leased\n(?=waiting)", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"\d+ s$", "5 s", text, flags=re.MULTILINE)
 
 
-def test_the_text_and_the_json_are_those_of_the_documentation(shell: Shell, host: Host) -> None:
+def test_text_and_json_match_the_documentation(shell: Shell, host: Host) -> None:
     shell.on(host)
     host.program(0, 2 * GIB)
     shell.holder("fit of client 0", "0.25")
@@ -35,26 +35,26 @@ def test_the_text_and_the_json_are_those_of_the_documentation(shell: Shell, host
     shell.waiter("evaluate on the server", "alone")
     shell.waiter("fit of client 3", "1.0", count=2)
     shell.waiter("fit of client 4", 12 * GIB)
-    (shown,) = re.findall(r"```text\n(GPU 0.*?)```", PAGE.read_text(), re.DOTALL)
-    assert steady(shell("leases")) == steady(shown)
-    told = parsed(shell)
-    assert told["ledger"] == str(shell.ledger)
-    assert [gpu["uuid"] for gpu in told["gpus"]] == host.uuids
-    assert [gpu["capacity_bytes"] for gpu in told["gpus"]] == [CAPACITY - 2 * GIB, CAPACITY]
-    assert [holder["label"] for holder in told["holders"]] == [f"fit of client {n}" for n in range(3)]
-    waiting = [(waiter["label"], waiter["count"]) for waiter in told["waiting"]]
+    (documented_text,) = re.findall(r"```text\n(GPU 0.*?)```", PAGE.read_text(), re.DOTALL)
+    assert steady(shell("leases")) == steady(documented_text)
+    report = parsed(shell)
+    assert report["ledger"] == str(shell.ledger)
+    assert [gpu["uuid"] for gpu in report["gpus"]] == host.uuids
+    assert [gpu["capacity_bytes"] for gpu in report["gpus"]] == [CAPACITY - 2 * GIB, CAPACITY]
+    assert [holder["label"] for holder in report["holders"]] == [f"fit of client {n}" for n in range(3)]
+    waiting = [(waiter["label"], waiter["count"]) for waiter in report["waiting"]]
     assert waiting == [("evaluate on the server", 1), ("fit of client 3", 2), ("fit of client 4", 1)]
-    for gpu in told["gpus"]:
-        parts = [part for holder in told["holders"] for part in holder["parts"]]
-        on_it = [part["memory_bytes"] for part in parts if part["uuid"] == gpu["uuid"]]
-        assert sum(on_it) == gpu["leased_bytes"] <= gpu["capacity_bytes"]
+    for gpu in report["gpus"]:
+        parts = [part for holder in report["holders"] for part in holder["parts"]]
+        on_this_gpu = [part["memory_bytes"] for part in parts if part["uuid"] == gpu["uuid"]]
+        assert sum(on_this_gpu) == gpu["leased_bytes"] <= gpu["capacity_bytes"]
     page = PAGE.read_text().partition("\n## flower-gpu leases\n")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
-    keys = [*told, *told["gpus"][0], *told["holders"][0], *told["waiting"][0]]
+    keys = [*report, *report["gpus"][0], *report["holders"][0], *report["waiting"][0]]
     assert documented == list(dict.fromkeys(keys))
 
 
-def test_who_is_killed_is_gone_at_once_and_lost_and_no_gpus_are_shown(shell: Shell, host: Host) -> None:
+def test_a_killed_holder_disappears_at_once_and_lost_gpus_are_shown(shell: Shell, host: Host) -> None:
     assert shell("leases").startswith("no usable GPU: no NVIDIA driver here: libnvidia-ml.so.1 is missing")
     killed = shell.on(host).holder("fit of client 0", "0.5")
     killed.kill()

@@ -1,4 +1,4 @@
-"""Mistyped commands get a suggestion, and a command without an action does what most users want."""
+"""Mistyped commands get a suggestion, and `workers` without an action lists the fork servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flower_gpu.cli.main import EXIT_USAGE, main
         ("workers stopp", "did you mean stop?"),
     ],
 )
-def test_an_unknown_command_is_answered_with_the_nearest_one(
+def test_an_unknown_command_gets_the_nearest_command_as_a_suggestion(
     words: str, suggestion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

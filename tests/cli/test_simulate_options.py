@@ -1,4 +1,4 @@
-"""``flower-gpu simulate`` as a user types it: what it refuses, what reaches the run, and how it ends."""
+"""``flower-gpu simulate`` as a user types it: refused options, settings of the run, and its end."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def train(message, context):
 
 @pytest.fixture
 def shell(shell: Shell) -> Shell:
-    """A shell whose runs share the fork server of all tests."""
+    """A shell with runs that share the fork server of all tests."""
     shell.env["FLOWER_GPU_STATE_DIR"] = os.environ["FLOWER_GPU_STATE_DIR"]
     return shell
 
@@ -135,7 +135,7 @@ KEYS = "folder, mode, num-clients, num-server-rounds, task.rate"
 def refusal(
     app: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Refusal]:
-    """Return the line that a command is refused with, in this process; nothing may have been made."""
+    """Run a command in this process, check that it is refused and makes no file, and return the error."""
     monkeypatch.chdir(app.parent)
     variables = dict(os.environ)
 
@@ -147,7 +147,8 @@ def refusal(
             code = ended.code  # type: ignore[assignment]
         output, error = capsys.readouterr()
         assert (code, output) == (2, "")
-        error = error.replace("flower-gpu simulate: importing Flower\n", "")  # told on a busy machine
+        # A busy machine shows this line while it imports Flower.
+        error = error.replace("flower-gpu simulate: importing Flower\n", "")
         assert error.startswith("flower-gpu simulate: ") and error.count("\n") == 1
         assert [path for path in sorted(app.parent.rglob("*")) if "pycache" not in str(path)] == before
         return error
@@ -195,11 +196,11 @@ def refusal(
         ("--num-supernode 3", "unknown: --num-supernode 3; did you mean --num-supernodes?"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_a_line(refusal: Refusal, options: str, reason: str) -> None:
+def test_a_bad_option_is_refused_in_one_line(refusal: Refusal, options: str, reason: str) -> None:
     assert reason in refusal("app", *shlex.split(options))
 
 
-def test_a_folder_without_an_app_is_refused_and_that_of_the_app_may_be_the_current_one(
+def test_a_folder_without_an_app_is_refused_and_the_app_may_be_the_current_folder(
     refusal: Refusal, app: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "nothing is not a folder" in refusal("nothing", "--clients", "3")
@@ -219,7 +220,7 @@ def test_a_byte_order_mark_is_refused_in_pyproject_and_accepted_in_a_run_config(
     assert "begins with a byte order mark" in refusal("app", "--clients", "3")
 
 
-def test_what_is_no_run_to_go_on_with_is_refused(refusal: Refusal, app: Path) -> None:
+def test_a_run_that_cannot_be_resumed_is_refused(refusal: Refusal, app: Path) -> None:
     checkpoint = app.parent / "run" / "checkpoint" / "checkpoint.json"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
@@ -228,20 +229,20 @@ def test_what_is_no_run_to_go_on_with_is_refused(refusal: Refusal, app: Path) ->
     text = refusal("app", "--resume", "run")
     assert "that is a run of other (/apps/other), not of counting" in text and str(app) in text
     checkpoint.unlink()
-    for begun, why in (
+    for strategy_event, why in (
         ({}, "it ended before a strategy was started"),
         (
             {"strategy": "LegacyFedAvg", "resumes": None},
             "the state of its strategy LegacyFedAvg is not known",
         ),
     ):
-        if begun:
-            trace.write_to(app.parent / "run", "strategy_started", **begun)
+        if strategy_event:
+            trace.write_to(app.parent / "run", "strategy_started", **strategy_event)
         text = refusal("app", "--num-supernodes", "3", "--resume", "run")
         assert f"it has no checkpoint, because {why}" in text
 
 
-def test_nothing_heavy_is_imported_before_the_options_are_known_to_be_right(shell: Shell, app: Path) -> None:
+def test_no_heavy_library_is_imported_before_the_options_are_checked(shell: Shell, app: Path) -> None:
     code = """
 import sys
 from flower_gpu.cli import main as cli
@@ -257,7 +258,7 @@ def result_of(folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_a_run_has_what_was_asked_for_and_each_worker_the_data_that_were_loaded_once(
+def test_a_run_has_the_given_settings_and_each_worker_gets_data_that_is_loaded_once(
     shell: Shell, app: Path
 ) -> None:
     here = app.parent
@@ -280,34 +281,34 @@ def test_a_run_has_what_was_asked_for_and_each_worker_the_data_that_were_loaded_
         "task.rate": 0.25,
     }
     assert (result["outcome"], result["rounds_finished"], result["messages"]) == ("completed", 3, 9)
-    assert result["metrics"] == {"train": {"rate": 0.25, "images": 3.0}}, "9 calls had the data whole"
+    assert result["metrics"] == {"train": {"rate": 0.25, "images": 3.0}}, "each of 9 calls had all the data"
     assert len((here / "loaded").read_text().splitlines()) == 1
-    assert (here / "policy").read_text() == "never", "it holds for the server's own calls as well"
+    assert (here / "policy").read_text() == "never", "the policy also applies to the server's calls"
 
 
 @pytest.mark.parametrize(
-    ("preload", "is_of_user", "reason"),
+    ("preload", "is_raised_by_app", "reason"),
     [
         ("counting.app:nothing", False, "module 'counting.app' has no 'nothing'"),
         ("counting.app:load size=3", True, "missing 1 required positional argument: 'folder'"),
     ],
 )
-def test_data_that_cannot_be_loaded_end_the_run_at_its_start(
-    shell: Shell, app: Path, preload: str, is_of_user: bool, reason: str
+def test_a_run_fails_at_its_start_if_its_data_cannot_be_loaded(
+    shell: Shell, app: Path, preload: str, is_raised_by_app: bool, reason: str
 ) -> None:
     options = ["--num-supernodes", "4", "--gpu", "never", "--no-progress", "-c", f"folder='{app.parent}'"]
     done = simulate(shell, app.parent, "app", *options, "--preload", preload)
     assert done.returncode == 2
-    said = done.stderr[done.stderr.index("flower-gpu simulate: preload counting.app:") :]
-    assert reason in said.splitlines()[0]
-    assert ("Traceback" in said) == is_of_user
+    error = done.stderr[done.stderr.index("flower-gpu simulate: preload counting.app:") :]
+    assert reason in error.splitlines()[0]
+    assert ("Traceback" in error) == is_raised_by_app
     (folder,) = (app.parent / "runs").iterdir()
     result = result_of(folder)
     assert (result["outcome"], result["messages"]) == ("failed", 0)
 
 
-def test_quiet_shows_the_summary_only_and_where_the_results_are(shell: Shell, app: Path) -> None:
-    """Also in a folder whose name is not UTF-8: what is shown can be pasted back."""
+def test_quiet_shows_only_the_summary_and_the_path_of_the_results(shell: Shell, app: Path) -> None:
+    """The path can be pasted into a shell, even if the folder's name is not UTF-8."""
     here = app.parent
     odd = here / os.fsdecode(b"caf\xe9 'n")
     options = ["--num-supernodes", "3", "--gpu", "never", "-c", f"folder='{here}'", "-q", "--log-dir", odd]
@@ -322,12 +323,13 @@ def test_quiet_shows_the_summary_only_and_where_the_results_are(shell: Shell, ap
     assert "ROUND" not in quiet.stderr and "trains with" not in quiet.stderr
 
 
-def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell, app: Path) -> None:
+def test_an_exception_of_the_server_is_shown_and_fails_the_run(shell: Shell, app: Path) -> None:
     here = app.parent
     values = f"mode='raise' num-server-rounds=1 folder='{here}'"
     done = simulate(shell, here, "app", "--num-supernodes", "2", "-c", values)
     assert done.returncode == 1
-    assert "[ROUND 1/1]" in done.stderr and "trains with 3" in done.stderr  # of the server, of clients
+    # The first text comes from the server, the second from clients.
+    assert "[ROUND 1/1]" in done.stderr and "trains with 3" in done.stderr
     lines = done.stderr.splitlines()
     assert lines[-1] == "flower-gpu simulate: RuntimeError: the server has (the traceback is above)"
     assert "Traceback (most recent call last):" in lines and "RuntimeError: the server has" in lines
@@ -345,11 +347,12 @@ def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell
         assert fact in report, fact
 
 
-def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path) -> None:
+def test_after_ctrl_c_the_run_can_be_resumed_with_the_printed_command(shell: Shell, app: Path) -> None:
     here = app.parent
     options = ["app", "--num-supernodes", "3", "--max-workers", "2", "--seed", "4", "--num-gpus", "0.5"]
     options += ["-c", f"mode='wait' num-server-rounds=3 folder='{here}'"]
-    path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # where this package is, if it is not installed
+    # PYTHONPATH makes this package importable if it is not installed.
+    path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     process = shell.start(*command(*options), cwd=here, stderr=subprocess.PIPE, env=path)
     until(lambda: (here / "waits").exists() or process.poll() is not None, "round 2")
     process.send_signal(signal.SIGINT)
@@ -373,7 +376,7 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path
     assert (history.highest_round, history.messages_sent, history.messages_failed) == (1, 3, 0)
     clock = RunClock.of(history)
     totals = Totals(history, clock, tries_of(history, clock), {})
-    assert totals.failures == {}, "workers that the end has ended have not failed"
+    assert totals.failures == {}, "workers that were ended with the run do not count as failed"
     assert totals.workers == result["workers_started"]
     (here / "go").touch()
     done = simulate(shell, here, *options, "--resume", f"runs/{folder.name}")

@@ -1,4 +1,4 @@
-"""``-v`` and ``-q``: every command takes them, and they do what the documentation says."""
+"""Every command accepts ``-v`` and ``-q``, which change its output and the log levels of its children."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ABOUT = re.compile(r"flower-gpu \S+, Python \S+, /\S+\n")
 def parsers(
     parser: argparse.ArgumentParser, name: str = "flower-gpu"
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield a parser and all below it, with what is typed for them."""
+    """Yield a parser and all its subparsers, each with the words of its command."""
     yield name, parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for word, below in action.choices.items():
-                yield from parsers(below, f"{name} {word}")
+            for word, subparser in action.choices.items():
+                yield from parsers(subparser, f"{name} {word}")
 
 
 REQUIRED = {
@@ -50,7 +50,7 @@ def run(shell: Shell, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_they_may_stand_before_and_behind(name: str) -> None:
+def test_the_options_may_stand_before_and_after_the_command(name: str) -> None:
     parser, required = build_parser(), REQUIRED.get(name, [])
     for flag, value in (("-v", 1), ("--verbose", 1), ("-q", -1), ("--quiet", -1)):
         for typed in ([flag, name, *required], [name, flag, *required], [name, *required, flag]):
@@ -58,13 +58,13 @@ def test_they_may_stand_before_and_behind(name: str) -> None:
     assert verbosity(parser.parse_args([name, *required])) == 0
 
 
-def test_both_at_once_are_refused(shell: Shell) -> None:
+def test_verbose_and_quiet_together_are_refused(shell: Shell) -> None:
     done = run(shell, "gpus", "-v", "-q")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1 and "not allowed with" in done.stderr
 
 
-def test_verbose_shows_debug_lines_once_on_stderr_and_quiet_leaves_out_that_there_is_nothing(
+def test_verbose_shows_debug_lines_once_on_stderr_and_quiet_hides_empty_results(
     shell: Shell,
 ) -> None:
     plain, verbose, quiet = (run(shell, "workers", "status", *flag) for flag in ((), ("-v",), ("-q",)))
@@ -75,7 +75,7 @@ def test_verbose_shows_debug_lines_once_on_stderr_and_quiet_leaves_out_that_ther
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_quiet_doctor_tells_problems_and_the_sum(shell: Shell) -> None:
+def test_quiet_doctor_shows_problems_and_their_number(shell: Shell) -> None:
     shell.env["FLOWER_GPU_RESERV"] = "1GiB"
     quiet = shell.run("doctor", "-q", env={"ONLY": "variables,ledger"})
     assert quiet.returncode == 1
@@ -109,9 +109,11 @@ logging.getLogger("flwr").debug("<after>")
 def test_lines_are_shown_once_by_level(value: int, flwr: str, first: int, shell: Shell) -> None:
     done = run_python(LEVELS, str(value), flwr, "to children", env=shell.env)
     assert done.returncode == 0, done.stderr
-    levels = ("DEBUG", "INFO", "WARNING", "ERROR")  # Python's own handler begins at warnings
+    # Python's own handler shows warnings and errors only.
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     expected = [f"{name} {level}" for name in ("flwr", "flwr.flower_gpu") for level in levels[first:]]
-    after = ["after"] if (value, flwr) == (1, "later") else []  # what Flower was imported with stays
+    # Flower keeps the level that was set when it was imported.
+    after = ["after"] if (value, flwr) == (1, "later") else []
     assert re.findall(r"<(.*?)>", done.stderr) == expected + after
     assert done.stdout.split() == [{1: "DEBUG", 0: "None", -1: "ERROR"}[value], "None"]
 
@@ -119,8 +121,10 @@ def test_lines_are_shown_once_by_level(value: int, flwr: str, first: int, shell:
 @pytest.mark.parametrize(
     "line", [["launch"], ["simulate"], ["supernode"], ["supernode", "--count", "2"]], ids=" ".join
 )
-def test_quiet_holds_for_children(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a command itself, and for the processes that it starts unless they have log files."""
+def test_quiet_applies_to_child_processes_without_log_files(
+    line: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It always applies to the command itself. Children with log files keep their level."""
     name = line[0]
     seen: list[tuple[str | None, int]] = []
 
@@ -131,7 +135,8 @@ def test_quiet_holds_for_children(line: list[str], monkeypatch: pytest.MonkeyPat
         return 0
 
     monkeypatch.delenv("FLWR_LOG_LEVEL", raising=False)
-    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [])  # as where Flower is not imported
+    # Without handlers, the logger is as before the import of Flower.
+    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [])
     if name == "launch":
         monkeypatch.setattr("flower_gpu.launch.run.launch", run)
     else:
@@ -143,12 +148,12 @@ def test_quiet_holds_for_children(line: list[str], monkeypatch: pytest.MonkeyPat
     assert seen == [(None if has_log_files else "ERROR", logging.ERROR), ("DEBUG", logging.DEBUG)]
 
 
-def test_a_supernode_is_as_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    became: list[dict[str, str]] = []
+def test_quiet_applies_to_a_single_supernode(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
     monkeypatch.setattr("flower_gpu.flower.commands.warm_up_in_background", lambda env: None)
-    monkeypatch.setattr(os, "execvpe", lambda file, words, env: became.append(env))
+    monkeypatch.setattr(os, "execvpe", lambda file, words, env: environments.append(env))
     cli.main(["supernode", "-q", "--", "--insecure"])
-    assert became[0]["FLWR_LOG_LEVEL"] == "ERROR"
+    assert environments[0]["FLWR_LOG_LEVEL"] == "ERROR"
 
 
 LEASED = """
@@ -160,7 +165,7 @@ with logged(1, to_children=True):
 """
 
 
-def test_debug_lines_tell_of_leases(shell: Shell, host: Host) -> None:
+def test_debug_lines_report_granted_leases(shell: Shell, host: Host) -> None:
     done = run_python(LEASED, env=shell.on(host).env)
     assert done.stdout == "2.0\n", done.stderr
     assert re.search(
@@ -168,7 +173,7 @@ def test_debug_lines_tell_of_leases(shell: Shell, host: Host) -> None:
     )
 
 
-def test_the_documentation_names_commands_that_there_are() -> None:
+def test_the_documentation_names_existing_commands_only() -> None:
     _, _, page = PAGE.read_text().partition("\n## All commands\n")
     table = re.findall(r"^\| (`[a-z`, -]+`) \|.*\|.*\|$", page, re.MULTILINE)
     named = {word.removesuffix(" --count") for row in table for word in re.findall(r"`([a-z -]+)`", row)}

@@ -1,4 +1,4 @@
-"""The examples are run by the launcher, as users run them."""
+"""The fixture that runs the examples with the launcher, as users run them."""
 
 from __future__ import annotations
 

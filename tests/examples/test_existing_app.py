@@ -1,4 +1,4 @@
-"""The one-line change of examples/existing-app: the same app with it and without it, by what both learn."""
+"""examples/existing-app learns the same weights with and without its one-line change."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ sys.path.insert(0, str(APP))
 
 
 def changes() -> tuple[list[str], list[str]]:
-    """Return the lines that the README's diff takes away, and those that it adds."""
+    """Return the lines that the README's diff removes, and the lines that it adds."""
     _, _, diff = (APP / "README.md").read_text().partition("```diff\n")
     lines = diff.partition("```")[0].splitlines(keepends=True)
     return [line[1:] for line in lines if line[0] == "-"], [line[1:] for line in lines if line[0] == "+"]
 
 
 def copy_without_the_change(folder: Path) -> Path:
-    """Copy the app and undo what the README says was done."""
+    """Copy the app and undo the change that the README shows."""
     app = folder / "existing-app"
     shutil.copytree(APP, app, ignore=shutil.ignore_patterns("__pycache__"))
     (before,), (added, after) = changes()
@@ -36,9 +36,8 @@ def copy_without_the_change(folder: Path) -> Path:
     return app
 
 
-#: Runs each of some apps in a fork, so that PyTorch is imported once: its server, and its clients one after
-#: the other.
-HERE = """
+#: Runs the server and the clients of each app one after the other, in a fork. PyTorch is imported only once.
+RUN_APPS = """
 import os, sys, tomllib
 from pathlib import Path
 import torch
@@ -65,7 +64,9 @@ def run(app, folder):
             return [0, 1]
 
         def send_and_receive(self, messages, timeout=None):
-            return [client_app.app(one, self.contexts[one.metadata.dst_node_id]) for one in messages]
+            return [
+                client_app.app(message, self.contexts[message.metadata.dst_node_id]) for message in messages
+            ]
 
     server_app.main(Grid(), context(0))
 
@@ -79,13 +80,14 @@ for app, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 
 @pytest.mark.timeout(1200)
 def test_the_one_line_change_changes_no_weights(tmp_path: Path) -> None:
-    from existing_app import task  # takes seconds, also where tests are only collected
+    # This import takes seconds, which would also delay the mere collection of tests.
+    from existing_app import task
 
     folders = {name: tmp_path / name for name in ("with", "without")}
     for folder in folders.values():
         folder.mkdir()
     without = copy_without_the_change(tmp_path)
-    done = run_python(HERE, APP, folders["with"], without, folders["without"], timeout_s=1100)
+    done = run_python(RUN_APPS, APP, folders["with"], without, folders["without"], timeout_s=1100)
     assert done.returncode == 0, done.stderr
 
     events = {name: events_of(folder, "worker_started") for name, folder in folders.items()}

@@ -1,4 +1,4 @@
-"""examples/jax, as a federation: Flower's Message API."""
+"""examples/jax runs as a federation with Flower's Message API."""
 
 from __future__ import annotations
 

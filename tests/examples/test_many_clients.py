@@ -1,4 +1,4 @@
-"""examples/many-clients: a simulation that trains several clients in one step, by the command of its page."""
+"""examples/many-clients trains several clients in one step. The test runs the command of its page."""
 
 from __future__ import annotations
 

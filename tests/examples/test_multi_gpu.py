@@ -1,4 +1,4 @@
-"""examples/multi_gpu: two ranks on the CPU learn what one does, by DDP and by FSDP; a killed one goes on."""
+"""examples/multi_gpu on the CPU: two ranks learn the same as one, and a killed training can be resumed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Weights = dict[str, np.ndarray]
 
 
 def settings(partition_id: int = 0, num_partitions: int = 2, **changed: Any) -> dict[str, Any]:
-    """Return what a training gets to know."""
+    """Return the settings of a training: run config, node config and the seed of the call."""
     changed = {name.replace("_", "-"): value for name, value in changed.items()}
     assert set(changed) <= {*DEFAULTS, "seed-of-call"}
     node = {"partition-id": partition_id, "num-partitions": num_partitions}
@@ -70,8 +70,9 @@ def difference(ours: Weights, theirs: Weights) -> float:
 
 
 def learn_in_double(arrays: Weights, data: TensorDataset, config: dict[str, Any]) -> Any:
-    """As ``training.learn``, with so many digits that rounding does not add up to anything."""
-    from multi_gpu import training  # takes seconds, also where tests are only collected
+    """Run ``training.learn`` in double precision, so rounding errors stay negligible."""
+    # This import takes seconds, which would also delay the mere collection of tests.
+    from multi_gpu import training
 
     torch.set_default_dtype(torch.float64)
     images, labels = data.tensors
@@ -79,14 +80,15 @@ def learn_in_double(arrays: Weights, data: TensorDataset, config: dict[str, Any]
 
 
 def killed_after_the_second_epoch(*args: Any) -> Any:
-    """As ``training.learn``, but rank 1 is killed when the second checkpoint is there."""
+    """Run ``training.learn``, and kill rank 1 once the second checkpoint is written."""
     from multi_gpu import training
 
     save = training.save
 
     def save_and_end(path: Path, model: Any, optimizer: Any, epoch: int, losses: Any) -> None:
         save(path, model, optimizer, epoch, losses)
-        torch.distributed.barrier()  # rank 0 has written it
+        # After the barrier, rank 0 has written the checkpoint.
+        torch.distributed.barrier()
         if epoch == 2 and rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -105,41 +107,44 @@ def test_client_and_server_processes_never_import_torch() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks_learn_what_one_does() -> None:
+def test_two_ranks_learn_the_same_as_one() -> None:
     images, labels = task.load_partition(settings())
     data = task.to_dataset(images[:120], labels[:120])
     config = settings(norm="group", batch_size=40, learning_rate=0.02)
     function = f"{__name__}:learn_in_double"
-    one, of_one = learn(1, data, config, function=function)
+    weights_of_one, metrics_of_one = learn(1, data, config, function=function)
     for strategy in ("ddp", "fsdp"):
-        two, of_two = learn(2, data, {**config, "strategy": strategy}, function=function)
-        assert difference(one, two) < 1e-8
-        assert of_two["train_loss"] != of_one["train_loss"]  # that of rank 0's half of the images
-    before, after = (loss_of(weights, config, data) for weights in (initial_weights(config, data), one))
-    assert after < before
+        weights_of_two, metrics_of_two = learn(2, data, {**config, "strategy": strategy}, function=function)
+        assert difference(weights_of_one, weights_of_two) < 1e-8
+        # With two ranks, the reported loss is that of rank 0's half of the images.
+        assert metrics_of_two["train_loss"] != metrics_of_one["train_loss"]
+    assert loss_of(weights_of_one, config, data) < loss_of(initial_weights(config, data), config, data)
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_training_goes_on_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_training_continues_from_its_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from multi_gpu import training
 
-    # Fewer examples than a batch has.
+    # There are fewer examples than fit in a batch.
     config = settings(local_epochs=3, checkpoint_dir=str(tmp_path), batch_size=32)
     data = TensorDataset(*task.to_dataset(*task.load_partition(config))[:20])
     checkpoint = training.checkpoint_of({"w": np.zeros(3)}, 1, config)
     assert checkpoint.parent == tmp_path / "client-0"
-    assert training.checkpoint_of({"w": np.ones(3)}, 1, config) != checkpoint  # of another model
+    # Another model has another checkpoint.
+    assert training.checkpoint_of({"w": np.ones(3)}, 1, config) != checkpoint
     name = f"{__name__}:killed_after_the_second_epoch"
     with pytest.raises(RankError, match=r"rank 1 of 2: .* was killed by SIGKILL"):
         learn(2, data, config, checkpoint, function=name)
     assert list(checkpoint.parent.iterdir()) == [checkpoint]
 
-    left, of_left = learn(2, data, config, checkpoint)
+    resumed, resumed_metrics = learn(2, data, config, checkpoint)
     assert "goes on after epoch 2 of 3" in capfd.readouterr().out
     assert list(checkpoint.parent.iterdir()) == []
-    whole, of_whole = learn(2, data, config)
-    assert difference(left, whole) == 0
-    assert of_left == of_whole
+    uninterrupted, metrics = learn(2, data, config)
+    assert difference(resumed, uninterrupted) == 0
+    assert resumed_metrics == metrics
 
 
 @pytest.mark.timeout(600)
@@ -149,7 +154,7 @@ def test_a_simulation_with_two_ranks_for_each_call(launch: Launch) -> None:
     done = launch(APP, *options, command=SIMULATE, timeout_s=500)
     assert done.code == 0, done.output + done.logs()
     metrics = done.result["rounds"][0]["metrics"]["server-evaluate"]
-    assert metrics["loss"] < 2.3, "as if it knew nothing"
+    assert metrics["loss"] < 2.3, "the loss of an untrained model"
     ranks = re.findall(r"process (\d+) is rank (\d) of 2", done.output)
     assert sorted(number for _, number in ranks) == ["0", "1"]
     assert len({pid for pid, _ in ranks}) == 2

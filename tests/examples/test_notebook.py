@@ -1,4 +1,4 @@
-"""The notebook among the examples runs, and shows what it says."""
+"""The notebook in examples runs and shows the output that its text describes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def test_it_is_kept_without_outputs() -> None:
 
 @pytest.mark.timeout(600)
 def test_it_runs(tmp_path: Path) -> None:
-    import nbformat  # takes a while, also where tests are only collected
+    # This import takes a while, which would also delay the mere collection of tests.
+    import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    for cell in notebook.cells:  # fewer clients and rounds
+    # The test needs only a few clients and rounds.
+    for cell in notebook.cells:
         cell.source = cell.source.replace("NUM_CLIENTS = 10", "NUM_CLIENTS = 4")
         cell.source = cell.source.replace('"num-server-rounds": 5', '"num-server-rounds": 2')
     options = {"timeout": None, "kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
@@ -31,7 +33,7 @@ def test_it_runs(tmp_path: Path) -> None:
     NotebookClient(notebook, **options).execute(env=env)
 
     ran, looked, best, report = [cell.outputs for cell in notebook.cells if cell.get("outputs")]
-    # Progress and summary are no errors; Flower's lines are in the log of the run.
+    # Progress and summary go to stdout, not stderr, and Flower's lines go to the log of the run.
     text = "".join(output.text for output in ran if output.get("name") == "stdout")
     assert re.search(r"^outcome +completed$", text, re.M) and "INFO" not in text
     has_lines = re.search(r"^round 2/2  train +4/4 clients", text, re.M)

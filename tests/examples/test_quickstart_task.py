@@ -1,4 +1,4 @@
-"""The quickstart's data, models, training and evaluation, called directly; the settings are the app's own."""
+"""The quickstart's data, models, training and evaluation, called directly with the app's default settings."""
 
 import hashlib
 import pickle
@@ -31,7 +31,7 @@ def _no_run_dir(monkeypatch):
 
 
 def app_settings(partition_id=0, num_partitions=2, **changed):
-    """Return what a client gets: the run config and the node config."""
+    """Return the settings of a client, which are its run config and its node config."""
     unknown = {key.replace("_", "-") for key in changed} - set(DEFAULTS)
     assert not unknown, f"not in pyproject.toml: {unknown}"
     changed = {key.replace("_", "-"): value for key, value in changed.items()}
@@ -39,7 +39,7 @@ def app_settings(partition_id=0, num_partitions=2, **changed):
 
 
 def partitions(labels, num_partitions, **changed):
-    """Return the indices of every client."""
+    """Return the indices of the examples of each client."""
     return [
         task.partition(labels, app_settings(partition_id, num_partitions, **changed))
         for partition_id in range(num_partitions)
@@ -87,7 +87,8 @@ def test_server_waits_for_all_clients_and_samples_as_many_as_asked(monkeypatch, 
     assert components.config.num_rounds == DEFAULTS["num-server-rounds"]
     weights = parameters_to_ndarrays(components.strategy.initial_parameters)
     loss, metrics = components.strategy.evaluate(0, components.strategy.initial_parameters)
-    assert loss > 2  # an untrained model: about log(10)
+    # The loss of an untrained model is about log(10).
+    assert loss > 2
     assert set(metrics) == {"accuracy", "num_examples"}
     assert all(np.array_equal(a, b) for a, b in zip(weights, task.initial_weights(run_config), strict=True))
 
@@ -101,7 +102,8 @@ def test_server_waits_for_all_clients_and_samples_as_many_as_asked(monkeypatch, 
 def test_partitions_are_disjoint_complete_and_repeatable(kind, labels, num_partitions, seed, data):
     parts = partitions(labels, num_partitions, partition=kind, seed=seed)
     assert sorted(index for part in parts for index in part) == list(range(len(labels)))
-    assert min(len(part) for part in parts) >= 2  # enough for BatchNorm
+    # BatchNorm needs at least two examples.
+    assert min(len(part) for part in parts) >= 2
     again = data.draw(st.integers(0, num_partitions - 1))
     changed = {"partition": kind, "seed": seed}
     assert task.partition(labels, app_settings(again, num_partitions, **changed)) == parts[again]
@@ -132,14 +134,15 @@ def test_held_out_images_are_in_no_partition(dataset, shape, num_train, num_test
         assert part.dtype == torch.uint8
         assert (part_labels.dtype, len(part_labels)) == (torch.int64, len(part))
         assert set(part_labels.tolist()) == set(range(10))
-        assert part.max() > 200  # the whole range of a byte is used
+        # The pixels use the whole range of a byte.
+        assert part.max() > 200
     assert not {image.numpy().tobytes() for image in images} & {image.numpy().tobytes() for image in held_out}
 
 
 def test_cifar10_is_read_from_data_dir(tmp_path, monkeypatch):
     from torchvision import datasets
 
-    # Files of CIFAR-10's own format with fewer images; only their checksums have to be told.
+    # The files have the format of CIFAR-10 with fewer images, so only the checksums must be replaced.
     generator = np.random.default_rng(0)
     folder = tmp_path / datasets.CIFAR10.base_folder
     folder.mkdir()
@@ -192,8 +195,8 @@ def test_one_fit_lowers_the_loss_and_leaves_the_arguments_alone():
     assert all(np.array_equal(a, b) for a, b in zip(before, weights, strict=True))
 
 
-def test_the_same_call_gives_the_same_bits_and_another_call_others():
-    """Whatever the process has drawn before."""
+def test_the_same_call_gives_the_same_bits_and_another_call_different_bits():
+    """The bits do not depend on random numbers that the process has drawn before."""
     weights = task.initial_weights(app_settings())
     torch.manual_seed(1)
     first = fit(weights, local_epochs=1)
@@ -206,7 +209,7 @@ def test_the_same_call_gives_the_same_bits_and_another_call_others():
         assert not any(np.array_equal(a, b) for a, b in zip(first[0], other[0], strict=True))
 
 
-def test_resnet18_trains_where_the_last_batch_has_one_example():
+def test_resnet18_trains_if_the_last_batch_has_a_single_example():
     changed = {"model": "resnet18", "batch_size": 71, "local_epochs": 1}
     weights = task.initial_weights(app_settings(**changed))
     trained, num_examples, metrics = fit(weights, num_partitions=20, **changed)
@@ -214,7 +217,8 @@ def test_resnet18_trains_where_the_last_batch_has_one_example():
     assert np.isfinite(metrics["train_loss"])
     assert not np.array_equal(weights[0], trained[0])
     counter = list(task.build_model("resnet18", (1, 8, 8)).state_dict()).index("bn1.num_batches_tracked")
-    assert trained[counter] == 1  # and not 2
+    # BatchNorm has counted one batch and not two.
+    assert trained[counter] == 1
 
 
 def test_evaluation_counts_every_held_out_image_and_saves_the_model(tmp_path, monkeypatch):
@@ -228,6 +232,7 @@ def test_evaluation_counts_every_held_out_image_and_saves_the_model(tmp_path, mo
 
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
     assert evaluate(weights) == (loss, metrics)
-    model = task.build_model("cnn", (1, 8, 8))  # as in the README
+    # This line is in the README.
+    model = task.build_model("cnn", (1, 8, 8))
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert all(np.array_equal(a, b) for a, b in zip(weights, get_weights(model), strict=True))

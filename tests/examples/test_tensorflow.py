@@ -1,4 +1,4 @@
-"""examples/tensorflow, as a federation and as a simulation; what it saves can be loaded."""
+"""examples/tensorflow runs as a federation and as a simulation, and its saved model can be loaded."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ print(keras.models.load_model(sys.argv[1]).predict(images, verbose=0).argmax(axi
 
 def test_a_federation_learns_the_digits(launch: Launch, tmp_path: Path) -> None:
     done = framework_launch.launched(launch, "tensorflow", tmp_path)
-    # What is preloaded is kept by the fork server, also where a client is otherwise forked.
+    # Preloaded data needs the fork server, even if calls would otherwise use plain forks.
     framework_launch.check(done, "fit", "keras_digits.task:initial_weights", "forkserver")
     model = str(done.folder / "model.keras")
     loaded = run_python(LOAD, model)
     assert loaded.stdout == "[0, 1, 2]\n", loaded.stderr
 
 
-def test_the_same_app_in_a_simulation(launch: Launch) -> None:
+def test_the_same_app_learns_in_a_simulation(launch: Launch) -> None:
     options = ("--num-supernodes", "2", "--run-config", "num-clients=2 num-server-rounds=1")
     done = launch(REPOSITORY / "examples" / "tensorflow", *options, command=SIMULATE, timeout_s=500)
     assert done.code == 0, done.output

@@ -114,13 +114,13 @@ def federation_with(link: Callable[[int], Sequence[str]], tmp_path: Path, app: P
     plan = make_plan(LaunchOptions(app, log_dir=tmp_path / "runs"))
     folder = RunFolder.create(tmp_path / "runs")
     watch = Supervisor(f"FLOWER_GPU_RUN_DIR={folder.path}")
-    launched_federation = Federation(plan, folder, os.environ, watch)
+    launching = Federation(plan, folder, os.environ, watch)
 
     def service(port: int) -> Service:
         return Service("SuperLink", link(port), os.environ, folder.log("superlink"))
 
-    launched_federation.link_service = service  # type: ignore[method-assign]
-    return launched_federation
+    launching.link_service = service  # type: ignore[method-assign]
+    return launching
 
 
 def test_the_superlink_tries_another_port_if_the_first_was_taken_meanwhile(
@@ -133,11 +133,11 @@ def test_the_superlink_tries_another_port_if_the_first_was_taken_meanwhile(
             ports_tried.append(port if ports_tried else other.getsockname()[1])
             return [sys.executable, "-c", SERVER, str(ports_tried[-1])]
 
-        launched_federation = federation_with(link, tmp_path, tiny_app)
-        with launched_federation._supervisor:
-            launched_federation._start_link()
+        launching = federation_with(link, tmp_path, tiny_app)
+        with launching._supervisor:
+            launching._start_link()
             assert len(ports_tried) == 2
-            assert launched_federation._port == ports_tried[1] != ports_tried[0]
+            assert launching._port == ports_tried[1] != ports_tried[0]
             assert ports.is_healthy(ports_tried[1])
     assert not ports.is_healthy(ports_tried[1])
 
@@ -154,12 +154,12 @@ def test_the_error_after_the_last_attempt_names_the_service(
         ports_tried.append(port)
         return [sys.executable, "-c", f"import sys; sys.exit({why!r})"]
 
-    launched_federation = federation_with(link, tmp_path, tiny_app)
+    launching = federation_with(link, tmp_path, tiny_app)
     with (
-        launched_federation._supervisor,
+        launching._supervisor,
         pytest.raises(LaunchFailedError, match="SuperLink ended with exit code 1") as caught,
     ):
-        launched_federation._start_link()
+        launching._start_link()
     assert len(set(ports_tried)) == len(ports_tried) == attempts
     assert caught.value.service is not None
     assert "sys.exit" not in caught.value.service.tail().splitlines()[-1]
@@ -172,8 +172,8 @@ def test_the_bundled_app_leaves_out_logs_in_its_folder(tiny_app: Path) -> None:
     old.write_text("")
     folder = RunFolder.create(log_dir)
     plan = make_plan(LaunchOptions(tiny_app, log_dir=log_dir))
-    launched_federation = Federation(plan, folder, os.environ, Supervisor(""))
-    assert launched_federation.app_folder() == folder.app
+    launching = Federation(plan, folder, os.environ, Supervisor(""))
+    assert launching.app_folder() == folder.app
     copied = sorted(str(p.relative_to(folder.app)) for p in folder.app.rglob("*") if p.is_file())
     assert copied == [
         "pyproject.toml",

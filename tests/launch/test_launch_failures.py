@@ -1,4 +1,4 @@
-"""A launch shows the events make_event its trace. Each failed message is reported once and kept in a file."""
+"""A launch shows the events of its trace. Each failed message is reported once and kept in a file."""
 
 from __future__ import annotations
 
@@ -64,21 +64,21 @@ def show_all(path: Path, *events: dict[str, Any]) -> tuple[Failures, list[str]]:
         [worker("0"), process("0"), reply(0)],
         [process("0"), reply(0)],
         [worker("0"), reply(0)],
-        [worker("0", outcome="out make_event memory"), process("0"), reply(0)],
+        [worker("0", outcome="out of memory"), process("0"), reply(0)],
     ],
-    ids=["worker, process, reply", "process, reply", "worker, reply", "out make_event memory"],
+    ids=["worker, process, reply", "process, reply", "worker, reply", "out of memory"],
 )
 def test_a_failed_message_is_reported_once(events: list[dict[str, Any]], tmp_path: Path) -> None:
     failures, texts = show_all(tmp_path, *events, *events, reply(1, None))
     first, second = texts
     assert first.splitlines() == [
-        "train make_event client 0 failed in round 1:",
+        "train of client 0 failed in round 1:",
         *TRACEBACK.format(3).splitlines(),
     ]
-    assert second == "train make_event client 0 failed in round 1: NameError: Nett"
+    assert second == "train of client 0 failed in round 1: NameError: Nett"
     assert failures.why_over is None
     text = (tmp_path / "failures.log").read_text()
-    assert text.count("train make_event client 0 failed in round 1") == 2
+    assert text.count("train of client 0 failed in round 1") == 2
     assert text.count('File "/app/client.py"') == 1
 
 
@@ -93,13 +93,13 @@ def test_a_failure_that_only_the_server_knows_is_reported(tmp_path: Path) -> Non
         tmp_path / "failures.log",
         display,
         lambda node: f"number {node}",
-        lambda client: f"T make_event {client}",
+        lambda client: f"T of {client}",
     )
     failures.see(reply(7))
     failures.see(reply(8, "no reply within 5 s"))
     assert display.texts == [
-        "train make_event client number 7 failed in round 1:\nT make_event number 7",
-        "train make_event client number 8 failed in round 1: no reply within 5 s",
+        "train of client number 7 failed in round 1:\nT of number 7",
+        "train of client number 8 failed in round 1: no reply within 5 s",
     ]
 
 
@@ -108,7 +108,7 @@ def test_an_error_reply_that_names_its_client_is_not_reported_twice(tmp_path: Pa
     display = RecordingDisplay()
     failures = Failures(tmp_path / "failures.log", display, lambda node: f"node {node}")
     failures.see(worker("1"))
-    failures.see(reply(5, "fit make_event client 1: the worker was killed"))
+    failures.see(reply(5, "fit of client 1: the worker was killed"))
     assert len(display.texts) == 1
 
 
@@ -185,8 +185,8 @@ def test_quiet_shows_only_failures(capsys: pytest.CaptureFixture[str], tmp_path:
     output = capsys.readouterr()
     assert output.out == ""
     first, *error, last = output.err.splitlines()
-    assert (first, error) == ("train make_event client 0 failed in round 1:", ["KilledError: gone", "more"])
-    assert last.startswith("train make_event client 0 ran out make_event memory")
+    assert (first, error) == ("train of client 0 failed in round 1:", ["KilledError: gone", "more"])
+    assert last.startswith("train of client 0 ran out of memory")
 
 
 def test_a_run_without_a_checkpoint_says_so_once() -> None:
@@ -207,6 +207,6 @@ def test_an_out_of_memory_line_says_where_the_message_runs_next(capsys: pytest.C
         fields = {"client": "1", "kind": "over_cap", "uuid": "GPU-0", "cap_bytes": 3 * 2**29}
         display.show(make_event("out_of_memory", **fields, then=then))
     assert capsys.readouterr().out.splitlines() == [
-        "train make_event client 1 ran out make_event memory on GPU 0 with 1.5 GiB: it runs again",
-        "train make_event client 1 ran out make_event memory on GPU 0 with 1.5 GiB: it runs again on the CPU",
+        "train of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again",
+        "train of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again on the CPU",
     ]

@@ -17,14 +17,14 @@ _READ: list[tuple[int, str]] = []
 
 
 def read_settings() -> None:
-    """Use PyTorch's settings in the process that workers are forked from."""
+    """Read PyTorch's allocator settings in the process that workers are forked from."""
     import torch
 
     _READ.append((os.getpid(), torch._C._accelerator_getAllocatorSettings()))
 
 
 def settings_and_their_reader() -> tuple[int, str, str]:
-    """Return the process that has read them first, what they were there, and what they are here."""
+    """Return the pid that read the settings first, their value there, and their value in this process."""
     import torch
 
     ((pid, before),) = _READ
@@ -32,12 +32,16 @@ def settings_and_their_reader() -> tuple[int, str, str]:
 
 
 def settings_of_its_own() -> tuple[str, list[int | None], str]:
-    """Set the old name before importing torch, as scripts do; it wins over the one that has the cap."""
+    """Set the old variable before importing torch, as scripts do.
+
+    PyTorch prefers the old variable over the new one, which has the cap.
+    """
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch
 
     (hold,) = pytorch_memory._pending
-    hold.follow_settings()  # the first thing that happens when CUDA starts
+    # This is the first step when CUDA starts.
+    hold.follow_settings()
     return (
         torch._C._accelerator_getAllocatorSettings(),
         hold.in_force_bytes(),
@@ -46,12 +50,12 @@ def settings_of_its_own() -> tuple[str, list[int | None], str]:
 
 
 def threads_and_torch() -> tuple[list[str], bool]:
-    """Return this worker's threads, and whether there is torch, with a task that needs none."""
+    """Return the names of this worker's threads, and True if torch was imported."""
     return sorted(thread.name for thread in threading.enumerate()), "torch" in sys.modules
 
 
 def run_out_of_memory(text: str, broken: str = "") -> None:
-    """Fail as PyTorch does, in the words of a training function; a function of ``frameworks`` is broken."""
+    """Raise PyTorch's out-of-memory error as the cause of another. The `broken` function always fails."""
     import torch
 
     def fail() -> None:
@@ -63,14 +67,17 @@ def run_out_of_memory(text: str, broken: str = "") -> None:
 
 
 def reported(ticket: Path) -> dict[str, Any]:
-    """Return what a ticket says of its worker's use."""
+    """Return the memory use that a worker has reported in its ticket."""
     record = ticket.read_bytes()[1 << 16 :].partition(b"\n")[0]
-    told: dict[str, Any] = json.loads(record.partition(b" ")[2] or b"{}")
-    return told
+    report: dict[str, Any] = json.loads(record.partition(b" ")[2] or b"{}")
+    return report
 
 
 def use_stub_gpu(uuid: str, peak_bytes: int, end_bytes: int, error: str = "") -> tuple[dict[str, Any], int]:
-    """Take memory of a GPU that is not there, until it is reported where there is a peak; then less."""
+    """Allocate `peak_bytes` of a stub GPU until they are reported, then change to `end_bytes`.
+
+    If `peak_bytes` is zero, there is nothing to wait for.
+    """
     from nvml_stub import allocate
 
     from flower_gpu.leases.lease import Lease
@@ -83,8 +90,8 @@ def use_stub_gpu(uuid: str, peak_bytes: int, end_bytes: int, error: str = "") ->
         deadline = time.monotonic() + 30
         while reported(ticket).get("used") != {uuid: peak_bytes} and time.monotonic() < deadline:
             time.sleep(0.02)
-    seen = reported(ticket)
+    report = reported(ticket)
     allocate(uuid, end_bytes)
     if error:
         raise RuntimeError(error)
-    return seen, os.getpid()
+    return report, os.getpid()

@@ -1,4 +1,4 @@
-"""The cap on PyTorch's allocator by its settings read back, and telling what an error says of memory."""
+"""The cap on PyTorch's allocator, checked by reading its settings back, and errors about GPU memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from flower_gpu.frameworks.out_of_memory import classify, device_index, out_of_m
 GIB = 2**30
 SETTINGS = "per_process_memory_fraction:0.250000000000"
 
-# PyTorch reads the environment once in a process, when its settings are first used: each case has a fork.
+# PyTorch reads the environment once per process, when its settings are first used, so each case needs a fork.
 SCRIPT = """
 import json, os, sys
 import torch
 from flower_gpu.frameworks import Cap, pytorch_memory
 
-def told(parsed_before, version, environ):
+def settings_during_and_after(parsed_before, version, environ):
     os.environ.update(environ)
     if parsed_before is not None:
         torch._C._accelerator_setAllocatorSettings(parsed_before)
@@ -51,20 +51,23 @@ def told(parsed_before, version, environ):
 
 for case in json.loads(sys.argv[1]):
     if os.fork() == 0:
-        print(json.dumps(told(*case)), flush=True)
+        print(json.dumps(settings_during_and_after(*case)), flush=True)
         os._exit(0)
     os.wait()
 """
 
 
 @needs_told_settings
-def test_the_cap_follows_the_environment_and_goes_again(run_script: Callable[..., Any]) -> None:
+def test_the_cap_follows_the_environment_and_is_removed_after_the_call(
+    run_script: Callable[..., Any],
+) -> None:
     cases: list[tuple[str | None, str | None, dict[str, str]]] = [
         (None, None, {"PYTORCH_ALLOC_CONF": SETTINGS}),
         (None, None, {"PYTORCH_ALLOC_CONF": SETTINGS, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS}),
-        # As in a fork of a process that has used them, and in a process that outlives the call.
+        # A fork of a process that has used the settings, and a process that outlives the call.
         ("max_split_size_mb:32", None, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
-        (None, "2.9.1", {}),  # without the setting: it is held when CUDA starts
+        # This version has no such setting, so the cap is applied when CUDA starts.
+        (None, "2.9.1", {}),
         (None, None, {"PYTORCH_ALLOC_CONF": "nonsense:1"}),
     ]
     done = run_script(SCRIPT, json.dumps(cases), env={"CUDA_VISIBLE_DEVICES": ""})
@@ -102,8 +105,8 @@ TEXT = (
 )
 
 
-def made(module: str, name: str, text: str, base: type[Exception] = RuntimeError) -> Exception:
-    """Return an error of a library that is not installed here."""
+def make_error(module: str, name: str, text: str, base: type[Exception] = RuntimeError) -> Exception:
+    """Return an error like that of a library that may not be installed."""
     error: Exception = type(name, (base,), {"__module__": module})(text)
     return error
 
@@ -115,7 +118,7 @@ def raised_from(cause: BaseException) -> BaseException:
         return error
 
 
-#: A class of its own from 2.8 on.
+#: PyTorch has this class from 2.8 on.
 AcceleratorError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 
 OUT_OF_MEMORY = [
@@ -125,19 +128,19 @@ OUT_OF_MEMORY = [
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     RuntimeError("Caught OutOfMemoryError in DataLoader worker process 0.\nOriginal ...\n" + TEXT),
-    made("torch.distributed", "DistBackendError", "NCCL error ...\nCuda failure 2 'out of memory'"),
-    made("jaxlib._jax", "XlaRuntimeError", "RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes."),
-    made(
+    make_error("torch.distributed", "DistBackendError", "NCCL error ...\nCuda failure 2 'out of memory'"),
+    make_error("jaxlib._jax", "XlaRuntimeError", "RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes."),
+    make_error(
         "jax.errors", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes."
     ),
-    made(
+    make_error(
         "tensorflow.python.framework.errors_impl",
         "ResourceExhaustedError",
         "OOM when allocating tensor with shape[9] on /device:GPU:0 by allocator GPU_0_bfc",
         Exception,
     ),
-    made("cupy.cuda.memory", "OutOfMemoryError", "Out of memory allocating 1,024 bytes", MemoryError),
-    made("numba.cuda.driver", "CudaAPIError", "[2] CUDA_ERROR_OUT_OF_MEMORY", Exception),
+    make_error("cupy.cuda.memory", "OutOfMemoryError", "Out of memory allocating 1,024 bytes", MemoryError),
+    make_error("numba.cuda.driver", "CudaAPIError", "[2] CUDA_ERROR_OUT_OF_MEMORY", Exception),
     raised_from(torch.OutOfMemoryError(TEXT)),
     raised_from(raised_from(torch.OutOfMemoryError(TEXT))),
     ExceptionGroup("two", [ValueError("one"), torch.OutOfMemoryError(TEXT)]),
@@ -149,8 +152,8 @@ OTHERS = [
     AcceleratorError("CUDA error: device-side assert triggered"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
     ValueError("out of memory"),
-    made("jaxlib._jax", "XlaRuntimeError", "INTERNAL: out of memory bounds"),
-    made(
+    make_error("jaxlib._jax", "XlaRuntimeError", "INTERNAL: out of memory bounds"),
+    make_error(
         "tensorflow.python.framework.errors_impl",
         "ResourceExhaustedError",
         "OOM when allocating tensor on /device:CPU:0 by allocator cpu",
@@ -161,16 +164,16 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
-def test_errors_for_want_of_gpu_memory_are_recognised(error: BaseException) -> None:
+def test_errors_due_to_a_lack_of_gpu_memory_are_recognised(error: BaseException) -> None:
     assert out_of_memory_in(error)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
-def test_other_errors_are_not(error: BaseException) -> None:
+def test_other_errors_are_not_taken_for_a_lack_of_gpu_memory(error: BaseException) -> None:
     assert not out_of_memory_in(error)
 
 
-def test_an_error_that_only_came_after_is_not_taken_for_it() -> None:
+def test_an_unrelated_error_after_one_about_memory_is_not_recognised() -> None:
     try:
         try:
             raise torch.OutOfMemoryError(TEXT)
@@ -180,7 +183,7 @@ def test_an_error_that_only_came_after_is_not_taken_for_it() -> None:
         assert not out_of_memory_in(error)
 
 
-def test_a_circle_of_causes_ends() -> None:
+def test_a_circle_of_causes_does_not_loop_forever() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not out_of_memory_in(first)
@@ -194,7 +197,7 @@ class Greedy(Dataset):  # type: ignore[type-arg]
         raise torch.OutOfMemoryError(TEXT)
 
 
-def test_what_a_dataloader_raises_again_is_recognised() -> None:
+def test_an_error_that_a_dataloader_raises_again_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         next(iter(DataLoader(Greedy(), num_workers=1)))
     assert out_of_memory_in(caught.value)
@@ -213,7 +216,7 @@ def test_what_a_dataloader_raises_again_is_recognised() -> None:
         ("CUDA error: out of memory", None),
     ],
 )
-def test_what_was_asked_for_is_read_from_the_text(text: str, expected: int | None) -> None:
+def test_the_requested_size_is_read_from_the_text(text: str, expected: int | None) -> None:
     assert requested_bytes(raised_from(RuntimeError(text))) == expected
 
 
@@ -222,7 +225,7 @@ def test_the_gpu_is_read_from_the_text() -> None:
     assert device_index(RuntimeError("CUDA error: out of memory")) is None
 
 
-def test_a_kind_is_certain_only_where_one_thing_was_missing() -> None:
+def test_a_kind_is_certain_only_if_exactly_one_limit_was_exceeded() -> None:
     draw = random.Random(4)
     for _ in range(2000):
         reserved, requested, cap, free = (draw.randrange(8) for _ in range(4))

@@ -1,4 +1,4 @@
-"""A worker with a lease: capped, watched, and what it tells. In real workers, by settings read back."""
+"""Real workers with a lease: their cap, read back from the settings, and the memory use that they report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def worker_env(**user: str) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def settings_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (pytorch.SETTINGS, pytorch.OLD_SETTINGS):
         monkeypatch.delenv(name, raising=False)
 
@@ -53,13 +53,13 @@ class Result:
     value: Any
     events: list[dict[str, Any]]
 
-    def told(self, event: str) -> dict[str, Any]:
-        (found,) = (sent for sent in self.events if sent["event"] == event)
-        return found
+    def event(self, name: str) -> dict[str, Any]:
+        (match,) = (event for event in self.events if event["event"] == name)
+        return match
 
 
 def call(task: str, method: str, env: dict[str, str], *args: Any, preload: tuple[Any, ...] = ()) -> Result:
-    """Run a task in a worker that is set up for its lease; return its result or error, and its events."""
+    """Run a task in a worker that is set up for a lease. Return its value or error, and its events."""
     events: list[dict[str, Any]] = []
     prepared = Call(f"leased_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=preload)
     try:
@@ -72,14 +72,14 @@ def call(task: str, method: str, env: dict[str, str], *args: Any, preload: tuple
 
 
 @needs_told_settings
-def test_settings_that_the_fork_server_has_read_are_not_those_of_its_next_worker() -> None:
+def test_each_worker_reads_its_own_settings_although_the_fork_server_has_read_others() -> None:
     preload = (("leased_tasks:read_settings", {}),)
-    seen = []
+    values = []
     for cap_bytes in (4 * GIB, 2 * GIB):
         env = environment.of_worker(lease(cap_bytes=cap_bytes), os.environ)
-        seen.append(call("settings_and_their_reader", "forkserver", env, preload=preload).value)
-    reader = seen[0][0]
-    assert seen == [
+        values.append(call("settings_and_their_reader", "forkserver", env, preload=preload).value)
+    reader = values[0][0]
+    assert values == [
         (reader, FRACTION, FRACTION),
         (reader, FRACTION, "per_process_memory_fraction:0.125000000000"),
     ]
@@ -87,28 +87,29 @@ def test_settings_that_the_fork_server_has_read_are_not_those_of_its_next_worker
 
 @needs_told_settings
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_what_a_module_sets_itself_holds_together_with_the_cap(method: str) -> None:
+def test_settings_of_a_module_apply_together_with_the_cap(method: str) -> None:
     settings, in_force, environ = call("settings_of_its_own", method, worker_env()).value
     assert settings == environ == f"expandable_segments:True,{FRACTION}"
     assert in_force == [4 * GIB]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_without_a_lease_nothing_is_started_or_told(method: str) -> None:
+def test_a_worker_without_a_lease_starts_no_thread_and_reports_nothing(method: str) -> None:
     result = call("threads_and_torch", method, environment.of_worker(None, {}))
     assert "flower-gpu-memory" not in result.value[0]
     assert [event for event in result.events if event["event"] != "result"] == []
 
 
-def test_a_task_without_torch_gets_none() -> None:
+def test_torch_is_not_imported_for_a_task_that_does_not_need_it() -> None:
     result = call("threads_and_torch", "spawn", worker_env())
     names, has_torch = result.value
     assert "flower-gpu-memory" in names
     assert not has_torch
-    assert result.told("gpu_memory")["gpus"] == [
+    assert result.event("gpu_memory")["gpus"] == [
         {
             "uuid": "GPU-7f3a",
-            "peak_bytes": None,  # nobody can tell here
+            # There is no driver here, so the peak is unknown.
+            "peak_bytes": None,
             "reserved_peak_bytes": None,
             "allocated_peak_bytes": None,
             "reserved_before_bytes": 0,
@@ -124,24 +125,26 @@ def test_a_task_without_torch_gets_none() -> None:
 
 
 @pytest.mark.parametrize("broken", ["", "figures", "lacks"])
-def test_out_of_memory_is_told_with_the_numbers(broken: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also where a framework does not answer, which the worker's log says."""
+def test_out_of_memory_is_reported_with_its_numbers(broken: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """This also works if a query of the framework fails. The worker's log then has the error."""
     text = "CUDA out of memory. Tried to allocate 6.00 GiB."
     result = call("run_out_of_memory", "forkserver", worker_env(), text, broken)
     assert repr(result.value) == "ValueError('the training failed')"
-    is_said = "CUDA error: an illegal memory access" in capfd.readouterr().err
-    assert is_said is (broken != "")
-    if broken == "figures":  # it has figures only where CUDA has started
-        assert result.told("gpu_memory")["cuda"]
-    told = result.told("out_of_memory")
-    assert told["asked_bytes"] == 6 * GIB
-    assert told["uuid"] == "GPU-7f3a"
-    assert told["kind"] == "unclear"  # nobody tells how much is used and free
+    is_logged = "CUDA error: an illegal memory access" in capfd.readouterr().err
+    assert is_logged is (broken != "")
+    # There are figures only if CUDA has started.
+    if broken == "figures":
+        assert result.event("gpu_memory")["cuda"]
+    event = result.event("out_of_memory")
+    assert event["asked_bytes"] == 6 * GIB
+    assert event["uuid"] == "GPU-7f3a"
+    # Without a driver, used and free memory are unknown.
+    assert event["kind"] == "unclear"
 
 
 @pytest.fixture
 def on_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run a worker on a host with stub GPUs; return its result, events, and what its ticket says then."""
+    """Run a worker on a host with stub GPUs. Return its result, and the report in its ticket at the end."""
     host = Host(tmp_path / "host")
     for name, value in host.env.items():
         monkeypatch.setenv(name, value)
@@ -157,19 +160,19 @@ def on_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     return run
 
 
-def test_what_a_worker_uses_is_in_its_ticket_while_it_runs(on_stub: Callable[..., Any]) -> None:
-    result, at_the_end = on_stub(5 * GIB, 3 * GIB)
-    seen, pid = result.value
-    assert seen["pid"] == at_the_end["pid"] == pid
-    assert list(seen["used"].values()) == [5 * GIB]
-    assert list(at_the_end["used"].values()) == [3 * GIB]
-    assert result.told("gpu_memory")["gpus"][0]["peak_bytes"] == 5 * GIB
+def test_the_memory_use_of_a_running_worker_is_in_its_ticket(on_stub: Callable[..., Any]) -> None:
+    result, final_report = on_stub(5 * GIB, 3 * GIB)
+    report, pid = result.value
+    assert report["pid"] == final_report["pid"] == pid
+    assert list(report["used"].values()) == [5 * GIB]
+    assert list(final_report["used"].values()) == [3 * GIB]
+    assert result.event("gpu_memory")["gpus"][0]["peak_bytes"] == 5 * GIB
 
 
-def test_the_peak_of_a_short_task_is_seen_at_its_end(on_stub: Callable[..., Any]) -> None:
-    """Shorter than the time between two looks."""
+def test_the_peak_of_a_short_task_is_measured_at_its_end(on_stub: Callable[..., Any]) -> None:
+    """The task is shorter than the interval between two measurements."""
     result, _ = on_stub(0, 3 * GIB)
-    assert result.told("gpu_memory")["gpus"][0]["peak_bytes"] == 3 * GIB
+    assert result.event("gpu_memory")["gpus"][0]["peak_bytes"] == 3 * GIB
     assert [event["event"] for event in result.events] == ["gpu_memory"]
 
 
@@ -178,29 +181,29 @@ def test_the_peak_of_a_short_task_is_seen_at_its_end(on_stub: Callable[..., Any]
     [{"unlisted": 1}, {"shift": 9_000_000}, {"hidden": 1}],
     ids=["container", "pids-of-the-host", "figures-hidden"],
 )
-def test_what_the_driver_does_not_tell_is_unknown_and_not_nothing(
+def test_memory_that_the_driver_does_not_report_is_unknown_rather_than_zero(
     on_stub: Callable[..., Any], fields: dict[str, Any]
 ) -> None:
-    result, at_the_end = on_stub(0, 3 * GIB, **fields)
-    (told,) = result.told("gpu_memory")["gpus"]
-    assert (told["peak_bytes"], told["told_by_driver"]) == (None, False)
-    # For others it has not told anything yet, but what an early look may have found: nothing is used.
-    assert at_the_end.get("used", {}) in ({}, dict.fromkeys(at_the_end.get("used", {}), 0))
+    result, final_report = on_stub(0, 3 * GIB, **fields)
+    (gpu,) = result.event("gpu_memory")["gpus"]
+    assert (gpu["peak_bytes"], gpu["told_by_driver"]) == (None, False)
+    # The ticket has no report, or only that of an early measurement, when no memory was used yet.
+    assert final_report.get("used", {}) in ({}, dict.fromkeys(final_report.get("used", {}), 0))
 
 
-def test_a_worker_that_uses_nothing_is_known_to(on_stub: Callable[..., Any]) -> None:
-    result, at_the_end = on_stub(0, 0)
-    (told,) = result.told("gpu_memory")["gpus"]
-    assert (told["peak_bytes"], told["told_by_driver"]) == (0, True)
-    assert list(at_the_end["used"].values()) == [0]
+def test_a_worker_that_uses_no_memory_is_reported_with_zero(on_stub: Callable[..., Any]) -> None:
+    result, final_report = on_stub(0, 0)
+    (gpu,) = result.event("gpu_memory")["gpus"]
+    assert (gpu["peak_bytes"], gpu["told_by_driver"]) == (0, True)
+    assert list(final_report["used"].values()) == [0]
 
 
-def test_out_of_memory_of_another_framework_is_told_by_the_drivers_numbers(
+def test_out_of_memory_of_another_framework_is_reported_with_the_drivers_numbers(
     on_stub: Callable[..., Any],
 ) -> None:
     result, _ = on_stub(0, 3 * GIB, "CUDA error: out of memory: tried to allocate 2.00 GiB")
     assert str(result.value).startswith("CUDA error")
-    told = result.told("out_of_memory")
-    assert told["kind"] == "over_cap"
-    assert (told["asked_bytes"], told["reserved_bytes"]) == (2 * GIB, 3 * GIB)
-    assert (told["free_bytes"], told["total_bytes"]) == (13 * GIB, 16 * GIB)
+    event = result.event("out_of_memory")
+    assert event["kind"] == "over_cap"
+    assert (event["asked_bytes"], event["reserved_bytes"]) == (2 * GIB, 3 * GIB)
+    assert (event["free_bytes"], event["total_bytes"]) == (13 * GIB, 16 * GIB)

@@ -1,4 +1,4 @@
-"""Modules, batches and auxiliary variables to a device, and results back."""
+"""Moving modules, batches and auxiliary variables to a device, and results back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from flower_gpu.pytorch.device import device, to_device, to_numpy
 CUDA = torch.cuda.is_available()
 on_gpu = pytest.mark.gpu
 DEVICES = ["cpu", "meta", pytest.param("cuda", marks=[on_gpu, pytest.mark.skipif(not CUDA, reason="no GPU")])]
-MOVES = DEVICES[1:]  # from the CPU, these are other devices
+#: Devices to which a tensor on the CPU has to be moved.
+OTHER_DEVICES = DEVICES[1:]
 
 
 class Pair(NamedTuple):
@@ -28,7 +29,7 @@ class Pair(NamedTuple):
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
-    """As transformers' BatchEncoding: moves itself, in place."""
+    """Like transformers' BatchEncoding, an object that moves itself in place."""
 
     def to(self, device: torch.device) -> Encoding:
         self.data = {key: value.to(device) for key, value in self.data.items()}
@@ -56,22 +57,22 @@ def batch() -> dict[str, Any]:
 
 
 def tensors_in(thing: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
-    def note(one: Any) -> None:
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif hasattr(one, "items"):
-            [note(value) for value in one.values()]
-        elif isinstance(one, list | tuple):
-            [note(value) for value in one]
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif hasattr(value, "items"):
+            [collect(item) for item in value.values()]
+        elif isinstance(value, list | tuple):
+            [collect(item) for item in value]
 
-    note(thing)
-    return found
+    collect(thing)
+    return tensors
 
 
 @pytest.mark.parametrize("target", DEVICES)
-def test_every_tensor_of_a_nest_arrives_and_the_rest_is_as_it_was(target: str) -> None:
+def test_every_nested_tensor_is_moved_and_other_values_are_unchanged(target: str) -> None:
     before = batch()
     after = to_device(before, target)
     assert len(tensors_in(after)) == len(tensors_in(before)) == 9
@@ -88,12 +89,12 @@ def test_every_tensor_of_a_nest_arrives_and_the_rest_is_as_it_was(target: str) -
 def test_the_default_is_the_workers_device() -> None:
     assert device() == flower_gpu.device() == torch.device("cuda:0" if CUDA else "cpu")
     assert to_device(torch.ones(1)).device == device()
-    there = torch.ones(1, device=device())
-    assert to_device([there])[0] is there
+    moved = torch.ones(1, device=device())
+    assert to_device([moved])[0] is moved
 
 
 @pytest.mark.parametrize("target", DEVICES)
-def test_objects_that_can_move_themselves_do(target: str) -> None:
+def test_objects_with_a_to_method_move_themselves(target: str) -> None:
     encoding = Encoding(ids=torch.ones(2))
     packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     assert to_device(encoding, target) is encoding
@@ -124,8 +125,8 @@ def test_on_the_cpu_a_numpy_array_is_not_copied_unless_it_is_read_only() -> None
     assert to_device(array.astype(">f8"), "cpu").tolist() == [1, 0, 0]
 
 
-@pytest.mark.parametrize("target", MOVES)
-def test_leaves_stay_leaves_and_a_history_stays_a_history(target: str) -> None:
+@pytest.mark.parametrize("target", OTHER_DEVICES)
+def test_leaves_stay_leaves_and_computed_tensors_keep_their_history(target: str) -> None:
     leaf = torch.ones(2, requires_grad=True)
     moved = to_device(leaf, target)
     assert moved.is_leaf and moved.requires_grad
@@ -177,7 +178,7 @@ def test_arrays_of_cpu_tensors_share_their_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: torch.eye(2).to_sparse(), "sparse"),
         (lambda: torch.ones(1, device="meta"), "meta"),
@@ -185,12 +186,12 @@ def test_arrays_of_cpu_tensors_share_their_memory() -> None:
         (lambda: nn.Linear(1, 1), "get_weights"),
     ],
 )
-def test_what_numpy_has_no_array_for_is_refused(make: Callable[[], Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_values_without_a_numpy_array_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         to_numpy({"x": make()})
 
 
-def test_there_and_back_gives_the_same_values() -> None:
+def test_a_round_trip_gives_the_same_values() -> None:
     arrays = [np.arange(6, dtype=np.int64).reshape(2, 3), np.array(1.5), np.array([True, False])]
     for new, old in zip(to_numpy(to_device(arrays)), arrays, strict=True):
         assert new.dtype == old.dtype

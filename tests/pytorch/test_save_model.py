@@ -1,4 +1,4 @@
-"""A model as a safetensors file."""
+"""Saving a model as a safetensors file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def same(ours, theirs):
         assert torch.equal(ours[name], theirs[name])
 
 
-def test_loads_with_one_line_and_no_gpu(tmp_path):
+def test_the_file_loads_with_one_line_and_without_a_gpu(tmp_path):
     model = Tied()
     path = tmp_path / "model.safetensors"
     save_model(model, path)
@@ -59,7 +59,7 @@ def test_loads_with_one_line_and_no_gpu(tmp_path):
 
 @settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=5))
-def test_dtypes_and_shapes(tmp_path_factory, entries):
+def test_all_dtypes_and_shapes_are_saved(tmp_path_factory, entries):
     state = {f"entry{i}": (torch.randn(shape) * 3).to(dtype) for i, (dtype, shape) in enumerate(entries)}
     path = tmp_path_factory.mktemp("saved") / "model.safetensors"
     save_model(state, path)
@@ -72,15 +72,16 @@ def test_replaces_a_file_and_follows_the_umask(tmp_path):
     plain.touch()
     save_model({"a": torch.zeros(3)}, path)
     before = path.read_bytes()
-    with path.open("rb") as reader:  # whoever reads the old file goes on with all of it
+    # A process that reads the old file still gets all of its content.
+    with path.open("rb") as reader:
         save_model({"b": torch.ones(2)}, str(path))
         assert reader.read() == before
     same(load_file(path), {"b": torch.ones(2)})
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
 
 
-def refused(tmp_path, model, text, error=WeightsError):
-    """The call fails, keeps the file that was there and leaves no other."""
+def assert_refused(tmp_path, model, text, error=WeightsError):
+    """Check that the call fails, keeps the existing file and leaves no other."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"before")
     with pytest.raises(error, match=text):
@@ -89,20 +90,20 @@ def refused(tmp_path, model, text, error=WeightsError):
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_what_cannot_be_stored(tmp_path):
+def test_tensors_that_cannot_be_stored_are_refused(tmp_path):
     complex_state = {"ok": torch.zeros(2), "phase": torch.zeros(2, dtype=torch.complex128)}
-    refused(tmp_path, complex_state, "safetensors cannot store torch.complex128: phase")
-    refused(tmp_path, nn.LazyLinear(2), "weight: not initialised yet")
-    refused(tmp_path, nn.Linear(2, 2, device="meta"), "weight: on the meta device")
-    refused(tmp_path, {"steps": 3}, "steps: expected a tensor, got int")
+    assert_refused(tmp_path, complex_state, "safetensors cannot store torch.complex128: phase")
+    assert_refused(tmp_path, nn.LazyLinear(2), "weight: not initialised yet")
+    assert_refused(tmp_path, nn.Linear(2, 2, device="meta"), "weight: on the meta device")
+    assert_refused(tmp_path, {"steps": 3}, "steps: expected a tensor, got int")
 
 
-def test_missing_folder(tmp_path):
+def test_a_missing_folder_is_an_error_and_is_not_created(tmp_path):
     with pytest.raises(FileNotFoundError):
         save_model(nn.Linear(2, 2), tmp_path / "missing" / "model.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_safetensors(tmp_path, monkeypatch):
+def test_a_missing_safetensors_is_an_error_with_the_command_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    refused(tmp_path, nn.Linear(2, 2), "pip install 'safetensors>=0.4'", ConfigError)
+    assert_refused(tmp_path, nn.Linear(2, 2), "pip install 'safetensors>=0.4'", ConfigError)

@@ -1,4 +1,4 @@
-"""Tensors of several clients as one, and models that are trained together by it."""
+"""Stacking the tensors of several clients, and training their models together in one step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cnn() -> nn.Module:
 
 
 def step_of(network: nn.Module) -> Callable[[State, torch.Tensor, torch.Tensor], State]:
-    """Return one step of SGD as a pure function of a state dict; buffers change, too."""
+    """Return one step of SGD as a pure function of a state dict. The step updates buffers too."""
     trained = {name for name, _ in network.named_parameters()}
 
     def loss(
@@ -46,7 +46,7 @@ def step_of(network: nn.Module) -> Callable[[State, torch.Tensor, torch.Tensor],
 
 
 def trained_alone(network: nn.Module, state: State, images: torch.Tensor, labels: torch.Tensor) -> State:
-    """Do the same step as most apps do it."""
+    """Do the same step with an ordinary optimizer, as most apps do."""
     network.load_state_dict(state)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     nn.functional.cross_entropy(network(images), labels).backward()
@@ -56,25 +56,25 @@ def trained_alone(network: nn.Module, state: State, images: torch.Tensor, labels
 
 
 @pytest.mark.parametrize("make", [mlp, cnn])
-def test_a_step_of_many_is_that_of_each_alone(make: Callable[[], nn.Module]) -> None:
+def test_a_stacked_step_gives_the_results_of_separate_steps(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     states = [make().state_dict() for _ in range(9)]
     sizes = [(4, 7, 12)[number % 3] for number in range(9)]
     data = [(torch.rand(size, 1, 8, 8), torch.randint(3, (size,))) for size in sizes]
     step = vmap(step_of(make()))
-    found: dict[int, State] = {}
+    stepped: dict[int, State] = {}
     for group in group_alike(data):
         together = step(stack([states[place] for place in group]), *stack([data[place] for place in group]))
-        found |= zip(group, unstack(together), strict=True)
+        stepped |= zip(group, unstack(together), strict=True)
     assert [len(group) for group in group_alike(data)] == [3, 3, 3]
     for place, state in enumerate(states):
         for name, value in trained_alone(make(), state, *data[place]).items():
-            torch.testing.assert_close(found[place][name], value, rtol=0, atol=1e-6)
-            assert found[place][name].dtype == value.dtype
-            assert not torch.equal(value, state[name]), f"nothing has changed {name}"
+            torch.testing.assert_close(stepped[place][name], value, rtol=0, atol=1e-6)
+            assert stepped[place][name].dtype == value.dtype
+            assert not torch.equal(value, state[name]), f"the step did not change {name}"
 
 
-def test_items_come_back_as_they_were() -> None:
+def test_unstacking_returns_the_original_items() -> None:
     items = [
         {"w": torch.full((2, 3), float(number)), "n": torch.tensor(number), "more": [(torch.ones(1),)]}
         for number in range(4)
@@ -85,16 +85,16 @@ def test_items_come_back_as_they_were() -> None:
         assert torch.equal(item["w"], same["w"]) and item["n"].item() == same["n"].item()
         assert isinstance(same["more"], list) and isinstance(same["more"][0], tuple)
     stacked["w"].zero_()
-    assert items[3]["w"].sum() == 18, "stacking copies"
+    assert items[3]["w"].sum() == 18, "stack() must copy"
 
 
 def test_clients_share_no_memory() -> None:
-    """What does not depend on a client has one row in memory for all of them."""
-    found = unstack(vmap(lambda x: (torch.ones(2), x + 1))(torch.zeros(3, 2)))
-    found[0][0].fill_(7)
-    found[1][1].fill_(8)
-    assert [ones.tolist() for ones, _ in found] == [[7, 7], [1, 1], [1, 1]]
-    assert [values.tolist() for _, values in found] == [[1, 1], [8, 8], [1, 1]]
+    """vmap has a single row in memory for values that do not depend on the client."""
+    items = unstack(vmap(lambda x: (torch.ones(2), x + 1))(torch.zeros(3, 2)))
+    items[0][0].fill_(7)
+    items[1][1].fill_(8)
+    assert [ones.tolist() for ones, _ in items] == [[7, 7], [1, 1], [1, 1]]
+    assert [values.tolist() for _, values in items] == [[1, 1], [8, 8], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_clients_share_no_memory() -> None:
         ([nn.Linear(1, 1)] * 2, TypeError, "Linear"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_stacked_is_named(items: list[Any], error: type[Exception], text: str) -> None:
+def test_items_that_cannot_be_stacked_are_named(items: list[Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         stack(items)
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_stacked_is_named(items: list[Any], error: type[Exception
         ({}, ValueError, "one size of the first dimension"),
     ],
 )
-def test_what_cannot_be_unstacked_is_named(item: Any, error: type[Exception], text: str) -> None:
+def test_an_item_that_cannot_be_unstacked_is_named(item: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         unstack(item)
 

@@ -1,4 +1,4 @@
-"""state_dict to numpy arrays and back."""
+"""Conversion of a state_dict to numpy arrays and back."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_only(array):
 
 
 def field(array):
-    """Steps that are no multiple of the item size."""
+    """Return a view with strides that are not a multiple of the item size."""
     records = np.zeros(array.shape, dtype=[("pad", "u1"), ("value", array.dtype)])
     records["value"] = array
     return records["value"]
@@ -90,7 +90,7 @@ def frombuffer(array):
 
 
 def misaligned(array):
-    """At an address that is no multiple of the item size, where torch can crash."""
+    """Return a copy at an address that is not a multiple of the item size, where torch can crash."""
     memory = np.zeros(array.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64 + max(array.itemsize // 2, 1)
     moved = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -103,7 +103,7 @@ LAYOUTS = [fortran, every_second, backwards, swapped, read_only, field, frombuff
 
 @pytest.mark.parametrize("dtype", NUMPY, ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (40, 50)], ids=str)
-def test_addresses_that_torch_does_not_look_at(dtype, shape):
+def test_misaligned_arrays_are_loaded_without_a_crash(dtype, shape):
     array = np.ones(shape, NUMPY[dtype])
     model = Bag([torch.zeros(shape, dtype=dtype)])
     set_weights(model, [misaligned(array)])
@@ -131,7 +131,7 @@ def test_channels_last_model_gives_contiguous_arrays_and_keeps_its_format():
 # -- a real model ---------------------------------------------------------------------------------
 
 
-def test_arrays_do_not_change_when_training_goes_on():
+def test_arrays_do_not_change_when_training_continues():
     model = Net()
     weights, state = get_weights(model), get_state(model)
     kept = [array.copy() for array in weights]
@@ -177,7 +177,7 @@ def test_copies_no_more_than_needed():
     pointers = {array.ctypes.data for array in (*first, *second)}
     pointers |= {tensor.data_ptr() for tensor in model.state_dict().values()}
     assert len(pointers) == 6
-    # A writable array of native byte order reaches the model without another copy on the way.
+    # A writable array in native byte order is copied into the model without an intermediate copy.
     set_weights(model, first)
     assert model.loaded == [array.ctypes.data for array in first]
 
@@ -197,7 +197,8 @@ def test_tied_weights_stay_tied():
     model, other = Tied(), Tied()
     weights = get_weights(other)
     assert len(weights) == 2
-    weights[0] += 0  # separate memory: changing one in place leaves the other
+    # The arrays have separate memory, so changing one in place leaves the other unchanged.
+    weights[0] += 0
     assert not np.shares_memory(weights[0], weights[1])
     set_weights(model, weights)
     same(model, other)
@@ -207,7 +208,7 @@ def test_tied_weights_stay_tied():
 
 
 def test_model_whose_state_dict_is_not_its_tensors():
-    """Extra state and state_dict hooks: what torch itself can load."""
+    """The model has extra state and state_dict hooks, which torch itself can load."""
 
     class Counted(nn.Linear):
         steps = 0
@@ -226,7 +227,7 @@ def test_model_whose_state_dict_is_not_its_tensors():
 
 
 def test_versions_of_modules_are_kept():
-    """Without its version a module may take the arrays for those of an old release."""
+    """Without its version, a module may treat the arrays as those of an older release."""
 
     class Versioned(nn.Linear):
         _version = 3

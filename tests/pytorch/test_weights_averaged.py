@@ -1,4 +1,4 @@
-"""Averages made by Flower, with the dtypes that averaging changes."""
+"""Loading averages made by Flower, including dtypes that averaging changes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_flower_averages_are_loaded_into_a_batchnorm_model(half):
 def test_floats_for_integer_buffers_are_rounded_or_refused(dtype, array):
     model = Bag([torch.zeros(array.shape, dtype=dtype)])
     info = torch.iinfo(dtype)
-    want = [round(float(value)) for value in array.flat]  # Python rounds halves to even as well
+    # Like torch, Python rounds halves to even.
+    want = [round(float(value)) for value in array.flat]
     if all(info.min <= value <= info.max for value in want):
         set_weights(model, [array])
         assert model.entry0.dtype == dtype
@@ -101,7 +102,7 @@ def test_floats_for_integer_buffers_are_rounded_or_refused(dtype, array):
 def test_limits_of_integer_buffers(dtype):
     model = Bag([torch.zeros(2, dtype=dtype)])
     info = torch.iinfo(dtype)
-    # float64 has 53 bits: the largest one below the limit of a 64-bit integer is further away.
+    # float64 has 53 bits, so the largest float64 below the limit of a 64-bit integer is further away.
     largest = float(info.max) if dtype.itemsize < 8 else np.nextafter(float(info.max), 0)
     set_weights(model, [np.array([info.min, largest])])
     assert model.entry0.tolist() == [info.min, int(largest)]
@@ -125,8 +126,8 @@ def test_floats_for_boolean_buffers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_zero_dimensional_float64_is_taken(dtype):
-    """numpy before 2.0 makes float64 of 0-d arrays of any float type in an average."""
+def test_zero_dimensional_float64_is_accepted(dtype):
+    """numpy before 2.0 turns 0-d arrays of any float type into float64 in an average."""
     model = Bag([torch.tensor(0.0, dtype=dtype)])
     for value in (np.float64(1.1), np.array(1.1), np.array(1e300)):
         set_weights(model, [value])

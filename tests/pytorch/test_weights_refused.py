@@ -1,4 +1,4 @@
-"""Weights that do not fit: named in the message, and the model stays as it was."""
+"""Weights that do not fit are named in the error, and the model stays unchanged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flower_gpu.pytorch.weights import get_state, get_weights, set_weights
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-# -- what does not fit ----------------------------------------------------------------------------
+# -- arrays that do not fit -----------------------------------------------------------------------
 
 
 def refused(model, call, *texts):
-    """The call fails with all texts in its message and leaves the model as it was."""
+    """Check that the call fails with all texts in its message and leaves the model unchanged."""
     before = snapshot(model)
     with pytest.raises(WeightsError) as caught:
         call()
@@ -68,7 +68,7 @@ ORDER = list(Net().state_dict())
         ("seen", np.array([1, 0]), "expected shape (2,) bool, got shape (2,) int64"),
     ],
 )
-def test_an_array_that_does_not_fit(name, array, texts):
+def test_an_array_that_does_not_fit_is_refused(name, array, texts):
     model = Net()
     position = ORDER.index(name)
     weights = change(position, array)
@@ -76,7 +76,7 @@ def test_an_array_that_does_not_fit(name, array, texts):
     refused(model, lambda: set_weights(model, weights), where, texts)
 
 
-def test_all_misfits_are_named_up_to_a_handful():
+def test_several_misfits_are_named_up_to_a_limit():
     model = Net()
     weights = [np.zeros(9, np.float32)] * len(ORDER)
     with pytest.raises(WeightsError) as caught:
@@ -86,7 +86,7 @@ def test_all_misfits_are_named_up_to_a_handful():
     assert lines[-1].endswith(f" and {len(ORDER) - 5} more")
 
 
-def test_number_of_arrays():
+def test_a_wrong_number_of_arrays_is_refused():
     model = Net()
     weights = get_weights(Net())
     shorter = weights[:-1]
@@ -97,7 +97,7 @@ def test_number_of_arrays():
     refused(model, lambda: set_weights(model, parameters), "number of parameters", "get_weights")
 
 
-def test_containers():
+def test_containers_other_than_lists_are_refused():
     model = Net()
     weights, state = get_weights(Net()), get_state(Net())
     refused(model, lambda: set_weights(model, state), "got dict")
@@ -128,7 +128,7 @@ def extra_state():
     ],
     ids=["float8", "sparse", "meta", "lazy", "extra_state"],
 )
-def test_models_that_numpy_cannot_hold(build, texts):
+def test_models_without_numpy_equivalent_are_refused(build, texts):
     with pytest.raises(WeightsError) as caught:
         get_weights(build())
     assert str(caught.value).startswith(texts)
@@ -140,7 +140,8 @@ def test_models_that_numpy_cannot_hold(build, texts):
 
 
 def test_quantised_tensors_are_refused():
-    with warnings.catch_warnings(action="ignore"):  # torch is about to drop them
+    # Quantised tensors are deprecated in torch, which warns about them.
+    with warnings.catch_warnings(action="ignore"):
         tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with pytest.raises(WeightsError, match=r"^q: expected a dense tensor, got torch.qint8"):
         get_state({"q": tensor})

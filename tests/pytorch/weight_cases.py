@@ -20,7 +20,7 @@ NUMPY = {dtype: np.dtype(str(dtype).split(".")[-1]) for dtype in DTYPES if dtype
 
 
 class Bag(nn.Module):
-    """Any tensors as the entries of a state_dict."""
+    """A module with arbitrary tensors as the entries of its state_dict."""
 
     def __init__(self, tensors):
         super().__init__()
@@ -54,7 +54,7 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
 @st.composite
 def tensors(draw, dtypes=DTYPES):
-    """A tensor of any bits (all kinds of NaN included, except in bfloat16), shape and memory layout."""
+    """Draw a tensor of any bits, shape and memory layout. All kinds of NaN occur, except in bfloat16."""
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(shapes)
     size = int(np.prod(shape, dtype=int)) * dtype.itemsize
@@ -64,7 +64,8 @@ def tensors(draw, dtypes=DTYPES):
     tensor = torch.empty(shape, dtype=dtype)
     if size:
         tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
-    if dtype == torch.bfloat16:  # torch keeps a NaN in a cast, but not which one
+    # A cast in torch keeps a NaN, but not its bits.
+    if dtype == torch.bfloat16:
         tensor = torch.where(tensor.isnan(), torch.ones_like(tensor), tensor)
     if tensor.ndim > 1 and draw(st.booleans()):
         tensor = tensor.transpose(0, -1)
