@@ -13,7 +13,6 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import FOLDER, SWITCH, Kind
 from flower_gpu.options import CALL, CallOptions, Option, flag
 
-_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 #: Option of commands that can also print their output for programs.
 JSON: Final = MappingProxyType({"json": Option("print JSON", SWITCH, default=False)})
 
@@ -69,8 +68,8 @@ def reader(kind: Kind) -> Callable[[str], Any]:
 def add_options(
     parser: argparse.ArgumentParser,
     table: Mapping[str, Option],
-    groups: Mapping[str, str] = _NOTHING,
-    more: Mapping[str, str] = _NOTHING,
+    groups: Mapping[str, str],
+    more: Mapping[str, str],
 ) -> None:
     """Add options to a parser. The value of a missing option is None if a variable can set it.
 

@@ -225,8 +225,7 @@ class PyTorch(Framework):
         yield from self._flags()
         yield Setting(torch.get_num_threads, torch.set_num_threads)
         yield Setting(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal)
-        if hasattr(torch, "get_default_device"):
-            yield Setting(torch.get_default_device, torch.set_default_device)
+        yield Setting(torch.get_default_device, torch.set_default_device)
 
     def taken_over(self) -> Iterator[Setting]:
         """Yield the flags and the default device. The lease of a worker decides its number of threads."""

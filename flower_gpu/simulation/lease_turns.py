@@ -252,16 +252,16 @@ class LeaseTurns:
                 return
         place.retire()
 
-    def has_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
-        """Return True if there is a suitable idle worker whose lease no other request needs.
-
-        ``fits``: returns True for a suitable worker. None: every worker is suitable.
-        """
+    def has_idle(self, fits: Callable[[LeasedLine], bool]) -> bool:
+        """Return True if an idle worker suits, by ``fits``, and no other request needs its lease."""
         with self._changed:
             return self._find_idle(fits) is not None
 
     def take_idle(self, fits: Callable[[LeasedLine], bool] | None) -> LeasedLine | None:
-        """Return an idle worker as for :meth:`has_idle`, which the caller now owns, or None."""
+        """Return an idle worker as for :meth:`has_idle`, which the caller now owns, or None.
+
+        ``fits`` None: every worker is suitable.
+        """
         with self._changed:
             place = self._find_idle(fits)
             if place is not None:

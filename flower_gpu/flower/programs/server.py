@@ -94,7 +94,6 @@ _STARTERS: Final = (
 # The program that runs the ServerApp. Only it gets a thread per core for arithmetic. In other programs such
 # threads would only wait, which costs time.
 _COMPUTES: Final = "flwr-serverapp"
-_MOMENT_S: Final = 0.001
 # Prefixes of variables that Python, its libraries or Flower read when they start or are imported.
 _READ_AT_START: Final = ("FLWR_", "GRPC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON", "TZ")
 
