@@ -301,7 +301,7 @@ def test_a_run_keeps_the_commit_that_the_branch_had_at_its_first_message(
 
 
 def test_credentials_in_urls_appear_in_no_log_and_no_error(declaring: Declaring) -> None:
-    """That holds for a package that is found, and for the error if it is missing."""
+    """The test checks the log of a successful installation and the error for a missing package."""
     secrets = ("pa55word", "t0ken")
     wheel(declaring.folder, "tinything", "1.0", "VALUE = 41\n")
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(declaring.folder))
