@@ -1,7 +1,7 @@
-"""Cards that are not there, under the real PyTorch: a stand-in for CUDA's runtime and driver.
+"""Simulated GPUs for the real PyTorch: a stand-in for CUDA's runtime and driver.
 
-An unmodified CUDA build of PyTorch finds the cards of a :class:`Host`, makes contexts and allocates there
-(README.md says what is played and what is not)::
+An unmodified CUDA build of PyTorch finds the GPUs of a :class:`Host`, creates contexts and allocates there.
+README.md says what is simulated and what is not::
 
     host = Host(tmp_path / "host", gpus=2, total=16 * GIB)
     host.set(0, context_ms=400)
@@ -33,22 +33,22 @@ MIB = 2**20
 _FOLDER = Path(__file__).absolute().parent
 _SOURCES = ("cards.h", "cards.c", "runtime.c", "driver.c", "crt/host_defines.h")
 _DRIVER = "libcuda.so.1"
-# A function that PyTorch's libraries import from these two.
+# A function of CUDA's runtime or driver that PyTorch's libraries import.
 _IMPORTED = re.compile(r"^ *U ((?:__)?cuda[A-Z]\w+)@|^ *U (cu[A-Z]\w+)$", re.MULTILINE)
-# One that its allocator looks up by name. PyTorch before 2.8 insists on all of them.
+# A function that PyTorch's allocator looks up by name. PyTorch before 2.8 requires all of them.
 _LOOKED_UP = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
 _EXPORTED = re.compile(r"^[0-9a-f]+ T (\w+)$", re.MULTILINE)
 
 
 class Host(nvml_stub.Host):
-    """A host with cards that PyTorch can use, besides what NVML tells of them.
+    """A host with simulated GPUs that both PyTorch and NVML can use.
 
-    ``context`` is what a context takes of a card, in bytes. From version 570 on a ``driver`` names threads of
-    its own. All else is as for :class:`nvml_stub.Host`.
+    ``context`` is the memory of a CUDA context in bytes. A ``driver`` from version 570 on starts named
+    threads. All other parameters are those of :class:`nvml_stub.Host`.
 
-    :meth:`set` takes these fields, too: ``context`` (bytes); ``context_ms`` (how long it takes to make one);
-    ``kernel_us`` (how long each kernel takes). ``compute_mode=3`` refuses a second process, ``lost=True``
-    lets every call fail from then on.
+    :meth:`set` accepts these further fields: ``context`` (bytes), ``context_ms`` (time to create a context)
+    and ``kernel_us`` (time of each kernel). ``compute_mode=3`` refuses a second process, and ``lost=True``
+    makes every later call fail.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Host(nvml_stub.Host):
 
 
 def reason_not_to_run() -> str | None:
-    """Return why there can be no stand-in here; None where there can."""
+    """Return the reason why the stand-in cannot run here, or None if it can."""
     if shutil.which("cc") is None or shutil.which("nm") is None:
         return "the stand-in for CUDA needs a C compiler: apt-get install gcc"
     if _torch()[1] is None:
@@ -76,7 +76,7 @@ def reason_not_to_run() -> str | None:
 
 @functools.cache
 def compiled() -> Path:
-    """Return the folder of the two libraries for the PyTorch of this Python; compiled once for all processes.
+    """Return the folder of the two libraries for this Python's PyTorch. They are compiled only once.
 
     Raises
     ------
@@ -95,10 +95,11 @@ def compiled() -> Path:
         built.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as new:
             _compile(Path(new), folder, cuda)
-            made = Path(new, "lib")
+            compiled_folder = Path(new, "lib")
             try:
-                made.rename(built)
-            except OSError:  # another process was faster
+                compiled_folder.rename(built)
+            # Another process may have been faster.
+            except OSError:
                 if not built.exists():
                     raise
     return built
@@ -106,21 +107,22 @@ def compiled() -> Path:
 
 def _torch() -> tuple[Path, str | None]:
     """Return PyTorch's folder and the CUDA it was built for, without importing it."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return Path(), None
-    folder = Path(found.origin).parent
+    folder = Path(spec.origin).parent
     cuda: str | None = runpy.run_path(str(folder / "version.py"))["cuda"]
     return folder, cuda
 
 
 def _compile(into: Path, torch: Path, cuda: str) -> None:
     major, minor = cuda.split(".")[:2]
-    # The layout of what PyTorch is told of a card is that of the version it was built with.
-    places = [torch.parent / "nvidia" / name / "include" for name in (f"cu{major}", "cuda_runtime")]
-    headers = next((place for place in places if (place / "driver_types.h").exists()), None)
+    # The layout of the struct with a GPU's properties depends on the CUDA version that PyTorch was built
+    # with.
+    folders = [torch.parent / "nvidia" / name / "include" for name in (f"cu{major}", "cuda_runtime")]
+    headers = next((folder for folder in folders if (folder / "driver_types.h").exists()), None)
     if headers is None:
-        raise RuntimeError(f"no headers of CUDA's runtime in {places[0]} or {places[1]}")
+        raise RuntimeError(f"no headers of CUDA's runtime in {folders[0]} or {folders[1]}")
     flags = ["-std=gnu11", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror"]
     flags += [
         "-Wno-format-truncation",
@@ -148,7 +150,7 @@ def _compile(into: Path, torch: Path, cuda: str) -> None:
 
 
 def _with_missing(folder: Path, imported: set[str], *names: str) -> list[str]:
-    """Return objects, and one with the other functions that PyTorch imports, which answer NOT_SUPPORTED."""
+    """Return objects, plus an object in which all other imported functions return NOT_SUPPORTED."""
     objects = [str(folder / f"{name}.o") for name in names]
     exported = set(_EXPORTED.findall(_run(["nm", *objects])))
     missing = sorted(imported - exported - {""})

@@ -1,4 +1,4 @@
-"""Runs a command on a host with cards that are not there.
+"""Runs a command on a host with simulated GPUs.
 
 ``PYTHONPATH=tests python -m cuda_stub --gpus 2 -- flower-gpu gpus``
 """
@@ -19,32 +19,37 @@ from flower_gpu.kinds import SIZE
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m cuda_stub", description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", type=int, default=1, metavar="N")
-    parser.add_argument("--total", default="16GiB", metavar="SIZE", help="memory of each card")
+    parser.add_argument("--total", default="16GiB", metavar="SIZE", help="memory of each GPU")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="of each card: context, context_ms, kernel_us, compute_mode, name ...",
+        help="a field of each GPU: context, context_ms, kernel_us, compute_mode, name ...",
     )
     parser.add_argument(
-        "--host", type=Path, metavar="DIR", help="of several commands on one host; default: a new one"
+        "--host",
+        type=Path,
+        metavar="DIR",
+        help="folder of a host that several commands share; default: a new host",
     )
     parser.add_argument("command", nargs="+", metavar="COMMAND")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cuda-stub-") as new:
-        folder = asked.host or Path(new)
-        host = cuda_stub.Host(folder, gpus=asked.gpus, total=SIZE.check(asked.total, "--total"))
-        for index in range(asked.gpus):
-            host.set(index, **dict(field.split("=", 1) for field in asked.set))
-        # Leases and fork servers of their own: the user's know other cards.
-        own = {"PATH": f"{Path(__file__).parent / 'mps'}:{os.environ['PATH']}"}
+        folder = arguments.host or Path(new)
+        host = cuda_stub.Host(folder, gpus=arguments.gpus, total=SIZE.check(arguments.total, "--total"))
+        for index in range(arguments.gpus):
+            host.set(index, **dict(field.split("=", 1) for field in arguments.set))
+        # The command needs a separate ledger and separate fork servers, because the user's are for other
+        # GPUs.
+        variables = {"PATH": f"{Path(__file__).parent / 'mps'}:{os.environ['PATH']}"}
         for name in ("LEDGER", "STATE"):
-            place = folder / name.lower()
-            place.mkdir(exist_ok=True)
-            place.chmod(0o1777 if name == "LEDGER" else 0o700)
-            own[f"FLOWER_GPU_{name}_DIR"] = str(place)
-        return subprocess.run(asked.command, env={**os.environ, **own, **host.env}, check=False).returncode
+            directory = folder / name.lower()
+            directory.mkdir(exist_ok=True)
+            directory.chmod(0o1777 if name == "LEDGER" else 0o700)
+            variables[f"FLOWER_GPU_{name}_DIR"] = str(directory)
+        env = {**os.environ, **variables, **host.env}
+        return subprocess.run(arguments.command, env=env, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tests for a real GPU run on the stand-in, so that a first real card finds no mistake of theirs."""
+"""The tests for a real GPU also run on the stand-in, so their own mistakes show up without a real GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import cuda_stub
 ON_GPU = Path(__file__).parents[1] / "on_gpu"
 
 SAME = "not on a stand-in: what is to be seen is the same as with the other start methods"
-# What only a card can show; all else runs.
-ONLY_ON_A_CARD = {
+# Reasons for skipping a test. All other tests run on the stand-in.
+SKIP_REASONS = {
     SAME,
     "needs tensorflow with CUDA",
     "needs jax with CUDA",
@@ -28,7 +28,7 @@ ONLY_ON_A_CARD = {
 pytestmark = pytest.mark.timeout(960)
 
 
-def test_on_the_stand_in(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> None:
+def test_the_gpu_tests_pass_on_the_stand_in(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     options = ["-q", "-p", "no:cacheprovider", "-n", "0", f"--junitxml={report}"]
     done = subprocess.run(
@@ -44,7 +44,7 @@ def test_on_the_stand_in(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Pat
     skipped = {
         (case.get("classname"), skip.get("message")) for case in cases for skip in case.findall("skipped")
     }
-    # Where a test may make no control groups the driver caps nobody.
-    told = {str(message) for _, message in skipped if not str(message).startswith("no cap by the driver")}
-    assert told <= ONLY_ON_A_CARD
+    # Without permission to create control groups, there is no cap by the driver.
+    reasons = {str(message) for _, message in skipped if not str(message).startswith("no cap by the driver")}
+    assert reasons <= SKIP_REASONS
     assert {message for name, message in skipped if "memory" in str(name) or "leases" in str(name)} <= {SAME}

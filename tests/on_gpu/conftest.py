@@ -1,4 +1,4 @@
-"""On a card all of these tests run; on the stand-in for CUDA (tests/cuda_stub) those that need no card."""
+"""Fixtures of the tests on a GPU. The stand-in for CUDA (tests/cuda_stub) skips tests marked "card"."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ GIB = 2**30
 
 @pytest.fixture(scope="session")
 def gpus() -> list[GPU]:
-    """GPUs with room for these tests."""
-    found = inventory.take()
+    """GPUs with enough free memory for these tests."""
+    snapshot = inventory.take()
     inventory.close()
-    free = [one for one in found.usable if (one.free_bytes or 0) > 8 * GIB]
+    free = [gpu for gpu in snapshot.usable if (gpu.free_bytes or 0) > 8 * GIB]
     if not free:
-        pytest.skip(f"no NVIDIA GPU with 8 GiB free: {found.problem}")
+        pytest.skip(f"no NVIDIA GPU with 8 GiB free: {snapshot.problem}")
     return free
 
 
 @pytest.fixture(scope="session")
 def gpu(gpus: list[GPU]) -> GPU:
-    """One of them."""
+    """A GPU with enough free memory for these tests."""
     return gpus[0]
 
 

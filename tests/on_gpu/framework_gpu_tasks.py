@@ -1,4 +1,4 @@
-"""Tasks that take GPU memory with one framework or another, and hold it for a while."""
+"""Tasks that allocate GPU memory with a given framework and hold it for a while."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _PATIENCE_S = 120
 def begin_tensorflow() -> Callable[[int], Any]:
     import tensorflow as tf
 
-    tf.config.set_soft_device_placement(False)  # an error, and never main memory until that is full
+    # With soft placement, TensorFlow would fall back to main memory and fill it instead of failing.
+    tf.config.set_soft_device_placement(False)
 
     def make(nbytes: int) -> Any:
         with tf.device("/GPU:0"):
@@ -47,7 +48,7 @@ BEGIN = {"tensorflow": begin_tensorflow, "jax": begin_jax, "torch": begin_torch}
 
 
 def sees_gpu(library: str) -> bool:
-    """Tell whether this build of a library can use the GPU."""
+    """Return True if this build of a library can use the GPU."""
     try:
         BEGIN[library]()(1024)
     except Exception:
@@ -56,13 +57,13 @@ def sees_gpu(library: str) -> bool:
 
 
 def take(library: str, nbytes: int) -> int:
-    """Take memory in one piece."""
+    """Allocate memory in one piece."""
     BEGIN[library]()(nbytes)
     return nbytes
 
 
 def take_all_and_hold(library: str, folder: str) -> int:
-    """Take pieces until there are no more, say so, and keep them until everybody has been looked at."""
+    """Allocate pieces until memory runs out, and hold them until the test has measured all workers."""
     make = BEGIN[library]()
     held: list[Any] = []
     try:
@@ -73,19 +74,19 @@ def take_all_and_hold(library: str, folder: str) -> int:
 
         if not out_of_memory.out_of_memory_in(error):
             raise
-    _say_and_wait(Path(folder), library)
+    _report_and_wait(Path(folder), library)
     return len(held) * PIECE
 
 
 def take_little_and_hold(library: str, folder: str) -> int:
-    """Take next to nothing, and hold it."""
+    """Allocate very little memory, and hold it until the test has measured it."""
     held = BEGIN[library]()(1024)
-    _say_and_wait(Path(folder), library)
+    _report_and_wait(Path(folder), library)
     del held
     return 1024
 
 
-def _say_and_wait(folder: Path, library: str) -> None:
+def _report_and_wait(folder: Path, library: str) -> None:
     gc.collect()
     (folder / f"{library}.new").write_text(str(os.getpid()))
     (folder / f"{library}.new").rename(folder / library)

@@ -1,21 +1,21 @@
-"""Which kind of host this is, and a model that it can train. Importing this imports no torch."""
+"""Detects the stand-in for CUDA, and builds models that can be trained on it. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-#: Why a start method is not tried on the stand-in.
+#: Reason for skipping a start method on the stand-in.
 SAME = "what is to be seen is the same as with the other start methods"
 
 
 def is_stand_in() -> bool:
-    """Tell whether the cards are those of tests/cuda_stub: kernels do nothing, and there is no cuBLAS."""
+    """Return True on the GPUs of tests/cuda_stub, where kernels do nothing and cuBLAS is missing."""
     return "NVML_STUB_DIR" in os.environ
 
 
 def layer(size: int, out: int) -> Any:
-    """Return a linear layer; where there is no cuBLAS one that multiplies each input by a weight."""
+    """Return a linear layer. Without cuBLAS, return a layer that multiplies each input by a weight."""
     import torch
     from torch import nn
 

@@ -1,7 +1,8 @@
-"""A client's process of its own. ``on_gpu_client.py '{"task": ..., "args": [...], "options": {...}}'``.
+"""A separate client process: ``on_gpu_client.py '{"task": ..., "args": [...], "options": {...}}'``.
 
-It runs one call and prints the result as JSON. With ``fill`` it is another program, without flower-gpu: it
-takes all of the GPU's memory but so many bytes, makes the file ``begun``, and keeps it until it is ended.
+The process runs one call and prints the result as JSON. With ``fill`` it acts as a program without
+flower-gpu: it allocates all of the GPU's memory except ``fill`` bytes, creates the file ``begun``, and holds
+the memory until it is killed.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def main(request: dict[str, Any]) -> None:
         print(json.dumps(result), flush=True)
 
 
-def fill(leave: int, begun: Path) -> None:
+def fill(bytes_to_leave: int, begun: Path) -> None:
     import torch
 
     held = [torch.zeros(1, device="cuda")]
     free = torch.cuda.mem_get_info()[0]
-    held.append(torch.empty(free - leave, dtype=torch.uint8, device="cuda"))
+    held.append(torch.empty(free - bytes_to_leave, dtype=torch.uint8, device="cuda"))
     torch.cuda.synchronize()
     begun.touch()
     time.sleep(300)

@@ -1,4 +1,4 @@
-"""What ranks do on real GPUs; in workers only."""
+"""Tasks of ranks on real GPUs. This module is imported in workers only."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def first_weights() -> list[Any]:
 
 
 def train(weights: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
-    """Take steps on what is the same data for any number of ranks; say where this was."""
+    """Take ten steps on data that is the same for any number of ranks, and report the devices used."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    own = model()
-    set_weights(own, weights)
-    own = to_device(own)
+    network = model()
+    set_weights(network, weights)
+    network = to_device(network)
     if world_size() > 1:
-        own = fully_shard(own) if config["way"] == "fsdp" else DistributedDataParallel(own)
+        network = fully_shard(network) if config["way"] == "fsdp" else DistributedDataParallel(network)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     y = torch.arange(64) % 10
     part = slice(rank(), None, world_size())
     x, y = x[part].to(device()), y[part].to(device())
-    optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
     for _ in range(10):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(own(x), y).backward()
+        nn.functional.cross_entropy(network(x), y).backward()
         optimizer.step()
-    found = {
+    report = {
         "world": world_size(),
         "devices": torch.cuda.device_count(),
         "visible": os.environ["CUDA_VISIBLE_DEVICES"],
         "backend": torch.distributed.get_backend() if world_size() > 1 else "",
         "used": used_bytes(),
     }
-    return get_weights(own), 64, found
+    return get_weights(network), 64, report
 
 
 in_ranks = distributed(train)
@@ -60,14 +60,14 @@ in_ranks = distributed(train)
 
 @distributed
 def takes_too_much() -> int:
-    """Take more than there is in the last rank."""
+    """Allocate more memory than the GPU has, in the last rank."""
     if rank() == world_size() - 1:
         torch.empty(1 << 50, dtype=torch.uint8, device=device())
     return int(total(1))
 
 
 def nccl_alone() -> dict[str, Any]:
-    """Do all that ranks do with NCCL in a group of one, which needs no second GPU."""
+    """Run all NCCL operations that ranks use in a group of one, which needs no second GPU."""
     descriptor = os.memfd_create("test")
     file = f"/proc/{os.getpid()}/fd/{descriptor}"
     with joined(file, 0, 1, 60):
@@ -76,17 +76,17 @@ def nccl_alone() -> dict[str, Any]:
         torch.distributed.all_reduce(value)
         objects = [{"a": 1}]
         torch.distributed.broadcast_object_list(objects, src=0)
-        own = model()
-        expected = get_weights(own)
-        divided = fully_shard(own)
-        divided(torch.ones(2, 256, device=device())).sum().backward()
-        off = max(float(abs(a - b).max()) for a, b in zip(expected, get_weights(divided), strict=True))
-        optimizer = torch.optim.SGD(divided.parameters(), 0.1, momentum=0.9)
+        network = model()
+        expected = get_weights(network)
+        sharded = fully_shard(network)
+        sharded(torch.ones(2, 256, device=device())).sum().backward()
+        difference = max(float(abs(a - b).max()) for a, b in zip(expected, get_weights(sharded), strict=True))
+        optimizer = torch.optim.SGD(sharded.parameters(), 0.1, momentum=0.9)
         optimizer.step()
         return {
             "backend": torch.distributed.get_backend(),
             "sum": value.tolist(),
             "objects": objects,
-            "is_sharded": is_sharded(divided),
-            "off": off,
+            "is_sharded": is_sharded(sharded),
+            "difference": difference,
         }

@@ -1,4 +1,4 @@
-"""Tasks of workers on a real GPU. Importing this imports no torch."""
+"""Tasks of workers on a real GPU. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WAIT_S = 100.0
 
 
 def take(nbytes: int) -> dict[str, Any]:
-    """Take memory in one piece, and return what then is known of this process."""
+    """Allocate memory in one piece, and return the figures of PyTorch and the driver for this process."""
     import torch
 
     held = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
@@ -25,7 +25,7 @@ def take(nbytes: int) -> dict[str, Any]:
 
 
 def take_from_cuda(nbytes: int) -> int:
-    """Ask CUDA itself for memory, as an extension does; returns its answer."""
+    """Allocate memory directly with CUDA, as an extension does, and return CUDA's status."""
     import torch
 
     torch.zeros(1, device="cuda")
@@ -39,13 +39,17 @@ def take_with_settings_of_its_own(nbytes: int) -> dict[str, Any]:
 
 
 def convolve(workspace: int) -> int:
-    """Fail as PyTorch does where cuDNN gets no workspace, or has no algorithm for a dtype."""
+    """Raise PyTorch's error for a cuDNN that gets no memory for its workspace.
+
+    The error is the same if cuDNN has no algorithm for a dtype.
+    """
     import torch
 
     try:
         return len(torch.zeros(workspace, dtype=torch.uint8, device="cuda"))
     except torch.OutOfMemoryError:
-        pass  # it tries the next algorithm
+        # cuDNN would try the next algorithm here.
+        pass
     raise RuntimeError("GET was unable to find an engine to execute this computation")
 
 
@@ -57,7 +61,7 @@ def convolve_odd_dtype() -> None:
 
 
 def take_all(piece: int) -> int:
-    """Take pieces until there are no more."""
+    """Allocate pieces until memory runs out, and return their total size."""
     import torch
 
     held = []
@@ -69,7 +73,10 @@ def take_all(piece: int) -> int:
 
 
 def take_when(begun: str, then: str, nbytes: int) -> bool:
-    """Start CUDA, say so, and take memory when somebody says so; the second time at once."""
+    """Start CUDA, create the file `begun`, wait for the file `then`, and allocate memory.
+
+    A second call does not wait, because the file `then` already exists.
+    """
     import torch
 
     held = [torch.zeros(1, device="cuda")]
@@ -80,7 +87,7 @@ def take_when(begun: str, then: str, nbytes: int) -> bool:
 
 
 def take_nearly_all_of_the_lease(folder: str, count: int) -> int:
-    """Take all but 64 MiB of the cap; keep it until as many workers as there should be have done so."""
+    """Allocate all but 64 MiB of the cap, and hold it until `count` workers have done so."""
     import torch
 
     from flower_gpu.leases.lease import Lease
@@ -96,7 +103,7 @@ def take_nearly_all_of_the_lease(folder: str, count: int) -> int:
 
 
 def more_than_there_is(nbytes: int) -> str:
-    """Take more than the GPU has, where there is one."""
+    """Allocate more than the GPU has if the call has a GPU, and return the device."""
     import torch
 
     import flower_gpu
@@ -114,7 +121,7 @@ def device() -> str:
 
 
 def wait_for(path: Path, files: int = 0) -> None:
-    """Wait until a file is there, or so many files in a folder."""
+    """Wait until the file `path` exists, or until the folder `path` has a number of files."""
     deadline = time.monotonic() + _WAIT_S
     while len(list(path.glob("*.there"))) < files if files else not path.exists():
         if time.monotonic() > deadline:
@@ -123,7 +130,7 @@ def wait_for(path: Path, files: int = 0) -> None:
 
 
 def _of_driver() -> int | None:
-    """Return what the driver says that this process uses, its CUDA context included."""
+    """Return the memory of this process according to the driver, including the CUDA context, or None."""
     from flower_gpu.gpu import inventory
 
     for gpu in inventory.take().gpus:
@@ -133,7 +140,7 @@ def _of_driver() -> int | None:
     return None
 
 
-# What a worker uses, and what is left of it
+# Memory use during and after a call
 
 
 def used_bytes() -> int:
@@ -148,7 +155,7 @@ def used_bytes() -> int:
 
 
 def train(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
-    """Hold a gibibyte, take a few steps of a small network, report the card's use meanwhile."""
+    """Hold a gibibyte, train a small network for a few steps, and report the GPU's used memory."""
     import torch
     from gpu_hosts import layer
 
@@ -169,7 +176,7 @@ def train(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def train_and_die(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
-    """Die with memory held on the card."""
+    """Die while holding memory on the GPU."""
     train(weights, config)
     os.kill(os.getpid(), signal.SIGKILL)
     return weights, 64, {}
@@ -179,20 +186,20 @@ def train_and_die(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]
 
 
 def opened() -> list[str]:
-    """Return which device files of NVIDIA's can be opened here."""
-    found = []
+    """Return the names of NVIDIA's device files that this process can open."""
+    names = []
     for path in sorted(Path("/dev").glob("nvidia*")):
         try:
             if path.is_char_device():
                 os.close(os.open(path, os.O_RDWR))
-                found.append(path.name)
+                names.append(path.name)
         except OSError:
             continue
-    return found
+    return names
 
 
 def summed_on_the_gpu() -> tuple[list[str], float]:
-    """Return the same after a sum on the GPU, and that sum."""
+    """Return the names of the device files that can be opened, and a sum computed on the GPU."""
     import torch
 
     return opened(), float(torch.ones(1000, device="cuda").sum())

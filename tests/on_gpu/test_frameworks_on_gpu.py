@@ -1,4 +1,4 @@
-"""On a real GPU: TensorFlow and JAX held to their leases, next to a PyTorch worker (memory by NVML)."""
+"""TensorFlow and JAX on a real GPU stay within their leases next to a PyTorch worker, measured by NVML."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.p
 
 GIB = 2**30
 CAP = 2 * GIB
-CONTEXT = GIB  # of each library: CUDA's context, kernels, and what cuDNN and cuBLAS take themselves
+#: Allowance for the CUDA context, kernels, cuDNN and cuBLAS of each library.
+CONTEXT = GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -33,7 +34,7 @@ OTHERS = ["tensorflow", "jax"]
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest, gpu: GPU) -> str:
-    """A library that can use the GPU: builds for the CPU are usual where tests run."""
+    """A library that can use the GPU. Machines that run tests usually have builds for the CPU."""
     name: str = request.param
     if (gpu.free_bytes or 0) < 12 * GIB:
         pytest.skip("no NVIDIA GPU with 12 GiB free")
@@ -42,14 +43,14 @@ def library(request: pytest.FixtureRequest, gpu: GPU) -> str:
     return name
 
 
-def look() -> Any:
-    found = inventory.take()
+def take_inventory() -> Any:
+    snapshot = inventory.take()
     inventory.close()
-    return found
+    return snapshot
 
 
 def call(task: str, method: str, gpu: GPU, *args: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
-    """Run a task in a worker with a lease; return its result or error, and the last event of each kind."""
+    """Run a task in a worker with a lease. Return its result or error, and the last event of each kind."""
     assert gpu.total_bytes is not None
     share = Share(gpu.uuid, gpu.index, gpu.name, gpu.total_bytes, CAP + CONTEXT, CAP)
     env = environment.of_worker(Lease("test", (share,)), os.environ)
@@ -59,34 +60,36 @@ def call(task: str, method: str, gpu: GPU, *args: Any) -> tuple[Any, dict[str, d
         value = worker.run(
             prepared, method, timeout_s=300, on_event=lambda event: events.update({event["event"]: event})
         )
-    except (RuntimeError, WorkerTaskError) as error:  # the latter where its library is not imported here
+    # An error class of a library that is not imported in this process arrives as WorkerTaskError.
+    except (RuntimeError, WorkerTaskError) as error:
         value = error
     return value, events
 
 
 def used_while_held(task: str, libraries: list[str], gpu: GPU, folder: Path) -> tuple[list[int], int]:
-    """Run one worker for each library at once; return what each took, and what all had of the GPU."""
-    before = look().find(gpu.uuid).free_bytes
+    """Run a worker for each library at once. Return the bytes of each worker, and their sum by NVML."""
+    free_before = take_inventory().find(gpu.uuid).free_bytes
     with ThreadPoolExecutor() as pool:
         calls = [pool.submit(call, task, "spawn", gpu, library, str(folder)) for library in libraries]
         try:
             deadline = time.monotonic() + 200
             while not all((folder / library).exists() for library in libraries):
-                failed = [each.result()[0] for each in calls if each.done()]
+                failed = [call.result()[0] for call in calls if call.done()]
                 assert not failed, failed
                 assert time.monotonic() < deadline, "the workers took too long"
                 time.sleep(0.1)
-            during = look().find(gpu.uuid).free_bytes
+            free_during = take_inventory().find(gpu.uuid).free_bytes
         finally:
             (folder / "go").touch()
-        taken = [each.result()[0] for each in calls]
-    print(f"{gpu.name}: {dict(zip(libraries, taken, strict=True))} bytes, {before - during} by NVML")
-    return taken, before - during
+        taken = [call.result()[0] for call in calls]
+    used = free_before - free_during
+    print(f"{gpu.name}: {dict(zip(libraries, taken, strict=True))} bytes, {used} by NVML")
+    return taken, used
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("library", OTHERS, indirect=True)
-def test_more_than_the_cap_is_refused_and_less_is_not(library: str, method: str, gpu: GPU) -> None:
+def test_only_an_allocation_above_the_cap_is_refused(library: str, method: str, gpu: GPU) -> None:
     taken, events = call("take", method, gpu, library, CAP // 2)
     assert taken == CAP // 2, taken
     assert "out_of_memory" not in events
@@ -96,13 +99,15 @@ def test_more_than_the_cap_is_refused_and_less_is_not(library: str, method: str,
 
 
 @pytest.mark.parametrize("library", OTHERS, indirect=True)
-def test_no_more_is_taken_than_is_needed(library: str, gpu: GPU, tmp_path: Path) -> None:
+def test_a_library_allocates_only_the_memory_it_needs(library: str, gpu: GPU, tmp_path: Path) -> None:
     _, used = used_while_held("take_little_and_hold", [library], gpu, tmp_path)
     assert used < CONTEXT + CAP // 4
 
 
 @pytest.mark.parametrize("library", OTHERS, indirect=True)
-def test_each_keeps_to_its_lease_next_to_a_torch_worker(library: str, gpu: GPU, tmp_path: Path) -> None:
+def test_a_library_stays_within_its_lease_next_to_a_torch_worker(
+    library: str, gpu: GPU, tmp_path: Path
+) -> None:
     taken, used = used_while_held("take_all_and_hold", [library, "torch"], gpu, tmp_path)
     for nbytes in taken:
         assert CAP // 2 < nbytes <= CAP

@@ -1,4 +1,4 @@
-"""Leases from end to end on a real GPU: what is granted, held, learned, and done when memory runs out."""
+"""Leases from end to end on a real GPU: grants, caps, learned footprints, and retries if memory runs out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.p
 
 MIB, GIB = 2**20, 2**30
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-SMALL = 64 * MIB  # what figures of one thing may differ by: blocks of the allocator, libraries' workspaces
+#: Tolerance between two measurements of the same memory, due to allocator blocks and library workspaces.
+SMALL = 64 * MIB
 
 pytestmark = [pytest.mark.gpu]
 
@@ -35,7 +36,7 @@ VARIABLES = ("POLICY", "NUM", "NUM_GPUS", "MEMORY", "PLACEMENT", "RESERVE", "ON_
 
 @dataclass
 class Run:
-    """A run of its own on one GPU, with nothing learned yet."""
+    """A separate run on one GPU, with no footprint learned yet."""
 
     gpu: GPU
     folder: Path
@@ -45,33 +46,33 @@ class Run:
         return [event for event in trace.read(self.folder / trace.FILE_NAME) if event["event"] == kind]
 
     def leases(self) -> list[dict[str, Any]]:
-        """Return the leases that were granted, with their memory."""
+        """Return the granted leases with their memory."""
         return [{**event, **event["gpus"][0]} for event in self.events("lease_granted")]
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return what the workers have told of the GPU."""
+        """Return the GPU figures that the workers have reported."""
         return [event["gpus"][0] for event in self.events("worker_finished")]
 
     def footprint(self) -> int:
         (peaks,) = (
-            found for key, found in Footprints().entries().items() if key.gpu not in (ON_CPU, BESIDE_GPU)
+            entry for key, entry in Footprints().entries().items() if key.gpu not in (ON_CPU, BESIDE_GPU)
         )
         return peaks.peak_bytes
 
     def start(self, **request: Any) -> subprocess.Popen[str]:
-        """Start a process of its own; see on_gpu_client.py."""
+        """Start a separate process; see on_gpu_client.py."""
         script = Path(__file__).with_name("on_gpu_client.py")
         command = [sys.executable, str(script), json.dumps(request)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.started.append(process)
         return process
 
-    def wait_for(self, there: Callable[[], object], what: str, timeout_s: float = 90) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = 90) -> None:
         deadline = time.monotonic() + timeout_s
-        while not there():
-            assert time.monotonic() < deadline, f"{what} has not come within {timeout_s:g} s"
-            ended = [process.returncode for process in self.started if process.poll()]
-            assert not ended, f"{what} does not come: a process has ended with {ended}"
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+            failed = [process.returncode for process in self.started if process.poll()]
+            assert not failed, f"{what}: will not happen, because processes ended with {failed}"
             time.sleep(0.02)
 
 
@@ -99,7 +100,7 @@ def result(process: subprocess.Popen[str]) -> Any:
 @pytest.mark.parametrize(
     "method", ["forkserver", "spawn", pytest.param("fork", marks=pytest.mark.card(SAME))]
 )
-def test_the_cap_in_force_is_that_of_the_lease(method: str, run: Run) -> None:
+def test_the_cap_in_force_matches_the_lease(method: str, run: Run) -> None:
     run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB", start_method=method)
     (lease,), (figures,) = run.leases(), run.figures()
     assert lease["uuid"] == run.gpu.uuid
@@ -109,7 +110,7 @@ def test_the_cap_in_force_is_that_of_the_lease(method: str, run: Run) -> None:
     assert GIB <= figures["reserved_peak_bytes"] <= figures["cap_bytes"]
 
 
-def test_code_that_asks_cuda_itself_is_held_by_the_driver(run: Run) -> None:
+def test_code_that_calls_cuda_directly_is_capped_by_the_driver(run: Run) -> None:
     if reason := driver_cap.problem((run.gpu.uuid,)):
         pytest.skip(f"no cap by the driver: {reason}")
     assert run_in_worker("on_gpu_tasks:take_from_cuda", GIB, gpu_memory="3GiB") == 0
@@ -118,23 +119,23 @@ def test_code_that_asks_cuda_itself_is_held_by_the_driver(run: Run) -> None:
 
 
 def test_the_context_is_measured_and_counts_in_the_next_lease(run: Run) -> None:
-    told = run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB")
-    if told["driver"] is None:
+    figures_of_task = run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB")
+    if figures_of_task["driver"] is None:
         pytest.skip("the driver does not tell what a process uses")
     (measured,) = Footprints().contexts().values()
     print(f"{run.gpu.name}: CUDA context {measured.context_bytes / MIB:.0f} MiB")
-    assert abs(measured.context_bytes - (told["driver"] - told["reserved"])) <= SMALL
+    assert abs(measured.context_bytes - (figures_of_task["driver"] - figures_of_task["reserved"])) <= SMALL
     run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB")
     figures = run.figures()[-1]
     assert figures["lease_bytes"] - figures["cap_bytes"] == measured.context_bytes
 
 
-def test_the_footprint_is_the_real_peak_and_the_next_lease_is_for_it(run: Run) -> None:
-    told = run_in_worker("on_gpu_tasks:take", 2 * GIB)
+def test_the_footprint_is_the_real_peak_and_sets_the_size_of_the_next_lease(run: Run) -> None:
+    figures = run_in_worker("on_gpu_tasks:take", 2 * GIB)
     footprint = run.footprint()
     print(f"{run.gpu.name}: 2 GiB of tensors are a footprint of {footprint / MIB:.0f} MiB")
-    if told["driver"] is not None:
-        assert abs(footprint - told["driver"]) <= SMALL
+    if figures["driver"] is not None:
+        assert abs(footprint - figures["driver"]) <= SMALL
     assert footprint >= 2 * GIB + 50 * MIB
     run_in_worker("on_gpu_tasks:take", 2 * GIB)
     first, second = run.leases()
@@ -144,7 +145,7 @@ def test_the_footprint_is_the_real_peak_and_the_next_lease_is_for_it(run: Run) -
     assert run.events("out_of_memory") == []
 
 
-def test_a_task_that_grows_runs_again_with_more_and_is_known_then(run: Run) -> None:
+def test_a_task_that_grows_is_retried_with_more_memory_and_its_footprint_updated(run: Run) -> None:
     for nbytes in (GIB, 3 * GIB, 3 * GIB):
         run_in_worker("on_gpu_tasks:take", nbytes)
     (out,) = run.events("out_of_memory")
@@ -155,7 +156,7 @@ def test_a_task_that_grows_runs_again_with_more_and_is_known_then(run: Run) -> N
     assert last["memory_bytes"] == needed_bytes(run.footprint())
 
 
-def test_an_error_that_names_no_memory_counts_where_memory_was_short(run: Run) -> None:
+def test_an_error_without_mention_of_memory_is_retried_only_if_memory_ran_out(run: Run) -> None:
     assert run_in_worker("on_gpu_tasks:convolve", 3 * GIB, gpu_memory="1.5GiB") == 3 * GIB
     (out,) = run.events("out_of_memory")
     assert out["then"] == "again"
@@ -164,8 +165,8 @@ def test_an_error_that_names_no_memory_counts_where_memory_was_short(run: Run) -
     assert len(run.events("out_of_memory")) == 1
 
 
-def test_where_nothing_may_follow_the_error_has_the_numbers(run: Run) -> None:
-    """Also where a module sets the allocator's settings itself."""
+def test_without_a_retry_the_error_has_the_numbers(run: Run) -> None:
+    """The cap also holds if a module sets the allocator's settings itself."""
     with pytest.raises(GPUOutOfMemoryError, match=r"Asked 2\.0 GiB, .* of a lease of 1\.5 GiB, free "):
         run_in_worker(
             "on_gpu_tasks:take_with_settings_of_its_own", 2 * GIB, gpu_memory="1.5GiB", on_oom="fail"
@@ -173,37 +174,40 @@ def test_where_nothing_may_follow_the_error_has_the_numbers(run: Run) -> None:
     (out,) = run.events("out_of_memory")
     assert (out["kind"], out["then"], out["uuid"]) == ("over_cap", "failed", run.gpu.uuid)
     assert out["asked_bytes"] == 2 * GIB and out["cap_bytes"] < 1.5 * GIB
-    is_of_lease = driver_cap.problem((run.gpu.uuid,)) is None  # what CUDA shows
-    assert (out["free_bytes"] > 2 * GIB) != is_of_lease
+    # With a cap by the driver, CUDA reports the free memory of the lease instead of the GPU.
+    is_capped_by_driver = driver_cap.problem((run.gpu.uuid,)) is None
+    assert (out["free_bytes"] > 2 * GIB) != is_capped_by_driver
 
 
-def test_a_worker_can_take_all_of_its_cap_in_pieces_and_no_more(run: Run) -> None:
+def test_a_worker_can_allocate_all_of_its_cap_in_pieces_and_no_more(run: Run) -> None:
     taken = run_in_worker("on_gpu_tasks:take_all", 32 * MIB, gpu_memory="1.5GiB")
     (figures,) = run.figures()
     assert 0.9 * figures["cap_bytes"] <= taken <= figures["reserved_peak_bytes"] <= figures["cap_bytes"]
-    assert run.events("out_of_memory") == []  # the task has dealt with it
+    # The task has handled the error itself.
+    assert run.events("out_of_memory") == []
 
 
-def test_the_users_smaller_cap_stays(run: Run) -> None:
+def test_a_smaller_cap_of_the_user_is_kept(run: Run) -> None:
     settings = f"per_process_memory_fraction:{GIB / 2 / (run.gpu.total_bytes or 1):f}"
     run_in_worker("on_gpu_tasks:take", MIB, gpu_memory="1.5GiB", env={"PYTORCH_ALLOC_CONF": settings})
     (figures,) = run.figures()
     assert figures["cap_in_force_bytes"] <= GIB // 2 + MIB
 
 
-def test_when_another_program_fills_the_gpu_the_call_waits_and_runs_alone(run: Run) -> None:
-    """The lease is granted while there is room; the other program, which asks nobody, comes after it."""
+def test_a_call_waits_and_runs_alone_if_another_program_fills_the_gpu(run: Run) -> None:
+    """The lease is granted while memory is free. The other program starts later and takes no lease."""
     begun, then, full = run.folder / "begun", run.folder / "then", run.folder / "full"
     options = {"gpu_memory": "3GiB", "name": "ours"}
     ours = run.start(task="take_when", args=[str(begun), str(then), 2 * GIB], options=options)
     run.wait_for(begun.exists, "our worker")
-    # With the context of our worker, who ends, that is still less than any lease.
+    # Even with the context of our worker, which ends, the free memory is less than any lease needs.
     other = run.start(fill=128 * MIB, begun=str(full))
     run.wait_for(full.exists, "the other program")
     then.touch()
     run.wait_for(lambda: run.events("out_of_memory"), "the first try's end")
-    time.sleep(1)  # it could begin again
-    assert len(run.leases()) == 1, "it runs again, on a GPU that is full"
+    # Give a wrong retry time to start.
+    time.sleep(1)
+    assert len(run.leases()) == 1, "the call was retried on a full GPU"
     run.started.remove(other)
     other.kill()
     other.communicate()
@@ -213,7 +217,7 @@ def test_when_another_program_fills_the_gpu_the_call_waits_and_runs_alone(run: R
     assert [lease["alone"] for lease in run.leases()] == [False, True]
 
 
-def test_a_call_that_no_gpu_can_hold_runs_on_the_cpu_where_that_is_allowed(run: Run) -> None:
+def test_a_call_too_large_for_every_gpu_runs_on_the_cpu_if_allowed(run: Run) -> None:
     assert run.gpu.total_bytes is not None
     nbytes = 2 * run.gpu.total_bytes
     task = "on_gpu_tasks:more_than_there_is"
@@ -223,9 +227,10 @@ def test_a_call_that_no_gpu_can_hold_runs_on_the_cpu_where_that_is_allowed(run: 
     assert run.leases()[-1]["alone"]
 
 
-def test_four_quarters_are_full_at_the_same_time_and_a_fifth_waits(run: Run) -> None:
-    """All of what leases promise is there at the same time, contexts included."""
-    run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="2GiB")  # measures the context
+def test_four_quarters_can_be_filled_at_the_same_time_and_a_fifth_waits(run: Run) -> None:
+    """All memory that the leases promise is available at the same time, contexts included."""
+    # This call measures the context.
+    run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="2GiB")
     folder = run.folder / "there"
     folder.mkdir()
     task = "take_nearly_all_of_the_lease"
@@ -236,11 +241,11 @@ def test_four_quarters_are_full_at_the_same_time_and_a_fifth_waits(run: Run) -> 
     sizes = [result(call) for call in calls]
     print(f"{run.gpu.name}: four workers held {[round(size / MIB) for size in sizes]} MiB")
     assert result(fifth) == "cuda:0"
-    ends = [
+    release_times = [
         event["time"] for event in run.events("lease_released") if event["client"] in ("0", "1", "2", "3")
     ]
-    (late,) = (lease for lease in run.leases() if lease["client"] == "4")
-    assert late["time"] >= min(ends) - 1, "five quarters were leased at the same time"
+    (fifth_lease,) = (lease for lease in run.leases() if lease["client"] == "4")
+    assert fifth_lease["time"] >= min(release_times) - 1, "five quarters were leased at the same time"
     assert run.events("out_of_memory") == []
 
 

@@ -1,4 +1,4 @@
-"""After every call the card's used memory is back at its level before the call, as NVML tells it."""
+"""After every call, the GPU's used memory returns to its level before the call, as reported by NVML."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from gpu_hosts import SAME
 
 pytestmark = pytest.mark.gpu
 
-_TOLERANCE_BYTES = 4 * 1024**2  # other programs on the card
+#: Tolerance for other programs on the GPU.
+_TOLERANCE_BYTES = 4 * 1024**2
 
 
 def level() -> int:
     try:
         return on_gpu_tasks.used_bytes()
-    except Exception as error:  # any of NVML's: no library, no driver, no GPU
+    # NVML has many errors, for example for a missing library, driver or GPU.
+    except Exception as error:
         pytest.skip(f"no NVIDIA GPU: {type(error).__name__}: {error}")
 
 
 def assert_back_at(before: int) -> None:
-    deadline = time.monotonic() + 5  # the driver frees a dead process's memory on its own time
+    # The driver frees the memory of a dead process with a delay.
+    deadline = time.monotonic() + 5
     while (now := on_gpu_tasks.used_bytes()) > before + _TOLERANCE_BYTES and time.monotonic() < deadline:
         time.sleep(0.05)
     print(f"used before {before / 1e6:.1f} MB, after {now / 1e6:.1f} MB")
@@ -39,8 +42,8 @@ def assert_back_at(before: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.card(SAME))])
-def test_memory_is_back_after_every_call_and_the_fork_server_stays_away_from_the_gpu(method: str) -> None:
-    """Although its workers train on it; DataLoader with pinned memory and a module-level check are usual."""
+def test_memory_is_freed_after_every_call_and_the_fork_server_never_opens_the_gpu(method: str) -> None:
+    """The workers train on the GPU, but the server that forks them must not open its device files."""
     before = level()
     client = GPUClient("on_gpu_tasks:train", start_method=method)
     for _ in range(2 if method == "forkserver" else 1):
@@ -55,7 +58,7 @@ def test_memory_is_back_after_every_call_and_the_fork_server_stays_away_from_the
         assert [path for path in opened if path.startswith("/dev/nvidia")] == []
 
 
-def test_memory_is_back_after_a_worker_died() -> None:
+def test_memory_is_freed_after_a_worker_died() -> None:
     before = level()
     client: Any = GPUClient("on_gpu_tasks:train_and_die", start_method="forkserver")
     with pytest.raises(WorkerDiedError, match="SIGKILL"):

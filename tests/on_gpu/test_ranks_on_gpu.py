@@ -1,4 +1,4 @@
-"""One rank for each real GPU: NCCL, one GPU visible to each, the same result, all memory back."""
+"""Ranks on real GPUs use NCCL, see one GPU each, learn the same result, and free all memory."""
 
 from __future__ import annotations
 
@@ -32,46 +32,46 @@ def fit(name: str, weights: Any, num_gpus: int, way: str = "") -> Any:
 
 
 def used() -> list[int]:
-    found = inventory.take()
+    snapshot = inventory.take()
     inventory.close()
-    return [one.used_bytes or 0 for one in found.usable]
+    return [gpu.used_bytes or 0 for gpu in snapshot.usable]
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_one_gpu_is_as_without(way: str, weights: Any) -> None:
+def test_one_rank_gives_the_result_of_undistributed_training(way: str, weights: Any) -> None:
     expected, _, _ = fit("train", weights, 1)
-    learned, _, told = fit("in_ranks", weights, 1, way)
-    assert (told["world"], told["devices"], told["backend"]) == (1, 1, "")
+    learned, _, report = fit("in_ranks", weights, 1, way)
+    assert (report["world"], report["devices"], report["backend"]) == (1, 1, "")
     assert all(np.array_equal(a, b) for a, b in zip(expected, learned, strict=True))
 
 
 @needs_nccl
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_gpus_learn_what_one_does(way: str, weights: Any, gpus: list[GPU]) -> None:
+def test_two_gpus_learn_the_same_as_one(way: str, weights: Any, gpus: list[GPU]) -> None:
     if len(gpus) < 2:
         pytest.skip(f"needs two GPUs, there is {len(gpus)}")
-    before = used()
+    used_before = used()
     expected, _, _ = fit("train", weights, 1)
-    learned, _, told = fit("in_ranks", weights, 2, way)
-    assert (told["world"], told["devices"], told["backend"]) == (2, 1, "nccl")
-    off = max(float(np.abs(a - b).max()) for a, b in zip(expected, learned, strict=True))
-    assert off < 1e-4
-    assert all(now - was < 64 * MIB for now, was in zip(used(), before, strict=True))
+    learned, _, report = fit("in_ranks", weights, 2, way)
+    assert (report["world"], report["devices"], report["backend"]) == (2, 1, "nccl")
+    difference = max(float(np.abs(a - b).max()) for a, b in zip(expected, learned, strict=True))
+    assert difference < 1e-4
+    assert all(after - before < 64 * MIB for after, before in zip(used(), used_before, strict=True))
 
 
 @needs_nccl
-def test_nccl_in_a_group_of_one(gpus: list[GPU]) -> None:
-    found = run_in_worker("on_gpu_rank_tasks:nccl_alone", num_gpus=1, gpu="require")
-    assert found["backend"] == "nccl"
-    assert found["sum"] == [1, 1, 1]
-    assert found["objects"] == [{"a": 1}]
-    assert found["is_sharded"]
-    assert found["off"] == 0
+def test_nccl_works_in_a_group_of_one(gpus: list[GPU]) -> None:
+    report = run_in_worker("on_gpu_rank_tasks:nccl_alone", num_gpus=1, gpu="require")
+    assert report["backend"] == "nccl"
+    assert report["sum"] == [1, 1, 1]
+    assert report["objects"] == [{"a": 1}]
+    assert report["is_sharded"]
+    assert report["difference"] == 0
 
 
-def test_a_rank_that_takes_too_much(gpus: list[GPU]) -> None:
-    before = used()
+def test_a_rank_that_runs_out_of_memory_is_named(gpus: list[GPU]) -> None:
+    used_before = used()
     with pytest.raises(GPUOutOfMemoryError) as caught:
         run_in_worker("on_gpu_rank_tasks:takes_too_much", num_gpus=min(len(gpus), 2), gpu="require")
     assert len(gpus) < 2 or "rank 1: out of memory" in str(caught.value)
-    assert all(now - was < 64 * MIB for now, was in zip(used(), before, strict=True))
+    assert all(after - before < 64 * MIB for after, before in zip(used(), used_before, strict=True))
