@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md tells the truth, and the files for the repository's site can be read."""
+"""CONTRIBUTING.md matches the code, and the configuration files of the repository are valid."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_names_in_the_map_are_in_the_files_that_it_links() -> None:
                 assert re.search(rf"\b{re.escape(name)}\b", texts), (name, row)
 
 
-def test_the_tests_that_the_checks_name_are_there() -> None:
+def test_the_tests_that_the_checks_name_exist() -> None:
     scripts = "".join((REPOSITORY / ".ci" / name).read_text() for name in ("run", "test_versions.sh"))
     words = re.findall(r"(?<![\w/])tests/[\w/{},*]+(?:\.py)?(?:::\w+)?", scripts)
     shown = [
@@ -83,9 +83,10 @@ def test_the_workflow_runs_all_checks_on_each_python_of_the_metadata() -> None:
     workflow = (REPOSITORY / ".github/workflows/ci.yml").read_text()
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     prefix = "Programming Language :: Python :: 3."
-    pythons = [one.rpartition(" ")[2] for one in project["classifiers"] if one.startswith(prefix)]
-    found = re.search(r"python: \[(.+)\]", workflow)
-    assert found and re.findall(r"[\d.]+", found[1]) == pythons
+    classifiers = project["classifiers"]
+    pythons = [entry.rpartition(" ")[2] for entry in classifiers if entry.startswith(prefix)]
+    matrix = re.search(r"python: \[(.+)\]", workflow)
+    assert matrix and re.findall(r"[\d.]+", matrix[1]) == pythons
     for command in (".ci/run", "scripts/site.sh"):
         assert f"- run: {command}" in workflow and (REPOSITORY / command).exists()
     assert "FLOWER_GPU_REPOSITORY" in workflow

@@ -1,4 +1,4 @@
-"""Quotas and memory of control groups: a group of the kernel's own where one can be made, and given files."""
+"""Quotas and memory limits of control groups, read from prepared files and from real groups of the kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNLIMITED = 9223372036854771712
 
 
 class Proc:
-    """Files of ``/proc/self``, and control groups below a folder."""
+    """Prepared files of ``/proc/self``, and control groups below a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "proc"
@@ -67,22 +67,24 @@ def write(folder: Path, **files: object) -> None:
 STAT = "anon 1\nfile 999\ninactive_file {0}\nactive_file {1}\nslab_reclaimable {2}"
 
 
-def test_version_2_with_groups_above(proc: Proc) -> None:
+def test_version_2_uses_the_strictest_limit_of_all_parent_groups(proc: Proc) -> None:
     root = proc.mount()
     proc.is_in("0::/user.slice/job/step")
-    write(root, cpu__pressure="")  # the topmost group has no limits
+    # The topmost group has no limits.
+    write(root, cpu__pressure="")
     write(root / "user.slice", cpu__max="max 100000", memory__max="max", memory__high="max")
     write(root / "user.slice/job", cpu__max="250000 100000", memory__max=800 * MIB, memory__high="max")
     write(root / "user.slice/job", memory__current=700 * MIB, memory__stat=STAT.format(*(3 * [100 * MIB])))
     write(root / "user.slice/job/step", cpu__max="400000 100000", memory__max="max", memory__high="max")
     assert proc.quota == 2.5
     assert proc.memory == (400 * MIB, 800 * MIB)
-    write(root / "user.slice/job", memory__high=600 * MIB)  # from here on the kernel slows it down
+    # Above memory.high, the kernel throttles the group.
+    write(root / "user.slice/job", memory__high=600 * MIB)
     assert proc.memory == (200 * MIB, 600 * MIB)
 
 
 def test_version_2_in_a_namespace(proc: Proc) -> None:
-    """As in a container: the group is the topmost one that is seen."""
+    """In a container, the process's group is the topmost group that is visible."""
     root = proc.mount(root="/../..")
     proc.is_in("0::/")
     write(root, cpu__max="50000 100000", memory__max=100 * MIB, memory__high="max", memory__current=120 * MIB)
@@ -95,13 +97,15 @@ def test_version_2_in_a_namespace(proc: Proc) -> None:
     ("path", "root", "folder"),
     [
         ("/docker/abc/job", "/", "docker/abc/job"),
-        ("/docker/abc/job", "/docker/abc", "job"),  # no namespace: the path is that of the host
+        # Without a namespace, the path is that of the host.
+        ("/docker/abc/job", "/docker/abc", "job"),
         ("/docker/abc", "/docker/abc", ""),
-        ("/../job", "/", ""),  # moved out of the namespace
+        # The process was moved out of the namespace.
+        ("/../job", "/", ""),
         ("/gone", "/", ""),
     ],
 )
-def test_version_1(path: str, root: str, folder: str, proc: Proc) -> None:
+def test_version_1_finds_the_group_of_each_controller(path: str, root: str, folder: str, proc: Proc) -> None:
     cpu = proc.mount("cpu,cpuacct", root, "cpu,cpuacct")
     memory = proc.mount("memory", root, "memory")
     unified = proc.mount("unified")
@@ -118,8 +122,7 @@ def test_version_1(path: str, root: str, folder: str, proc: Proc) -> None:
 
 
 @pytest.mark.parametrize("controller", [None, "pids"])
-def test_processes(controller: str | None, proc: Proc) -> None:
-    """The group with the least room counts, in both versions."""
+def test_the_process_limit_with_the_least_room_counts(controller: str | None, proc: Proc) -> None:
     root = proc.mount() if controller is None else proc.mount(controller, "/", controller)
     proc.is_in("0::/job/step" if controller is None else "8:pids:/job/step")
     write(root / "job/step", pids__max="max", pids__current=7)
@@ -129,17 +132,21 @@ def test_processes(controller: str | None, proc: Proc) -> None:
     assert control_group.process_count(proc.path) == (98, 100)
 
 
-def test_nothing_is_known(proc: Proc) -> None:
-    assert proc.quota is None and proc.memory is None  # no such files: another system
+def test_missing_or_invalid_files_give_no_limits(proc: Proc) -> None:
+    # Systems other than Linux have no such files.
+    assert proc.quota is None and proc.memory is None
     proc.is_in("0::/")
-    assert proc.quota is None and proc.memory is None  # nothing is mounted
+    # No control group file system is mounted.
+    assert proc.quota is None and proc.memory is None
     write(proc.mount(), cpu__max="nonsense", memory__max="nonsense", memory__high="")
     control_group._resolved_folders.cache_clear()
     assert proc.quota is None and proc.memory is None
 
 
 @pytest.mark.parametrize(("quota", "count"), [(None, 8), (0.5, 1), (2.5, 2), (64.0, 8)])
-def test_cores(quota: float | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cores_respects_the_quota(
+    quota: float | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(threads, "processor_cores", lambda: 8)
     limit = None if quota is None else control_group.CoresLimit(quota, group=1)
     monkeypatch.setattr(control_group, "cores_limit", lambda: limit)
@@ -147,7 +154,7 @@ def test_cores(quota: float | None, count: int, monkeypatch: pytest.MonkeyPatch)
     assert threads.planned_threads({}) == count
 
 
-def test_kills_for_want_of_memory_are_counted(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_due_to_lack_of_memory_are_counted(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
     proc.is_in("0::/pod/container")
     root = proc.mount()
     write(root / "pod", memory__events="low 0\noom 9\noom_kill 9")
@@ -158,7 +165,9 @@ def test_kills_for_want_of_memory_are_counted(proc: Proc, monkeypatch: pytest.Mo
     assert control_group.is_killed_as_one(proc.path)
 
 
-def test_kills_in_version_1_and_without_groups(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_are_counted_in_version_1_and_without_groups(
+    proc: Proc, monkeypatch: pytest.MonkeyPatch
+) -> None:
     proc.is_in("4:memory:/job")
     write(proc.mount("memory", controllers="memory") / "job", memory__oom_control="under_oom 0\noom_kill 5")
     assert control_group.oom_kills(proc.path) == 5
@@ -172,24 +181,27 @@ def test_kills_in_version_1_and_without_groups(proc: Proc, monkeypatch: pytest.M
 
 
 def test_each_kill_is_claimed_by_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others were killed by somebody at the same time, and more memory would not help them."""
+    """Other workers that die at the same time were killed for another reason. More memory would not help."""
     kills = 7
     monkeypatch.setattr(control_group, "oom_kills", lambda: kills)
     monkeypatch.setattr(oom_kills, "_claimed", 0)
-    before = oom_kills.count()
-    assert not oom_kills.claim(before)
+    count_before = oom_kills.count()
+    assert not oom_kills.claim(count_before)
     kills = 9
-    assert [oom_kills.claim(before) for _ in range(3)] == [True, True, False]
+    assert [oom_kills.claim(count_before) for _ in range(3)] == [True, True, False]
     assert not oom_kills.claim(oom_kills.count())
 
 
 def test_cores_and_memory_are_counted_in_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two countings could differ, as in a container, and a call would wait for a core that nobody has."""
-    others = re.compile(r"cpu_count\(|virtual_memory\(|SC_PHYS_PAGES|SC_NPROCESSORS|meminfo|thread_siblings")
+    """Two counts could differ, for example in a container. A call would then wait for a missing core."""
+    other_sources = re.compile(
+        r"cpu_count\(|virtual_memory\(|SC_PHYS_PAGES|SC_NPROCESSORS|meminfo|thread_siblings"
+    )
     package = Path(control_group.__file__).parent
-    counting = [path.name for path in package.rglob("*.py") if others.search(path.read_text())]
+    counting = [path.name for path in package.rglob("*.py") if other_sources.search(path.read_text())]
     assert counting == ["control_group.py"]
-    for folder in (control_group._CPUS, tmp_path):  # nothing is known of processors there
+    # The empty folder stands for a system without information about processors.
+    for folder in (control_group._CPUS, tmp_path):
         monkeypatch.setattr(control_group, "_CPUS", folder)
         for count in (control_group.all_cores, control_group.cores_of):
             count.cache_clear()
@@ -198,24 +210,26 @@ def test_cores_and_memory_are_counted_in_one_place(monkeypatch: pytest.MonkeyPat
         count.cache_clear()
 
 
-def test_memory_without_linux_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = control_group.host_memory()
+def test_the_hosts_memory_is_known_without_linux_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory = control_group.host_memory()
     monkeypatch.setattr(control_group, "_MEMORY", tmp_path / "meminfo")
-    assert control_group.host_memory()[1] == found[1]
+    assert control_group.host_memory()[1] == memory[1]
 
 
-# Groups of the kernel's own ---------------------------------------------------------------------------------
+# Real control groups ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A new group below this process's own, for the controller that the test names."""
+    """A new group below the group of this process, for the controller that the test names."""
     controller = request.param
-    found = control_group._folders(controller, Path("/proc/self"))
-    if not found:
+    groups = control_group._folders(controller, Path("/proc/self"))
+    if not groups:
         pytest.skip("no control groups")
-    version, own = found[0]
-    folder = own / f"flower-gpu-{uuid.uuid4().hex}"
+    version, parent = groups[0]
+    folder = parent / f"flower-gpu-{uuid.uuid4().hex}"
     try:
         folder.mkdir()
     except OSError as error:
@@ -238,7 +252,7 @@ def run_in(group: Path, code: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("group", ["cpu"], indirect=True)
-def test_quota_of_a_real_group(group: Path) -> None:
+def test_the_quota_of_a_real_group_limits_the_cores(group: Path) -> None:
     if (group / "cpu.max").exists():
         (group / "cpu.max").write_text("150000 100000")
     else:
@@ -249,7 +263,7 @@ def test_quota_of_a_real_group(group: Path) -> None:
 
 @pytest.mark.parametrize("group", ["memory"], indirect=True)
 def test_page_cache_of_a_real_group_is_available(group: Path, tmp_path: Path) -> None:
-    """After a large data set was read, as much as before can be used; what is really taken cannot."""
+    """Reading a large data set does not reduce the available memory, but allocated memory does."""
     limit = 600 * MIB
     name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
     (group / name).write_text(str(limit))
@@ -277,8 +291,8 @@ print(used >> 20, available >> 20, total >> 20)
 
 
 @pytest.mark.parametrize("group", ["memory"], indirect=True)
-def test_the_kernel_ends_a_worker_and_not_its_larger_caller(group: Path) -> None:
-    """One call fails, and its error names the limit; a run that holds a large model goes on."""
+def test_the_kernel_kills_a_worker_and_not_its_larger_caller(group: Path) -> None:
+    """The call fails with an error that names the limit, and a run that holds a large model continues."""
     name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
     (group / name).write_text(str(400 * MIB))
     code = f"""
@@ -313,8 +327,8 @@ for method in ("fork", "spawn"):
 
 
 @pytest.mark.parametrize("group", ["memory"], indirect=True)
-def test_a_call_that_the_kernel_kills_runs_again_with_all_memory(group: Path, tmp_path: Path) -> None:
-    """The client with the most data: all ask for what the first one took. Its peak is known afterwards."""
+def test_a_call_that_the_kernel_kills_is_retried_with_all_memory(group: Path, tmp_path: Path) -> None:
+    """The killed call needs more memory than the first, which set the request. Later its peak is known."""
     name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
     (group / name).write_text(str(700 * MIB))
     (ledger := tmp_path / "ledger").mkdir()
@@ -339,7 +353,8 @@ def take(mib, waits=False):
     return len(taken) >> 20
 
 def peaks_above(mib):
-    return [one.peak_bytes > mib << 20 for key, one in Footprints().entries().items() if "take" in key.task]
+    entries = Footprints().entries().items()
+    return [entry.peak_bytes > mib << 20 for key, entry in entries if "take" in key.task]
 
 values = []
 def call(*args):
@@ -353,10 +368,12 @@ while not held.exists():
 big = threading.Thread(target=call, args=(560,))
 big.start()
 try:
-    while not Ledger().status().waiting:  # its second try, as the first one had room
+    # Only the second try has to wait, because the first had room.
+    while not Ledger().status().waiting:
         assert big.is_alive()
         time.sleep(0.02)
-    print(peaks_above(200), peaks_above(560))  # that of the killed one
+    # This is the peak of the killed worker.
+    print(peaks_above(200), peaks_above(560))
 finally:
     go.touch()
 small.join()
@@ -377,7 +394,7 @@ print(requested[1] == requested[2], requested[3:] == [control_group.host_memory(
 
 @pytest.mark.parametrize("group", ["memory"], indirect=True)
 def test_idle_workers_of_a_run_end_before_a_second_try_with_all_memory(group: Path, tmp_path: Path) -> None:
-    """Two workers keep 300 MiB each. Without these there is room for the client that was killed."""
+    """Two idle workers keep 300 MiB each. Once they have exited, the killed client has enough memory."""
     name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
     (group / name).write_text(str(8192 * MIB))
     code = """

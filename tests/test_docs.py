@@ -1,4 +1,4 @@
-"""The documentation tells the truth: links, tables, options, code."""
+"""The links, tables, options and code of the documentation match the package."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def read(page: str) -> str:
 
 
 def headings(text: str) -> set[str]:
-    """Anchors as GitHub makes them."""
-    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    """Return the anchors that GitHub makes for the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -69,8 +69,8 @@ def test_each_attack_has_a_test_or_says_that_it_has_none() -> None:
             assert (REPOSITORY / path).exists(), path
 
 
-def test_what_scripts_within_tests_and_pages_import_exists() -> None:
-    """No linter looks into a string."""
+def test_names_imported_by_scripts_in_tests_and_pages_exist() -> None:
+    """Linters do not check code in strings."""
     files = [*PAGES, *(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")]
     found = {
         (module, name.partition(" as ")[0].strip())
@@ -87,7 +87,8 @@ def test_what_scripts_within_tests_and_pages_import_exists() -> None:
             if not hasattr(importlib.import_module(module), name):
                 importlib.import_module(f"{module}.{name}")
         except ModuleNotFoundError as error:
-            if (error.name or "").startswith("flower_gpu"):  # and not JAX, which is optional
+            # Optional libraries such as JAX may be missing.
+            if (error.name or "").startswith("flower_gpu"):
                 missing.append(f"{module}: {name}")
     assert not missing
 
@@ -120,7 +121,7 @@ def test_bash_can_parse_shell_examples(page: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_environment_table_is_that_of_the_code() -> None:
+def test_the_table_of_variables_matches_the_code() -> None:
     page = read("docs/reference/environment.md").partition("\n## The variables\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `\w+` \| .+ \|$", page, re.MULTILINE) == [
         f"| `{name}` | {meaning(option)} | {default(option)} |" for name, option in VARIABLES.items()
@@ -136,7 +137,7 @@ def default(option: Option) -> str:
     return "" if value is None else f"`{value}`"
 
 
-def test_options_of_calls_are_those_of_the_code() -> None:
+def test_the_options_of_calls_match_the_code() -> None:
     _, _, page = read("docs/reference/python.md").partition("\n## Options that all of them take")
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page, re.MULTILINE))
     assert rows.keys() == CALL.keys()
@@ -151,14 +152,14 @@ def test_a_default_is_the_same_in_help_and_pages() -> None:
             value = default(option).strip("`")
             for text in (option.described, rows[name]):
                 assert re.search(rf"\b{value}\b", text), (name, text)
-    # Pages name the longest wait in sentences, too.
+    # Pages also name the longest wait in sentences.
     variable = "FLOWER_GPU_LEASE_TIMEOUT_S"
     lines = [line for page in PAGES for line in page.read_text().splitlines() if variable in line]
-    told = re.findall(r"\b\d+(?= s\b)", " ".join(lines))
-    assert told and set(told) == {default(VARIABLES[variable]).strip("`")}, told
+    seconds = re.findall(r"\b\d+(?= s\b)", " ".join(lines))
+    assert seconds and set(seconds) == {default(VARIABLES[variable]).strip("`")}, seconds
 
 
-def test_pages_say_the_same_thing_with_the_same_words() -> None:
+def test_pages_use_the_same_words_for_the_same_thing() -> None:
     texts = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
     every = "\n".join(texts.values())
     assert set(re.findall(r"FLOWER_GPU_LEDGER_DIR=(\S+)", every)) == {"/var/tmp/leases"}
@@ -166,32 +167,32 @@ def test_pages_say_the_same_thing_with_the_same_words() -> None:
     assert set(re.findall(r"(?:--port |127\.0\.0\.1:)(9[45]\d\d)\b", every)) == {str(port)}
 
 
-def test_what_is_installed_can_be_typed() -> None:
+def test_install_commands_on_pages_are_valid() -> None:
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.splitlines():
                 assert not re.search(r"(pip|git) .*(<|'flower-gpu\b)", line), f"{page.name}: {line}"
     first = re.findall(r"```bash\n(.*?)```", read("README.md"), re.DOTALL)[0]
-    assert first.startswith("./run.sh "), "there is no address of a package yet"
+    assert first.startswith("./run.sh "), "the package has no address yet"
 
 
-def test_the_readme_says_whose_figures_it_shows() -> None:
+def test_the_readme_shows_the_figures_of_the_page_on_supernodes() -> None:
     ordinary = r"^\| 6, an ordinary app.* \| 158 s \| (\d+ s) \| ([\d.]+ s) \|"
-    found = re.search(ordinary, read("docs/how-to/supernodes.md"), re.M)
-    assert found is not None
-    assert f"| {found[2]} with `flower-gpu launch`, {found[1]} with `flower-gpu supernode` |" in read(
+    figures = re.search(ordinary, read("docs/how-to/supernodes.md"), re.M)
+    assert figures is not None
+    assert f"| {figures[2]} with `flower-gpu launch`, {figures[1]} with `flower-gpu supernode` |" in read(
         "README.md"
     )
 
 
-def test_what_launch_sets_is_that_of_the_code(tmp_path: Path) -> None:
+def test_the_variables_that_launch_sets_are_documented(tmp_path: Path) -> None:
     _, _, page = read("docs/reference/environment.md").partition("\n## Which folder")
     documented: dict[str, bool] = {}
     for names, yours_wins in re.findall(r"^\| (`.+?`) \|.*\| (yes|no) \|$", page, re.MULTILINE):
         documented |= dict.fromkeys(re.findall(r"\w+", names), yours_wins == "yes")
     folder = RunFolder(tmp_path)
-    own = client_environment(service_environment({}, folder), 3, at_once=4)
-    assert set(own) == {*documented, "PATH", "NO_PROXY", "no_proxy"}
+    variables = client_environment(service_environment({}, folder), 3, at_once=4)
+    assert set(variables) == {*documented, "PATH", "NO_PROXY", "no_proxy"}
     users = client_environment(service_environment(dict.fromkeys(documented, "mine"), folder), 3, at_once=4)
     assert {name for name, value in users.items() if value == "mine"} == {
         name for name, wins in documented.items() if wins
@@ -200,11 +201,13 @@ def test_what_launch_sets_is_that_of_the_code(tmp_path: Path) -> None:
 
 def test_every_variable_that_is_read_or_documented_is_in_a_table() -> None:
     scripts = [*REPOSITORY.glob("*.sh"), *(REPOSITORY / "scripts").glob("*.*"), REPOSITORY / "hatch_build.py"]
-    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # there are names of the past
+    # The changelog may contain names that no longer exist.
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
     used = set()
     for file in [*(REPOSITORY / "flower_gpu").rglob("*.py"), *scripts, *pages]:
         used |= set(re.findall(r"FLOWER_GPU_[A-Z_]+\b", file.read_text()))
-    misspelt = {"FLOWER_GPU_RESERV"}  # where a page shows what doctor says of it
+    # A page shows the doctor's finding for this misspelt name.
+    misspelt = {"FLOWER_GPU_RESERV"}
     assert used - misspelt == {*VARIABLES, *INTERNAL_VARIABLES, *SCRIPT_VARIABLES}
     _, _, page = read("docs/reference/environment.md").partition("\n## Of a clone's scripts\n")
     assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page.partition("\n## ")[0], re.M)) == SCRIPT_VARIABLES
@@ -219,17 +222,17 @@ def test_reference_has_every_option(command: str) -> None:
             continue
         for option in action.option_strings:
             assert re.search(rf"(?m)^  (-\w, )?{option}\b", page) or f" {option}" in page, option
-        # The same words, wherever the lines are broken.
+        # The words must be the same, but line breaks may differ.
         if action.help and "%" not in action.help:
             assert action.help in re.sub(r"\s+", " ", page), action.option_strings
-    # What is said of each group, and of the words of its options: --gpu never, offer, force, require.
+    # The reference also has the text of each option group, and of the values of --gpu.
     for group in parser._action_groups:
         for line in (group.description or "").splitlines():
             assert f"\n  {line}\n" in page, line
     assert re.search(r"--gpu is one of:\n    never .+\n    offer .+\n    force .+\n    require .+\n", page)
 
 
-def test_error_reference_is_that_of_the_code() -> None:
+def test_the_reference_of_errors_matches_the_code() -> None:
     page = read("docs/reference/python.md")
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and not kind.__subclasses__():
@@ -243,6 +246,6 @@ def test_start_method_table_has_every_method() -> None:
 
 
 @pytest.mark.parametrize("name", ["flwr", "torch"])
-def test_readme_names_the_lowest_of_the_metadata(name: str) -> None:
+def test_the_readme_names_the_lowest_versions_of_the_metadata(name: str) -> None:
     lowest = re.search(rf'"{name}>=([\d.]+)', read("pyproject.toml"))
     assert lowest and f"{name} {lowest[1]} (the lowest)" in read("README.md")

@@ -1,4 +1,4 @@
-"""Files that several processes share."""
+"""Files and folders that several processes share."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
         new.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("has_one_writer", [False, True])
-def test_after_an_error_the_old_file_stays_and_nothing_else(tmp_path: Path, has_one_writer: bool) -> None:
+def test_after_an_error_only_the_old_file_is_left(tmp_path: Path, has_one_writer: bool) -> None:
     path = tmp_path / "figures.json"
     path.write_text("old")
     (tmp_path / "figures.json.tmp").write_text("left by a process that was killed")
@@ -38,15 +38,16 @@ def test_after_an_error_the_old_file_stays_and_nothing_else(tmp_path: Path, has_
         raise ZeroDivisionError
     assert path.read_text() == "old"
     left = set() if has_one_writer else {"figures.json.tmp"}
-    assert {each.name for each in tmp_path.iterdir()} == {path.name, *left}
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, *left}
 
 
 @pytest.mark.parametrize("mode", [None, 0o700])
-def test_its_mode_is_that_of_any_new_file_or_the_one_asked_for(tmp_path: Path, mode: int | None) -> None:
+def test_a_replaced_file_has_the_usual_or_the_requested_mode(tmp_path: Path, mode: int | None) -> None:
     (tmp_path / "any").touch()
     with files.replaced(tmp_path / "file", mode=mode) as new:
         new.unlink()
-        new.touch(mode=0o600)  # as a library does that makes files only their owner can read
+        # Some libraries create files that only their owner can read.
+        new.touch(mode=0o600)
     wanted = (tmp_path / "any").stat().st_mode if mode is None else 0o100000 | mode
     assert (tmp_path / "file").stat().st_mode == wanted
 
@@ -60,12 +61,13 @@ def test_a_lock_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
         assert not files.try_lock(second)
         with pytest.raises(TimeoutError, match="somebody has it"):
             files.lock(second, time.monotonic() + 0.05, late="somebody has it")
-        files.lock(second, None, sleep=lambda _: os.close(first))  # the kernel lets go of it
+        # The kernel releases the lock when the descriptor is closed.
+        files.lock(second, None, sleep=lambda _: os.close(first))
     finally:
         os.close(second)
 
 
-def test_a_file_that_nobody_has_any_more_is_closed_by_the_process_that_opened_it(tmp_path: Path) -> None:
+def test_a_file_without_references_is_closed_only_by_the_process_that_opened_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     first = files.opened(path, os.O_RDWR | os.O_CREAT)
     assert files.try_lock(first)
@@ -74,7 +76,8 @@ def test_a_file_that_nobody_has_any_more_is_closed_by_the_process_that_opened_it
     if not child:
         status = 1
         try:
-            with open(path, "rb") as other:  # the fork has not the file, so another one may get its number
+            # The fork does not have the file open, so another file may get its number.
+            with open(path, "rb") as other:
                 os.dup2(other.fileno(), number)
                 del first
                 status = 0 if os.fstat(number).st_ino == path.stat().st_ino else 1
@@ -91,8 +94,8 @@ def test_a_file_that_nobody_has_any_more_is_closed_by_the_process_that_opened_it
     second.close()
 
 
-def test_who_waits_for_a_lock_draws_nothing_from_the_users_generator(tmp_path: Path) -> None:
-    """How often somebody waits is chance, and the draws of a run with a seed are not."""
+def test_waiting_for_a_lock_does_not_draw_from_the_users_random_generator(tmp_path: Path) -> None:
+    """The number of waits is random, but the draws of a run with a seed must not be."""
     path = tmp_path / "lock"
     pauses: list[float] = []
     with open(path, "w") as first, open(path) as second:
@@ -103,7 +106,7 @@ def test_who_waits_for_a_lock_draws_nothing_from_the_users_generator(tmp_path: P
     assert random.getstate() == before and len(set(pauses)) > 1
 
 
-def test_a_file_that_was_removed_or_made_anew_has_lost_its_name(tmp_path: Path) -> None:
+def test_a_file_that_was_removed_or_replaced_has_lost_its_name(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch()
     descriptor = os.open(path, os.O_RDONLY)
@@ -115,7 +118,7 @@ def test_a_file_that_was_removed_or_made_anew_has_lost_its_name(tmp_path: Path) 
     os.close(descriptor)
 
 
-def test_an_own_folder_is_no_link_and_nobody_else_can_write_to_it(tmp_path: Path) -> None:
+def test_a_private_folder_is_not_a_link_and_not_writable_for_others(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir(mode=0o755)
     assert files.is_own_folder(folder)
@@ -129,7 +132,7 @@ def test_an_own_folder_is_no_link_and_nobody_else_can_write_to_it(tmp_path: Path
         files.is_own_folder(tmp_path / "missing")
 
 
-def test_a_folder_that_was_made_to_stay_is_removed(tmp_path: Path) -> None:
+def test_a_folder_that_resists_removal_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     descriptor = files.locked_folder(path)
     (path / "closed").mkdir(mode=0)
@@ -143,11 +146,12 @@ def test_a_folder_that_was_made_to_stay_is_removed(tmp_path: Path) -> None:
     os.close(place)
     try:
         files.remove_unlocked_folders([path])
-        assert path.exists(), "it is in use"
+        assert path.exists(), "a folder in use must not be removed"
         os.close(descriptor)
         files.remove_unlocked_folders([path])
         assert not list(tmp_path.iterdir())
-    finally:  # pytest could not remove it either
+    finally:
+        # Without this, pytest could not remove the folder either.
         subprocess.run(["rm", "-rf", path], check=True)
 
 
@@ -161,13 +165,14 @@ with files.temporary_folder("of-test"):
 """
 
 
-def test_of_a_killed_process_no_temporary_folder_is_left(
+def test_temporary_folders_of_a_killed_process_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     command, env = [sys.executable, "-c", HOLDS], {**os.environ, "TMPDIR": str(tmp_path)}
     others = tmp_path / f"{files._TEMPORARY}others"
-    others.mkdir(mode=0o755)  # as nothing of ours has it
+    # None of our folders has this mode.
+    others.mkdir(mode=0o755)
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as killed,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as living,
@@ -177,7 +182,8 @@ def test_of_a_killed_process_no_temporary_folder_is_left(
         killed.kill()
         killed.wait()
         assert len(list(tmp_path.iterdir())) == 3
-        state_folder.remove_left_socket_folders()  # as fork servers do
+        # Fork servers call this function when they start.
+        state_folder.remove_left_socket_folders()
         assert [path.name.split("-")[-2] for path in tmp_path.iterdir() if path != others] == [
             f"{living.pid}"
         ]
@@ -186,13 +192,13 @@ def test_of_a_killed_process_no_temporary_folder_is_left(
     assert list(tmp_path.iterdir()) == [others]
 
 
-def test_nothing_else_makes_temporary_files_that_a_kill_would_leave() -> None:
+def test_no_other_code_makes_temporary_files_that_a_kill_would_leave() -> None:
     package = Path(flower_gpu.__file__).parent
     makers = re.compile(r"\b(mkdtemp|mkstemp|TemporaryDirectory|NamedTemporaryFile)\b")
     assert not [path for path in package.rglob("*.py") if makers.search(path.read_text())]
 
 
-def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: Path) -> None:
+def test_a_folder_that_is_removed_before_it_is_locked_is_created_again(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     done = threading.Event()
 
@@ -213,15 +219,16 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: Pat
         remover.join()
 
 
-def test_kept_names_are_those_of_the_folder_as_it_is(tmp_path: Path) -> None:
-    """Also after a change within the same step of the kernel's clock."""
+def test_cached_names_match_the_current_content_of_the_folder(tmp_path: Path) -> None:
+    """This also holds after a change within the same tick of the kernel's clock."""
     for number in range(200):
         (tmp_path / f"own-{number}").touch()
         (tmp_path / f"other-{number}").touch()
         names = {path.name for path in tmp_path.iterdir() if path.name.startswith("own-")}
         assert set(files.names_with_prefix(tmp_path, "own-")) == names
         if number % 3 == 0:
-            os.utime(tmp_path, (number, number))  # then they are kept
+            # With an old modification time, the names are cached.
+            os.utime(tmp_path, (number, number))
             assert set(files.names_with_prefix(tmp_path, "own-")) == names
         if number % 2:
             (tmp_path / f"own-{number}").unlink()

@@ -1,4 +1,4 @@
-"""Pages for newcomers, the tutorial and "Coming from start_client": their commands and programs run."""
+"""The commands and programs of the tutorial and of "Coming from start_client" run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ REPOSITORY = Path(__file__).parents[1]
 TUTORIAL = REPOSITORY / "docs/tutorial/first-federation.md"
 START_CLIENT = PAGES / "from-start-client.md"
 
-# Instead of the numbers in the pages.
+# Replaces the numbers in the pages by smaller numbers.
 SMALL = ((r"--clients \d+", "--clients 2"), (r"--rounds \d+", "--rounds 2"))
-TIMEOUT_S = 500  # also for the start of a fork server on a busy machine
+#: Limit in seconds, including the start of a fork server on a busy machine.
+TIMEOUT_S = 500
 
-#: Runs commands one after the other, each in a folder and a process, which is a fork: what they all import
-#: takes a second.
+#: Runs commands one after the other, each in its folder and in a fork, because their imports take a second.
 COMMANDS = """
 import json, os, sys
 from flower_gpu.cli.main import main
@@ -44,30 +44,30 @@ for folder, words in json.loads(sys.argv[1]):
 
 
 def commands(page: Path, name: str) -> list[list[str]]:
-    """Return the words of a page's commands of this program, with small numbers."""
-    found = []
+    """Return the arguments of a page's commands that run the program `name`, with small numbers."""
+    matching = []
     for line in "".join(blocks(page, "bash")).splitlines():
         for pattern, replacement in SMALL:
             line = re.sub(pattern, replacement, line)
         if line.startswith(f"{name} "):
-            found.append(shlex.split(line.partition("  #")[0].rstrip(" &"))[1:])
-    return found
+            matching.append(shlex.split(line.partition("  #")[0].rstrip(" &"))[1:])
+    return matching
 
 
-def write_app(here: Path, page: Path) -> Path:
-    """Write the app of a page, whose module is the last example in Python."""
-    app = here / "my-app"
+def write_app(folder: Path, page: Path) -> Path:
+    """Write the app of a page. Its module is the last Python example on the page."""
+    app = folder / "my-app"
     app.mkdir()
     (app / "pyproject.toml").write_text(blocks(page, "toml")[0])
     (app / "app.py").write_text(blocks(page, "python")[-1])
     return app
 
 
-def start(here: Path, *words: str) -> subprocess.Popen[str]:
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "CUDA_"))}
     return subprocess.Popen(
         [sys.executable, *words],
-        cwd=here,
+        cwd=folder,
         env={**kept, **SHARED_STATE},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -76,21 +76,21 @@ def start(here: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def end(*processes: subprocess.Popen[str]) -> list[str]:
-    """Wait for these programs, the last one first, and return what they have written."""
+    """Wait for these programs, starting with the last, and return their output."""
     try:
-        written = [process.communicate(timeout=TIMEOUT_S)[0] for process in reversed(processes)]
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in reversed(processes)]
     finally:
         for process in processes:
             process.kill()
-    written.reverse()
-    for process, text in zip(processes, written, strict=True):
+    outputs.reverse()
+    for process, text in zip(processes, outputs, strict=True):
         assert process.returncode == 0, text
-    return written
+    return outputs
 
 
-def test_the_commands_of_both_pages_one_after_the_other(tmp_path: Path) -> None:
+def test_the_commands_of_both_pages_run(tmp_path: Path) -> None:
     assert blocks(TUTORIAL, "bash")[0].strip() == "./run.sh"
-    assert "\n./run.sh " in (REPOSITORY / ".ci" / "run").read_text(), "there it is run"
+    assert "\n./run.sh " in (REPOSITORY / ".ci" / "run").read_text(), "CI runs the first command"
     tutorial, start_client = tmp_path / "tutorial", tmp_path / "start-client"
     for folder, page in ((tutorial, TUTORIAL), (start_client, START_CLIENT)):
         folder.mkdir()
@@ -98,16 +98,17 @@ def test_the_commands_of_both_pages_one_after_the_other(tmp_path: Path) -> None:
     (app / "task.py").write_text(block(START_CLIENT, "python", "# task.py"))
     (tutorial / "examples").symlink_to(REPOSITORY / "examples")
     words = commands(TUTORIAL, "flower-gpu")
-    assert [each[:2] for each in words] == [
+    assert [arguments[:2] for arguments in words] == [
         ["simulate", "examples/quickstart"],
         ["simulate", "my-app"],
         ["top"],
     ]
     words[-1].append("--once")
-    (of_start_client,) = commands(START_CLIENT, "flower-gpu")
-    given = [*((str(tutorial), each) for each in words), (str(start_client), of_start_client)]
-    (output,) = end(start(tmp_path, "-c", COMMANDS, json.dumps(given)))
-    assert "No GPU" in output or "GPU 0" in output  # what top shows first
+    (start_client_words,) = commands(START_CLIENT, "flower-gpu")
+    runs = [*((str(tutorial), arguments) for arguments in words), (str(start_client), start_client_words)]
+    (output,) = end(start(tmp_path, "-c", COMMANDS, json.dumps(runs)))
+    # One of these is in the first line of `top`.
+    assert "No GPU" in output or "GPU 0" in output
     for folder in (tutorial / "runs").iterdir():
         lines = (folder / "metrics.csv").read_text().splitlines()
         rows = [row for row in csv.DictReader(lines) if row["accuracy"]]
@@ -118,16 +119,18 @@ def test_the_commands_of_both_pages_one_after_the_other(tmp_path: Path) -> None:
     assert (summary["outcome"], summary["failed"]) == ("completed", 0)
 
 
-def test_start_client_scripts_before_and_after(tmp_path: Path) -> None:
-    """The script as it was, with one line changed, and without processes of its own."""
+def test_start_client_scripts_work_before_and_after_the_change(tmp_path: Path) -> None:
+    """One client is the original script, one has the changed line, and one is the version after all changes."""
     first, before, server, line, task, after, _ = blocks(START_CLIENT, "python")
     assert first == line, "the page begins with the line that it explains later"
     port = str(ports.free_ports(1)[0])
-    assert before.count(line.partition("# was: ")[2]) == 1, "the line that is replaced"
+    assert before.count(line.partition("# was: ")[2]) == 1, "the replaced line occurs once"
     changed = before.replace(f"client = {line.partition('# was: ')[2]}", line.partition("  #")[0] + "\n")
     changed = changed.replace("import argparse\n", "import argparse\nfrom flower_gpu import gpu_client\n")
-    served = server.replace("FedAvg(on", "FedAvg(min_available_clients=3, on").replace("rounds=3", "rounds=1")
-    scripts = {"server": served, "before": before, "changed": changed, "after": after}
+    small_server = server.replace("FedAvg(on", "FedAvg(min_available_clients=3, on").replace(
+        "rounds=3", "rounds=1"
+    )
+    scripts = {"server": small_server, "before": before, "changed": changed, "after": after}
     (tmp_path / "task.py").write_text(task)
     for name, text in scripts.items():
         (tmp_path / f"{name}.py").write_text(text.replace("8080", port))
@@ -136,7 +139,7 @@ def test_start_client_scripts_before_and_after(tmp_path: Path) -> None:
     clients = [
         [f"{name}.py", "--cid", str(cid)] for name, cid in (("before", 0), ("changed", 1), ("after", 0))
     ]
-    output, *of_clients = end(*(start(tmp_path, *each) for each in (words[0], *clients)))
+    output, *client_outputs = end(*(start(tmp_path, *arguments) for arguments in (words[0], *clients)))
     assert "accuracy" in output and "received 3 results and 0 failures" in output
     assert "Run finished 1 round(s)" in output
-    assert ["Disconnect and shut down" in each for each in of_clients] == [True] * 3
+    assert ["Disconnect and shut down" in text for text in client_outputs] == [True] * 3

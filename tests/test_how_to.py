@@ -1,4 +1,4 @@
-"""The first command of each page below docs/how-to runs, here or in a test that is named; and recipes do."""
+"""The first command of each page below docs/how-to runs here or in a test named here, and so do recipes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flower_gpu.apps.app import parse_pairs
 from flower_gpu.calls.settings import call_settings
 
 REPOSITORY = PAGES.parents[1]
-#: They install something first, which is not done here.
+#: Pages that first install something, which is not done here.
 INSTALL = {"cluster.md", "lora.md", "tensorflow-and-jax.md", "trackers.md"}
-#: Where the first command runs; these tests take it from the page.
+#: Tests that run the first command of a page. They read it from the page.
 ELSEWHERE = {
     "asynchronous.md": "tests/examples/test_fedbuff_example.py",
     "confine.md": "tests/flower/supernode/test_confined_apps.py",
@@ -32,19 +32,20 @@ ELSEWHERE = {
     "slurm.md": "tests/test_slurm_page.py",
     "supernodes.md": "tests/flower/supernode/test_confined_apps.py",
 }
-#: Flower's own command, with options of ours: they are read here.
+#: Pages with a command of Flower. A test here only parses our options in it.
 READ = {"existing-app.md"}
 HERE = {"ray.md", "share-gpus.md", "training-code.md", "watch.md"}
-#: Whose commands are run by tests of their own, at the end.
+#: Pages with commands that have separate tests at the end of this file.
 RECIPES = {"sweeps.md"}
 RATES = ["0.01", "0.1", "1.0"]
 
-# Instead of what a page has: fewer clients, the run that is there, and commands that end by themselves.
+# Replacements in commands: fewer clients, the existing run, and options that make commands exit.
 SMALL = (
     (r"--clients \d+", "--clients 2"),
     (r"runs/<time>", "$(ls -d runs/* | head -1)"),
     (r"flower-gpu top", "flower-gpu top --once"),
-    (r"flower-gpu doctor", "flower-gpu doctor || [ $? = 1 ]"),  # of problems of this host
+    # Status 1 means that doctor has found problems of this host.
+    (r"flower-gpu doctor", "flower-gpu doctor || [ $? = 1 ]"),
 )
 
 APP = """
@@ -77,20 +78,20 @@ def test_the_first_command_of_every_page_is_run_by_a_test() -> None:
         assert page in (REPOSITORY / test).read_text(), test
 
 
-def test_what_pages_install_is_there() -> None:
+def test_extras_that_pages_install_exist() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    seen = set()
+    pages_with_pip = set()
     for page in PAGES.glob("*.md"):
         for line in re.findall(r"^pip install .+", page.read_text(), re.MULTILINE):
-            seen.add(page.name)
-            where, extra = re.findall(r"""["'](\S+)\[([\w-]+)\]["']""", line)[0]
-            if where in (".", "flwr"):
-                there = extras if where == "." else metadata.metadata(where).get_all("Provides-Extra") or []
-                assert extra in there, line
-    assert seen == INSTALL | {"ray.md"}
+            pages_with_pip.add(page.name)
+            package, extra = re.findall(r"""["'](\S+)\[([\w-]+)\]["']""", line)[0]
+            if package in (".", "flwr"):
+                metadata_extras = metadata.metadata("flwr").get_all("Provides-Extra") or []
+                assert extra in (extras if package == "." else metadata_extras), line
+    assert pages_with_pip == INSTALL | {"ray.md"}
 
 
-def test_what_a_node_is_told_in_its_config_is_read() -> None:
+def test_the_node_config_on_a_page_is_read() -> None:
     line = commands("existing-app.md")[0]
     (pairs,) = re.findall(r"^flower-supernode .*--node-config '(.+)'$", line)
     request = call_settings({}, base={}, node_config=parse_pairs("--node-config", [pairs])).gpu.request
@@ -99,7 +100,7 @@ def test_what_a_node_is_told_in_its_config_is_read() -> None:
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a host with a stub GPU, with this package's commands."""
+    """The environment of a host with a stub GPU and this package's commands on PATH."""
     host = StubHost(tmp_path_factory.mktemp("how-to") / "host", gpus=1)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, **host.env, "PATH": path}
@@ -116,8 +117,8 @@ def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
-def test_first_commands_one_after_the_other(env: dict[str, str], tmp_path: Path) -> None:
-    """On a host with a stub GPU; what needs no GPU, cluster or account of others runs as it stands."""
+def test_the_first_commands_run_one_after_the_other(env: dict[str, str], tmp_path: Path) -> None:
+    """They run on a host with a stub GPU, and need no cluster and no account."""
     write_app(tmp_path, APP)
     (tmp_path / "task.py").write_text(TASK)
     script = block("training-code.md", "python", "client.fit(")
@@ -127,7 +128,8 @@ def test_first_commands_one_after_the_other(env: dict[str, str], tmp_path: Path)
     lines = [commands("ray.md")[0], commands("trackers.md")[1]]
     for page in sorted(HERE - {"ray.md"}):
         lines += commands(page)
-    lines.remove("flower-gpu metrics")  # goes on for ever; its tests look at it
+    # This command runs until it is killed, and has tests of its own.
+    lines.remove("flower-gpu metrics")
     for pattern, replacement in SMALL:
         lines = [re.sub(pattern, replacement, line) for line in lines]
     output = run(["bash", "-exc", "\n".join(lines)], tmp_path, env)
@@ -139,7 +141,7 @@ def test_first_commands_one_after_the_other(env: dict[str, str], tmp_path: Path)
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_sweep_shares_the_gpu(env: dict[str, str], tmp_path: Path) -> None:
-    """By xargs; the loop on the page has the same command in it."""
+    """The page has two ways to run the sweep. This test runs the one with xargs."""
     write_app(tmp_path, APP)
     _, command, *_ = blocks("sweeps.md", "bash")
     rates = RATES[:2]
@@ -147,16 +149,16 @@ def test_a_sweep_shares_the_gpu(env: dict[str, str], tmp_path: Path) -> None:
     small = command.replace(" ".join(RATES), " ".join(rates)).replace("--clients 20", "--clients 2")
     run(["bash", "-ec", small], tmp_path, {**env, "FLOWER_GPU_NUM_GPUS": "0.25"})
 
-    found = run([sys.executable, "-c", blocks("sweeps.md", "python")[0]], tmp_path, env)
-    assert [line.split()[:2] for line in found.splitlines()] == [[rate, "completed"] for rate in rates]
-    used = set()
-    for rate, line in zip(rates, found.splitlines(), strict=True):
+    output = run([sys.executable, "-c", blocks("sweeps.md", "python")[0]], tmp_path, env)
+    assert [line.split()[:2] for line in output.splitlines()] == [[rate, "completed"] for rate in rates]
+    gpus = set()
+    for rate, line in zip(rates, output.splitlines(), strict=True):
         assert float(re.search(r"'w': ([\d.e-]+)", line)[1]) == pytest.approx(float(rate))  # type: ignore[index]
         (folder,) = (path for path in (tmp_path / "sweep" / rate).iterdir() if path.is_dir())
         granted = events_of(folder, "lease_granted")
         assert granted
-        used |= {gpu["uuid"] for event in granted for gpu in event["gpus"]}
-    assert len(used) == 1, "all runs on the one GPU"
+        gpus |= {gpu["uuid"] for event in granted for gpu in event["gpus"]}
+    assert len(gpus) == 1, "all runs share the only GPU"
 
 
 @pytest.mark.e2e
@@ -167,8 +169,8 @@ def test_the_ledger_of_a_lab_is_for_all_accounts(env: dict[str, str], tmp_path: 
     script = command.replace("/var/tmp/leases", str(tmp_path / "leases"))
     script += "flower-gpu doctor --json || true\n"
     findings = json.loads(run(["bash", "-ec", script], tmp_path, env))["findings"]
-    (ledger,) = (one for one in findings if one["check"] == "ledger")
-    said = f"{tmp_path / 'leases'}, for all accounts of this host"
-    assert (ledger["level"], ledger["text"]) == ("ok", said)
+    (ledger,) = (finding for finding in findings if finding["check"] == "ledger")
+    expected = f"{tmp_path / 'leases'}, for all accounts of this host"
+    assert (ledger["level"], ledger["text"]) == ("ok", expected)
     quoted = re.search(r'"ok  ledger  /tmp, (.+)"', block("share-gpus.md", "bash", "ok  ledger"))
     assert quoted and ledger["text"].endswith(quoted[1])

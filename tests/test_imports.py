@@ -1,4 +1,4 @@
-"""What importing a module brings in, and which layers know of each other."""
+"""Libraries that each module may import, and the order of the rooms in the package."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ PACKAGE = Path(flower_gpu.__file__).parent
 
 #: The rooms that import Flower.
 WITH_FLOWER = ("flower", "launch", "simulation")
-#: Imports modules in children, a group in each. What all of a room may import is there already in the parent.
+#: Imports each group of modules in a separate child. The parent has already imported the library that the
+#: room may import.
 IMPORT = """
 import importlib, json, os, sys
-there, *groups = sys.argv[1:]
-if there:
-    importlib.import_module(there)
+parent_import, *groups = sys.argv[1:]
+if parent_import:
+    importlib.import_module(parent_import)
 for group in groups:
     child = os.fork()
     if not child:
         try:
             for name in group.split():
                 importlib.import_module(name)
-            looked_for = ("torch", "flwr", "numpy", "tqdm", "rich", "psutil")
-            looked_for += ("tensorflow", "keras", "jax", "tensorboard", "wandb", "mlflow")
-            found = [name for name in looked_for if name in sys.modules]
-            print(json.dumps([group, found]), flush=True)
+            libraries = ("torch", "flwr", "numpy", "tqdm", "rich", "psutil")
+            libraries += ("tensorflow", "keras", "jax", "tensorboard", "wandb", "mlflow")
+            imported = [name for name in libraries if name in sys.modules]
+            print(json.dumps([group, imported]), flush=True)
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, group
 """
-THERE = {"pytorch": "torch", **dict.fromkeys(WITH_FLOWER, "flwr")}
+#: The library that the parent imports before the modules of a room.
+PARENT_IMPORTS = {"pytorch": "torch", **dict.fromkeys(WITH_FLOWER, "flwr")}
 
 
 def module_name(path: Path) -> str:
@@ -57,13 +59,13 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def test_class_names_are_unique() -> None:
-    """One word for one thing: whoever reads a name need not ask which one it is."""
+    """A reader never has to ask which of several classes a name refers to."""
     places: dict[str, list[str]] = {}
     for module, path in FILES.items():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(module)
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 def run_python(code: str, *arguments: str) -> str:
@@ -74,46 +76,45 @@ def run_python(code: str, *arguments: str) -> str:
 
 
 def layer(name: str) -> str:
-    """Return the subpackage of a module, or the module itself where it is at the top."""
+    """Return the subpackage of a module, or the name of a top-level module."""
     return name.split(".")[1] if "." in name else ""
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return every module that a file imports, also inside of functions."""
-    found = set()
+    """Return every module that a file imports, including imports inside functions."""
+    modules = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            modules |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
 
 
-#: The rooms of the package, from top to bottom, as its map has them. Each may import itself and what stands
-#: below it.
+#: The rooms of the package from top to bottom, as listed in its map. Each may import itself and lower rooms.
 ROOMS = re.findall(
     r"\[(\w+)(?:/|\.py)\]\(\1", (PACKAGE / "README.md").read_text().partition("\n## How a message travels")[0]
 )
-#: Tasks of workers are given by name, upward too: the task of a rank that handles one of Flower's messages.
+#: Exceptions for tasks that are named in strings: a rank names the task that handles a message of Flower.
 TASKS_BY_NAME = {("flower_gpu.ranks.function", "flower_gpu.flower.rank_messages")}
 
 
 def strings_of(path: Path) -> set[str]:
     """Return the modules of this package that a file names in its strings."""
-    found = set()
+    modules = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.partition(":")[0]
             while "." in name and name not in FILES:
                 name = name.rpartition(".")[0]
             if name in FILES and name != "flower_gpu":
-                found.add(name)
-    return found
+                modules.add(name)
+    return modules
 
 
 def upward(name: str, path: Path) -> set[str]:
-    """Return the higher rooms that a file knows of: by its imports, or by names of modules in its strings."""
+    """Return the higher rooms that a file imports, or names in its strings."""
     ours = {other for other in imports_of(path) if other.split(".")[0] == "flower_gpu"}
     used = {layer(other) for other in ours | strings_of(path) if (name, other) not in TASKS_BY_NAME}
     return used & set(ROOMS[: ROOMS.index(layer(name))])
@@ -123,9 +124,9 @@ def test_every_room_is_in_the_order() -> None:
     assert sorted(ROOMS) == sorted({layer(name) for name in FILES} - {""})
 
 
-def test_no_room_knows_of_a_higher_one(tmp_path: Path) -> None:
-    assert not {name: found for name, path in FILES.items() if "." in name and (found := upward(name, path))}
-    # Each way to know of one is seen.
+def test_no_room_refers_to_a_higher_room(tmp_path: Path) -> None:
+    assert not {name: rooms for name, path in FILES.items() if "." in name and (rooms := upward(name, path))}
+    # Each kind of reference to a higher room is detected.
     for number, text in enumerate(
         (
             "import flower_gpu.watch.waits",
@@ -141,9 +142,9 @@ def test_no_room_knows_of_a_higher_one(tmp_path: Path) -> None:
 
 
 def imports_of_ours(name: str, tree: ast.AST) -> set[str]:
-    """Return the files that a file imports; inside of functions, only those of its own room.
+    """Return the modules of this package that a file imports. In functions, only those of its room count.
 
-    A function may import a higher file late, that of a command for example: no circle of what is loaded.
+    A function may import a higher module later, for example that of a command, without an import cycle.
     """
     late = {id(node) for function in functions_of(tree) for node in ast.walk(function)}
     for_types = {
@@ -152,14 +153,14 @@ def imports_of_ours(name: str, tree: ast.AST) -> set[str]:
         if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
         for node in ast.walk(block)
     }
-    found = set()
+    modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            for other in {each if each in FILES else str(node.module) for each in names} & {*FILES}:
+            for other in {full if full in FILES else str(node.module) for full in names} & {*FILES}:
                 if id(node) not in late or layer(other) == layer(name):
-                    found.add(other)
-    return found - {name, "flower_gpu"}
+                    modules.add(other)
+    return modules - {name, "flower_gpu"}
 
 
 def functions_of(tree: ast.AST) -> list[ast.AST]:
@@ -167,7 +168,7 @@ def functions_of(tree: ast.AST) -> list[ast.AST]:
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
-    """Return the files from which imports lead back to themselves."""
+    """Return the modules that are part of an import cycle."""
 
     def reached(name: str) -> set[str]:
         seen: set[str] = set()
@@ -187,25 +188,26 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     late = ast.parse("def function():\n    from flower_gpu.gpu import policy")
     assert imports_of_ours("flower_gpu.gpu.nvml", late) == {"flower_gpu.gpu.policy"}
     assert imports_of_ours("flower_gpu.cli.main", late) == set()
-    graph["flower_gpu.gpu.nvml"] = {"flower_gpu.gpu.policy"}  # which imports it
+    # policy imports nvml, so this makes a cycle.
+    graph["flower_gpu.gpu.nvml"] = {"flower_gpu.gpu.policy"}
     assert circles(graph) == {"flower_gpu.gpu.nvml", "flower_gpu.gpu.policy"}
 
 
-#: What single modules bring in beyond what their room may.
+#: Libraries that single modules may import beyond those of their room.
 MORE = {
     "flower_gpu.frameworks.array_checks": {"numpy"},
 }
 
 
-#: The rooms of a worker's and a client's minimum, and what every other module builds on.
+#: The rooms that every worker and client needs, and that all other modules build on.
 LIGHT = {"", *ROOMS[ROOMS.index("ranks") :]} - {"pytorch", "keras", "jax"}
 
-#: What all others may bring in.
+#: Libraries that all other rooms may import.
 USUAL = {"numpy", "tqdm", "rich", "psutil", "tensorboard", "wandb", "mlflow"}
 
 
-def too_much(name: str, found: set[str]) -> set[str]:
-    """Return which of the libraries that came with a module it may not bring in."""
+def forbidden(name: str, imported: set[str]) -> set[str]:
+    """Return the libraries that a module has imported although it may not."""
     allowed = set(MORE.get(name, ()))
     if layer(name) not in LIGHT:
         allowed |= USUAL
@@ -213,40 +215,50 @@ def too_much(name: str, found: set[str]) -> set[str]:
         allowed.add("torch")
     if layer(name) in WITH_FLOWER:
         allowed.add("flwr")
-    return found - allowed
+    return imported - allowed
 
 
-@pytest.mark.parametrize("there", ["", "torch", "flwr"])
-def test_imports(there: str) -> None:
-    """The modules of a room in one process, but for those that bring in more."""
+@pytest.mark.parametrize("parent_import", ["", "torch", "flwr"])
+def test_modules_import_only_the_libraries_that_their_room_may(parent_import: str) -> None:
+    """The modules of a room are imported in the same process, except those with further libraries."""
     groups = {
         room: [name for name in FILES if layer(name) == room and name not in MORE]
         for room in ("", *ROOMS)
-        if THERE.get(room, "") == there
+        if PARENT_IMPORTS.get(room, "") == parent_import
     }
-    groups |= {name: [name] for name in MORE.keys() & FILES if THERE.get(layer(name), "") == there}
-    for line in run_python(IMPORT, there, *(" ".join(names) for names in groups.values())).splitlines():
-        group, told = json.loads(line)
+    groups |= {
+        name: [name] for name in MORE.keys() & FILES if PARENT_IMPORTS.get(layer(name), "") == parent_import
+    }
+    lines = run_python(IMPORT, parent_import, *(" ".join(names) for names in groups.values())).splitlines()
+    for line in lines:
+        group, imported = json.loads(line)
         name = group.split()[0]
-        assert not too_much(name, set(told)), name
+        assert not forbidden(name, set(imported)), name
         if name in MORE:
-            assert set(told) >= MORE[name], "it is in MORE without need"
+            assert set(imported) >= MORE[name], "the entry in MORE is not needed"
 
 
-def in_a_wrong_place(name: str, path: Path) -> set[str]:
-    """Return the libraries that only other files may import: those of Flower's rooms, one for NVIDIA's."""
-    found = {each.split(".")[0] for each in imports_of(path)}
+def imported_in_a_wrong_place(name: str, path: Path) -> set[str]:
+    """Return the libraries that a file imports although only other files may.
+
+    Only some rooms may import Flower, and only one module may import NVIDIA's library.
+    """
+    imported = {module.split(".")[0] for module in imports_of(path)}
     is_allowed = {"flwr": layer(name) in WITH_FLOWER, "pynvml": name == "flower_gpu.gpu.nvml"}
-    return {library for library, is_here in is_allowed.items() if library in found and not is_here}
+    return {library for library, may_import in is_allowed.items() if library in imported and not may_import}
 
 
 def test_libraries_are_imported_in_one_place(tmp_path: Path) -> None:
-    assert not {name: found for name, path in FILES.items() if (found := in_a_wrong_place(name, path))}
+    assert not {
+        name: libraries
+        for name, path in FILES.items()
+        if (libraries := imported_in_a_wrong_place(name, path))
+    }
     path = tmp_path / "module.py"
     path.write_text("import pynvml\ndef function():\n    from flwr.app import Message")
-    assert in_a_wrong_place("flower_gpu.gpu.module", path) == {"flwr", "pynvml"}
-    assert in_a_wrong_place("flower_gpu.gpu.nvml", path) == {"flwr"}
-    assert in_a_wrong_place("flower_gpu.flower.module", path) == {"pynvml"}
+    assert imported_in_a_wrong_place("flower_gpu.gpu.module", path) == {"flwr", "pynvml"}
+    assert imported_in_a_wrong_place("flower_gpu.gpu.nvml", path) == {"flwr"}
+    assert imported_in_a_wrong_place("flower_gpu.flower.module", path) == {"pynvml"}
 
 
 def test_building_a_client_imports_no_torch() -> None:
@@ -262,8 +274,8 @@ print([name for name in ("torch", "nowhere") if name in sys.modules])
     assert run_python(code) == "[]\n"
 
 
-def test_a_call_brings_nothing_into_the_caller_and_its_worker_begins_with_as_little() -> None:
-    """The worker's environment is set before anything heavy is imported: setup= and env= rely on that."""
+def test_a_call_imports_no_heavy_library_into_the_caller_or_its_new_worker() -> None:
+    """The worker's environment is set before any heavy import, which setup= and env= rely on."""
     code = """
 import flower_gpu
 def libraries():

@@ -1,4 +1,4 @@
-"""Settings of a call: where they come from, and what is refused."""
+"""Settings of a call: their sources, their precedence, and refused values."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_defaults() -> None:
     assert gpu.lease_timeout_s == CALL["lease_timeout_s"].default
 
 
-# The order of precedence, and what a place that comes later is not asked.
+# The order of precedence. Sources after the first with a value are not read.
 PLACES = [
-    # option, argument, variable, node config: the value
+    # Option, argument, variable and node config, then the resulting value.
     ("on_oom", "cpu", "wrong", {}, "cpu"),
     ("on_oom", None, "fail", {}, "fail"),
     ("on_oom", None, "", {}, "retry"),
@@ -55,22 +55,22 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("name", "argument", "text", "config", "value"), PLACES)
-def test_an_option_has_the_value_of_the_first_place(
+def test_an_option_has_the_value_of_the_first_source(
     name: str, argument: Any, text: str, config: dict[str, Any], value: Any
 ) -> None:
     option = CALL[name]
     assert option.resolve(argument, {option.variable: text}, config) == value
 
 
-def test_an_amount_in_an_earlier_place_replaces_the_other_amount() -> None:
+def test_an_amount_in_an_earlier_source_replaces_the_other_amount() -> None:
     environ = {"FLOWER_GPU_NUM_GPUS": "wrong"}
     values, given = resolve_all({"gpu_memory": "2GiB"}, environ)
     assert [*given] == ["gpu_memory"] and values["gpu_memory"] == 2 << 30
     assert [*resolve_all({"gpu_memory": "wrong"}, environ, {"num-gpus": 0.5})[1]] == ["num_gpus"]
 
 
-def test_a_default_of_the_table_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So another default is one other line."""
+def test_a_default_is_defined_only_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a change of a default is a change of a single line."""
     monkeypatch.setattr(options, "CALL", table := dict(CALL))
     table["lease_timeout_s"] = replace(CALL["lease_timeout_s"], default=7.0)
     assert call_settings({}).gpu.lease_timeout_s == 7.0
@@ -96,7 +96,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("given", "kind", "message"), BAD, ids=[str(given)[:60] for given, _, _ in BAD])
-def test_bad_values(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_values_are_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as caught:
         call_settings(given)
     assert message in str(caught.value)
@@ -126,7 +126,7 @@ def test_a_call_refuses_bad_values() -> None:
         ("FLOWER_GPU_CONCURRENCY", "0", "FLOWER_GPU_CONCURRENCY must be a whole number, 1 or more, not '0'"),
     ],
 )
-def test_bad_values_in_the_environment(
+def test_bad_values_in_the_environment_are_refused(
     variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -135,7 +135,7 @@ def test_bad_values_in_the_environment(
     assert message in str(caught.value)
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_set_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_GPU_START_METHOD", "fork")
     monkeypatch.setenv("FLOWER_GPU_TIMEOUT_S", "12.5")
     monkeypatch.setenv("FLOWER_GPU_CLIENT", "7")
@@ -148,18 +148,18 @@ def test_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FLOWER_GPU_CLIENT", "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     env = {"OMP_NUM_THREADS": "2"}
-    found = worker({"start_method": "spawn", "timeout_s": 3, "env": env, "name": "8"})
-    assert found == WorkerSettings("spawn", 3, env, "8", (), 2)
+    settings = worker({"start_method": "spawn", "timeout_s": 3, "env": env, "name": "8"})
+    assert settings == WorkerSettings("spawn", 3, env, "8", (), 2)
 
 
-def test_empty_variables_are_unset_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     without = call_settings({})
     for name in ("OMP_NUM_THREADS", *VARIABLES):
         monkeypatch.setenv(name, "")
     assert call_settings({}) == without
 
 
-def test_more_cores_than_there_are_cannot_be_asked_for() -> None:
+def test_more_cores_than_the_host_has_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^num_cpus=1000000 is too much: .* at most"):
         call_settings({"num_cpus": 1_000_000})
     with pytest.raises(ConfigError, match=r"^--num-cpus 1000 is too much"):
@@ -179,11 +179,11 @@ def test_every_option_of_the_table_that_has_a_variable_reaches_the_environment()
 
 def test_settings_do_not_change() -> None:
     env = {"A": "b"}
-    found = worker({"env": env})
+    settings = worker({"env": env})
     env["A"] = "changed"
-    assert found.env["A"] == "b"
+    assert settings.env["A"] == "b"
     with pytest.raises(TypeError):
-        found.env["A"] = "changed"  # type: ignore[index]
+        settings.env["A"] = "changed"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_settings_do_not_change() -> None:
         (5, "a task is a function or a 'package.module:function' string, not int"),
     ],
 )
-def test_bad_tasks(task: Any, message: str) -> None:
+def test_bad_tasks_are_refused(task: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_in_worker(task)
     assert message in str(caught.value)

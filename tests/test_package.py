@@ -1,4 +1,4 @@
-"""What a package index shows: metadata built with and without the address of the repository."""
+"""The metadata for a package index, built with and without the address of the repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 class Metadata(Protocol):
-    """Builds the metadata of a wheel, with ``FLOWER_GPU_REPOSITORY`` set to this."""
+    """Builds the metadata of a wheel with ``FLOWER_GPU_REPOSITORY`` set to an address."""
 
     def __call__(self, address: str | None) -> Message: ...
 
@@ -41,20 +41,20 @@ def readme() -> str:
 
 
 @pytest.mark.parametrize("address", [None, ""])
-def test_without_an_address_the_readme_is_as_it_is(metadata: Metadata, address: str | None) -> None:
-    found = metadata(address)
-    assert found.get_payload().strip() == readme().strip()
-    assert found["Project-URL"] is None and found["Author"] == "The flower-gpu authors"
+def test_without_an_address_the_readme_is_unchanged(metadata: Metadata, address: str | None) -> None:
+    message = metadata(address)
+    assert message.get_payload().strip() == readme().strip()
+    assert message["Project-URL"] is None and message["Author"] == "The flower-gpu authors"
 
 
 @pytest.mark.parametrize(
     ("address", "revision"), [(f"{ADDRESS}@v0.1.0", "v0.1.0"), (ADDRESS, "HEAD"), (f"{ADDRESS}/", "HEAD")]
 )
-def test_with_an_address_each_link_leads_to_the_repository(
+def test_with_an_address_each_link_points_to_the_repository(
     metadata: Metadata, address: str, revision: str
 ) -> None:
-    found = metadata(address)
-    before, after = LINK.findall(readme()), LINK.findall(found.get_payload())
+    message = metadata(address)
+    before, after = LINK.findall(readme()), LINK.findall(message.get_payload())
     assert len(after) == len(before) > 10
     for old, new in zip(before, after, strict=True):
         if old.startswith("https:") or old.startswith("#"):
@@ -62,8 +62,8 @@ def test_with_an_address_each_link_leads_to_the_repository(
             continue
         kind = "raw" if old.endswith(".png") else "blob"
         assert new == f"{ADDRESS}/{kind}/{revision}/{old}"
-    assert f"/raw/{revision}/docs/" in found.get_payload()
-    urls = dict(url.split(", ") for url in found.get_all("Project-URL", []))
+    assert f"/raw/{revision}/docs/" in message.get_payload()
+    urls = dict(url.split(", ") for url in message.get_all("Project-URL", []))
     assert urls["Source"] == ADDRESS and urls["Issues"] == f"{ADDRESS}/issues"
     for name, folder in (("Documentation", "tree"), ("Changelog", "blob")):
         kind, at, path = urls[name].removeprefix(f"{ADDRESS}/").split("/", 2)
@@ -76,7 +76,7 @@ def test_another_kind_of_address_is_refused(metadata: Metadata, address: str) ->
         metadata(address)
 
 
-def test_links_in_code_stay_and_pictures_that_are_links_move() -> None:
+def test_links_in_code_stay_and_pictures_that_are_links_are_rewritten() -> None:
     import runpy
 
     pytest.importorskip("hatchling")

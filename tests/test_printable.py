@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Numbers, lists and errors are shown in a readable form."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flower_gpu.printable import and_others, duration_text, first_line, told_if_
 
 
 @given(st.floats(0, 1e6))
-def test_durations_are_written_as_one_would_say_them(seconds: float) -> None:
+def test_durations_are_written_with_readable_units(seconds: float) -> None:
     text = duration_text(seconds)
     numbers = [float(part) for part in text.split() if part[0].isdigit()]
     units = [part for part in text.split() if not part[0].isdigit()]
     worth = {"s": 1, "min": 60, "h": 3600}
     shown = sum(number * worth[unit] for number, unit in zip(numbers, units, strict=True))
-    # Half of the last digit that is shown.
+    # The tolerance is half of the last digit that is shown.
     assert shown == pytest.approx(seconds, abs={"s": 0.051, "min": 0.51, "h": 30.1}[units[0]])
     assert all(number < 60 for number, unit in zip(numbers, units, strict=True) if unit != "h")
 
@@ -30,17 +30,17 @@ def test_a_list_that_is_cut_says_how_many_are_left_out() -> None:
     assert [and_others(count) for count in (-1, 0, 1, 12)] == ["", "", " and 1 other", " and 12 others"]
 
 
-def test_only_what_takes_long_is_said() -> None:
+def test_only_a_slow_block_is_reported() -> None:
     said: list[str] = []
-    told = threading.Event()
+    reported = threading.Event()
     with told_if_slow(said.append, "this takes no time"):
         pass
-    with told_if_slow(lambda text: (said.append(text), told.set()), "importing the app"):
-        assert told.wait(60)
+    with told_if_slow(lambda text: (said.append(text), reported.set()), "importing the app"):
+        assert reported.wait(60)
     assert said == ["importing the app"]
 
 
-def test_what_a_long_wait_is_for_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_is_reported_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_SLOW_S", "_STUCK_S", "_AGAIN_S"):
         monkeypatch.setattr(printable, name, 0.01)
     said: list[str] = []
@@ -64,5 +64,5 @@ def test_what_a_long_wait_is_for_is_said_again_and_again(monkeypatch: pytest.Mon
         ("ValueError:", "ValueError:"),
     ],
 )
-def test_the_first_line_of_an_error_says_something(text: str, shown: str) -> None:
+def test_the_first_line_of_an_error_is_never_empty(text: str, shown: str) -> None:
     assert first_line(text) == shown

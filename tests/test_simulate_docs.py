@@ -1,4 +1,4 @@
-"""The pages on simulations: their commands and examples run, and the results are what they say."""
+"""The commands and examples of the pages on simulations run, with the results that the pages describe."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ REFERENCE = "".join(
     (PAGES.parent / "reference" / f"{page}.md").read_text() for page in ("simulate", "result")
 )
 
-# Instead of the numbers of clients, rounds and megabytes in the page.
+# Replaces the numbers of clients, rounds and megabytes in the page by smaller numbers.
 SMALL = ((r"\b1000\b", "3"), (r"num-server-rounds=\d+", "num-server-rounds=1"), (r"\d+MiB", "1MiB"))
 A_RUN = "runs/2026-01-31_12-00-00"
-RUN_TIMEOUT_S = 500  # all of them, on a busy machine
+#: Limit in seconds for all commands together on a busy machine.
+RUN_TIMEOUT_S = 500
 
 APP = """
 @server.main()
@@ -75,7 +76,7 @@ result = flower_gpu.simulate((server, app), 24, log_dir=None, progress=False, ma
 print(result.summary["failed"], result.summary["batches"]["count"] > 2, sorted(result.model))
 """
 
-#: Runs commands one after the other in one process: what it imports once takes a second each time.
+#: Runs commands one after the other in a single process, because the imports take a second.
 COMMANDS = """
 import json, os, sys
 from pathlib import Path
@@ -91,12 +92,13 @@ for number, (variables, words) in enumerate(json.loads(sys.argv[1])):
     newest = max(Path("runs").iterdir(), key=os.path.getmtime)
     print(json.dumps([str(newest.absolute()), json.loads((newest / "result.json").read_text())]))
 """
-#: At the end, a run in which a client fails.
+#: The last command, a run in which a client fails.
 FAILS = ["simulate", "my-app", "--num-supernodes", "4", "--calls-per-worker", "2"]
 FAILS += ["--run-config", "learning-rate=2.0 num-server-rounds=1"]
 
 Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
-Summary = tuple[str, dict[str, Any]]  # a folder, and its result
+#: The folder of a run, and its result.
+Summary = tuple[str, dict[str, Any]]
 
 
 def commands() -> list[str]:
@@ -116,7 +118,7 @@ def small(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an app and a file of values."""
+    """A folder with an app and a file of config values."""
     here = tmp_path_factory.mktemp("simulate")
     (write_app(here, APP) / "task.py").write_text(TASK)
     (here / "values.toml").write_text("learning-rate = 0.25\n")
@@ -127,7 +129,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(here: Path) -> Run:
-    """Run a Python program there to its end."""
+    """Run a Python program in that folder until it exits."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "CUDA_"))}
     env = {**kept, **SHARED_STATE}
 
@@ -141,30 +143,30 @@ def run(here: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def summaries(run: Run) -> dict[str, Summary]:
-    """What the commands of the page have left, all but their reports; and the run in which a client fails."""
-    given = []
+    """Folder and result of each command of the page, and of the run in which a client fails."""
+    invocations = []
     for command in commands():
         words = shlex.split(small(command).replace(A_RUN, "A_RUN"))
         start = words.index("flower-gpu")
-        given.append((dict(word.split("=") for word in words[:start]), words[start + 1 :]))
-    done = run(["-c", COMMANDS, json.dumps([*given, ({}, FAILS)])])
+        invocations.append((dict(word.split("=") for word in words[:start]), words[start + 1 :]))
+    done = run(["-c", COMMANDS, json.dumps([*invocations, ({}, FAILS)])])
     assert "  client 1, train in round 1: ValueError: no data" in done.stderr
     return dict(zip([*commands(), "fails"], map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize("command", commands())
 def test_each_command_of_the_page_runs(command: str, summaries: dict[str, Summary]) -> None:
-    _, found = summaries[command]
-    assert (found["outcome"], found["failed"]) == ("completed", 0)
-    assert found["resumed_after_round"] == (1 if A_RUN in command else None)
+    _, result = summaries[command]
+    assert (result["outcome"], result["failed"]) == ("completed", 0)
+    assert result["resumed_after_round"] == (1 if A_RUN in command else None)
 
 
 def test_the_examples_in_python_run_one_after_the_other(here: Path, run: Run) -> None:
     examples = [small(example) for example in blocks("simulate.md", "python")]
-    (of_script,) = (example for example in examples if "client_app)," in example)
-    examples.remove(of_script)
+    (script,) = (example for example in examples if "client_app)," in example)
+    examples.remove(script)
     (here / "others.py").write_text("\n".join(examples))
-    (here / "of_script.py").write_text(f"{of_script}\nimport others")
+    (here / "of_script.py").write_text(f"{script}\nimport others")
     output = run(["of_script.py"]).stdout
     assert "\n[2. 2. 2.]\n" in f"\n{output}", "two rounds, each of which adds the mean of 0, 1 and 2"
     assert "{'w': (3,)}" in output

@@ -1,4 +1,4 @@
-"""Pages of the repository as the site has them. `.ci/run` builds the site itself."""
+"""Pages of the repository are converted for the site. `.ci/run` builds the site itself."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def test_markdown_files_outside_of_docs_are_pages(site) -> None:  # type: ignore
     figures = "benchmarks/results/isolation-2-cores.json"
     assert found[f"project/{figures}"] == figures
     assert len(set(found.values())) == len(found)
-    assert not [page for page in found if (REPOSITORY / "docs" / page).exists()], "two pages in one place"
+    assert not [page for page in found if (REPOSITORY / "docs" / page).exists()], (
+        "two pages have the same path"
+    )
 
 
-def test_links_lead_to_pages_or_to_the_repository_or_are_text(site) -> None:  # type: ignore[no-untyped-def]
+def test_links_point_to_pages_or_to_the_repository_or_become_text(site) -> None:  # type: ignore[no-untyped-def]
     pages = {"index.md": "README.md", "examples/jax.md": "examples/jax/README.md"}
 
     def changed(text: str, source: str, address: str = "") -> str:
@@ -56,7 +58,7 @@ def test_links_lead_to_pages_or_to_the_repository_or_are_text(site) -> None:  # 
     assert changed(kept, "docs/how-to/x.md") == kept
 
 
-def test_a_new_page_is_in_the_navigation_by_itself(site) -> None:  # type: ignore[no-untyped-def]
+def test_a_new_page_is_added_to_the_navigation(site) -> None:  # type: ignore[no-untyped-def]
     pages = ["index.md", "how-to/README.md", "how-to/a.md", "how-to/b.md", "how-to/c.md", "new/x.md"]
     run = "\n## Run\n\n- [c](c.md#part)\n- [a](a.md), [c](c.md)\n"
     text = f"# How-to\n\nSee [d](d.md).\n{run}\n## No page\n\n## Again\n[c](c.md)\n"
@@ -65,7 +67,7 @@ def test_a_new_page_is_in_the_navigation_by_itself(site) -> None:  # type: ignor
     assert nav == [{"Home": "index.md"}, {"How-to": in_groups}, {"New": ["new/x.md"]}]
 
 
-def test_lines_of_commands_end_before_an_option_and_not_within(site) -> None:  # type: ignore[no-untyped-def]
+def test_command_lines_break_before_an_option_and_not_within(site) -> None:  # type: ignore[no-untyped-def]
     html = 'see :class:<code>X</code>, <code>top --once</code>, <b id="--once">--once</b>'
     found = site.on_page_content(html, None, None, None)
     whole = '<span class="option">--once</span>'
@@ -74,8 +76,9 @@ def test_lines_of_commands_end_before_an_option_and_not_within(site) -> None:  #
     assert ".option {" in style and "pre-wrap" in style
 
 
-def test_pictures_are_on_white_since_the_site_turns_them_to_dark() -> None:
-    from matplotlib.image import imread  # takes a while, also where tests are only collected
+def test_pictures_have_a_white_background_because_the_site_inverts_them() -> None:
+    # This import takes a while, which would also delay the mere collection of tests.
+    from matplotlib.image import imread
 
     pictures = [*(REPOSITORY / "docs").glob("*/images/*.png")]
     assert pictures

@@ -1,4 +1,4 @@
-"""Commands, runs and calls with standard streams that are closed, or that cannot be written to."""
+"""Commands, runs and calls work with standard streams that are closed or cannot be written to."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ALL = (0, 1, 2)
 
 def run(closed: tuple[int, ...], *command: object) -> subprocess.CompletedProcess[str]:
     """Run a command with some of its standard descriptors closed."""
-    how = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
+    redirections = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
     return subprocess.run(
-        ["sh", "-c", f'exec "$@" {how}', "sh", *map(str, command)],
+        ["sh", "-c", f'exec "$@" {redirections}', "sh", *map(str, command)],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -38,12 +38,12 @@ def run(closed: tuple[int, ...], *command: object) -> subprocess.CompletedProces
 
 
 def text_for(closed: tuple[int, ...], text: str) -> str:
-    """Return what a command writes to stdout; nothing where that is closed."""
+    """Return the text that a command writes to stdout, or nothing if stdout is closed."""
     return "" if 1 in closed else text
 
 
 @pytest.mark.parametrize("closed", CLOSED)
-def test_a_look_at_the_host(closed: tuple[int, ...]) -> None:
+def test_top_works_with_closed_streams(closed: tuple[int, ...]) -> None:
     done = run(closed, *CLI, "top", "--once")
     assert (done.returncode, done.stderr) == (0, "")
     assert bool(done.stdout) == (1 not in closed)
@@ -64,17 +64,19 @@ def test_a_look_at_the_host(closed: tuple[int, ...]) -> None:
         (2, "launch /nowhere"),
     ],
 )
-def test_each_command_ends_as_with_open_streams(status: int, line: str) -> None:
+def test_each_command_has_the_same_status_as_with_open_streams(status: int, line: str) -> None:
     assert run(ALL, *CLI, *line.split()).returncode == status
 
 
-FULL = "full"  # a full disk
-GONE = "gone"  # a pipe whose reader has gone
+#: A full disk.
+FULL = "full"
+#: A pipe with a reader that has exited.
+GONE = "gone"
 
 
 @contextmanager
 def unwritable(kind: str) -> Iterator[int]:
-    """Open a descriptor to which nothing can be written."""
+    """Open a descriptor on which every write fails."""
     if kind == FULL:
         if not Path("/dev/full").exists():
             pytest.skip("there is no /dev/full here")
@@ -89,7 +91,7 @@ def unwritable(kind: str) -> Iterator[int]:
 
 
 def run_into(kind: str, stream: str, *command: object) -> subprocess.CompletedProcess[str]:
-    """Run a command whose ``stdout``, ``stderr`` or both cannot be written to."""
+    """Run a command that cannot write to ``stdout``, ``stderr`` or both."""
     with unwritable(kind) as descriptor:
         streams = {
             name: descriptor if stream in (name, "both") else subprocess.PIPE for name in ("stdout", "stderr")
@@ -106,7 +108,7 @@ def run_into(kind: str, stream: str, *command: object) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("line", ["leases", "gpus --json", "--version", "leases --help", "workers stop"])
-def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(
+def test_a_result_that_cannot_be_written_fails_with_a_one_line_error(
     line: str, unbuffered: str, tmp_path: Path
 ) -> None:
     variables = [f"PYTHONUNBUFFERED={unbuffered}", f"FLOWER_GPU_STATE_DIR={tmp_path}"]
@@ -123,17 +125,17 @@ def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(
 @pytest.mark.parametrize(
     ("status", "line"), [(0, "footprint"), (2, "leases --nonsense"), (2, "nonsense"), (2, "report /nowhere")]
 )
-def test_messages_that_cannot_be_written_change_no_status(
+def test_messages_that_cannot_be_written_do_not_change_the_status(
     kind: str, status: int, line: str, tmp_path: Path
 ) -> None:
-    # In a state folder of its own, where no footprint was learned.
+    # This state folder is new, so it has no learned footprint.
     done = run_into(kind, "stderr", "env", f"FLOWER_GPU_STATE_DIR={tmp_path}", *CLI, *line.split())
     assert (done.returncode, done.stdout) == (status, "")
 
 
 @pytest.mark.parametrize("kind", [FULL, GONE])
 @pytest.mark.parametrize("stream", ["stdout", "stderr", "both"])
-def test_a_run_goes_on_if_its_output_cannot_be_written(kind: str, stream: str, tmp_path: Path) -> None:
+def test_a_run_continues_if_its_output_cannot_be_written(kind: str, stream: str, tmp_path: Path) -> None:
     command = ["simulate", PLAIN, "--clients", "2", "--rounds", "1", "--log-dir", tmp_path]
     done = run_into(kind, stream, *CLI, *command)
     assert done.returncode == 0
@@ -146,11 +148,13 @@ def test_a_run_goes_on_if_its_output_cannot_be_written(kind: str, stream: str, t
 
 
 @pytest.mark.parametrize("closed", CLOSED)
-def test_a_simulation_and_its_report(closed: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_simulation_and_its_report_work_with_closed_streams(
+    closed: tuple[int, ...], tmp_path: Path
+) -> None:
     done = run(closed, *CLI, "simulate", PLAIN, "--clients", "2", "--rounds", "1", "--log-dir", tmp_path)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
     assert ("outcome" in done.stderr) == (2 not in closed)
-    assert "outcome" not in done.stdout, "it is no output"
+    assert "outcome" not in done.stdout, "the summary goes to stderr"
     [folder] = tmp_path.iterdir()
     assert json.loads((folder / "result.json").read_text())["outcome"] == "completed"
     if closed == ALL:
@@ -159,7 +163,7 @@ def test_a_simulation_and_its_report(closed: tuple[int, ...], tmp_path: Path) ->
 
 
 @pytest.mark.e2e
-def test_a_launch(tmp_path: Path) -> None:
+def test_a_launch_works_with_closed_streams(tmp_path: Path) -> None:
     app = Path(__file__).parent / "launch/tiny_app"
     assert run(ALL, *CLI, "launch", app, "--log-dir", tmp_path).returncode == 0
     [folder] = tmp_path.iterdir()
@@ -197,8 +201,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), ALL])
-def test_calls_and_simulate_in_a_program(closed: tuple[int, ...], tmp_path: Path) -> None:
-    """The streams of the program stay as they are, and no descriptor of ours has their numbers."""
+def test_calls_and_simulate_work_in_a_program_with_closed_streams(
+    closed: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The program's streams are unchanged, and none of our descriptors has their numbers."""
     script = tmp_path / "script.py"
     script.write_text(LIBRARY)
     done = run(closed, sys.executable, script, PLAIN, tmp_path / "runs")
@@ -227,14 +233,14 @@ os.write(own, b"data")
 """
 
 
-def test_a_file_that_has_such_a_number_gets_no_output(tmp_path: Path) -> None:
-    """A module may have opened it before the command begins."""
+def test_a_file_with_the_number_of_a_standard_stream_gets_no_output(tmp_path: Path) -> None:
+    """A module may have opened the file before the command starts."""
     done = run((1, 2), sys.executable, "-c", OWN_FILE, tmp_path / "own")
     assert done.returncode == 0
     assert (tmp_path / "own").read_text() == "data"
 
 
-def test_the_streams_that_are_open_stay_the_same() -> None:
+def test_open_streams_are_not_replaced() -> None:
     code = """
 import sys
 from flower_gpu import standard_streams

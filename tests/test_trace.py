@@ -1,4 +1,4 @@
-"""The trace of a run: JSON lines that many processes append to one file."""
+"""The trace of a run, a file to which many processes append JSON lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def events(folder: Path) -> list[dict[str, object]]:
     return list(trace.read(folder / trace.FILE_NAME))
 
 
-def test_lines(run_folder: Path) -> None:
+def test_events_are_written_as_one_line_each(run_folder: Path) -> None:
     before = time.time()
     metrics = {"loss": 0.5, "text": "ä\n\u2028 \N{GRINNING FACE} \\ud800 \0 \r"}
     trace.write("round", round=1, num_rounds=None, metrics=metrics)
@@ -54,8 +54,8 @@ def test_torn_and_foreign_lines_are_skipped(run_folder: Path) -> None:
     assert [event["event"] for event in events(run_folder)] == ["first", "second"]
 
 
-def test_line_after_a_torn_one(run_folder: Path) -> None:
-    """Who writes next knows nothing of the torn line and appends to it."""
+def test_an_event_after_a_torn_line_is_read(run_folder: Path) -> None:
+    """The next writer does not know about the torn line and appends to it."""
     trace.write("first", text="x" * 100)
     path = run_folder / "trace.jsonl"
     path.write_bytes(path.read_bytes()[:60])
@@ -64,20 +64,20 @@ def test_line_after_a_torn_one(run_folder: Path) -> None:
     assert [event["event"] for event in events(run_folder)] == ["second", "third"]
 
 
-def test_missing_folder_does_not_stop_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path / "missing"))
     trace.write("own")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_json_has_no_word_for(run_folder: Path) -> None:
+def test_values_without_json_equivalent_are_written_as_text(run_folder: Path) -> None:
     trace.write("own", path=Path("/a"), error=ValueError("text"))
     (event,) = events(run_folder)
     assert (event["path"], event["error"]) == ("/a", "text")
 
 
-def test_texts_that_no_encoding_has_are_escaped(run_folder: Path) -> None:
-    """A file name that is not UTF-8 has lone surrogates in Python. Others may write them as well."""
+def test_lone_surrogates_are_escaped(run_folder: Path) -> None:
+    """Python represents a file name that is not UTF-8 with lone surrogates. Other writers may too."""
     text = "\N{GRINNING FACE} \udcff \\ud83d\ude00 \ud83d"
     trace.write("own", text=text)
     with (run_folder / "trace.jsonl").open("a") as file:
@@ -94,20 +94,22 @@ def test_many_processes_append_at_once(run_folder: Path) -> None:
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(number)]) for number in range(4)]
     assert [writer.wait(timeout=150) for writer in writers] == [0] * 4
-    found = events(run_folder)
-    assert len(found) == 800
+    written = events(run_folder)
+    assert len(written) == 800
     for number in range(4):
-        assert [event["n"] for event in found if event["who"] == str(number)] == list(range(200))
+        assert [event["n"] for event in written if event["who"] == str(number)] == list(range(200))
 
 
 @pytest.mark.parametrize("start_method", ["fork", "in-process"])
-def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_writes_its_events(
+    start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     pid = run_in_worker(os.getpid, start_method=start_method, name="3")
     requested, granted, started, task, result, finished, released = events(run_folder)
     names = ["cores_requested", "cores_granted", "cores_released"]
-    assert [one["event"] for one in (requested, granted, released)] == names
-    leases = {one["lease"] for one in (granted, released)}
+    assert [event["event"] for event in (requested, granted, released)] == names
+    leases = {event["lease"] for event in (granted, released)}
     assert leases == {started.pop("cores_lease")} == {finished.pop("cores_lease")}
     times = [event.pop("time") for event in (started, task, result, finished)]
     assert times == sorted(times)  # type: ignore[type-var]
@@ -116,7 +118,7 @@ def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pyte
     assert (task, result) == ({**call, "event": "task_started"}, {**call, "event": "worker_result"})
     assert started == {**common, "event": "worker_started"}
     seconds, task_at, result_at = (finished.pop(name) for name in ("seconds", "task_at", "result_at"))
-    # Of a process that may compute other things meanwhile, nobody knows it.
+    # CPU time and memory of a single call are unknown in a process that may do other work at the same time.
     unknown = start_method == "in-process"
     assert [finished.pop(name) is None for name in ("cpu_s", "memory_bytes")] == [unknown] * 2
     assert finished == {**common, "error": None, "event": "worker_finished", "outcome": "ok"}
@@ -129,7 +131,7 @@ def kill_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_events_of_a_call_of_the_server_that_fails(run_folder: Path) -> None:
+def test_a_failed_call_of_the_server_is_recorded(run_folder: Path) -> None:
     with pytest.raises(WorkerDiedError):
         run_in_worker(kill_itself, start_method="fork")
     [finished] = [event for event in events(run_folder) if event["event"] == "worker_finished"]
@@ -137,8 +139,8 @@ def test_events_of_a_call_of_the_server_that_fails(run_folder: Path) -> None:
     assert str(finished["error"]).startswith("WorkerDiedError: kill_itself on the server: the worker (pid ")
 
 
-def test_events_of_a_call_that_could_not_start(run_folder: Path) -> None:
+def test_a_call_that_could_not_start_has_no_worker_events(run_folder: Path) -> None:
     with pytest.raises(Exception, match="cannot be passed"):
         run_in_worker(print, (n for n in ()), start_method="spawn")
-    found = [event["event"] for event in events(run_folder)]
-    assert found == ["cores_requested", "cores_granted", "cores_released"]  # there was no worker
+    names = [event["event"] for event in events(run_folder)]
+    assert names == ["cores_requested", "cores_granted", "cores_released"]

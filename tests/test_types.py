@@ -1,4 +1,4 @@
-"""Type checkers find wrong options in users' code, and the types say what the table of options says."""
+"""Type checkers find wrong options in users' code, and the types match the table of options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USER_FILE = Path(__file__).parent / "typed_user.py"
 
 @pytest.mark.timeout(600)
 def test_wrong_options_are_found(tmp_path: Path) -> None:
-    """By pyright; mypy looks at the same file in the check of types."""
+    """This test runs pyright. The type check of CI runs mypy on the same file."""
     pytest.importorskip("pyright")
     if shutil.which("node") is None:
         pytest.skip("pyright runs in node, which is not installed here")
@@ -29,16 +29,16 @@ def test_wrong_options_are_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "user.py"]
     done = run(command, cwd=tmp_path, timeout_s=580)
 
-    found = {int(line) for line in re.findall(r"user\.py:(\d+):.*\berror\b", done.stdout)}
+    reported = {int(line) for line in re.findall(r"user\.py:(\d+):.*\berror\b", done.stdout)}
     lines = enumerate(text.splitlines(), start=1)
     wrong = {number for number, line in lines if line.endswith("# type: ignore")}
     assert len(wrong) == 23
-    assert found == wrong, done.stdout + done.stderr
+    assert reported == wrong, done.stdout + done.stderr
     assert "num_gpu" in done.stdout and "'retyr'" in done.stdout
 
 
 @pytest.mark.parametrize("name", CALL)
-def test_the_type_of_an_option_is_what_its_kind_takes(name: str) -> None:
+def test_the_type_of_an_option_matches_its_kind(name: str) -> None:
     hints = set(get_args(get_type_hints(CallOptions)[name])) - {type(None)}
     kind = CALL[name].kind
     if kind is None:
@@ -47,11 +47,11 @@ def test_the_type_of_an_option_is_what_its_kind_takes(name: str) -> None:
         [words] = hints
         assert get_args(words) == kind.words
     else:
-        # For type checkers a float may be an int; for users any real number is one.
+        # Type checkers accept an int as a float, and the options accept any real number.
         assert set(kind.types) <= hints | ({int, Real} if hints & {int, float} else set())
 
 
-def test_functions_name_words_as_the_options_do() -> None:
+def test_the_literal_types_of_functions_match_the_options() -> None:
     options = get_type_hints(CallOptions)
     for takes_options in (gpu_client, run_in_worker):
         named = {name: hint for name, hint in get_type_hints(takes_options).items() if name in options}

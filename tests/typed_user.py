@@ -1,4 +1,4 @@
-"""A user's file, for type checkers only: they find the lines that end in `# type: ignore`, and no others."""
+"""A user's file for type checkers, which must report exactly the lines that end in `# type: ignore`."""
 
 from typing import Any
 
