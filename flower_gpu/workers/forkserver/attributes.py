@@ -13,8 +13,9 @@ under ``chrt --idle`` would leave a server with workers in the idle class. The l
 - Not taken over from the caller, because the server is an independent program: session and terminal, parent,
   signals, timers and memory locks, the session's keyring.
 
-The rules of Landlock cannot be read. But a process without privileges needs ``no_new_privs`` to restrict
-itself with Landlock, and ``no_new_privs`` is part of the identity.
+The rules of Landlock cannot be read, so they cannot be part of the identity themselves. But a process without
+privileges needs ``no_new_privs`` to restrict itself with Landlock, and ``no_new_privs`` is part of the
+identity.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from typing import Any, Final
 
 from flower_gpu import landlock
 
-# The last two say how system calls are filtered. The filters themselves cannot be read.
+# The last two fields tell the mode and the number of filters for system calls. The filters themselves cannot
+# be read.
 _PRIVILEGES: Final = (
     "Uid",
     "Gid",
@@ -51,7 +53,8 @@ _SYSTEM_CALLS: Final = {"x86_64": (252, 239), "aarch64": (31, 236)}
 _IOPRIO_WHO_PROCESS: Final = 1
 # Index of the real-time priority in /proc/PID/stat, counted after the name. The scheduling class follows.
 _RT_PRIORITY: Final = 37
-_NODE_BITS: Final = 4096  # size of a mask of NUMA nodes; a kernel must not have more nodes
+# Size of a mask of NUMA nodes, in bits. get_mempolicy(2) fails if the kernel supports more nodes.
+_NODE_BITS: Final = 4096
 _ASK_PERSONALITY: Final = 0xFFFFFFFF
 
 #: Files in /proc/PID with attributes that each process may set.

@@ -8,13 +8,14 @@ and send the record of the call. The server answers in one of these ways:
 
 - ``fit``: the connection becomes a :class:`ServerPlace`, which forks one worker at a time.
 - ``wait``: the server is importing libraries that this call needs. The caller pauses and asks again.
-- ``variables`` and ``without``: the libraries have read other values of these variables, or would hide these
-  modules of the caller. The caller adds them to the name of its server (:class:`_ServerKind`), and looks for
-  a server with that name.
+- ``variables`` and ``without``: the server does not fit. Its libraries have read other values of the listed
+  variables, or would hide the listed modules of the caller. The caller adds both lists to the name of its
+  server (:class:`_ServerKind`), and looks for a server with that name.
 - ``unfit``, or no answer because the server has ended: the caller tries again, up to ``_TRIES`` times.
 
-A server with preloaded data is a fork of a server without them. If it is missing, the caller first finds a
-server without them that fits, because loading the data may take hours (:func:`_connected`).
+A server with preloaded data is a fork of a server without data. If it is missing, the caller first finds a
+server without data that fits. Otherwise, the data might be loaded for hours into a server that does not fit
+(:func:`_connected`).
 
 Threads: every thread that makes calls may use this module. What the process has found out about servers is
 shared, behind a lock (:class:`_Memory`). A :class:`ServerPlace` belongs to one call at a time.
@@ -85,15 +86,17 @@ def is_supported() -> bool:
 
 @dataclass
 class _ServerKind:
-    """Knowledge of this process about the servers that fit it."""
+    """The properties of the servers that fit this process, as far as the process knows them."""
 
     variables: set[str] = field(default_factory=set)  # environment variables that libraries read
     without: set[str] = field(default_factory=set)  # libraries that the server must not have
 
     def name(self, environ: Mapping[str, str], more: Any = None) -> str:
+        """Return the name of the server of this kind. ``more``: further parts of its identity."""
         return identity.server_name(environ, self.variables, self.without, more)
 
     def start(self, name: str, preload: Sequence[Any] = ()) -> dict[str, Any]:
+        """Return the fields of :class:`~.forking.Start` for a server of this kind."""
         idle_s = SERVER_IDLE.resolve(None, os.environ)
         return {"name": name, "idle_s": idle_s, "without": sorted(self.without), "preload": preload}
 
@@ -218,8 +221,8 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
     """
     inherited = Inherited.of_this_process({**variables, **call.env})
     offer = {
-        # The record contains digests, because all later forks have what the server reads. The values are
-        # for the worker only.
+        # The record contains digests instead of values, because all later forks inherit the memory of the
+        # server. Only the worker gets the values.
         "digests": identity.digests(inherited.environ, inherited.environ),
         "threads": threads.variables(inherited.environ),
         "path": [*(call.confinement.packages() if call.confinement else ()), *inherited.path],
@@ -240,7 +243,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
             try:
                 name, connection = _connected(kind, call, inherited, folder, deadline, wait)
             except Gone:
-                # The server ended right after its start, or hangs.
+                # The server ended right after its start, or it hangs.
                 tries += 1
                 continue
             now = time.monotonic() > patience
@@ -373,6 +376,10 @@ def ask(
 
 
 def _remember(kind: _ServerKind, answer: dict[str, Any]) -> None:
+    """Add the variables and modules of an answer to the memory of this process.
+
+    Raises WorkerStartError if ``kind`` has them all. Another try would then get the same answer.
+    """
     variables, without = set(answer["variables"]), set(answer["without"])
     if variables <= kind.variables and without <= kind.without:
         hidden = ", ".join(sorted(without)) or ", ".join(sorted(variables))
@@ -397,14 +404,16 @@ def _connected(
             "preload= cannot be used with --confine: its functions run in the fork server, which is not "
             "confined. Remove one of the two"
         )
-    # A missing server is forked from another one. That server must fit the call before the functions run:
-    # otherwise, they would load the data into a server that no worker of this call can use.
+    # If the server is missing, it is forked from a base, which is a server without preloaded data. The base
+    # must fit the call before the preload functions run. Otherwise, they would load the data into a server
+    # that no worker of this call can use.
     with suppress(Gone):
         name = _name_with_data(kind, call, inherited)
         return name, sockets.connect(name, _ANSWER_S)
     base = find(replace(call, preload=()), deadline, environ)
     try:
-        # The base may have shown which variables its libraries read. Then the name is another one.
+        # While looking for the base, this process may have learned which variables libraries read. They are
+        # part of the name, so the name is computed again.
         kind = _memory.known_kind()
         kind.without |= call.without
         name = _name_with_data(kind, call, inherited)
@@ -485,9 +494,9 @@ def _connect_or(start: Callable[[int], None], name: str, deadline: float | None,
 def _end_if_it_hangs(name: str, connection: socket.socket) -> None:
     """Kill a server that has accepted a connection but does not answer, so that a new one can start.
 
-    If the kernel cannot kill it at once (:mod:`flower_gpu.unkillable`), its socket would still accept
-    connections, so the socket file is removed. Because of such processes, its command line is not read
-    either.
+    The kernel may be unable to kill the server at once (:mod:`flower_gpu.unkillable`). Its socket would still
+    accept connections, so the socket file is removed. The command line of such a process is never read,
+    because the read could block as well.
     """
     if messages.is_closed(connection):
         return

@@ -29,7 +29,7 @@ _END_POLL_S = 0.02
 class Status:
     """The state of a fork server, as reported by the server."""
 
-    name: str  # hash of the identity, which all its workers share
+    name: str  # hash of the identity, which is the same for all callers of the server
     pid: int  # process id
     version: str  # version of this package
     python: str  # path of the interpreter
@@ -56,7 +56,7 @@ def status() -> list[Status]:
 def stop(*, if_unused: bool = False, wait_s: float = 0.0) -> list[int]:
     """Tell fork servers of this user to end when their workers have exited. Return their process ids.
 
-    ``if_unused``: whether servers with callers are spared.
+    ``if_unused``: True spares servers that have callers.
     ``wait_s``: seconds to wait for the servers to end.
     """
     pids = []
@@ -152,7 +152,7 @@ class Stays:
                     self.connections[name] = connection
 
     def ask_own(self) -> None:
-        """Ask the server that a process with this environment tries first."""
+        """Ask the server to keep running that a process with this environment tries first."""
         self.ask(identity.server_name(os.environ, (), ()))
 
     def close(self) -> None:

@@ -39,8 +39,11 @@ _NOT_OF_A_LIBRARY = {
 class EnvironmentUse:
     """Record of the environment variables that libraries of this process read and set.
 
-    A library that read ``HF_HOME`` when it was imported keeps that folder in all forks. So they do not fit a
-    caller with another folder. Variables that a library has set must also be set in the forks.
+    A library that read ``HF_HOME`` when it was imported keeps that folder in all forks. So these forks do not
+    fit a caller with another folder. Variables that a library has set must also be set in the forks.
+
+    ``read``: values that libraries have read, by variable. None: the variable was not set.
+    ``changed``: values that libraries have set, by variable. None: a library has removed the variable.
     """
 
     def __init__(self) -> None:
@@ -102,7 +105,7 @@ class EnvironmentUse:
         )
 
     def set_too_late(self) -> dict[str, str | None]:
-        """Return the variables, with their present values, that changed after a library had read them."""
+        """Return the present values of variables that have changed since a library read them, by name."""
         ours = confinement.own_variables()
         different = self.differs_from(identity.digests(os.environ, self.read))
         return {name: os.environ.get(name) for name in different if name not in ours}
@@ -204,13 +207,15 @@ def _homes_of_modules() -> dict[str, str]:
             # The file name decides, not __path__: six is a single file, but has a __path__ like a package.
             if path.name.partition(".")[0] == "__init__":
                 path = path.parent
-            # setuptools provides its _distutils as distutils, regardless of the caller's path.
+            # Skip a module that has another name than its file. For example, setuptools provides its
+            # _distutils as distutils, regardless of the caller's path.
             if path.name.partition(".")[0] == name:
                 homes[name] = str(path.parent)
     return homes
 
 
 def _importable_names(entry: str, among: Collection[str]) -> frozenset[str]:
+    """Return the names in ``among`` of modules and packages in a folder."""
     names = set()
     with os.scandir(entry) as items:
         for item in items:

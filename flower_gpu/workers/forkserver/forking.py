@@ -1,16 +1,16 @@
 """The state of a process that forks workers: its settings, its connections, and its loop.
 
-The problem: forking a process with torch takes long, because the kernel copies an entry for each of 80,000
-pages, and workers leave processes behind. The loop moves memory into huge pages when it is idle, and ends
-what finished workers leave.
+Two problems: forking a process with torch takes long, because the kernel copies an entry for each of 80,000
+pages. And workers may leave processes behind. So the loop moves memory into huge pages when it is idle, and
+ends the processes that finished workers have left.
 
 The objects: :class:`Start` holds the settings of a server, :class:`Session` one connection to a caller.
 :class:`Loop` waits for readable descriptors and exited children. :class:`Become` is how a fork leaves the
 stack of its server.
 
-Everything here runs in the only thread of the server. Exited children are a race with ``select``: SIGCHLD may
-arrive just before it blocks. So the signal writes to a pipe (``signal.set_wakeup_fd``) that ``select`` waits
-for as well.
+Everything here runs in the only thread of the server. There is one race: a child may exit, and SIGCHLD
+arrive, just before ``select`` blocks. So the signal writes to a pipe (``signal.set_wakeup_fd``), and
+``select`` waits for that pipe as well.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Session:
     connection: socket.socket  # to the caller
     caller: int  # pid of the process at the other end
     is_proven: bool = False  # whether it has shown the proof of :mod:`flower_gpu.workers.forkserver.sockets`
-    # Description of the call from the "open" message; empty before
+    # Description of the call, from the "open" message. Empty before that message.
     record: dict[str, Any] = field(default_factory=dict)
     folder: int = -1  # descriptor of the caller's working directory, or -1
     pid: int = -1  # pid of the running worker, or -1
@@ -145,7 +145,7 @@ class Loop(ChildWatch):
 
     def __init__(self, on_child: Callable[[], object]) -> None:
         self._small_pages: list[int] = []  # addresses of memory that could be in huge pages
-        self.forks = 0  # number of forks after which no huge pages were made yet
+        self.forks = 0  # number of forks for which no huge pages have been made yet
         self._helpers = children()  # processes that a library or a preload function has started
         adopt_orphans()
         super().__init__(on_child)
@@ -202,7 +202,7 @@ def huge_page_regions() -> list[int]:
 def collapse(address: int) -> None:
     """Move the memory at an address of :func:`huge_page_regions` into a huge page, if the kernel can.
 
-    A fork has to record each page in both processes, and a process with torch has 80,000 small pages. The
-    content of the memory does not change. Needs Linux 6.1.
+    This makes forks faster, because the kernel copies an entry for each page, and a process with torch has
+    80,000 small pages. The content of the memory does not change. Needs Linux 6.1.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)

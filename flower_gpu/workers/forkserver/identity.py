@@ -25,11 +25,13 @@ import flower_gpu
 from flower_gpu.workers import own_process
 from flower_gpu.workers.forkserver import attributes
 
-#: Numbers of the resource limits of this system. Two names stand for the same limit, so this is a set first.
+#: Numbers of the resource limits of this system. The set removes a duplicate, because two names stand for the
+#: same limit.
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
-#: Limits that are part of a server's identity. The limit of threads' stacks is read when a program starts. A
-#: limit of memory could be lower than the memory that the libraries of another server take.
+#: Limits that are part of a server's identity, because a fork cannot take them over from its caller. The
+#: stack limit is read when a program starts, for the stacks of its threads. A limit of memory could be lower
+#: than the memory that the libraries of another server take.
 SHAPING_LIMITS = (resource.RLIMIT_STACK, resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
@@ -77,7 +79,8 @@ def _try(function: Callable[..., Any], *args: Any) -> None:
     try:
         function(*args)
     except (OSError, ValueError):
-        # For example, a process may not raise a limit above the server's hard limit.
+        # The system may refuse a setting. For example, a process may not raise a limit above the server's
+        # hard limit.
         return
 
 
@@ -95,9 +98,10 @@ _SET_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSTARTUP", "PYTHONINSPECT"
 # scikit-learn sets these when it is imported.
 _SET_LATER |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 _THREADS = "_NUM_THREADS"
-# A batch system gives each job its own memory, CPUs and GPUs.
+# Each job of a batch system has its own servers, because it gets its own memory, CPUs and GPUs.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
-#: Each lease has another value of this variable. So only an empty value counts, which hides all GPUs.
+#: Each lease sets this variable to another value. Servers must not depend on that, so only an empty value is
+#: part of the identity, because it hides all GPUs.
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 
@@ -117,13 +121,16 @@ def server_name(
 
 
 def seen(environ: Mapping[str, str | None], name: str) -> str | None:
-    """Return the value of an environment variable that a library sees when it is imported."""
+    """Return the value of an environment variable that counts for libraries; None if it is not set.
+
+    A list of visible GPUs counts as not set (:data:`VISIBLE_DEVICES`).
+    """
     value = environ.get(name)
     return None if name == VISIBLE_DEVICES and value else value
 
 
 def digests(environ: Mapping[str, str | None], names: Iterable[str]) -> dict[str, str]:
-    """Return digests of variables' values by name. A digest does not reveal its value."""
+    """Return a digest of the value of each set variable in ``names``. A digest does not reveal the value."""
     values = ((name, seen(environ, name)) for name in names)
     return {
         name: hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
@@ -150,6 +157,7 @@ def server_path() -> list[str]:
 
 
 def _this_process(environ: Mapping[str, str]) -> list[Any]:
+    """Return the parts of the identity that do not depend on the libraries of the server."""
     read_at_start = {
         name: value
         for name, value in environ.items()
@@ -192,7 +200,7 @@ def fresh_interpreter(function: str, path: Sequence[str]) -> list[str]:
 
 def script_folders() -> list[str]:
     """Return the folders with this Python environment's commands. Flower starts its programs by name."""
-    # The path is not resolved: the python of a virtual environment is a link to another folder.
+    # The path is not resolved, because the python of a virtual environment is a link to another folder.
     folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     return list(dict.fromkeys(folders))
 
@@ -259,7 +267,10 @@ def _link(path: str) -> str | None:
 
 
 def _limiting_cgroup() -> str:
-    """Return the control group, without a last part that sets no limits. Each terminal has such a part."""
+    """Return the control group of this process, without a last part that sets no limits.
+
+    Each terminal has such a part, and processes of several terminals can share a server.
+    """
     try:
         text = Path("/proc/self/cgroup").read_text()
     except OSError:

@@ -1,7 +1,7 @@
 """The libraries of a process that forks workers: how they are imported, checked and learned.
 
-A fork must be able to do everything that a fresh process can. CUDA does not work in a fork of a process that
-has initialised it, and a fork has no threads but one. So each import is watched, and a library that
+A fork must be able to do everything that a fresh process can. But CUDA does not work in a fork of a process
+that has initialised it, and a fork has only one thread. So each import is watched, and a library that
 initialises CUDA or starts a thread is refused (:class:`UnfitLibraryError`). The process that imported it must
 end, because the import cannot be undone.
 
@@ -50,8 +50,9 @@ ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
 _THREADS_SURVIVE_FORKS = {"pyarrow"}
 
 
-# Stands for the libraries of load_for_gpus() in a list of modules. Loading them from a slow disk takes
-# minutes, and ctypes holds the GIL meanwhile. If a server did it itself, it would look as if it hung.
+# Stands for the libraries of load_for_gpus() in a list of modules, so that a trial loads them. Loading them
+# from a slow disk takes minutes, and ctypes holds the GIL meanwhile. A server that loaded them itself would
+# look as if it hung.
 _FOR_GPUS: Final = "libraries for GPUs (cuDNN)"
 
 _PACKAGE = __name__.partition(".")[0]
@@ -60,9 +61,9 @@ _PACKAGE = __name__.partition(".")[0]
 class UnfitLibraryError(BaseException):
     """Importing a library did something that a fork could not undo.
 
-    It is no ``Exception``, because a library that catches exceptions would go on with incomplete data, and
-    may save it. For example, matplotlib wrote a list of fonts into the user's cache, and one font was
-    missing.
+    The base class is not ``Exception``, because a library that catches exceptions would go on with incomplete
+    data, and may save it. For example, matplotlib wrote a list of fonts into the user's cache, and one font
+    was missing.
 
     ``libraries``: top-level names of all libraries that were being imported when it happened.
     """
@@ -162,7 +163,7 @@ def preload_on_cpu(functions: Preload) -> None:
                 "fork has none of them, and would wait for them for ever. Load the data without threads, or "
                 "in the task"
             )
-    # Each fork would have the garbage that loading has left.
+    # Otherwise, each fork would inherit the garbage that loading has left.
     gc.collect()
 
 
@@ -252,7 +253,7 @@ class Growth:
     """A trial: a fork of the server that imports libraries, and then takes the server's place."""
 
     pid: int
-    report: int  # read end of the pipe on which it reports the outcome
+    report: int  # read end of the pipe on which the trial reports the outcome
     names: list[str]  # modules that it imports
     deadline: float  # time limit on the clock of ``time.monotonic``
     #: Callers and kinds of calls that no longer wait for the trial, because they have waited too long.
@@ -293,7 +294,10 @@ def learned_file(name: str) -> Path:
 
 
 def imported_since(count: int, folders: Sequence[str]) -> list[str]:
-    """Return the modules of installed packages that were imported since there were ``count``, in order."""
+    """Return the modules of installed packages in order of import, without the first ``count`` modules.
+
+    ``folders``: folders with installed packages.
+    """
     prefixes = tuple(os.path.join(folder, "") for folder in folders)
     # Look only at the last modules: in a fork, looking at an object copies its page.
     last = list(islice(reversed(sys.modules), max(0, len(sys.modules) - count)))
@@ -319,8 +323,8 @@ def is_installed(name: str, folders: Sequence[str]) -> bool:
 def _is_ours(name: str) -> bool:
     """Return True if a module belongs to this package.
 
-    An editable install is in no folder of installed packages. An edit of this package leads to another server
-    name, so its modules may be imported.
+    Its modules may be imported even from an editable install, which is in no folder of installed packages. An
+    edit of this package leads to another server name, so a server never has outdated modules of it.
     """
     return name.partition(".")[0] == _PACKAGE
 
@@ -331,6 +335,7 @@ class Learning:
     ``use``: records which environment variables the libraries use.
     ``without``: top-level names of libraries that the server must not import.
     ``running``: the trial that is importing libraries now, or None.
+    ``refused``: top-level names of libraries that a trial could not import without harm.
     """
 
     def __init__(self, name: str, use: EnvironmentUse, without: Sequence[str]) -> None:
@@ -365,12 +370,15 @@ class Learning:
         self._take_over(names)
 
     def imported(self, count: int) -> list[str]:
-        """Return the modules that this worker and its forks have imported since there were ``count``."""
+        """Return the modules that this worker and its forks have imported, without the first ``count``."""
         modules = imported_since(count, self._folders)
         return list(dict.fromkeys([*modules, *(facts.imported_by_forks or ())]))
 
     def installed(self, names: Sequence[str]) -> list[str]:
-        """Return the modules of installed packages in ``names``. Others may change while the server runs."""
+        """Return the names in ``names`` of modules of installed packages.
+
+        Other modules are left out, because their files may change while the server runs.
+        """
         return [name for name in names if is_installed(name, self._folders)]
 
     def ask_for_gpus(self, *whose: int | str) -> None:

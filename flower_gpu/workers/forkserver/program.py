@@ -11,8 +11,8 @@ Races and failures:
 
 - The starter may be killed. The server inherits the lock, so no other caller starts a second server
   meanwhile. A server that hangs during its start is killed after a time limit (``killed_after``).
-- A library that was learned may kill the server. The server removes the list before it imports the learned
-  libraries, so the second try starts without them.
+- A learned library may kill the server when it is imported. So the server removes the file that lists the
+  learned libraries before it imports them, and the second try starts without them.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def start(
             # If the server hangs, it still holds the start lock.
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-            # A learned library may have ended the server. The next server starts without the learned
-            # libraries. Or the server was killed, by a user or for lack of memory. The next one may live.
+            # A second try helps in two cases. A learned library has ended the server: the next server starts
+            # without the learned libraries. Or the server was killed, by a user or for lack of memory: the
+            # next server may survive.
             if is_last or not (isinstance(error, _DiedError) or (had_learned and not learned.exists())):
                 raise
 
@@ -88,8 +89,9 @@ def _start(wanted: Mapping[str, Any], variables: Mapping[str, str], ready: int, 
     """Start the program of a fork server, and return its process group. The server is not our child."""
     record = {"start": wanted, "ready": ready, "lock": lock, "limit_s": _START_S}
     environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
-    # A server needs only this variable of ours. A run's variables would mark the server as a part of that
-    # run. The path is made absolute, because the server has another working directory.
+    # FLOWER_GPU_STATE_DIR is the only variable of ours that a server needs. A run's variables would mark the
+    # server as a part of that run. The path is made absolute, because the server has another working
+    # directory.
     if os.environ.get("FLOWER_GPU_STATE_DIR"):
         environ["FLOWER_GPU_STATE_DIR"] = str(state_folder.state_parent())
     environ = {**frameworks.UNTOUCHED_CUDA, **environ}
@@ -185,7 +187,7 @@ def _serve() -> None:
     except Become:
         raise
     except BaseException as error:
-        # The pipe is closed if the server has been ready already.
+        # The pipe is already closed if the server had reported that it is ready.
         with suppress(OSError):
             os.write(ready, describe(error))
         raise

@@ -1,8 +1,8 @@
 """Runs a command's work in a program that the host's fork server forks. The command itself is the proxy.
 
 The proxy forwards the signals that it gets, and ends with the exit status of the program. The program has the
-proxy's streams, environment and working directory. If the proxy is killed, a pipe is closed and the program
-ends at once.
+proxy's streams, environment and working directory. The proxy holds the write end of a pipe. When the proxy is
+killed, the kernel closes the pipe, and the program ends at once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _say(text: str) -> None:
 
 
 def _is_watched() -> bool:
-    """Return True if a debugger or profiler watches this process. It would not see the server's fork."""
+    """Return True if a debugger or profiler watches this process. It could not watch the server's fork."""
     monitoring: Any = getattr(sys, "monitoring", None)  # New in Python 3.12.
     tools = () if monitoring is None else map(monitoring.get_tool, range(6))
     return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)

@@ -79,7 +79,7 @@ _POLL_S = 0.02
 # Minimum time for which a new server waits for its first caller. The process that started the server connects
 # at once, unless the host is busy. If the server ended before that, preloaded data would be loaded again.
 _FIRST_CALLER_S = 60.0
-# Time limit of a trial, a fork that imports the modules that workers reported. Then the trial is killed.
+# Seconds after which a trial is killed. A trial is a fork that imports the modules that workers reported.
 _TRIAL_S = 300.0
 
 _Message = Mapping[str, Any]
@@ -322,6 +322,7 @@ class Server:
         return {"learning": sorted({name.partition(".")[0] for name in self._learning.wanted()})}
 
     def _on_status(self, session: Session, _: _Message, __: list[int]) -> _Answer:
+        """Answer with the fields of :class:`~.control.Status` that this process knows."""
         others = [other for other in self._callers() if other is not session]
         return {
             "pid": os.getpid(),
@@ -337,6 +338,7 @@ class Server:
         }
 
     def _on_stop(self, session: Session, message: _Message, __: list[int]) -> _Answer:
+        """Drain, unless the message spares servers with callers. Answer whether this server stops."""
         for other in list(self._sessions.values()):
             if other is not session and messages.is_closed(other.connection):
                 # Its process has just exited, and the loop has not noticed yet.
@@ -425,6 +427,7 @@ class Server:
         session.close()
 
     def _on_signal(self) -> None:
+        """Reap exited orphans, and clean up after them."""
         self._loop.clear()
         ended = {pid for pid in self._orphans if os.waitpid(pid, os.WNOHANG)[0]}
         self._orphans -= ended
@@ -546,12 +549,14 @@ class Server:
             messages.receive(connection)
 
     def _end_growth(self) -> None:
+        """Kill the running trial, if any."""
         growth = self._learning.running
         # A process in _orphans has not been reaped, so its pid cannot belong to another process.
         if growth is not None and growth.pid in self._orphans:
             os.kill(growth.pid, signal.SIGKILL)
 
     def _on_growth(self) -> None:
+        """Hand over to the trial that has reported success, or refuse the libraries that did harm."""
         growth, self._learning.running = self._learning.running, None
         assert growth is not None
         self._selector.unregister(growth.report)
@@ -567,8 +572,7 @@ class Server:
     def _drain(self, *, has_successor: bool = False) -> None:
         """Accept no more calls, and end when the last running worker has exited.
 
-        ``has_successor``: whether another process has taken over the listening socket and the staying
-        clients.
+        ``has_successor``: True if another process has the listening socket and the staying clients now.
         """
         if self._draining:
             return

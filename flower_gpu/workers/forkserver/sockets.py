@@ -49,7 +49,7 @@ _PAUSES_S = (0.02, 0.25)  # first and longest pause between two tries to get a l
 _LOOK_S = 1.0
 #: First message of a connection. The descriptor of :data:`PROOF` is sent with it. It gets no answer.
 CALLER: dict[str, Any] = {"caller": True}
-_KEPT_S = 7 * 24 * 3600.0
+_KEPT_S = 7 * 24 * 3600.0  # age at which the files of a server are removed
 # Names of a server's files. A name that begins with a dot is a file that is being written.
 _OURS = re.compile(r"\.?([0-9a-f]{20})\.(?:socket|lock|log|libraries|\d+|libraries\.\d+\.[0-9a-f]+\.tmp)")
 
@@ -194,7 +194,7 @@ def identity(name: str) -> tuple[int, int] | None:
 
 def remove(name: str, which: tuple[int, int] | None) -> None:
     """Remove the socket file ``name`` if its identity is still ``which``."""
-    # This also returns if the folder is gone. locked() would create it again.
+    # Check before locked(), because locked() would create a removed folder again.
     if identity(name) != which:
         return
     with suppress(OSError, ConfigError, TimeoutError), locked(name, deadline=0.0):
@@ -228,7 +228,8 @@ def locked(name: str, deadline: float | None, say: Callable[[str], object] = lam
                 files.lock(descriptor, deadline, pauses_s=_PAUSES_S, sleep=sleep)
             except TimeoutError:
                 raise BeingStartedError(_is_starting(descriptor, name)) from None
-            # Otherwise, the file was removed as an old file, and the lock must be taken on a new file.
+            # If the name belongs to another file or none, this file was removed as an old file. Then try
+            # again with a new file.
             if files.still_has_name(descriptor, path):
                 yield descriptor
                 return
@@ -287,7 +288,7 @@ def proof_opened() -> Iterator[int]:
 
 
 def has_proof() -> bool:
-    """Return True if this process may read :data:`PROOF`. A confined process must not."""
+    """Return True if this process may read :data:`PROOF`. For a confined process this must be False."""
     with suppress(OSError, ConfigError), proof_opened():
         return True
     return False
@@ -298,7 +299,8 @@ def is_proof(descriptors: Sequence[int]) -> bool:
     if len(descriptors) != 1:
         return False
     try:
-        # The file is looked up by name each time, because each fork would have a descriptor kept here.
+        # The file is looked up by name each time. A descriptor that this process kept open would be
+        # inherited by each fork, which could then use it as a proof.
         proof, received = (state_folder.state_dir() / PROOF).lstat(), os.fstat(descriptors[0])
         if not stat.S_ISREG(proof.st_mode) or not os.path.samestat(proof, received):
             return False

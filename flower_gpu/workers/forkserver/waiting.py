@@ -24,7 +24,10 @@ class Wait:
         self._logged: set[str] = set()
 
     def say(self, reason: str) -> None:
-        """Log the reason for the wait after ``FLOWER_GPU_SAY_WAIT_S`` without a message, once per reason."""
+        """Log the reason for the wait, unless it was logged already or another message was logged recently.
+
+        The shortest time between two messages is ``FLOWER_GPU_SAY_WAIT_S``.
+        """
         if reason not in self._logged and time.monotonic() - self._last > self._say_s:
             self._logged.add(reason)
             self._last = time.monotonic()
