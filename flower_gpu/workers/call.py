@@ -44,12 +44,11 @@ class Call:
     setup: str | None = None
     # Name of the call in messages, for example ``"fit of client 3"``.
     label: str = "call"
-    # Functions that have run in the worker before the task: ``"package.module:function"`` with keyword
-    # arguments.
+    # Functions that load data before the task runs: ``"package.module:function"`` with keyword arguments.
     preload: Sequence[tuple[str, Mapping[str, Any]]] = ()
     # Descriptor of the ticket of the call's lease, -1 without a lease. It stays open until the worker is
-    # gone. The worker holds it unless it is confined. So does a caller that does not wait for the worker's
-    # exit.
+    # gone, because the worker holds it, too, unless it is confined. A caller that does not wait for the
+    # worker's exit keeps it open as well.
     held: int = -1
     # Top-level names of libraries that the worker does not need, so that it can use a fork server without
     # them. Forks of a process that has not imported torch take half the time.
@@ -80,7 +79,7 @@ def _is_reference(value: Any) -> bool:
 
 
 def check_task(task: Task) -> None:
-    """Raise ConfigError if this cannot be a task. The user sees the error early, and not from a worker."""
+    """Raise ConfigError if this cannot be a task, so that the user sees the error before a worker starts."""
     if isinstance(task, str):
         if not _is_reference(task):
             raise ConfigError(f"{task!r} does not name a function; write it as 'package.module:function'")
@@ -189,11 +188,12 @@ def check_modules(preload: Preload, path: Sequence[str]) -> None:
 
 
 def _is_there(module: str, path: Sequence[str]) -> bool:
-    """Return True if a module can be found, or if only its import could tell. Imports nothing."""
+    """Return True if a module can be found, or if only its import would show that. Imports nothing."""
     place: Sequence[str] | None = path
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
-        if place is None:  # the name before the dot is not a package
+        # The name before the dot is a module, not a package.
+        if place is None:
             return False
         name = ".".join(parts[:count])
         try:
@@ -217,7 +217,7 @@ def run_preload(preload: Preload) -> None:
 
 
 def run_preload_once(preload: Preload) -> None:
-    """Do the same, but run each entry at most once in this process."""
+    """Do the same, but skip entries that have already run in this process."""
     for name, kwargs in preload:
         key = json.dumps([name, kwargs])
         if key not in facts.preloaded:

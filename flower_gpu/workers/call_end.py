@@ -74,7 +74,8 @@ def place_of(error: BaseException) -> str:
     """Return where an app raised an exception, as ``client_app.py, line 33``."""
     frames = traceback.extract_tb(_without_own_frames(error))
     libraries = {"site-packages", "dist-packages"}
-    # wandb replaces sys.exit with its own function, and argparse calls sys.exit for its user.
+    # The innermost frame may belong to a library: wandb replaces sys.exit with its own function, and argparse
+    # calls sys.exit for its user. So the innermost frame of the app is wanted.
     app_frames = [
         frame
         for frame in frames
@@ -133,7 +134,8 @@ def _pickled(error: BaseException) -> bytes | None:
     for dumps in (pickle.dumps, cloudpickle.dumps):
         with suppress(Exception):
             data: bytes = dumps(error)
-            pickle.loads(data)  # Many exceptions can be pickled, but not rebuilt.
+            # Try to rebuild it, because many exceptions can be pickled but not rebuilt.
+            pickle.loads(data)
             return data
     return None
 
@@ -234,7 +236,7 @@ def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> 
         return WorkerStoppedError(f"{label}: {worker} {how}{wrote}")
     if seen.hangs and not seen.is_cancelled:
         assert timeout_s is not None
-        # The worker may have gone on importing after the timeout, while it wrote its stacks.
+        # The worker may have gone on importing after the timeout, until it was killed.
         import_s = min(seen.import_s, timeout_s)
         imports = (
             f", of which at least {import_s:.1f} s went into imports" if import_s >= _MENTIONED_S else ""
@@ -291,7 +293,8 @@ def _peak(seen: CallWatch) -> str:
 def _memory_limit() -> str:
     limit = control_group.memory_limit()
     if limit is None or limit.total_bytes > control_group.host_memory()[1]:
-        return ""  # Without a limit, version 1 of control groups reports one above the host's memory.
+        # Version 1 of control groups reports a limit above the host's memory if there is no limit.
+        return ""
     return f"; its control group may have {limit.total_bytes >> 20} MiB"
 
 

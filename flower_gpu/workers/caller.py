@@ -147,12 +147,14 @@ class Line:
     def run(self, call: Call, method: start.StartMethod | str, **options: Any) -> Any:
         """Run a call and return its task's value.
 
-        ``method``: what :func:`flower_gpu.workers.methods.choose` returned, or its name. ``options``: as in
-        :class:`_How`.
+        ``method``: a start method from :func:`flower_gpu.workers.methods.choose`, or its name.
+        ``options``: fields of :class:`_How`.
 
-        Raises WorkerStartError, WorkerDiedError, WorkerTimeoutError: as they say.
-        Raises WorkerStoppedError: ``stopped_by`` said so.
-        Raises Exception: what the task raised, with the worker's traceback as its cause.
+        Raises WorkerStartError if no worker could be started, or the task could not be passed to it.
+        Raises WorkerDiedError if the worker exited without a result.
+        Raises WorkerTimeoutError after ``timeout_s``.
+        Raises WorkerStoppedError after the stop order ``stopped_by``.
+        Raises the exception of the task, with the worker's traceback as its cause.
         """
         if isinstance(method, str):
             method = start.METHODS[method]
@@ -163,7 +165,7 @@ class Line:
             return _run_here(call, how.on_event)
         while True:
             seen, outcome = self._done(call, how)
-            # The worker exited before it read the call, so another worker can do it.
+            # The worker exited before it read the call, so another worker can do the call.
             if seen.has_ended and not seen.is_begun:
                 continue
             if seen.set_too_late is None:
@@ -378,7 +380,9 @@ def _run_here(call: Call, on_event: Sink | None) -> Any:
 
 
 def _read_outcome(call: Call, reply: int, request: int) -> Outcome:
-    """Return the outcome that the worker wrote; raise WorkerError or InvalidResultError if it cannot be read.
+    """Return the outcome that the worker wrote.
+
+    Raises WorkerError or InvalidResultError if it cannot be read.
 
     ``request``: descriptor of the request, -1 if the worker inherited its request by fork.
     """

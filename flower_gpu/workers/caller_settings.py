@@ -69,11 +69,11 @@ class CallerSettings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply them to this worker. Frameworks that the block imports get theirs at their import."""
+        """Apply the settings to this worker. Frameworks get theirs when the block imports them."""
         for name, value in self.process.items():
             setting = SETTINGS[name]
             if setting.get() != value:
-                # The task can run without it, for example if the worker lacks a locale.
+                # The task can run without this setting, for example if the worker lacks a locale.
                 with suppress(Exception):
                     setting.set(value)
         for name, level in self.log_levels.items():
@@ -87,7 +87,7 @@ class CallerSettings:
     def _apply_to(self, framework: Framework, _is_new: bool) -> None:
         if (data := self.frameworks.get(framework.module)) is None:
             return
-        # Both processes have the same version of it, so the settings come in the same order.
+        # Both processes have the same version of the framework, so the settings come in the same order.
         for setting, value in zip(framework.taken_over(), pickle.loads(data), strict=False):
             if setting.get() != value:
                 setting.set(value)
@@ -120,7 +120,7 @@ def _that_travels(formatter: logging.Formatter | None) -> logging.Formatter | No
     try:
         formatter.format(logging.makeLogRecord({}))
         pickle.dumps(formatter)
-    except Exception:  # a field of the user's own, or a default that cannot be pickled
+    except Exception:  # a format with the user's own fields, or a default that cannot be pickled
         return None
     return formatter
 
@@ -139,8 +139,8 @@ class MainModule:
     The pickler fills ``contents`` while it writes the rest of a request, so this must be its last part.
     """
 
-    file: str | None = None  # None in a notebook
-    module: str | None = None  # its name, where it was started with ``python -m``
+    file: str | None = None  # path of the script, or None in a notebook
+    module: str | None = None  # name of the module that was started with ``python -m``, or None
     contents: dict[str, Any] = field(default_factory=dict)  # functions and classes that travel with the call
 
     @classmethod

@@ -55,18 +55,18 @@ def send(event: str, **fields: Any) -> None:
 
 
 def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) -> Iterator[T]:
-    """Iterate, and let the caller of this worker show how far it is.
+    """Iterate over ``iterable``, and let the caller of this worker show the progress.
 
-    Outside of a worker it just iterates, so the same code runs anywhere.
+    Outside of a worker, the function only iterates, so the same code runs anywhere.
 
     Parameters
     ----------
     iterable : iterable
         For example a ``DataLoader``.
     desc : str
-        Shown before the bar.
+        Text in front of the progress bar.
     total : int, optional
-        Number of items; by default ``len(iterable)`` where it has one.
+        Number of items; by default ``len(iterable)`` if it has a length.
 
     Yields
     ------
@@ -107,7 +107,7 @@ class SeenImports:
     It comes before all other finders, and finds no module itself. No loader is wrapped, so tracebacks of
     failed imports stay as they are.
 
-    ``names``: returns the modules imported so far; None if the caller does not want them.
+    ``names``: function that returns the modules imported so far; None if the caller does not want them.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], names: Callable[[], list[str]] | None) -> None:

@@ -32,7 +32,7 @@ def begin(argv: Sequence[str], streams: Sequence[int], environ: Mapping[str, str
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    # The old object has already reached the end of its input.
+    # The old object has already reached the end of its input, so it would not read the new input.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     sys.argv[:] = argv
@@ -80,7 +80,7 @@ def end() -> None:
     # wait for these processes.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    # A fork has not registered this function.
+    # Call this explicitly, because a fork has not registered it as an exit function.
     util._exit_function()  # type: ignore[attr-defined]
     flush()
 

@@ -256,7 +256,7 @@ def _timer_library() -> Any:
 
 
 def adopt_orphans(enable: bool = True) -> bool:
-    """Become the parent of every descendant whose own parent ends, or stop being that.
+    """Become the new parent of every descendant that loses its parent, or undo that (``enable`` False).
 
     Returns False if the system lacks Linux's "child subreaper".
     """
@@ -341,7 +341,7 @@ def end_adopted(
 
 # Seconds that a tracker has to end by itself. On a busy host it has to wait for a core.
 _TRACKER_S = 30.0
-# The same if no thread could be started to wait for it.
+# The same, if no thread could be started and the caller itself has to wait.
 _TRACKER_HERE_S = 0.5
 # Part of the command line of Python's tracker, and of joblib's.
 _TRACKER = b".resource_tracker import main"

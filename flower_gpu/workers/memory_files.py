@@ -174,7 +174,7 @@ class SharedFile:
 
     def in_use(self) -> bool:
         """Return True if other code still holds one of the bytes objects."""
-        # This object has no other references, so its count is the one to compare with.
+        # This object has no references from other code. So a higher count of a buffer shows such a reference.
         unreferenced = bytes(bytearray(16))
         counts = [sys.getrefcount(buffer) for buffer in (*self.buffers, unreferenced)]
         return any(count > counts[-1] for count in counts[:-1])
@@ -196,7 +196,7 @@ class Sharing:
         self._lock = threading.Lock()
         self._current: SharedFile | None = None
         self._seen: dict[int, int] = {}
-        # True if the previous model was sent more than once, so that this is expected of the next model too.
+        # True if the previous model was sent repeatedly. Then the next model is expected to be, too.
         self._expected = False
 
     def place(self, buffers: Sequence[bytes]) -> SharedFile | None:
@@ -211,8 +211,8 @@ class Sharing:
             repeated = self._repeated(buffers)
             current = self._current
             if current is not None and any(current.offset_of(buffer) is not None for buffer in buffers):
-                # Other parts of the request belong to this client alone, unless they were sent before as
-                # well.
+                # The request carries the current model. Its other parts belong to one client, unless they
+                # were sent before. A new file is made only if it would hold enough of such repeated parts.
                 missing = [buffer for buffer in repeated if current.offset_of(buffer) is None]
                 wanted = repeated if sum(map(len, missing)) >= _MIN_BYTES else []
             else:
@@ -235,7 +235,7 @@ class Sharing:
         # by chance, bytes are shared that are sent only once. That is a waste, but no error.
         repeated = {}
         for buffer in buffers:
-            # An odd step, so that the sample has bytes from every position within a number.
+            # With an odd step, the sample has bytes from every position within a number.
             step = len(buffer) // 256 | 1
             key, sample = id(buffer), zlib.crc32(memoryview(buffer)[::step].tobytes())
             if self._seen.get(key) == sample:

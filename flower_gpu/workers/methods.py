@@ -102,7 +102,8 @@ def prepare(
                 place = _found_place(call, otherwise, deadline)
                 method = SPAWN if place is None else method
             elif not method.from_server:
-                state_folder.remove_left_socket_folders()  # of killed callers
+                # Workers of killed callers may have left such folders.
+                state_folder.remove_left_socket_folders()
             if not method.copies_caller:
                 write_request(call, files, preloaded=place is not None)
     except BaseException as error:
@@ -114,7 +115,7 @@ def prepare(
     return method, place
 
 
-# Keys of calls that are spawned, because no fork server can do them.
+# Keys of calls whose workers are spawned, because no fork server can do these calls.
 _spawned_instead: set[str] = set()
 # Variables that modules of tasks set before they import libraries, by keys of calls. Such calls need a server
 # whose libraries have read these variables.
@@ -254,19 +255,19 @@ def launch(
 
 
 def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
-    """Return the start method to use: the best one for ``"auto"``, otherwise the given one, once checked.
+    """Return the start method to use: the best method for ``"auto"``, otherwise the given method.
 
-    ================================================  ==============  =================
-    this process                                      the function    ``auto``
-    ================================================  ==============  =================
-    not on Linux, or before Linux 5.3                 any             spawn
-    no ``flwr-clientapp``                             any             forkserver
+    ================================================  ================  ==========
+    this process                                      the function      ``auto``
+    ================================================  ================  ==========
+    not on Linux, or before Linux 5.3                 any               spawn
+    not a ``flwr-clientapp``                          any               forkserver
     ``flwr-clientapp``                                ``server_first``  forkserver
-    ``flwr-clientapp``                                any other one   fork
-    the same, with threads of the app's               any other one   forkserver
-    the same, with CUDA initialised, or TensorFlow's  any other one   spawn
+    ``flwr-clientapp``                                any other         fork
+    the same, with threads of the app's               any other         forkserver
+    the same, with CUDA initialised, or TensorFlow's  any other         spawn
     or JAX's threads started
-    ================================================  ==============  =================
+    ================================================  ================  ==========
 
     Each message gets a new ``flwr-clientapp``, so forking it imports nothing twice and pickles nothing. But a
     fork can use neither an initialised CUDA nor threads that have started. "Threads of the app's" are threads

@@ -20,7 +20,7 @@ def count() -> int:
 
 
 def claim(before: int) -> bool:
-    """Return True if there was a kill since the count ``before`` that no other worker has claimed."""
+    """Claim a kill since the count ``before``, and return True. Return False if no kill is unclaimed."""
     global _claimed
     now = control_group.oom_kills()
     with _lock:

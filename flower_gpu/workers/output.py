@@ -72,7 +72,10 @@ class Tail:
         self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
 
     def reader(self) -> Callable[[str], None]:
-        """Return a function that keeps the last lines of one stream; an empty text ends it."""
+        """Return a function that takes the text of one stream, and keeps its last lines.
+
+        An empty text ends the stream.
+        """
         unfinished = ""
 
         def take(text: str) -> None:
@@ -129,7 +132,7 @@ def echo(
     def on_data(data: bytes) -> None:
         nonlocal begun, left
         text = decoder.decode(data)
-        # Data without text is the first part of a character.
+        # Data that gives no text is the first part of a character. An empty text would end the stream.
         if text or not data:
             remember(text)
         if name is not None:

@@ -60,7 +60,7 @@ class OwnProcess:
                 os.close(previous)
 
     def be_idle(self) -> None:
-        """Run the callback for a worker without a call, at most once."""
+        """Run the callback ``when_idle``, unless it has already run."""
         callback, self.when_idle = self.when_idle, None
         if callback is not None:
             with suppress(Exception):  # An error here must not fail a call.
@@ -88,7 +88,8 @@ class OwnLock:
 
 
 _lock = OwnLock()
-# By variable: its value before the first of the running calls that set it, and the number of these calls.
+# The variables that running calls have set. Each has its value from before the first of these calls, and the
+# number of these calls.
 _borrowed: dict[str, tuple[str | None, int]] = {}
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
@@ -97,8 +98,8 @@ _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 def restored_environment(names: Iterable[str]) -> Iterator[None]:
     """Restore the values of these variables after the block.
 
-    If blocks of several threads overlap, the last block to end restores the values from before the first.
-    A thread cannot restore them earlier, because other threads still use the variables.
+    If blocks of several threads overlap, the last block to end restores the values from before the first
+    block. An earlier restore would change the variables for threads that still use them.
     """
     names = tuple(names)
     with _lock:
@@ -144,7 +145,7 @@ def is_inside() -> bool:
 
 
 def belongs_here(name: str) -> bool:
-    """Return True if a variable is set for the calling code, and not just by a call in another thread."""
+    """Return True if a variable is set, and not only by a call that runs in another thread."""
     return name in os.environ and (name not in _borrowed or is_inside())
 
 

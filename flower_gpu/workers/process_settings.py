@@ -1,4 +1,4 @@
-"""The settings of a Python process that code can change: how to read and how to set each of them.
+"""The settings of a Python process that code can change, each with functions to read and to set it.
 
 The table has two users. A worker takes some of the settings over from its caller
 (:mod:`flower_gpu.workers.caller_settings`). A worker of a simulation sets all of them anew before each
@@ -122,7 +122,7 @@ def _set_decimal(value: tuple[Any, ...]) -> None:
 
 
 def _numpy_errors() -> dict[str, Any] | None:
-    """Return numpy's handling of errors; None for the default, also where numpy is not imported."""
+    """Return numpy's handling of errors; None for the default, and if numpy is not imported."""
     numpy: Any = sys.modules.get("numpy")
     handling = dict(numpy.geterr()) if hasattr(numpy, "geterr") else _NUMPY_ERRORS
     return None if handling == _NUMPY_ERRORS else handling
@@ -147,7 +147,7 @@ def _handlers() -> list[Any]:
 
 def _set_handlers(value: list[Any]) -> None:
     for number, handler in zip(_SIGNALS, value, strict=True):
-        # None: a library in C has set it, which Python cannot do.
+        # None stands for a handler that a C library has installed. Python cannot install it again.
         if handler is not None and _signal.getsignal(number) is not handler:
             _signal.signal(number, handler)
 
@@ -256,7 +256,7 @@ def _program() -> ctypes.CDLL:
 
 
 def _standard_files() -> list[tuple[int, int] | None]:
-    """Return device and inode of the files of descriptors 0, 1 and 2; None for one that is closed."""
+    """Return device and inode of the files of descriptors 0, 1 and 2; None for a closed descriptor."""
     found: list[tuple[int, int] | None] = []
     for descriptor in range(3):
         try:

@@ -96,7 +96,7 @@ class CallWatch:
     why_unknown: str = ""
     #: True if a stop order arrived before the result.
     is_stopped: bool = False
-    #: True if another thread killed the worker, and it was still there after KILLED_S.
+    #: True if another thread killed the worker, and the worker had not exited after KILLED_S.
     is_cancelled: bool = False
     #: Kernel function that the worker sleeps in if SIGKILL has not ended it within KILLED_S; otherwise empty.
     stuck_in: str = ""
@@ -110,7 +110,7 @@ class CallWatch:
     look_at_s: float = _FIRST_LOOKS_S
     #: Place in the task that called sys.exit.
     sys_exit: str = ""
-    #: Seconds of import time, a lower bound.
+    #: Lower bound of the seconds that the call has spent on imports.
     import_s: float = 0.0
     #: Modules that the worker has imported, if it reported new ones during the call.
     imported: list[str] = field(default_factory=list)
@@ -277,7 +277,7 @@ class StartedWorker:
         """Kill the worker and its process group in any state, and return True once they are gone.
 
         ``patience_s``: seconds to wait after SIGKILL; None: no limit.
-        Returns False if the worker is still there then. In this case, call the method again later.
+        Returns False if the worker has not exited by then. In this case, call the method again later.
         """
         if not self._process.has_exited():
             self.kill()
@@ -289,7 +289,7 @@ class StartedWorker:
         try:
             self._let_its_children_tidy_up()
         finally:
-            # Before reap(): afterwards the pid may belong to another process.
+            # Do this before reap(), because afterwards the pid may belong to another process.
             self._end_group()
             state_folder.remove_socket_folder(self.pid)
             exitcode = self._process.reap(self._imported)
@@ -316,7 +316,7 @@ class StartedWorker:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _look(self, seen: CallWatch, since_s: float) -> float:
-        """Call ``on_look`` if the next look is due, and return the seconds until the one after that.
+        """Call ``on_look`` if a look is due, and return the seconds until the next look.
 
         Looks are frequent at first, because a call takes most of its memory early.
         """

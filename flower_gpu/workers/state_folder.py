@@ -55,7 +55,7 @@ def short_name(path: Path) -> Iterator[str]:
 
 
 def state_dir_problem() -> tuple[str, str] | None:
-    """Return why other accounts could change the state folder, and what to do; None if they cannot."""
+    """Return why other accounts could change the state folder, and the remedy; None if they cannot."""
     parent, path = state_parent(), state_dir()
     # The default, /tmp, is not checked. In many containers it is an empty volume that is not sticky, and
     # there are no other accounts.
@@ -83,7 +83,10 @@ def state_dir_problem() -> tuple[str, str] | None:
 
 
 def made_state_dir() -> Path:
-    """Return the state folder, made if it is missing; ConfigError if other accounts could change it."""
+    """Return the path of the state folder. Create the folder if it is missing.
+
+    Raises ConfigError if other accounts could change it.
+    """
     path = state_dir()
     with suppress(FileExistsError):
         path.parent.mkdir(mode=0o700, parents=True)
@@ -91,17 +94,20 @@ def made_state_dir() -> Path:
     if problem is None:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        problem = state_dir_problem()  # again, because now the folder itself exists
+        # The first check looked at the parent only, unless the folder existed.
+        problem = state_dir_problem()
     if problem is not None:
         raise ConfigError("; ".join(problem))
-    if path.stat().st_mode & 0o777 != 0o700:  # because of the umask or an older version
+    # The mode may differ because of the umask, or because an older version made the folder.
+    if path.stat().st_mode & 0o777 != 0o700:
         path.chmod(0o700)
     return path
 
 
 _PARENT = "sockets"
 _NAMES = re.compile(r"\d+-\d+")
-# Limit for the path of a folder. An address has at most 107 bytes, and multiprocessing adds a name of 18.
+# Limit for the path of a socket folder. The address of a socket can have up to 107 bytes, and multiprocessing
+# appends a name of 18 bytes.
 _MAX_BYTES = 80
 
 _KEY_BYTES = 32  # length of multiprocessing's own keys
@@ -110,13 +116,14 @@ _KEY_BYTES = 32  # length of multiprocessing's own keys
 def take_socket_folder() -> None:
     """Give this process a key and a folder for the sockets that it and its children make.
 
-    This process is the first of its group. If no safe folder can be made, multiprocessing makes its own,
-    which other accounts cannot enter either.
+    Call it in the worker itself, before the worker starts child processes. If no safe folder can be made,
+    multiprocessing makes its own folder, which other accounts cannot enter either.
     """
     process.current_process().authkey = os.urandom(_KEY_BYTES)
     if sys.platform != "linux":
         return
-    if facts.sockets_lock >= 0:  # inherited from the process that was forked
+    # A fork has inherited the lock of its parent's folder.
+    if facts.sockets_lock >= 0:
         os.close(facts.sockets_lock)
         facts.sockets_lock = -1
     settings: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
@@ -153,7 +160,8 @@ def remove_left_socket_folders() -> None:
     if (parent := _sockets()) is None:
         return
     folders: list[Path] = []
-    with suppress(PermissionError):  # this worker is confined, and so are the workers that it starts
+    # A confined worker cannot remove such folders, nor can the workers that it starts.
+    with suppress(PermissionError):
         folders = list(parent.iterdir())
     files.remove_unlocked_folders(path for path in folders if _NAMES.fullmatch(path.name))
 
@@ -167,7 +175,7 @@ def _sockets() -> Path | None:
 
 
 def _own_name(pid: int) -> str:
-    # Containers may share the state folder, but their processes may have the same ids.
+    # Containers may share the state folder, and their processes may have the same pids.
     return f"{_pid_namespace()}-{pid}"
 
 

@@ -13,9 +13,10 @@ thread waits in a function of its library. The kernel shows the stack pointer of
 distinguishes the threads of numpy, scipy, PyTorch, OpenCV, pyarrow and polars. A list of names does not, and
 neither does the order in which threads were started.
 
-The kernel does not show this for a running thread. OpenBLAS's threads run for a moment when they start. With
-``OMP_WAIT_POLICY=active``, libgomp's threads look for work for minutes, so they are released. A thread that
-still runs after that may hold any lock, such as OpenBLAS's, and a fork would wait for this lock.
+The kernel does not show the stack pointer of a running thread. OpenBLAS's threads run only for a moment when
+they start, so a short wait is enough. With ``OMP_WAIT_POLICY=active``, libgomp's threads look for work for
+minutes, so they are released. A thread that still runs after that may hold any lock, such as OpenBLAS's, and
+a fork would wait for this lock forever.
 
 If the kernel does not show stacks (another system, a sandbox), native threads are assumed to survive a fork.
 """
@@ -38,10 +39,11 @@ from flower_gpu.workers import threads
 # Name prefixes of libraries whose threads may be missing in a fork. gRPC's threads belong to Flower.
 _SURVIVE: Final = ("libgomp", "libiomp5", "libomp", "libscipy_openblas", "libopenblas", "libmkl_", "libblis")
 _SURVIVE_TOO: Final = ("cv2.", "libopencv_", "libarrow.", "cygrpc.")
-# Threads of all libraries wait in functions of these files.
+# Threads of every library wait in functions of these files, so the files do not identify a library.
 _OF_ALL: Final = ("libc.", "libc-", "ld-", "libpthread", "libstdc++", "libm.", "[")
-# Packages whose Python threads a worker does not need. It calls no function of Flower, gRPC or this package
-# that needs them. tqdm's monitor only redraws slow bars, and a fork starts a new monitor with its first bar.
+# Packages with Python threads that a worker does not need, because it calls no function of Flower, gRPC or
+# this package that uses them. tqdm's monitor only redraws slow bars, and a fork starts a new monitor with its
+# first bar.
 _OF_PROGRAM: Final = ("flwr", "grpc", "flower_gpu", "tqdm")
 
 _STACK_BYTES: Final = 8192  # the stack of a waiting thread needs a few hundred
@@ -104,7 +106,7 @@ def _package(thread: threading.Thread) -> str:
 
 def _harmful_files(native: Collection[int]) -> set[str]:
     """Return the names of libraries in which native threads wait and which would not work in a fork."""
-    # Without native threads, save reading the memory maps, which takes 4 ms with torch.
+    # Return early without native threads, because reading the memory maps takes 4 ms with torch.
     if not native:
         return set()
     deadline, harmful = time.monotonic() + _SETTLE_S, set()

@@ -142,8 +142,8 @@ def release_openmp_threads() -> None:
 def apply(environ: Mapping[str, str] = os.environ) -> None:
     """Set the thread count of each loaded library as in a fresh process with these variables.
 
-    No library is loaded. For OpenMP, this sets the count of the calling thread. Other threads begin with the
-    count that the library read when it was loaded.
+    This function loads no library. For OpenMP, it sets the count of the calling thread. Other threads begin
+    with the count that the library read when it was loaded.
     """
     _adjust(_pools(), environ)
 
@@ -231,7 +231,8 @@ def _set_in_framework() -> int | None:
 
     None if it has set no count.
     """
-    # A framework's default is one of these numbers, depending on how the framework was built.
+    # A framework's default is one of these numbers, depending on how the framework was built. Any other count
+    # was set by code of this process.
     read = {openmp_threads(os.environ, name) for name in (VARIABLE, "MKL_NUM_THREADS")}
     own = {*read, processor_cores(), _usable_cpus(), control_group.processors()}
     return next((count for each in _threads_of_frameworks() if (count := each.get()) not in own), None)
@@ -262,7 +263,8 @@ def _loaded_libraries() -> list[str]:
     ``/proc/self/maps`` than it takes to read this list.
     """
     program = ctypes.CDLL(None)
-    if not hasattr(program, "dlinfo"):  # macOS, where no worker begins with loaded libraries
+    # macOS has no dlinfo. There, no worker begins with loaded libraries.
+    if not hasattr(program, "dlinfo"):
         return []
     entry = ctypes.POINTER(_LinkMap)()
     handle = ctypes.c_void_p(program._handle)

@@ -138,8 +138,9 @@ def fork_process(
     # of its own. But Process.start() is not used. It reaps children that other threads have started, which
     # frees a pid before its group is ended. And if it fails, it leaves descriptors open.
     process = multiprocessing.Process(target=target, name=name, daemon=False)
-    # In the child, the handlers of this process would act in its name: Flower's report the task as stopped.
-    # They are looked up before the fork, because each object that the child touches costs a copied page.
+    # The child has to drop the signal handlers of this process. For example, Flower's handlers would report
+    # the task as stopped. These handlers are looked up before the fork, because each object that the child
+    # touches costs a copied page.
     handled = [number for number in _SIGNALS if callable(signal.getsignal(number))]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -150,8 +151,9 @@ def fork_process(
             go_on(partial(_run, process))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    # The child does the same. Here, the call makes sure that the group exists before the caller can end it.
-    # Not with a session, because the leader of a group cannot start a session any more.
+    # The child calls setpgid as well. The call here makes sure that the group exists before the caller can
+    # end it. It is skipped for a child with its own session, because the leader of a group cannot start a
+    # session.
     if not own_session:
         with suppress(OSError):
             os.setpgid(pid, pid)
@@ -255,14 +257,15 @@ class _Calls:
                 message, files = messages.receive(self._line)
             except messages.Gone:  # the caller has no more calls
                 return
-            # The caller assumes that a new worker reads its first call.
+            # No event is sent for the first call, because the caller assumes that a new worker reads it.
             if not self._is_first:
                 self._send({"event": "begun"})
             stays = self._do(message, dict(zip(message["files"], files, strict=True)))
             self._is_first = False
 
     def _send(self, event: Mapping[str, Any]) -> None:
-        # No lock is needed, because each message is sent as a whole. A child of the task could find it taken.
+        # No lock is needed, because each message is sent as a whole. A child of the task could find a lock
+        # held by a thread that does not exist in the child.
         with suppress(messages.Gone):  # the task has closed all descriptors
             messages.send(self._line, event)
 
@@ -287,7 +290,7 @@ class _Calls:
             os.close(files[name])
         event: dict[str, Any] = {"event": "result", "stays": stays, "cpu_s": outcome.cpu_s}
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        # With several calls, the share of a single task is unknown.
+        # If the worker does several calls, the memory of a single task is unknown.
         if self._is_first and not stays:
             event["memory_bytes"] = max(0, peak_bytes - self._base.resident_bytes)
             event["mapped_bytes"] = max(0, MainMemory.of_process("self").file_bytes - self._base.file_bytes)
@@ -347,8 +350,7 @@ class _Calls:
 
 def leave_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into the memory file for the caller."""
-    # A failed confinement counts as well, because the caller expects the reply in the format for confined
-    # workers.
+    # The format for confined workers is used even if the confinement failed, because the caller expects it.
     is_confined = confinement.is_wanted(os.environ)
     write = confined_replies.write_reply if is_confined else transport.write_reply
     try:
@@ -359,7 +361,9 @@ def leave_reply(outcome: Outcome, descriptor: int) -> None:
 
 
 def _check_environment(env: Mapping[str, str]) -> None:
-    # A number of threads that a module sets itself wins, as it does without other settings.
+    """Raise WorkerStartError if the task's module has changed a variable of the call."""
+    # A module may set the number of threads itself. That number takes precedence, as in a process that is not
+    # a worker.
     free = {"OMP_NUM_THREADS", *set_by_modules()}
     for name, value in env.items():
         current = os.environ.get(name)
