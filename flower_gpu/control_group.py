@@ -220,12 +220,12 @@ def _mounts(controller: str | None, proc: Path) -> list[tuple[str, Path]]:
     """Return root and mount point of each mount of a version 1 controller, or of version 2 with None."""
     mounts = []
     for line in (proc / "mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
+        mount_fields, _, after = line.partition(" - ")
         kind, _, options = after.split(maxsplit=2)
         if kind == ("cgroup2" if controller is None else "cgroup") and (
             controller is None or controller in options.split(",")
         ):
-            fields = before.split()[3:5]
+            fields = mount_fields.split()[3:5]
             root, mount_point = (
                 re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), text) for text in fields
             )
@@ -238,7 +238,9 @@ def _chain(path: str, root: str, mount_point: Path) -> list[Path]:
     # A container may see the host's path but mount only its own part, or see a path above the mounted part.
     relative = PurePosixPath(path)
     relative = relative.relative_to(root if relative.is_relative_to(root) else "/")
-    own = mount_point if ".." in relative.parts else mount_point / relative
+    own_group = mount_point if ".." in relative.parts else mount_point / relative
     return [
-        folder for folder in (own, *own.parents) if folder.is_relative_to(mount_point) and folder.is_dir()
+        folder
+        for folder in (own_group, *own_group.parents)
+        if folder.is_relative_to(mount_point) and folder.is_dir()
     ]

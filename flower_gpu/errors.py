@@ -12,17 +12,17 @@ from typing import Final
 MOST_CHARACTERS: Final = 16_000
 
 
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return a text of about ``most`` characters: head and tail of a longer text, with a note in between.
+def shortened(text: str, max_count: int = MOST_CHARACTERS) -> str:
+    """Return a text of about ``max_count`` characters: head and tail of a longer text, and a note between.
 
     An exception may quote a whole batch. Its text goes into the reply to the server, the trace, the logs and
-    the summary. The note adds some dozens of characters to ``most``. The result can be encoded, see
+    the summary. The note adds some dozens of characters to ``max_count``. The result can be encoded, see
     :func:`encodable`.
     """
     # A shortened text is a little longer than the limit, and must not be shortened again.
-    if len(text) <= most + _NOTE_CHARACTERS:
+    if len(text) <= max_count + _NOTE_CHARACTERS:
         return encodable(text)
-    half = most // 2
+    half = max_count // 2
     left_out = len(text) - 2 * half
     return encodable(f"{text[:half]} [... {left_out:,} characters left out ...] {text[-half:]}")
 

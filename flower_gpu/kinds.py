@@ -94,7 +94,7 @@ def several(*allowed: str) -> Kind:
         f"one or more of the words {', '.join(allowed)}",
         "|".join(allowed),
         lambda text: tuple(word.strip() for word in text.split(",")),
-        lambda given: all(word in allowed for word in given),
+        lambda words: all(word in allowed for word in words),
         is_repeated=True,
     )
 
@@ -158,9 +158,9 @@ def _bytes(value: Any) -> int:
 
 
 def _from_text(text: str) -> Decimal:
-    found = _SIZE.fullmatch(text)
-    unit = found["unit"].lower() if found else ""
-    if found is None or (unit and unit not in _BY_LOWER):
+    match = _SIZE.fullmatch(text)
+    unit = match["unit"].lower() if match else ""
+    if match is None or (unit and unit not in _BY_LOWER):
         hint = ""
         if unit in ("k", "m", "g", "t"):
             upper = unit.upper()
@@ -169,7 +169,7 @@ def _from_text(text: str) -> Decimal:
             f"is not a memory size{hint}. Units are {', '.join(UNITS)}; without one it is bytes. "
             'Examples: "2GiB", "1.5 GB", 2000000000'
         )
-    return Decimal(found["number"]) * _BY_LOWER[unit or "b"]
+    return Decimal(match["number"]) * _BY_LOWER[unit or "b"]
 
 
 def _positive_bytes(value: Any) -> int:

@@ -76,7 +76,7 @@ def version() -> int:
     asked.
     """
     try:
-        found = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
+        supported = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
     except OSError as error:
         if error.errno == errno.EOPNOTSUPP:
             raise LandlockUnavailableError(
@@ -87,12 +87,12 @@ def version() -> int:
         raise LandlockUnavailableError(f"the kernel has no Landlock ({error.strerror})") from None
     except AttributeError:
         raise LandlockUnavailableError("there is no Landlock outside of Linux") from None
-    if found < LEAST_VERSION:
+    if supported < LEAST_VERSION:
         raise LandlockUnavailableError(
-            f"Landlock {found} keeps programs from moving files between folders; "
+            f"Landlock {supported} keeps programs from moving files between folders; "
             f"Linux {_LEAST_KERNEL} or later does not"
         )
-    return found
+    return supported
 
 
 class Ruleset:
@@ -109,11 +109,11 @@ class Ruleset:
     """
 
     def __init__(self, files: int, *, tcp: int = 0, scopes: int = 0) -> None:
-        found = version()
-        files &= ~(0 if found >= TRUNCATE_VERSION else _TRUNCATE)
-        self._files = files & ~(0 if found >= _IOCTL_VERSION else _IOCTL_DEV)
-        self._tcp = tcp if found >= TCP_VERSION else 0
-        handled = struct.pack("=QQQ", self._files, self._tcp, scopes if found >= SCOPES_VERSION else 0)
+        supported = version()
+        files &= ~(0 if supported >= TRUNCATE_VERSION else _TRUNCATE)
+        self._files = files & ~(0 if supported >= _IOCTL_VERSION else _IOCTL_DEV)
+        self._tcp = tcp if supported >= TCP_VERSION else 0
+        handled = struct.pack("=QQQ", self._files, self._tcp, scopes if supported >= SCOPES_VERSION else 0)
         with _explained():
             self._descriptor = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
 

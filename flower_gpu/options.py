@@ -108,8 +108,8 @@ class Option:
         ``config``: the node config, or the run config for an option with a key of the run config.
         Raises the errors of :meth:`GivenValue.read`. Values of later sources are not checked.
         """
-        given = self.find(argument, environment, config)
-        return given.read() if given is not None else self.default_value
+        given_value = self.find(argument, environment, config)
+        return given_value.read() if given_value is not None else self.default_value
 
     def find(
         self,

@@ -90,7 +90,7 @@ def keep_open(folder: Path) -> None:
         _open[str(folder)] = _opened(folder)
 
 
-def let_go(folder: Path) -> None:
+def release(folder: Path) -> None:
     """Close the trace in a folder after :func:`keep_open`."""
     with _lock:
         if (descriptor := _open.pop(str(folder), None)) is not None:

@@ -18,7 +18,7 @@ from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
-from flower_gpu.simulation.host import About, Answer, Answers, Host, Visit
+from flower_gpu.simulation.host import AssignedMessage, Host, HostInfo, HostReport, MessageOutcome
 from flower_gpu.simulation.nodes import VirtualNodes
 
 #: Hosts, messages in flight on each, messages of a round per slot, and seconds per message.
@@ -32,22 +32,22 @@ class _Clock(Host):
     """A host on which every message takes a fixed time and no worker handles it."""
 
     def __init__(self, name: str, concurrency: int, seconds: float) -> None:
-        super().__init__(About(name, concurrency, 1, {}, concurrency, []))
+        super().__init__(HostInfo(name, concurrency, 1, {}, concurrency, []))
         self.exchanges = 0
         self._seconds = seconds
-        self._due: deque[tuple[float, Visit]] = deque()
+        self._due: deque[tuple[float, AssignedMessage]] = deque()
         self._changed = threading.Condition()
 
-    def take(self, visits: Sequence[Visit]) -> None:
+    def submit(self, visits: Sequence[AssignedMessage]) -> None:
         """Start messages."""
         due = time.monotonic() + self._seconds
         with self._changed:
             self._due += [(due, visit) for visit in visits]
             self._changed.notify()
 
-    def exchange(self, visits: Sequence[Visit]) -> Answers:
+    def exchange(self, visits: Sequence[AssignedMessage]) -> HostReport:
         """Start messages and return finished messages. Wait for the first of them."""
-        self.take(visits)
+        self.submit(visits)
         self.exchanges += 1
         until = time.monotonic() + _WAIT_S
         with self._changed:
@@ -56,11 +56,11 @@ class _Clock(Host):
             finished = []
             while self._due and self._due[0][0] <= now:
                 finished.append(self._due.popleft()[1])
-        return Answers([self._answer(visit) for visit in finished])
+        return HostReport([self._answer(visit) for visit in finished])
 
-    def _answer(self, visit: Visit) -> Answer:
+    def _answer(self, visit: AssignedMessage) -> MessageOutcome:
         content = RecordDict({"metrics": MetricRecord({"num-examples": 1})})
-        return Answer(visit.message_id, Message(content, reply_to=visit.message), b"", self._seconds)
+        return MessageOutcome(visit.message_id, Message(content, reply_to=visit.message), b"", self._seconds)
 
     def ask_for_sum(self, group: int) -> None:
         """Do nothing, because there are no sums."""

@@ -151,7 +151,7 @@ def _left_over() -> int:
     ledger = Ledger(reserve_bytes=RESERVE_BYTES)
     ledger.release(ledger.acquire(claimant(share=1.0, count=2), deadline=time.monotonic() + 10))
     with suppress(FileNotFoundError):
-        return len(list(ledger.folder.own().iterdir()))
+        return len(list(ledger.folder.own_folder().iterdir()))
     return 0
 
 

@@ -62,7 +62,7 @@ class FlowerApp:
 
     def overrides(
         self,
-        given: Mapping[str, ConfigValue],
+        chosen: Mapping[str, ConfigValue],
         clients: int,
         said: Callable[[str], str] = "run config {}".format,
         hint: Callable[[str], str] = lambda _: "",
@@ -75,7 +75,7 @@ class FlowerApp:
         Raises ConfigError if the app does not declare a key, or if a value is not among the choices of its
         key. A string is also refused if the app's default is a number or a boolean.
         """
-        for key, value in given.items():
+        for key, value in chosen.items():
             if key not in self.run_config:
                 known = ", ".join(sorted(self.run_config)) or "none"
                 more = f"; {hint(key)}" if hint(key) else ""
@@ -90,17 +90,17 @@ class FlowerApp:
                     f"false here: its default is {_format(default)}"
                 )
         if NUM_CLIENTS_KEY not in self.run_config:
-            return dict(given)
-        if given.get(NUM_CLIENTS_KEY, clients) != clients:
-            number = given[NUM_CLIENTS_KEY]
+            return dict(chosen)
+        if chosen.get(NUM_CLIENTS_KEY, clients) != clients:
+            number = chosen[NUM_CLIENTS_KEY]
             raise ConfigError(
                 f"{said(NUM_CLIENTS_KEY)}={number}, but there are {clients} clients; leave it out"
             )
-        return {**given, NUM_CLIENTS_KEY: clients}
+        return {**chosen, NUM_CLIENTS_KEY: clients}
 
-    def simulated(self, given: Mapping[str, ConfigValue], num_supernodes: int) -> dict[str, ConfigValue]:
+    def simulated(self, chosen: Mapping[str, ConfigValue], num_supernodes: int) -> dict[str, ConfigValue]:
         """Return the complete run config of a simulation. Raises ConfigError like :meth:`overrides`."""
-        return {**self.run_config, **self.overrides(given, num_supernodes)}
+        return {**self.run_config, **self.overrides(chosen, num_supernodes)}
 
     @classmethod
     def load(cls, folder: Path) -> FlowerApp:

@@ -151,16 +151,16 @@ def _why_no_checkpoint(folder: RunFolder) -> str:
     return "it ended before its first round was finished"
 
 
-def check_same_app(before: Mapping[str, Any], name: str, where: Path | None, resume: object) -> None:
-    """Raise ConfigError unless an earlier run, with settings ``before``, was a run of the app ``name``.
+def check_same_app(earlier: Mapping[str, Any], name: str, app_folder_: Path | None, resume: object) -> None:
+    """Raise ConfigError unless an earlier run, with settings ``earlier``, was a run of the app ``name``.
 
-    ``where``: folder of the app, or None. ``resume``: the value of ``--resume``, for the error.
+    ``app_folder_``: folder of the app, or None. ``resume``: the value of ``--resume``, for the error.
     """
-    if before.get("app", name) != name:
-        theirs = _shown(before["app"], before.get("app_folder"))
+    if earlier.get("app", name) != name:
+        other_app = _shown(earlier["app"], earlier.get("app_folder"))
         raise ConfigError(
-            f"--resume {path_text(str(resume))}: that is a run of {theirs}, not of {_shown(name, where)}. "
-            "Give that app, or start a new run without --resume"
+            f"--resume {path_text(str(resume))}: that is a run of {other_app}, not of "
+            f"{_shown(name, app_folder_)}. Give that app, or start a new run without --resume"
         )
 
 

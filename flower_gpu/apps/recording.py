@@ -68,15 +68,18 @@ def look_at_gpus(folder: Path) -> bool:
 
 
 class RecordedRun:
-    """A run that is being recorded in the trace of a folder. ``told``: fields of its ``run_started``."""
+    """A run that is being recorded in the trace of a folder.
 
-    def __init__(self, folder: Path, told: Mapping[str, Any]) -> None:
+    ``description``: fields of its ``run_started`` event.
+    """
+
+    def __init__(self, folder: Path, description: Mapping[str, Any]) -> None:
         #: The outcome: ``"completed"``, ``"failed"`` or ``"interrupted"``.
         self.outcome = COMPLETED
         #: Additional fields of ``run_finished``.
         self.end_told: dict[str, Any] = {}
         self._folder = folder
-        self._told = told
+        self._description = description
         self._began: float | None = None
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -90,12 +93,12 @@ class RecordedRun:
         trace.write_to(
             self._folder,
             "run_started",
-            **self._told,
+            **self._description,
             pid=os.getpid(),
             host=platform.node(),
             cores=cores(),
             version=flower_gpu.__version__,
-            gpus=told_gpus(),
+            gpus=described_gpus(),
         )
         # The first sample shows the GPUs before the run, and the last sample shows them after it.
         if look_at_gpus(self._folder):
@@ -117,7 +120,7 @@ class RecordedRun:
             inventory.close()
         seconds = round(time.monotonic() - self._began, 3)
         trace.write_to(self._folder, "run_finished", outcome=self.outcome, seconds=seconds, **self.end_told)
-        trace.let_go(self._folder)
+        trace.release(self._folder)
 
 
 @contextmanager
@@ -140,9 +143,15 @@ def recorded_run(
     ``begins``: False if the caller calls :meth:`RecordedRun.begin` itself. Until then no event is written.
     Raises ConfigError if another process continues this run.
     """
-    told = {"kind": kind, "name": name, "clients": clients, "num_rounds": num_rounds, "settings": settings}
+    description = {
+        "kind": kind,
+        "name": name,
+        "clients": clients,
+        "num_rounds": num_rounds,
+        "settings": settings,
+    }
     with in_use(folder / trace.FILE_NAME), registered(folder, kind, name):
-        run = RecordedRun(folder, told)
+        run = RecordedRun(folder, description)
         try:
             if begins:
                 run.begin()
@@ -157,7 +166,7 @@ def recorded_run(
             run.end()
 
 
-def told_gpus() -> list[dict[str, Any]]:
+def described_gpus() -> list[dict[str, Any]]:
     """Return the usable GPUs of this host in the form that a trace has them."""
     reserve = RESERVE.resolve(None, os.environ)
     return [

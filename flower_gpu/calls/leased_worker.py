@@ -100,13 +100,13 @@ def _leased(lease: Lease) -> Iterator[None]:
         _fixed(kept | frameworks.rules(caps, kept)),
         frameworks.held_to(caps, partial(events.send, "cuda_started")) as holds,
         _watched(lease, holds),
-        _own_numbers_told(len(lease.shares)),
+        _own_numbers_named(len(lease.shares)),
     ):
         yield
 
 
 @contextmanager
-def _own_numbers_told(count: int) -> Iterator[None]:
+def _own_numbers_named(count: int) -> Iterator[None]:
     """Add the numbers of this worker's GPUs to an error about a number that it does not have.
 
     An app that chooses ``cuda:1`` for its second client works without leases on a host with two GPUs. In the
@@ -161,7 +161,8 @@ class _UsageWriter:
     uses: list[Use] = field(init=False)
     free_bytes: dict[str, int] = field(default_factory=dict)
     total_bytes: dict[str, int] = field(default_factory=dict)
-    before: tuple[Figures, ...] | None = None  # figures before the task, or None if CUDA had not started
+    # Figures before the task, or None if CUDA had not started
+    figures_before: tuple[Figures, ...] | None = None
     base_bytes: int = 0  # main memory of this process before the task
     _is_known: bool = False  # True if an earlier call has measured the context
     _is_over: bool = False  # True if the task ended without waiting for the last look
@@ -181,8 +182,8 @@ class _UsageWriter:
 
     def start(self) -> None:
         self.base_bytes = MainMemory.of_process("self").anonymous_bytes
-        self.before = _figures()
-        if self.before and not own_process.is_inside():
+        self.figures_before = _figures()
+        if self.figures_before and not own_process.is_inside():
             # If the call runs in the user's own process, only the user may reset the peaks. An error is
             # harmless, because the peaks are only less exact then.
             with suppress(Exception):
@@ -316,7 +317,7 @@ def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | Non
         in_force = next((limits for hold in holds if (limits := hold.in_force_bytes())), [])
     ranks = THIS_WORKER.ranks
     gpus = []
-    columns = (chain(values or (), repeat(None)) for values in (figures, watch.before, in_force))
+    columns = (chain(values or (), repeat(None)) for values in (figures, watch.figures_before, in_force))
     for use, *values_of_use in zip(watch.uses, *columns, strict=False):
         rank_figures = ranks.gpu(use.share.uuid) if ranks is not None else None
         gpus.append(use.as_event(*values_of_use) if rank_figures is None else rank_figures)
@@ -336,7 +337,7 @@ def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | Non
 
 def _was_short(watch: _UsageWriter, figures: Sequence[Figures] | None) -> bool:
     """Return True if an allocator was refused memory during the call, or a GPU has next to none left."""
-    counts_before = [gpu.num_ooms for gpu in watch.before or ()]
+    counts_before = [gpu.num_ooms for gpu in watch.figures_before or ()]
     refused = [
         gpu.num_ooms - count
         for gpu, count in zip(figures or (), chain(counts_before, repeat(0)), strict=False)
@@ -357,10 +358,10 @@ def _tell_out_of_memory(watch: _UsageWriter, figures: Any, error: BaseException)
     asked = out_of_memory.requested_bytes(cause)
     allocated = allocated_peak = None
     if figures is not None and number < len(figures):
-        own = figures[number]
-        reserved, limit = own.reserved_bytes, share.cap_bytes
-        allocated, allocated_peak = own.allocated_bytes, own.peak_allocated_bytes
-        free, total = own.free_bytes, own.total_bytes
+        gpu_figures = figures[number]
+        reserved, limit = gpu_figures.reserved_bytes, share.cap_bytes
+        allocated, allocated_peak = gpu_figures.allocated_bytes, gpu_figures.peak_allocated_bytes
+        free, total = gpu_figures.free_bytes, gpu_figures.total_bytes
     else:
         # For other frameworks, only the driver's figures are known, which include the context.
         reserved, limit = use.peak_bytes, share.memory_bytes

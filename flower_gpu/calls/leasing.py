@@ -57,7 +57,7 @@ class Leasing:
     footprints: Footprints = field(default_factory=Footprints)
 
     @contextmanager
-    def held(self, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
+    def hold(self, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
         """Wait for a lease, and hold it in the block.
 
         ``request``: request of the settings, or a larger one after the call ran out of memory.
@@ -118,23 +118,23 @@ class Leasing:
         return Ledger(reserve_bytes=self.settings.reserve_bytes, host_reserve_bytes=self.host.reserve_bytes)
 
     @contextmanager
-    def held_on_cpu(self) -> Iterator[tuple[Lease, Ticket] | None]:
+    def hold_cores(self) -> Iterator[tuple[Lease, Ticket] | None]:
         """Wait for cores and main memory, and hold them in the block. Yield None if there is no lease.
 
         A ledger that cannot be used is an error only if the call requests a number of cores.
         """
         with ExitStack() as stack:
-            held = None
+            lease_and_ticket = None
             if self.host_needs():
                 try:
-                    held = stack.enter_context(self.held(self.settings.request))
+                    lease_and_ticket = stack.enter_context(self.hold(self.settings.request))
                 except LeaseTimeoutError:
                     raise
                 except LeaseError as error:
                     if self.host.num_cpus is not None:
                         raise
                     notices.say_once(f"calls on the CPU run without counted cores: {error}")
-            yield held
+            yield lease_and_ticket
 
     def host_needs(self) -> tuple[HostNeed, ...]:
         """Return the cores and the main memory that the call needs now."""
@@ -194,21 +194,21 @@ class Leasing:
                     continue
                 if gpu_figures.get("peak_bytes") is None:
                     if gpu_figures.get("told_by_driver") is False and self._names_no_size():
-                        notices.say_once(notices.untold(share, self.key.task))
+                        notices.say_once(notices.unmeasured(share, self.key.task))
                     continue
                 # The size of a context is the minimum, because a call without any use may use the GPU next
                 # time.
                 measured = gpu_use.measured(gpu_figures, share, self.footprints.context(share.name))
                 self.footprints.learn_call(self.key.on(share.name), measured, is_done=is_done)
 
-    def learn_at_least(self, told: Mapping[str, Any], lease: Lease) -> None:
-        """Record the memory that a task would have needed, from its ``out_of_memory`` event ``told``."""
-        share = next((share for share in lease.shares if share.uuid == told.get("uuid")), None)
-        if share is not None and told.get("kind") == "over_cap":
+    def learn_at_least(self, event: Mapping[str, Any], lease: Lease) -> None:
+        """Record the memory that a task would have needed, from its ``out_of_memory`` event ``event``."""
+        share = next((share for share in lease.shares if share.uuid == event.get("uuid")), None)
+        if share is not None and event.get("kind") == "over_cap":
             with _only_warned():
-                needed = min(gpu_use.least_bytes(told, share), share.total_bytes)
+                needed = min(gpu_use.least_bytes(event, share), share.total_bytes)
                 key = self.key.on(share.name)
-                self.footprints.learn_need(key, needed, gpu_use.in_allocator(told))
+                self.footprints.learn_need(key, needed, gpu_use.in_allocator(event))
 
     def _names_no_size(self) -> bool:
         return self.settings.request.share is None and self.settings.request.memory_bytes is None

@@ -63,17 +63,17 @@ def say_no_guard(reason: str, *, is_expected: bool) -> None:
         say_once(f"{text}. --gpu-guard require ({GPU_GUARD.variable}) refuses such calls")
 
 
-def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
+def say_why_no_cuda(lease: Lease, event: Mapping[str, Any]) -> None:
     """Log once why a worker could not use its GPU, from its ``no_cuda`` event, and what to do."""
-    text = f"GPU {lease.shares[0].index} was leased, but {told.get('reason')}. Calls run on the CPU"
-    if told.get("torch"):
+    text = f"GPU {lease.shares[0].index} was leased, but {event.get('reason')}. Calls run on the CPU"
+    if event.get("torch"):
         host = inventory.take(processes=False)
-        versions = (told["torch"], told.get("torch_cuda"), host.driver_version, host.cuda_version)
+        versions = (event["torch"], event.get("torch_cuda"), host.driver_version, host.cuda_version)
         text = f"{text}. {cuda_version.explained(*versions)}"
     say_once(text)
 
 
-def untold(share: Share, task: str) -> str:
+def unmeasured(share: Share, task: str) -> str:
     """Return the notice about a GPU if its driver does not report the memory of processes."""
     return (
         "the NVIDIA driver does not report how much memory a process uses on GPU "
@@ -135,7 +135,7 @@ _NO_GPU: Final = "no GPU can be used here (see flower-gpu gpus)"
 def calls_run(
     settings: GPUSettings,
     gpus: Sequence[GPU],
-    at_once: int | None,
+    concurrency: int | None,
     use_gpu: bool | None,
     env: Mapping[str, str],
 ) -> str:
@@ -143,11 +143,11 @@ def calls_run(
 
     ``settings``: settings of the calls.
     ``gpus``: GPUs that the calls may use. Empty: they run on the CPU.
-    ``at_once``: maximum number of calls at a time. None: as many as have room.
+    ``concurrency``: maximum number of calls at a time. None: as many as have room.
     ``use_gpu``: the server's request for a GPU, or None.
     ``env``: environment of the calls.
     """
-    number = "as many at a time as have room" if at_once is None else f"up to {at_once} at a time"
+    number = "as many at a time as have room" if concurrency is None else f"up to {concurrency} at a time"
     if gpus:
         names = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in gpus)
         return f"calls run on {names}: {number}"
@@ -167,8 +167,8 @@ def why_on_cpu(settings: GPUSettings, use_gpu: bool | None, env: Mapping[str, st
     return _NO_GPU
 
 
-def without_effect(request: LeaseRequest, who: str, why: str) -> str:
+def without_effect(request: LeaseRequest, calls_text: str, why: str) -> str:
     """Return the note that a request for a GPU has no effect, because the calls run on the CPU."""
     ranks = request.count
     but = f" except for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
-    return f"note: {request.written} has no effect{but}: {who} run on the CPU, {why}"
+    return f"note: {request.written} has no effect{but}: {calls_text} run on the CPU, {why}"

@@ -21,56 +21,56 @@ _KINDS = {
 
 
 def next_request(
-    told: Mapping[str, Any], lease: Lease, requests: Sequence[LeaseRequest], on_oom: str
+    event: Mapping[str, Any], lease: Lease, requests: Sequence[LeaseRequest], on_oom: str
 ) -> LeaseRequest | None:
     """Return the request of the next try after an ``out_of_memory`` event, or None if no try would help.
 
-    ``told``: fields of the event.
+    ``event``: fields of the event.
     ``requests``: requests of the tries so far.
     """
     last = requests[-1]
     if on_oom == "fail" or (last.alone and last.memory_bytes is None):
         return None
-    is_full = told.get("kind") == "card_full"
+    is_full = event.get("kind") == "card_full"
     if last.alone:
         return None if is_full else LeaseRequest(alone=True)
     if is_full:
         # Other programs used the memory of the lease. The next try waits for that much free memory, because
         # it would fail again at once otherwise.
-        share = share_of(told, lease)
-        needed = min(needed_bytes(least_bytes(told, share)), share.memory_bytes)
+        share = share_of(event, lease)
+        needed = min(needed_bytes(least_bytes(event, share)), share.memory_bytes)
         return LeaseRequest(memory_bytes=needed, alone=True)
     if lease.alone or len(lease.shares) > 1:
         return None  # the call already had the whole GPU, or several GPUs
-    if told.get("kind") == "over_cap" and len(requests) <= _GROWTHS:
+    if event.get("kind") == "over_cap" and len(requests) <= _GROWTHS:
         had = lease.shares[0].memory_bytes
-        asked = told.get("asked_bytes") or 0
+        asked = event.get("asked_bytes") or 0
         return LeaseRequest(memory_bytes=int(max(_MORE * had, had + 1.5 * asked)))
     return LeaseRequest(alone=True)
 
 
-def share_of(told: Mapping[str, Any], lease: Lease) -> Share:
+def share_of(event: Mapping[str, Any], lease: Lease) -> Share:
     """Return the share that an ``out_of_memory`` event is about."""
-    return next((share for share in lease.shares if share.uuid == told.get("uuid")), lease.shares[0])
+    return next((share for share in lease.shares if share.uuid == event.get("uuid")), lease.shares[0])
 
 
-def what_happened(label: str, told: Mapping[str, Any], lease: Lease) -> str:
+def what_happened(label: str, event: Mapping[str, Any], lease: Lease) -> str:
     """Return a short text which says that a call ran out of memory."""
-    share = share_of(told, lease)
+    share = share_of(event, lease)
     size = format_bytes(share.memory_bytes)
     return f"{label} ran out of memory on GPU {share.index} with {size}"
 
 
-def describe(told: Mapping[str, Any], lease: Lease) -> str:
+def describe(event: Mapping[str, Any], lease: Lease) -> str:
     """Return a description of the event with its numbers."""
-    share = share_of(told, lease)
+    share = share_of(event, lease)
 
     def size(name: str) -> str:
-        number = told.get(f"{name}_bytes")
+        number = event.get(f"{name}_bytes")
         return "unknown" if number is None else format_bytes(number)
 
-    rank = "" if told.get("rank") is None else f"rank {told['rank']}: "
-    kind = _KINDS.get(str(told.get("kind")), "unclear")
+    rank = "" if event.get("rank") is None else f"rank {event['rank']}: "
+    kind = _KINDS.get(str(event.get("kind")), "unclear")
     return (
         f"{rank}out of memory on GPU {share.index} ({share.name}): {kind}. "
         f"Asked {size('asked')}, reserved {size('reserved')}, cap {size('cap')} of a lease of "

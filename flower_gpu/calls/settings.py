@@ -83,7 +83,7 @@ class HostSettings:
 
     is_leased: bool  # False if cores and main memory are not counted
     num_cpus: float | None  # requested number of cores
-    at_once: int | None  # maximum number of calls at a time; None if unknown
+    concurrency: int | None  # maximum number of calls at a time; None if unknown
     timeout_s: float  # maximum wait for cores
     reserve_bytes: int | None  # main memory that is never leased; None: a fraction of it
 
@@ -93,11 +93,11 @@ class HostSettings:
             amount = max(1, int(1000 * self.num_cpus))
         elif on_gpu:
             return None
-        elif self.at_once is None:
+        elif self.concurrency is None:
             return HostNeed(CORES, 1000 * cores(), least=0)  # all free cores, without waiting
         else:
-            share = cores() // self.at_once
-            amount = 1000 * share or max(1, 1000 * cores() // self.at_once)
+            share = cores() // self.concurrency
+            amount = 1000 * share or max(1, 1000 * cores() // self.concurrency)
         return HostNeed(CORES, amount, least=amount)
 
 
@@ -108,7 +108,8 @@ class CallSettings:
     worker: WorkerSettings
     gpu: GPUSettings
     host: HostSettings
-    own: Mapping[str, Any] = field(default_factory=dict)  # options of this client alone, for the trace
+    # Options of this client alone, for the trace
+    client_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def with_worker(self, **changes: Any) -> CallSettings:
         """Return a copy with changed fields of ``worker``."""
@@ -144,7 +145,7 @@ def call_settings(
     env = _checked_env(options.get("env") or {})
     environ = {**(os.environ if base is None else base), **env}
     preload = checked_preload(options.get("preload"))
-    values, given = resolve_all(options, environ, node_config, named)
+    values, given_values = resolve_all(options, environ, node_config, named)
     return CallSettings(
         WorkerSettings(
             start_method=values["start_method"],
@@ -152,11 +153,11 @@ def call_settings(
             env=env,
             name=values["name"] or name,
             preload=preload,
-            threads=_threads(values["num_cpus"], given.get("num_cpus"), env, environ),
+            threads=_threads(values["num_cpus"], given_values.get("num_cpus"), env, environ),
         ),
         GPUSettings(
             policy=DevicePolicy(values["gpu"], values["gpu_ids"]),
-            request=_request(values, given),
+            request=_request(values, given_values),
             run_config=run_config,
             lease_timeout_s=values["lease_timeout_s"],
             on_oom=values["on_oom"],
@@ -164,7 +165,7 @@ def call_settings(
             reserve_bytes=RESERVE.resolve(None, environ),
             compute=values["gpu_compute"],
         ),
-        _host_settings(values, given, environ),
+        _host_settings(values, given_values, environ),
     )
 
 
@@ -179,23 +180,23 @@ def _checked_env(env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _threads(
-    num_cpus: float | None, given: GivenValue | None, env: Mapping[str, str], environ: Mapping[str, str]
+    num_cpus: float | None, requested: GivenValue | None, env: Mapping[str, str], environ: Mapping[str, str]
 ) -> int:
     """Return the number of threads of a worker: OMP_NUM_THREADS, or the number of cores of the call."""
     # A request by code or node overrides a variable that a launcher has set for all clients.
-    is_own = given is not None and not given.is_variable
-    return openmp_threads(env if is_own else environ) or threads_for(num_cpus, environ)
+    is_explicit = requested is not None and not requested.is_variable
+    return openmp_threads(env if is_explicit else environ) or threads_for(num_cpus, environ)
 
 
-def _request(values: Mapping[str, Any], given: Mapping[str, GivenValue]) -> LeaseRequest:
-    amount = given.get("num_gpus") or given.get("gpu_memory")
+def _request(values: Mapping[str, Any], given_values: Mapping[str, GivenValue]) -> LeaseRequest:
+    amount = given_values.get("num_gpus") or given_values.get("gpu_memory")
     if amount is None:
         return LeaseRequest()
     return LeaseRequest(values["num_gpus"], values["gpu_memory"], written=str(amount))
 
 
 def _host_settings(
-    values: Mapping[str, Any], given: Mapping[str, GivenValue], environ: Mapping[str, str]
+    values: Mapping[str, Any], given_values: Mapping[str, GivenValue], environ: Mapping[str, str]
 ) -> HostSettings:
     """Return a call's request for cores and main memory.
 
@@ -204,13 +205,13 @@ def _host_settings(
     settings = HostSettings(
         is_leased=CPU_LEASES.resolve(None, environ) == "on",
         num_cpus=values["num_cpus"],
-        at_once=CONCURRENCY.resolve(None, environ) if environ.get(CONCURRENCY.variable) else None,
-        timeout_s=values["lease_timeout_s"] if "lease_timeout_s" in given else math.inf,
+        concurrency=CONCURRENCY.resolve(None, environ) if environ.get(CONCURRENCY.variable) else None,
+        timeout_s=values["lease_timeout_s"] if "lease_timeout_s" in given_values else math.inf,
         reserve_bytes=HOST_RESERVE.resolve(None, environ),
     )
     if settings.is_leased and (settings.num_cpus or 0) > (available := available_cores()):
         raise ConfigError(
-            f"{given['num_cpus']} is too much: this process may use {available:g} "
+            f"{given_values['num_cpus']} is too much: this process may use {available:g} "
             f"core{'' if available == 1 else 's'} here. Ask for at most {available:g}"
         )
     return settings

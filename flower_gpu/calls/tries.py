@@ -2,7 +2,7 @@
 
 The lease is held from before the worker starts until the worker is gone.
 
-A try acquires its lease by ``Workers.held``. This is :meth:`flower_gpu.calls.leasing.Leasing.held` by
+A try acquires its lease by ``Workers.hold``. This is :meth:`flower_gpu.calls.leasing.Leasing.hold` by
 default. In a simulation, a worker may keep its lease from call to call.
 
 A call is tried again in these cases:
@@ -29,7 +29,7 @@ from flower_gpu import files, trace
 from flower_gpu.calls import environment, leased_worker, notices, out_of_memory
 from flower_gpu.calls.leasing import Leasing, is_worker
 from flower_gpu.calls.settings import CallSettings, WorkerSettings
-from flower_gpu.calls.told import ProgressDisplay, Told
+from flower_gpu.calls.worker_report import ProgressDisplay, WorkerReport
 from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError, WorkerDiedError
 from flower_gpu.frameworks.out_of_memory import says_device_is_busy, says_fault
 from flower_gpu.gpu import driver_cap, guard, mps
@@ -76,16 +76,16 @@ class Workers:
         """Run a call in a worker, as :func:`flower_gpu.workers.caller.run` does."""
         return worker.run(call, method, **options)
 
-    def held(self, leasing_: Leasing, request: LeaseRequest) -> AbstractContextManager[tuple[Lease, Ticket]]:
-        """Hold a lease, as :meth:`flower_gpu.calls.leasing.Leasing.held` does."""
-        return leasing_.held(request)
+    def hold(self, leasing_: Leasing, request: LeaseRequest) -> AbstractContextManager[tuple[Lease, Ticket]]:
+        """Hold a lease, as :meth:`flower_gpu.calls.leasing.Leasing.hold` does."""
+        return leasing_.hold(request)
 
     def end_idle(self) -> None:
         """End all idle workers with a lease, after a fault that affects them, too. This class has none."""
 
-    def held_on_cpu(self, leasing_: Leasing) -> AbstractContextManager[tuple[Lease, Ticket] | None]:
-        """Hold cores and main memory, as :meth:`flower_gpu.calls.leasing.Leasing.held_on_cpu` does."""
-        return leasing_.held_on_cpu()
+    def hold_cores(self, leasing_: Leasing) -> AbstractContextManager[tuple[Lease, Ticket] | None]:
+        """Hold cores and main memory, as :meth:`flower_gpu.calls.leasing.Leasing.hold_cores` does."""
+        return leasing_.hold_cores()
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Tries:
     workers: Workers
     by_name: bool  # True if the task is given by name and, as far as is known, a fork server can run it
     clients: Sequence[str] = ()  # the clients of a call for several of them
-    told: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # events of the latest worker
+    events: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of the latest worker
     method: StartMethod = start.SPAWN  # start method of the latest worker
     memory_bytes: int = 0  # peak of the latest worker's main memory, as far as known
     was_killed: bool = False  # True if the latest worker died; it may have needed more memory
@@ -147,9 +147,9 @@ class Tries:
         requests = [leasing.settings.request]
         what, text, ran_out = "", "", None
         while True:
-            with ExitStack() as held_by:
+            with ExitStack() as stack:
                 try:
-                    held, ticket = held_by.enter_context(self.workers.held(leasing, requests[-1]))
+                    lease, ticket = stack.enter_context(self.workers.hold(leasing, requests[-1]))
                 except LeaseTimeoutError as late:
                     if ran_out is None:
                         raise
@@ -159,34 +159,34 @@ class Tries:
                     break
                 is_done = False
                 try:
-                    value = self._under(held, ticket, environ)
+                    value = self._under(lease, ticket, environ)
                     is_done = True
                     return value
                 except Exception as error:
-                    out = self.told.get("out_of_memory")
+                    out = self.events.get("out_of_memory")
                     if out is None and says_device_is_busy(error):
-                        raise notices.refused(self.label, held) from error
+                        raise notices.refused(self.label, lease) from error
                     if out is None and mps.is_of_run(environ) and says_fault(error):
                         self.workers.end_idle()
-                        raise notices.faulted(self.label, held, error) from error
+                        raise notices.faulted(self.label, lease, error) from error
                     if out is None:
                         raise
-                    leasing.learn_at_least(out, held)
-                    text = f"{self.label}: {out_of_memory.describe(out, held)}"
-                    what = out_of_memory.what_happened(self.label, out, held)
-                    others = notices.who_else(held, out["uuid"])
+                    leasing.learn_at_least(out, lease)
+                    text = f"{self.label}: {out_of_memory.describe(out, lease)}"
+                    what = out_of_memory.what_happened(self.label, out, lease)
+                    others = notices.who_else(lease, out["uuid"])
                     following = None
                     if not self._runs_here():
-                        following = out_of_memory.next_request(out, held, requests, self.settings.gpu.on_oom)
+                        following = out_of_memory.next_request(out, lease, requests, self.settings.gpu.on_oom)
                     then = "again" if following else "on the CPU" if self._may_use_cpu() else "failed"
-                    trace.write("out_of_memory", **self.fields, lease=held.id, **out, then=then)
+                    trace.write("out_of_memory", **self.fields, lease=lease.id, **out, then=then)
                     if then == "failed":
                         raise self._failed(text, len(requests), f"Also there: {others}") from error
                     # The frames of the traceback would keep the arguments in memory.
                     ran_out = error.with_traceback(None)
                 finally:
-                    if figures := self.told.get("gpu_memory"):
-                        leasing.learn(figures, held, is_done=is_done)
+                    if figures := self.events.get("gpu_memory"):
+                        leasing.learn(figures, lease, is_done=is_done)
                     leasing.learn_memory(self.memory_bytes, is_done=not self.was_killed)
             notices.say_out_of_memory(f"{what}: it runs {then}", f"{text}. Also there: {others}")
             if following is None:
@@ -197,13 +197,13 @@ class Tries:
     def _on_cpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
         """Return the result of the call without a GPU, with a lease on cores and main memory."""
         without_gpu = environment.of_worker(None, environ)
-        with self.workers.held_on_cpu(leasing) as lease_and_ticket:
+        with self.workers.hold_cores(leasing) as lease_and_ticket:
             try:
                 if lease_and_ticket is None:
                     return self.once(without_gpu)
-                held, ticket = lease_and_ticket
+                lease, ticket = lease_and_ticket
                 with files.passed_on(ticket.descriptor):
-                    return self.once(without_gpu, ticket, held)
+                    return self.once(without_gpu, ticket, lease)
             finally:
                 leasing.learn_memory(self.memory_bytes, is_done=not self.was_killed)
 
@@ -225,20 +225,20 @@ class Tries:
             f"(gpu_memory=, num_gpus=){cpu}"
         )
 
-    def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
+    def _under(self, lease: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
         try:
-            held = replace(held, by_driver=self._by_driver(held), compute=self.settings.gpu.compute)
+            lease = replace(lease, by_driver=self._by_driver(lease), compute=self.settings.gpu.compute)
             with files.passed_on(ticket.descriptor):
-                return self.once(environment.of_worker(held, environ), ticket, held)
+                return self.once(environment.of_worker(lease, environ), ticket, lease)
         finally:
-            if "no_cuda" in self.told:
-                notices.say_why_no_cuda(held, self.told["no_cuda"])
-            if "lacks" in self.told:
-                notices.say_once(str(self.told["lacks"]["text"]))
+            if "no_cuda" in self.events:
+                notices.say_why_no_cuda(lease, self.events["no_cuda"])
+            if "lacks" in self.events:
+                notices.say_once(str(self.events["lacks"]["text"]))
 
-    def _by_driver(self, held: Lease) -> bool:
+    def _by_driver(self, lease: Lease) -> bool:
         if self._chosen().is_own_process:
-            uuids = tuple(share.uuid for share in held.shares)
+            uuids = tuple(share.uuid for share in lease.shares)
             is_used = driver_cap.is_used(uuids, os.environ)
             notices.say_once(driver_cap.describe(uuids, os.environ), logging.INFO)
             return is_used
@@ -247,7 +247,7 @@ class Tries:
         return False
 
     def once(
-        self, gpu_env: Mapping[str, str], ticket: Ticket | None = None, held: Lease | None = None
+        self, gpu_env: Mapping[str, str], ticket: Ticket | None = None, lease: Lease | None = None
     ) -> Any:
         """Return the result of the call in one worker, which keeps the lock of the ticket, if any."""
         settings = self.settings.worker
@@ -264,25 +264,25 @@ class Tries:
         record: dict[str, Any] = {**self.fields, "start_method": method.name, "threads": count}
         if no_guard:
             record["no_guard"] = no_guard
-        if self.settings.own:
-            record["own"] = dict(self.settings.own)
-        if held is not None:
-            record["lease" if held.shares else "cores_lease"] = held.id
-            if held.shares:
-                record["cap"] = "driver" if held.by_driver else "allocator"
+        if self.settings.client_overrides:
+            record["own"] = dict(self.settings.client_overrides)
+        if lease is not None:
+            record["lease" if lease.shares else "cores_lease"] = lease.id
+            if lease.shares:
+                record["cap"] = "driver" if lease.by_driver else "allocator"
                 if mps.is_of_run(os.environ):
-                    record["mps_percentage"] = mps.percentage(held.processors)
+                    record["mps_percentage"] = mps.percentage(lease.processors)
         is_of_server = self.fields["client"] == SERVER
         display = ProgressDisplay(self.label, record, self.workers.shows_progress, ends_once=is_of_server)
         # A worker with a GPU reports its memory itself, unless it may not write into the ticket.
-        reports = held is None or not held.shares or confinement is not None
-        told = Told(record, display, ticket, held, reports, self.clients)
-        self.told = told.events
+        reports = lease is None or not lease.shares or confinement is not None
+        report = WorkerReport(record, display, ticket, lease, reports, self.clients)
+        self.events = report.events
         workers = self.workers
 
         # This function must not refer to self: it is freed later than the arguments should be.
         def on_start(pid: int, used: str) -> None:
-            told.on_start(pid, used, is_process=method.is_own_process, is_used_again=workers.is_used_again)
+            report.on_start(pid, used, is_process=method.is_own_process, is_used_again=workers.is_used_again)
 
         call = Call(
             self.task,
@@ -292,7 +292,7 @@ class Tries:
             setup=leased_worker.SETUP,
             label=self.label,
             preload=settings.preload,
-            held=-1 if ticket is None else ticket.descriptor,
+            lease_descriptor=-1 if ticket is None else ticket.descriptor,
             log_prefix=_log_prefix(self.fields),
             confinement=confinement,
             takes_over=self.workers.takes_over,
@@ -304,8 +304,8 @@ class Tries:
                     call,
                     method,
                     timeout_s=settings.timeout_s,
-                    on_event=told.on_event,
-                    on_look=told.on_look,
+                    on_event=report.on_event,
+                    on_look=report.on_look,
                     on_start=on_start,
                     otherwise=self._otherwise(method),
                 )
@@ -315,10 +315,10 @@ class Tries:
             error = caught
             raise
         finally:
-            told.write_end(error, is_cancelled=workers.is_cancelled)
-            self.memory_bytes = told.memory_bytes if workers.learns_memory else 0
+            report.write_end(error, is_cancelled=workers.is_cancelled)
+            self.memory_bytes = report.memory_bytes if workers.learns_memory else 0
             self.was_killed = isinstance(error, WorkerDiedError)
-        return self.once(gpu_env, ticket, held)
+        return self.once(gpu_env, ticket, lease)
 
     def _chosen(self) -> StartMethod:
         settings = self.settings.worker

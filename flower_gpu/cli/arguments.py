@@ -80,7 +80,9 @@ def add_options(
     known: dict[object, Any] = {"": parser}
     for name, option in table.items():
         if option.group not in known:
-            known[option.group] = parser.add_argument_group(option.group, _about(option.group, table, groups))
+            known[option.group] = parser.add_argument_group(
+                option.group, _description(option.group, table, groups)
+            )
         target = known[option.group]
         if option.excludes:
             pair = frozenset((name, option.excludes))
@@ -113,7 +115,7 @@ def _add_option(target: Any, name: str, option: Option, help: str) -> None:
     target.add_argument(*names, dest=name, default=default, type=reader(option.kind), help=help, **more)
 
 
-def _about(group: str, table: Mapping[str, Option], groups: Mapping[str, str]) -> str | None:
+def _description(group: str, table: Mapping[str, Option], groups: Mapping[str, str]) -> str | None:
     """Return the text below a group's heading in ``--help``, with the meanings of its options' words."""
     lines = [groups[group]] if groups.get(group) else []
     for name, option in table.items():

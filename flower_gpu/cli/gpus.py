@@ -36,14 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(found: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
+def as_json(listing: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
     """Return the inventory for JSON. The keys stay the same in all versions."""
-    visible = found.visible(variable)
+    visible = listing.visible(variable)
     return {
-        "driver_version": found.driver_version,
-        "problem": found.problem,
+        "driver_version": listing.driver_version,
+        "problem": listing.problem,
         "cuda_visible_devices": variable,
-        "cap": cap if found.usable else None,
+        "cap": cap if listing.usable else None,
         "gpus": [
             {
                 "index": gpu.index,
@@ -66,24 +66,24 @@ def as_json(found: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
                     for process in gpu.processes
                 ],
             }
-            for gpu in found.gpus
+            for gpu in listing.gpus
         ],
     }
 
 
-def as_text(found: Inventory, variable: str | None, cap: str) -> str:
+def as_text(listing: Inventory, variable: str | None, cap: str) -> str:
     """Return the inventory as a table. It is at most 80 columns wide, unless a name is too long."""
-    visible = found.visible(variable)
-    driver = f"NVIDIA driver {found.driver_version or _UNKNOWN}"
-    if not found.gpus:
-        text = f"No GPU: {found.problem}."
-        return "\n".join([driver, *_wrapped(text)] if found.driver_version else _wrapped(text))
-    usable = f"{len(found.usable)} of {len(found.gpus)} usable"
+    visible = listing.visible(variable)
+    driver = f"NVIDIA driver {listing.driver_version or _UNKNOWN}"
+    if not listing.gpus:
+        text = f"No GPU: {listing.problem}."
+        return "\n".join([driver, *_wrapped(text)] if listing.driver_version else _wrapped(text))
+    usable = f"{len(listing.usable)} of {len(listing.gpus)} usable"
     lines = _wrapped(f"{driver}: {usable}. {_about_variable(variable, visible)}")
     lines += ["", _row("GPU", "UUID", "MEMORY USED", "BUSY")]
-    for gpu in found.gpus:
+    for gpu in listing.gpus:
         lines += _gpu_as_text(gpu, visible)
-    if found.usable:
+    if listing.usable:
         lines += ["", *_wrapped(cap)]
     return "\n".join(lines)
 
@@ -105,12 +105,12 @@ def _gpu_as_text(gpu: GPU, visible: Collection[GPU]) -> Iterator[str]:
     number = f"{gpu.index}" if gpu.mig_parent is None else f"{gpu.index} MIG"
     busy = _UNKNOWN if gpu.utilization_percent is None else f"{gpu.utilization_percent}%"
     yield _row(number, gpu.uuid or _UNKNOWN, _memory(gpu), busy)
-    about = [gpu.name or "model unknown", "visible" if gpu in visible else "not visible"]
+    details = [gpu.name or "model unknown", "visible" if gpu in visible else "not visible"]
     if gpu.reserved_bytes:
-        about.append(f"driver reserves {format_bytes(gpu.reserved_bytes)}")
+        details.append(f"driver reserves {format_bytes(gpu.reserved_bytes)}")
     if gpu.limited_by:
-        about.append(f"limited by control group {gpu.limited_by}")
-    yield from _wrapped("; ".join(about), _MARGIN)
+        details.append(f"limited by control group {gpu.limited_by}")
+    yield from _wrapped("; ".join(details), _MARGIN)
     if gpu.problem is not None:
         yield from _wrapped(f"not usable ({gpu.problem})", _MARGIN)
     elif gpu.processes is None:

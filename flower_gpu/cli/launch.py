@@ -9,7 +9,7 @@ from typing import Final
 from flower_gpu.apps.app import parse_pairs
 from flower_gpu.cli.arguments import Command, given_calls, verbosity
 from flower_gpu.kinds import PAIRS
-from flower_gpu.launch.options import OWN, RUN_CONFIG, RUN_CONFIG_GROUP, LaunchOptions
+from flower_gpu.launch.options import LAUNCH_OPTIONS, RUN_CONFIG, RUN_CONFIG_GROUP, LaunchOptions
 from flower_gpu.options import flag, options_of
 
 _GROUPS: Final = {
@@ -25,7 +25,7 @@ _MORE: Final = {
     "gpu_ids": ": the first client uses the first, and so on in turn; the server's own calls may use "
     "all of them (default: every call may)",
 }
-_TABLE: Final = {**RUN_CONFIG, **OWN, **options_of("launch")}
+_TABLE: Final = {**RUN_CONFIG, **LAUNCH_OPTIONS, **options_of("launch")}
 
 
 def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
@@ -33,9 +33,11 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
 
     Raises ConfigError if ``--run-config`` or ``--node-config`` cannot be read.
     """
-    values = {name: getattr(arguments, name) for name in OWN}
+    values = {name: getattr(arguments, name) for name in LAUNCH_OPTIONS}
     pairs = {
-        name: parse_pairs(flag(name), values[name]) for name, option in OWN.items() if option.kind is PAIRS
+        name: parse_pairs(flag(name), values[name])
+        for name, option in LAUNCH_OPTIONS.items()
+        if option.kind is PAIRS
     }
     run_config_options = {
         option.run_config_key: value

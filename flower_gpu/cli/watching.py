@@ -56,11 +56,11 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _once(runs: FollowedRuns, *, as_json: bool) -> int:
-    from flower_gpu.watch.top.snapshot import take
+    from flower_gpu.watch.top.snapshot import take_snapshot
 
     shown = runs.look()
     runs.read_on(math.inf)
-    snapshot = take(shown, others=runs.are_all)
+    snapshot = take_snapshot(shown, others=runs.are_all)
     if as_json:
         print(json.dumps(snapshot.as_json(), indent=2))
         return 0

@@ -21,8 +21,8 @@ class Finding:
 
 
 #: Level and text of a finding, with optional advice.
-Found = tuple[str, str] | tuple[str, str, str]
-Check = Callable[[], Iterable[Found]]
+FindingParts = tuple[str, str] | tuple[str, str, str]
+Check = Callable[[], Iterable[FindingParts]]
 
 
 def examine(checks: Mapping[str, Check]) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.doctor import Found
+from flower_gpu.doctor import FindingParts
 from flower_gpu.errors import ConfigError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.cuda_version import how_to_install, is_too_new, what_to_change
@@ -65,27 +65,27 @@ def build() -> Build | None:
     return Build(values["__version__"], values["cuda"])
 
 
-def torch(found: Inventory) -> Iterator[Found]:
+def torch(listing: Inventory) -> Iterator[FindingParts]:
     """Check that the build of PyTorch supports these GPUs and their driver."""
     installed = build()
     if installed is None:
         yield "problem", "PyTorch is not installed beside flower-gpu", "pip install torch"
         return
     text = f"torch {installed.version} for {f'CUDA {installed.cuda}' if installed.cuda else 'the CPU only'}"
-    if not found.usable:
+    if not listing.usable:
         yield "ok", text
         return
     if installed.cuda is None:
         text += ", on a host with a GPU: calls run on the CPU"
-        yield "problem", text, how_to_install(found.cuda_version)
+        yield "problem", text, how_to_install(listing.cuda_version)
         return
     supported, reason = driver_cuda()
     if supported is None:
-        text += f", but CUDA's part of driver {found.driver_version} cannot be used: {reason}"
+        text += f", but CUDA's part of driver {listing.driver_version} cannot be used: {reason}"
         todo = "install all of the driver; in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         yield "problem", text, todo
     elif is_too_new(installed.cuda, supported):
-        text += f", but driver {found.driver_version} has CUDA {supported[0]}.{supported[1]} at most"
+        text += f", but driver {listing.driver_version} has CUDA {supported[0]}.{supported[1]} at most"
         yield "problem", text, what_to_change(installed.cuda, supported)
     else:
         yield "ok", f"{text}; the driver has CUDA {supported[0]}.{supported[1]}"
@@ -103,9 +103,9 @@ def driver_cuda() -> tuple[tuple[int, int] | None, str]:
     return (number.value // 1000, number.value % 1000 // 10), ""
 
 
-def works(found: Inventory) -> Iterator[Found]:
+def works(listing: Inventory) -> Iterator[FindingParts]:
     """Check that CUDA works in a worker like that of a call, with a lease, a memory cap and its GPU."""
-    seen = found.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = listing.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     candidates = [gpu for gpu in seen if gpu.is_usable]
     installed = build()
     if not candidates or installed is None or installed.cuda is None or driver_cuda()[0] is None:
@@ -139,7 +139,7 @@ def works(found: Inventory) -> Iterator[Found]:
         yield "note", f"the worker said: {text[:_MAX_OUTPUT]}"
 
 
-def trial() -> list[Found]:
+def trial() -> list[FindingParts]:
     """Return the findings of a trial of CUDA in this process, which must be a worker.
 
     The trial allocates a little memory, tries to allocate more than the cap, and multiplies matrices.
@@ -150,7 +150,7 @@ def trial() -> list[Found]:
     share = lease.shares[0]
     gpu = f"GPU {share.index} ({share.name})"
     lease_of, cap = format_bytes(share.memory_bytes), format_bytes(share.cap_bytes)
-    findings: list[Found] = []
+    findings: list[FindingParts] = []
     try:
         import torch
 
@@ -159,7 +159,9 @@ def trial() -> list[Found]:
         findings.append(
             ("ok", f"a worker has a lease of {lease_of} on {gpu}, of which PyTorch may take {cap}")
         )
-        listed = [process for found in inventory.take_of([share.uuid]) for process in found.processes or ()]
+        listed = [
+            process for listing in inventory.take_of([share.uuid]) for process in listing.processes or ()
+        ]
         if not any(process.pid == os.getpid() and process.used_bytes for process in listed):
             findings.append(("note", f"{gpu}: {_NOT_MEASURED}", _SET_INSTEAD))
         step = "fails when it asks for more than its cap"
@@ -175,7 +177,7 @@ def trial() -> list[Found]:
     return findings
 
 
-def _above_cap(cap_bytes: int) -> Found:
+def _above_cap(cap_bytes: int) -> FindingParts:
     import torch
 
     try:

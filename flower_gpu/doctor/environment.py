@@ -14,7 +14,7 @@ from pathlib import Path
 
 import flower_gpu
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.doctor import Found
+from flower_gpu.doctor import FindingParts
 from flower_gpu.flower import distribution, private_names
 from flower_gpu.leases.lease import VARIABLE as LEASE
 from flower_gpu.options import INTERNAL_VARIABLES, SCRIPT_VARIABLES, VARIABLES
@@ -26,29 +26,33 @@ _PREFIXES = ("FLOWER_GPU", "FLWR_GPU")
 _COMMANDS = ("flwr", "flower-superlink", "flower-supernode", "flwr-clientapp")
 
 
-def packages() -> Iterator[Found]:
+def packages() -> Iterator[FindingParts]:
     """Check the installation of flower-gpu and Flower, including Flower's version."""
     folder = Path(flower_gpu.__file__).parent
     python = ".".join(map(str, sys.version_info[:3]))
     yield "ok", f"flower-gpu {flower_gpu.__version__} in {path_text(folder)}, Python {python}"
-    if not (found := distribution.installed()):
+    if not (distributions := distribution.installed()):
         yield "problem", "Flower is not installed beside flower-gpu", "pip install flwr"
         return
-    yield _flowers(found)
+    yield _flowers(distributions)
     yield from _private_names()
     yield from _commands()
 
 
-def _flowers(found: Mapping[str, metadata.Distribution]) -> Found:
+def _flowers(distributions: Mapping[str, metadata.Distribution]) -> FindingParts:
     """Check that a single distribution of Flower is installed, in a supported version."""
-    shown = [f"{name} {package.version}" for name, package in found.items()]
+    shown = [f"{name} {package.version}" for name, package in distributions.items()]
     wanted = _wanted_flower()
-    if len(found) > 1:
-        places = sorted({path_text(str(package.locate_file(""))) for package in found.values()})
+    if len(distributions) > 1:
+        places = sorted({path_text(str(package.locate_file(""))) for package in distributions.values()})
         both = f"{' and '.join(shown)} are both installed, in {' and '.join(places)}"
         text = f"{both}: each has overwritten files of the other"
-        return "problem", text, f"pip uninstall -y {' '.join(found)} && pip install '{wanted or 'flwr'}'"
-    if not _fits(next(iter(found.values())).version, wanted):
+        return (
+            "problem",
+            text,
+            f"pip uninstall -y {' '.join(distributions)} && pip install '{wanted or 'flwr'}'",
+        )
+    if not _fits(next(iter(distributions.values())).version, wanted):
         return "problem", f"{shown[0]}, but flower-gpu needs {wanted}", f"pip install '{wanted}'"
     return "ok", shown[0]
 
@@ -77,14 +81,14 @@ def _fits(version: str, requirement: str) -> bool:
     return not requirement or Requirement(requirement).specifier.contains(version, prereleases=True)
 
 
-def _private_names() -> Iterator[Found]:
+def _private_names() -> Iterator[FindingParts]:
     lacking = _lacking()
     all_names = len(private_names.NAMES)
     if len(lacking) == all_names:
         yield "problem", "Flower cannot be imported", f"see why: {path_text(sys.executable)} -c 'import flwr'"
         return
-    there = all_names - len(lacking)
-    yield "ok", f"{there} of {all_names} private names of Flower that are used here are there"
+    known_names = all_names - len(lacking)
+    yield "ok", f"{known_names} of {all_names} private names of Flower that are used here are there"
     for name, effect in lacking.items():
         yield "note", f"Flower has no {name.replace(':', '.')}: {effect}"
 
@@ -97,14 +101,18 @@ def _lacking() -> dict[str, str]:
     return dict(json.loads(process.stdout))
 
 
-def _commands() -> Iterator[Found]:
+def _commands() -> Iterator[FindingParts]:
     """Check that Flower's commands on PATH belong to this environment."""
     # pip install --target puts the commands into a folder beside the packages.
-    beside = [Path(str(package.locate_file("bin"))) for package in distribution.installed().values()]
-    folders = [folder for folder in (*map(Path, script_folders()), *beside) if folder.exists()]
-    found = {name: shutil.which(name) for name in _COMMANDS}
-    missing = [name for name, path in found.items() if path is None]
-    foreign = [path for path in found.values() if path and not any(map(Path(path).parent.samefile, folders))]
+    of_distributions = [
+        Path(str(package.locate_file("bin"))) for package in distribution.installed().values()
+    ]
+    folders = [folder for folder in (*map(Path, script_folders()), *of_distributions) if folder.exists()]
+    commands = {name: shutil.which(name) for name in _COMMANDS}
+    missing = [name for name, path in commands.items() if path is None]
+    foreign = [
+        path for path in commands.values() if path and not any(map(Path(path).parent.samefile, folders))
+    ]
     having = (folder for folder in folders if (folder / _COMMANDS[0]).exists())
     todo = f'export PATH="{next(having, folders[0])}:$PATH"'
     if foreign:
@@ -115,11 +123,11 @@ def _commands() -> Iterator[Found]:
         yield "note", text, todo
 
 
-def variables() -> Iterator[Found]:
+def variables() -> Iterator[FindingParts]:
     """Check the environment variables of flower-gpu that are set."""
-    ours = {name: value for name, value in os.environ.items() if name.upper().startswith(_PREFIXES)}
+    our_variables = {name: value for name, value in os.environ.items() if name.upper().startswith(_PREFIXES)}
     fine: dict[str, str] = {}
-    for name, value in sorted(ours.items()):
+    for name, value in sorted(our_variables.items()):
         if name not in {*VARIABLES, *INTERNAL_VARIABLES, *SCRIPT_VARIABLES}:
             yield _unknown(name)
         elif name == LEASE and value:
@@ -133,11 +141,11 @@ def variables() -> Iterator[Found]:
         yield "problem", reason, "unset one of them"
     elif fine:
         yield "ok", ", ".join(f"{name}={value}" for name, value in fine.items())
-    elif not ours:
+    elif not our_variables:
         yield "ok", "none is set: all settings are the defaults, or the code's"
 
 
-def _unknown(name: str) -> Found:
+def _unknown(name: str) -> FindingParts:
     near = difflib.get_close_matches(name.upper(), [*VARIABLES, *SCRIPT_VARIABLES], 1, cutoff=0.75)
     todo = f"{near[0]} is meant?" if near else "see the variables in docs/reference/environment.md"
     return "problem", f"{name} is set, and nothing reads it", todo

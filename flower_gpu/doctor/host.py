@@ -14,7 +14,7 @@ from socket import socket
 from typing import Final
 
 from flower_gpu import control_group
-from flower_gpu.doctor import Found
+from flower_gpu.doctor import FindingParts
 from flower_gpu.errors import ConfigError, LeaseError
 from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.entries import Reader, pid_namespace
@@ -34,7 +34,7 @@ _INHERITED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
 _NOT_COMPARED = ("FLOWER_GPU_RUN_DIR", "FLOWER_GPU_CLIENT", "FLOWER_GPU_LEASE")
 
 
-def system() -> Iterator[Found]:
+def system() -> Iterator[FindingParts]:
     """Check main memory, the limit of open files, and ``/dev/shm``, which many workers can exhaust."""
     if not sys.platform.startswith("linux"):
         yield "note", f"{sys.platform}: workers are spawned, which is slower; there is no fork server"
@@ -61,7 +61,7 @@ def system() -> Iterator[Found]:
             yield "note", text, "in a container: docker run --shm-size=8g, or --ipc=host"
 
 
-def state_folder() -> Iterator[Found]:
+def state_folder() -> Iterator[FindingParts]:
     """Check the folder that processes of this account share."""
     path = state_dir()
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -81,7 +81,7 @@ def _state_problem() -> tuple[str, str] | None:
     return None
 
 
-def fork_servers() -> Iterator[Found]:
+def fork_servers() -> Iterator[FindingParts]:
     """Check that the fork servers of this account answer."""
     if not sys.platform.startswith("linux"):
         return
@@ -103,7 +103,7 @@ def fork_servers() -> Iterator[Found]:
         yield "ok", "none is running; the first call starts one"
 
 
-def _server_finding(connection: socket) -> Found:
+def _server_finding(connection: socket) -> FindingParts:
     pid = messages.peer(connection)[0]
     try:
         messages.send(connection, {"op": "status"})
@@ -116,24 +116,24 @@ def _server_finding(connection: socket) -> Found:
     return "ok", f"fork server {pid} answers, {status.get('calls')} calls so far{other}"
 
 
-def superlinks() -> Iterator[Found]:
+def superlinks() -> Iterator[FindingParts]:
     """Check that a SuperLink left by an earlier ``flwr run`` has the same variables as this shell."""
     import psutil
 
-    found = False
+    is_running = False
     for process in psutil.process_iter():
         # The process may have ended, or belong to another account.
         with suppress(psutil.Error):
             command = process.cmdline()
             # flwr.cli.local_superlink starts the SuperLink with this log file.
             if any(argument.endswith("local-superlink/superlink.log") for argument in command):
-                found = True
+                is_running = True
                 yield _superlink_finding(process.pid, command[0], process.environ())
-    if not found:
+    if not is_running:
         yield "ok", "flwr run has left no SuperLink running"
 
 
-def _superlink_finding(pid: int, python: str, environ: Mapping[str, str]) -> Found:
+def _superlink_finding(pid: int, python: str, environ: Mapping[str, str]) -> FindingParts:
     name = f"the local SuperLink {pid}, which flwr run has left running,"
     todo = f"kill {pid}; the next `flwr run` starts a new one"
     different = [
@@ -163,12 +163,12 @@ _MUTEX_WAIT_S: Final = 2.0
 _HOST_PID_NAMESPACE: Final = 0xEFFFFFFC
 
 
-def ledger_folder() -> Iterator[Found]:
+def ledger_folder() -> Iterator[FindingParts]:
     """Check the ledger's folder and its permissions."""
     asked = os.environ.get(_VARIABLE)
     root = Path(asked or _DEFAULT).absolute()
     try:
-        LedgerFolder.find().own()
+        LedgerFolder.find().own_folder()
     except (LeaseError, OSError) as error:
         todo = f"mkdir -p -m 1777 {root}" if not root.is_dir() else "make it writable, or name another folder"
         yield "problem", str(error), todo
@@ -188,30 +188,30 @@ def ledger_folder() -> Iterator[Found]:
         yield "note", text, todo
 
 
-def other_ledger(found: Inventory) -> Iterator[Found]:
+def other_ledger(listing: Inventory) -> Iterator[FindingParts]:
     """Check that the default ledger has no leases on these GPUs, if this shell uses another ledger."""
     root = Path(_DEFAULT)
     try:
-        own = LedgerFolder.find().root
-        if root.samefile(own):
+        own_root = LedgerFolder.find().root
+        if root.samefile(own_root):
             return
         entries = [entry for entry in Reader().read(LedgerFolder(root).all()) if entry.is_alive()]
     except (LeaseError, OSError):
         # The check of the folder reports this problem.
         return
-    uuids = {gpu.uuid for gpu in found.gpus}
+    uuids = {gpu.uuid for gpu in listing.gpus}
     gpus = [
         {*(part.uuid for part in entry.parts), *(need.uuid for need in entry.gpu_needs)} for entry in entries
     ]
     if shared_count := sum(not uuids.isdisjoint(entry_gpus) for entry_gpus in gpus):
         number = "1 lease or request is" if shared_count == 1 else f"{shared_count} leases or requests are"
         text = f"{number} in another ledger, {root}: both give out the same memory"
-        yield "problem", text, f"start all that share these GPUs with {_VARIABLE}={own}"
+        yield "problem", text, f"start all that share these GPUs with {_VARIABLE}={own_root}"
     else:
-        yield "ok", f"no leases in another ledger were found beside {own}"
+        yield "ok", f"no leases in another ledger were found beside {own_root}"
 
 
-def leases() -> Iterator[Found]:
+def leases() -> Iterator[FindingParts]:
     """Check the mutex, and count the tickets in the ledger."""
     try:
         folder = LedgerFolder(LedgerFolder.find().root, mutex_wait_s=_MUTEX_WAIT_S)

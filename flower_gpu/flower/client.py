@@ -334,7 +334,7 @@ class _WorkerClient(Client):
         self.numpy_client = client
 
     def fit(self, ins: FitIns) -> FitRes:
-        return self._answer("fit", self._fit, super().fit, ins)
+        return self._respond("fit", self._fit, super().fit, ins)
 
     def _fit(self, ins: FitIns) -> FitRes:
         weights = parameters_to_ndarrays(ins.parameters)
@@ -342,26 +342,26 @@ class _WorkerClient(Client):
         return FitRes(_OK, ndarrays_to_parameters(weights), num_examples, metrics)
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
-        return self._answer("evaluate", self._evaluate, super().evaluate, ins)
+        return self._respond("evaluate", self._evaluate, super().evaluate, ins)
 
     def _evaluate(self, ins: EvaluateIns) -> EvaluateRes:
         weights = parameters_to_ndarrays(ins.parameters)
         return EvaluateRes(_OK, *self.numpy_client.evaluate(weights, ins.config))
 
     def get_parameters(self, ins: GetParametersIns) -> GetParametersRes:
-        return self._answer("get_parameters", self._get_parameters, super().get_parameters, ins)
+        return self._respond("get_parameters", self._get_parameters, super().get_parameters, ins)
 
     def _get_parameters(self, ins: GetParametersIns) -> GetParametersRes:
         weights = self.numpy_client.get_parameters(ins.config)
         return GetParametersRes(_OK, ndarrays_to_parameters(weights))
 
     def get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
-        return self._answer("get_properties", self._get_properties, super().get_properties, ins)
+        return self._respond("get_properties", self._get_properties, super().get_properties, ins)
 
     def _get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
         return GetPropertiesRes(_OK, self.numpy_client.get_properties(ins.config))
 
-    def _answer(self, call: str, run: Callable[[Ins], Res], refuse: Callable[[Ins], Res], ins: Ins) -> Res:
+    def _respond(self, call: str, run: Callable[[Ins], Res], refuse: Callable[[Ins], Res], ins: Ins) -> Res:
         """Run a call, or refuse it like Flower if the client does not implement it.
 
         A ``start_client`` process reports a failure to the server as a refusal. Flower has no code for

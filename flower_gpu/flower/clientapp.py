@@ -107,20 +107,20 @@ def _folder_of(*app: str) -> Path:
     return folder
 
 
-def _unknown(what: str, so: str) -> ConfigError:
+def _unknown(option: str, consequence: str) -> ConfigError:
     return ConfigError(
-        f"{distribution.described()} {what} in another way than the versions that flower-gpu knows, so {so}: "
-        "install flwr 1.41, or a newer flower-gpu"
+        f"{distribution.described()} {option} in another way than the versions that flower-gpu "
+        f"knows, so {consequence}: install flwr 1.41, or a newer flower-gpu"
     )
 
 
-def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
+def _telling(get_load_client_app_fn: Callable[..., Any], **loader_arguments: Any) -> Any:
     """Wrap the function that loads an app, so that failures are written into the trace of the run.
 
     Flower sends only the last line of an exception to the server. It sends nothing about an app that exits,
     or a function without a reply. Then the server would wait for ever.
     """
-    load = get_load_client_app_fn(**where)
+    load = get_load_client_app_fn(**loader_arguments)
 
     def load_telling(*app: str) -> Any:
         def handle(message: Message, context: Context) -> Message:
@@ -163,27 +163,29 @@ def _can_be_sent(error: Exception) -> bool:
     return encodable(text) == text
 
 
-def _leased_loader(is_fork: bool, **where: Any) -> Any:
-    return lambda *app: LeasedClientApp(where, app, is_fork)
+def _leased_loader(is_fork: bool, **loader_arguments: Any) -> Any:
+    return lambda *app: LeasedClientApp(loader_arguments, app, is_fork)
 
 
-def _loader(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
-    load = get_load_client_app_fn(**where)
+def _loader(get_load_client_app_fn: Callable[..., Any], **loader_arguments: Any) -> Any:
+    load = get_load_client_app_fn(**loader_arguments)
 
     def load_where_its_packages_are(*app: str) -> Any:
         # This process may have libraries already that its environment has in other versions.
-        return load(*app) if environments.used() is None else partial(_handle_elsewhere, where, app)
+        return (
+            load(*app) if environments.used() is None else partial(_handle_elsewhere, loader_arguments, app)
+        )
 
     return load_where_its_packages_are
 
 
 def _handle_elsewhere(
-    where: dict[str, Any], app: tuple[str, ...], *, message: Message, context: Context
+    loader_arguments: dict[str, Any], app: tuple[str, ...], *, message: Message, context: Context
 ) -> Message:
     """Have an app that takes no lease handle a message in a fork of its environment's fork server."""
     _learn_imports(app)
     env = threads.environment(threads.planned_threads(os.environ), {})
-    args = (where, app, message, context, message_call.identity())
+    args = (loader_arguments, app, message, context, message_call.identity())
     call = Call(load_and_run, args, env=env, setup=threads.SETUP, label=app[0])
     reply: Message
     reply, state = worker.run(call, methods.FORKSERVER, otherwise=methods.SPAWN)
@@ -194,8 +196,8 @@ def _handle_elsewhere(
 class LeasedClientApp:
     """Takes the place of an app that is loaded in a worker only, and not in this process."""
 
-    def __init__(self, where: dict[str, Any], app: tuple[str, ...], is_fork: bool) -> None:
-        self._where = where  # arguments of Flower's get_load_client_app_fn
+    def __init__(self, loader_arguments: dict[str, Any], app: tuple[str, ...], is_fork: bool) -> None:
+        self._loader_arguments = loader_arguments  # arguments of Flower's get_load_client_app_fn
         self._app = app  # id, version and hash
         self._is_fork = is_fork
 
@@ -209,7 +211,7 @@ class LeasedClientApp:
         with self._confined() as confinement:
             return message_call.call(
                 load_and_run,
-                (self._where, self._app),
+                (self._loader_arguments, self._app),
                 message,
                 context,
                 lambda: call_settings({"context": context}, name=message_call.client_of(context)).with_worker(
@@ -242,7 +244,11 @@ def _learn_imports(app: tuple[str, ...]) -> None:
 
 
 def load_and_run(
-    where: dict[str, Any], app: tuple[str, ...], message: Message, context: Context, identity: dict[str, Any]
+    loader_arguments: dict[str, Any],
+    app: tuple[str, ...],
+    message: Message,
+    context: Context,
+    identity: dict[str, Any],
 ) -> message_call.Handled:
     """Load an app and let it handle a message. Runs in a worker."""
-    return message_call.run(get_load_client_app_fn(**where)(*app), message, context, identity)
+    return message_call.run(get_load_client_app_fn(**loader_arguments)(*app), message, context, identity)

@@ -97,8 +97,8 @@ def flowers() -> Mapping[str, str]:
 
     Their scripts need not be beside the interpreter: ``pip install`` with ``--target`` puts them elsewhere.
     """
-    found = entry_points(group="console_scripts")
-    return {each.name: each.value for each in found if each.module.partition(".")[0] == "flwr"}
+    scripts = entry_points(group="console_scripts")
+    return {entry.name: entry.value for entry in scripts if entry.module.partition(".")[0] == "flwr"}
 
 
 def function_of(reference: str) -> tuple[str, str]:

@@ -112,7 +112,7 @@ _OURS: Final = "flower-gpu's own files of this account"
 
 def _secrets(keys: Iterable[str], environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield str(state_folder.state_dir()), _OURS
-    yield str(LedgerFolder.find().own()), "the ledger of leases"
+    yield str(LedgerFolder.find().own_folder()), "the ledger of leases"
     if environ.get(str(ENVIRONMENTS_DIR.variable)):
         yield environ[str(ENVIRONMENTS_DIR.variable)], "the packages of other apps"
     home = environ.get("HOME") or str(Path("~").expanduser())
@@ -154,7 +154,7 @@ def for_message(allowed: Allowed, app: Sequence[str], environment: str = "") -> 
     except OSError as error:
         raise ConfigError(f"no folder can be made for a message: {error}") from error
     try:
-        with thread_names.given(path):
+        with thread_names.provided(path):
             read = tuple(filter(None, (*app, environment, *allowed.read)))
             yield Confinement(str(path), read, allowed.write, allowed.ports, environment)
     finally:

@@ -14,20 +14,20 @@ NAMES: Final = ("flwr", "flwr-nightly")
 
 def installed() -> dict[str, metadata.Distribution]:
     """Return the installed distributions of Flower by their names: none, one, or both."""
-    found = {}
+    distributions = {}
     for name in NAMES:
         try:
-            found[name] = metadata.distribution(name)
+            distributions[name] = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return distributions
 
 
 def version() -> str | None:
     """Return the version of the installed Flower, or None."""
-    return next((each.version for each in installed().values()), None)
+    return next((distribution.version for distribution in installed().values()), None)
 
 
 def described() -> str:
     """Return name and version of the installed Flower for a message, such as ``flwr 1.42.0``."""
-    return next((f"{name} {each.version}" for name, each in installed().items()), "flwr")
+    return next((f"{name} {distribution.version}" for name, distribution in installed().items()), "flwr")

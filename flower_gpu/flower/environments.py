@@ -121,8 +121,8 @@ def replace_installation(module: str, *, is_confined: bool = False) -> None:
 
 def environments_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder of this account's environments."""
-    if given := ENVIRONMENTS_DIR.resolve(None, environ):
-        return Path(given).absolute()
+    if configured := ENVIRONMENTS_DIR.resolve(None, environ):
+        return Path(configured).absolute()
     return Path(environ.get("FLWR_HOME") or Path("~/.flwr").expanduser()).absolute() / "flower-gpu-envs"
 
 
@@ -293,12 +293,15 @@ def install(declared: Mapping[str, Any], folder: str, only_wheels: bool) -> None
     options = ["--python", sys.executable, *(["--no-build"] if only_wheels else [])]
     # Packages from folders must be refreshed, because uv reuses its build until their pyproject.toml changes.
     local = set(package_sources.local_paths(declared).values())
-    here = _installed()
+    installed = _installed()
     settings = declared["tool"]["uv"]
-    preferred = [*settings.get("constraint-dependencies", ()), *(f"{name}=={here[name]}" for name in here)]
-    own = {**declared, "tool": {"uv": {**settings, "constraint-dependencies": preferred}}}
+    preferred = [
+        *settings.get("constraint-dependencies", ()),
+        *(f"{name}=={installed[name]}" for name in installed),
+    ]
+    extended = {**declared, "tool": {"uv": {**settings, "constraint-dependencies": preferred}}}
     try:
-        _lock(project, own, [*options, *_refreshed(local)])
+        _lock(project, extended, [*options, *_refreshed(local)])
     except subprocess.CalledProcessError:  # the app needs other versions
         _lock(project, declared, [*options, *_refreshed(local)])
     versions: dict[str, set[str]] = {}
@@ -308,7 +311,7 @@ def install(declared: Mapping[str, Any], folder: str, only_wheels: bool) -> None
         if not {"path", "directory", "editable"}.isdisjoint(package["source"]):
             local.add(package["name"])
         versions.setdefault(package["name"], set()).add(_public(package["version"]) if is_same else "")
-    left_out = {name for name, found in versions.items() if name in _OURS or found == {here.get(name)}}
+    left_out = {name for name, wanted in versions.items() if name in _OURS or wanted == {installed.get(name)}}
     _uv(project, ["venv", "--relocatable", "--no-project", "--python", sys.executable, str(made)])
     without = [part for name in sorted(left_out) for part in ("--no-install-package", name)]
     more = [*options, *without, *_refreshed(local)]

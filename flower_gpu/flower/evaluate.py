@@ -75,8 +75,8 @@ class GPUEvaluate:
         )
         if metrics is None:
             return None
-        told = finite(metrics, trace.spelled)
-        trace.write("round", round=server_round, num_rounds=self.num_rounds, metrics=told)
+        finite_metrics = finite(metrics, trace.spelled)
+        trace.write("round", round=server_round, num_rounds=self.num_rounds, metrics=finite_metrics)
         if self.is_shown:
             self._show(server_round, metrics)
         if is_message_api:

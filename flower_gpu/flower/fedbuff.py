@@ -139,7 +139,7 @@ class FedBuff(FedAvg):
             under_way.check_updated()
             return result
         finally:
-            under_way.give_up()
+            under_way.cancel_all()
 
     @property
     def checkpoint_kind(self) -> str:

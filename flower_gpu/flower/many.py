@@ -215,12 +215,12 @@ def _with_own_records(message: Message) -> Message:
     Messages of a round arrive with the same records, and changes of one must not show in the others. Arrays
     stay shared, because they hold immutable bytes.
     """
-    own = copy(message)
+    copied = copy(message)
     if message.has_content():
         records = records_in(message, ArrayRecord).values()
         shared = {id(array): array for record in records for array in record.values()}
-        own.content = deepcopy(message.content, shared)
-    return own
+        copied.content = deepcopy(message.content, shared)
+    return copied
 
 
 def _registers(
@@ -243,12 +243,12 @@ def _for_one(handler: ManyHandler) -> ClientAppCallable:
 
     # With the app's function in `__wrapped__`, where the imports of a notebook's functions are looked for.
     @wraps(handler.function)
-    def one(message: Message, context: Context) -> Message:
+    def handle_single(message: Message, context: Context) -> Message:
         return handler([message], [context])[0]
 
-    setattr(one, _HANDLER, handler)
-    return one
+    setattr(handle_single, _HANDLER, handler)
+    return handle_single
 
 
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"

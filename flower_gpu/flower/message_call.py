@@ -63,17 +63,17 @@ def call(
     """
     kind = message.metadata.message_type
     with _named(f"{kind} of client {client_of(context)}"):
-        found = settings()
+        resolved = settings()
     reply: Message
-    with _named(f"{kind} of client {found.worker.name}"):
+    with _named(f"{kind} of client {resolved.worker.name}"):
         value = run_call(
             task,
             (*args, message, context, identity()),
-            settings=found,
+            settings=resolved,
             name=name,
             **_described(message),
         )
-        if found.worker.confinement is not None:
+        if resolved.worker.confinement is not None:
             reply, state = record_bytes.decode_reply(value, message)
         else:
             reply, state = value
@@ -106,12 +106,12 @@ def call_many(
     clients = [client_of(context) for context in contexts]
     label = label_of(kind, contexts)
     with _named(label):
-        found = settings()
-        timeout_s = found.worker.timeout_s
+        resolved = settings()
+        timeout_s = resolved.worker.timeout_s
         handled = run_call(
             task,
             (*args, messages, contexts, identity()),
-            settings=found.with_worker(name=_names(clients), timeout_s=timeout_s and timeout_s * count),
+            settings=resolved.with_worker(name=_names(clients), timeout_s=timeout_s and timeout_s * count),
             name=name if count == 1 else f"{name} x{1 << (count - 1).bit_length()}",
             workers=workers,
             clients=clients if count > 1 else (),
@@ -133,10 +133,10 @@ def errors_of_each(
     advice = f"The {len(clients)} messages that were handled together have all failed"
     errors: list[BaseException] = []
     for client in clients:
-        own = copy(error)
-        own.args = (shortened(f"{message_type} of client {client}: {text}\n{advice}"),)
-        own.__cause__ = error.__cause__
-        errors.append(own)
+        shortened_error = copy(error)
+        shortened_error.args = (shortened(f"{message_type} of client {client}: {text}\n{advice}"),)
+        shortened_error.__cause__ = error.__cause__
+        errors.append(shortened_error)
     return errors
 
 
@@ -278,13 +278,13 @@ def take_over(state: RecordDict, new: RecordDict) -> None:
     """Replace the content of a state, in place, because other mods may hold the state or its records."""
     if state is new:
         return
-    held = [id(record) for record in state.values()]
+    record_ids = [id(record) for record in state.values()]
     record: Any
     records: dict[str, Any] = {}
     for name, record in new.items():
         old: Any = state.get(name)
         # A record under two names is not reused, because the new state may have two different records there.
-        if type(old) is type(record) and held.count(id(old)) == 1:
+        if type(old) is type(record) and record_ids.count(id(old)) == 1:
             # Not by clear(): the time of Flower's clear() grows with the square of the number of entries.
             for key in list(old):
                 del old[key]

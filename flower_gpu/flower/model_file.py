@@ -46,8 +46,8 @@ def write_model(model: ArrayRecord | Parameters | None, folder: RunFolder) -> st
     arrays = _arrays(model)
     if not arrays:
         return None
-    told = {name: ((array := read()).dtype, array.shape, array.nbytes) for name, read in arrays.items()}
-    for name, (dtype, *_) in told.items():
+    headers = {name: ((array := read()).dtype, array.shape, array.nbytes) for name, read in arrays.items()}
+    for name, (dtype, *_) in headers.items():
         if name == _NOT_A_NAME or dtype.name not in _TYPES:
             text = "The final model is not written: a file of safetensors cannot hold %r, of type %s"
             log(WARNING, text, name, dtype)
@@ -55,8 +55,8 @@ def write_model(model: ArrayRecord | Parameters | None, folder: RunFolder) -> st
             return None
     header: dict[str, Any] = {}
     size = 0
-    for name in sorted(told, key=lambda name: -told[name][0].itemsize):  # so that each array is aligned
-        dtype, shape, nbytes = told[name]
+    for name in sorted(headers, key=lambda name: -headers[name][0].itemsize):  # so that each array is aligned
+        dtype, shape, nbytes = headers[name]
         header[name] = {"dtype": _TYPES[dtype.name], "shape": shape, "data_offsets": [size, size + nbytes]}
         size += nbytes
     head = json.dumps(header).encode()
@@ -101,8 +101,8 @@ def _arrays(model: ArrayRecord | Parameters | None) -> _Arrays:
     if isinstance(model, Parameters):
         if model.tensor_type != "numpy.ndarray":
             # Bytes in a framework's own format are kept unchanged.
-            found = [np.frombuffer(tensor, np.uint8) for tensor in model.tensors]
+            raw_arrays = [np.frombuffer(tensor, np.uint8) for tensor in model.tensors]
         else:
-            found = parameters_to_ndarrays(model)
-        return {str(number): partial(np.asarray, array) for number, array in enumerate(found)}
+            raw_arrays = parameters_to_ndarrays(model)
+        return {str(number): partial(np.asarray, array) for number, array in enumerate(raw_arrays)}
     return {name: array.numpy for name, array in model.items()}

@@ -20,14 +20,14 @@ _MOST_CLIENTS: Final = 1 << 32  # of one launch
 
 def clients_of_nodes(folder: RunFolder) -> dict[int, int]:
     """Return the numbers of clients by the ids of their nodes, also of earlier starts of the run."""
-    found = {}
+    clients = {}
     for path in folder.path.glob("client-*.log"):
         with suppress(OSError, ValueError):
             client = int(path.stem.partition("-")[2])
-            found.update(
-                {int(each[1]): client for each in _NODE_ID.finditer(path.read_text(errors="replace"))}
+            clients.update(
+                {int(match[1]): client for match in _NODE_ID.finditer(path.read_text(errors="replace"))}
             )
-    return found
+    return clients
 
 
 def has_connected(log: Path) -> bool:
@@ -56,14 +56,14 @@ class ClientOrder:
 
     def nodes(self, nodes: Iterable[Any]) -> list[Any]:
         """Return Flower's nodes in order. Waits a limited time until the client of each node is known."""
-        found = list(nodes)
+        known = list(nodes)
         deadline = time.monotonic() + _PATIENCE_S
-        while new := {node.node_id for node in found} - self._clients.keys():
+        while new := {node.node_id for node in known} - self._clients.keys():
             self._clients |= clients_of_nodes(self._folder)
             if time.monotonic() > deadline:  # nodes that this run has not started come last
                 self._clients = {**{id_: id_ + _MOST_CLIENTS for id_ in new}, **self._clients}
             time.sleep(_PAUSE_S)
-        return sorted(found, key=lambda node: self._clients[node.node_id])
+        return sorted(known, key=lambda node: self._clients[node.node_id])
 
     def replies(self, replies: Iterable[Any]) -> InOrder:
         """Return replies in order."""

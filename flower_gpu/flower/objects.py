@@ -52,13 +52,13 @@ def ask_for_many() -> None:
         ("pull_objects", asking.pulling),
         ("push_object_contents_from_iterable", asking.pushing),
     ):
-        own: Any = private_names.find(f"{private_names.UTILS}:{name}")
-        if own is None:
+        original: Any = private_names.find(f"{private_names.UTILS}:{name}")
+        if original is None:
             continue
-        ours = around(own)
+        wrapper = around(original)
         for user in [sys.modules.get(module) for module in _USERS]:  # others take it from the first later
-            if getattr(user, name, None) is own:
-                setattr(user, name, ours)
+            if getattr(user, name, None) is original:
+                setattr(user, name, wrapper)
 
 
 def answer_for_many(handlers: Iterable[str]) -> None:
@@ -89,10 +89,10 @@ class ObjectBatches:
         """Return a replacement for Flower's ``pull_objects``, with the same arguments and result."""
 
         def pull(object_ids: list[str], pull_object_fn: _Function, **options: Any) -> dict[str, bytes]:
-            found: dict[str, bytes] = {}
-            left = list(dict.fromkeys(object_ids))
-            while len(left) > 1 and (self._is_known or not self._is_tried):
-                names = left[:_MOST_NAMES]
+            contents_by_id: dict[str, bytes] = {}
+            remaining = list(dict.fromkeys(object_ids))
+            while len(remaining) > 1 and (self._is_known or not self._is_tried):
+                names = remaining[:_MOST_NAMES]
                 try:
                     [answer] = pull_objects([_COMMA.join(names)], pull_object_fn, **options).values()
                 except self._refused:
@@ -101,11 +101,11 @@ class ObjectBatches:
                     self._is_tried = True
                     break
                 self._is_known = self._is_tried = True
-                found.update(unpacked(names, answer))
-                left = [name for name in left if name not in found]
-            if left:
-                found.update(pull_objects(left, pull_object_fn, **options))
-            return found
+                contents_by_id.update(unpacked(names, answer))
+                remaining = [name for name in remaining if name not in contents_by_id]
+            if remaining:
+                contents_by_id.update(pull_objects(remaining, pull_object_fn, **options))
+            return contents_by_id
 
         return pull
 
@@ -130,15 +130,17 @@ def answering_pulls(pull_object: _Function) -> _Function:
         nbytes = 0
         for name in names:
             request.object_id = name
-            found = pull_object(request, *args, **kwargs)
-            if not found.object_found:
-                return found
-            contents.append(found.object_content if found.object_available else None)
-            nbytes += len(found.object_content)
+            contents_by_id = pull_object(request, *args, **kwargs)
+            if not contents_by_id.object_found:
+                return contents_by_id
+            contents.append(contents_by_id.object_content if contents_by_id.object_available else None)
+            nbytes += len(contents_by_id.object_content)
             if nbytes > MOST_BYTES:
                 break
         is_available = any(content is not None for content in contents)
-        return type(found)(object_found=True, object_available=is_available, object_content=packed(contents))
+        return type(contents_by_id)(
+            object_found=True, object_available=is_available, object_content=packed(contents)
+        )
 
     return answer
 
@@ -193,9 +195,9 @@ def packed(contents: list[bytes | None]) -> bytes:
 def unpacked(names: Iterable[str], content: bytes) -> dict[str, bytes]:
     """Return the objects of :func:`packed` by name, without missing ones."""
     text, _, joined = content.partition(b"\n")
-    found, at = {}, 0
+    contents_by_id, at = {}, 0
     for name, length in zip(names, json.loads(text), strict=False):  # an answer may end before all names
         if length is not None:
-            found[name] = joined[at : at + length]
+            contents_by_id[name] = joined[at : at + length]
             at += length
-    return found
+    return contents_by_id

@@ -71,33 +71,33 @@ def local_paths(declared: Mapping[str, Any]) -> dict[Path, str]:
 
     ``declared``: a pyproject.toml whose paths are absolute.
     """
-    found: dict[Path, str] = {}
+    result: dict[Path, str] = {}
     for text in declared["project"]["dependencies"]:
         needed = requirement(text)
         url = urlsplit(needed.url or "")
         if url.scheme == "file":
-            _add_path(found, Path(unquote(url.path)), needed.name)
+            _add_path(result, Path(unquote(url.path)), needed.name)
     for name, path in _paths(declared):
-        _add_path(found, path, name)
-    return found
+        _add_path(result, path, name)
+    return result
 
 
 def _paths(declared: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     for name, source in declared.get("tool", {}).get("uv", {}).get("sources", {}).items():
-        for each in source if isinstance(source, list) else [source]:
-            if "path" in each:
-                yield name, Path(each["path"])
+        for item in source if isinstance(source, list) else [source]:
+            if "path" in item:
+                yield name, Path(item["path"])
 
 
-def _add_path(found: dict[Path, str], path: Path, name: str) -> None:
+def _add_path(result: dict[Path, str], path: Path, name: str) -> None:
     """Add a path, and the paths in the pyproject.toml of a folder."""
     path = path.resolve()
-    if path in found:
+    if path in result:
         return
-    found[path] = name
+    result[path] = name
     with suppress(OSError, ValueError):  # not there, or not readable: uv says it
         for their_name, their_path in _paths(tomllib.loads((path / "pyproject.toml").read_text())):
-            _add_path(found, path / their_path, their_name)
+            _add_path(result, path / their_path, their_name)
 
 
 class OfRuns:
@@ -109,8 +109,8 @@ class OfRuns:
     def read(self) -> dict[str, Any]:
         """Return what is known, by run, the newest run last."""
         with suppress(OSError, ValueError):
-            found = json.loads(self._path.read_text())
-            return found if isinstance(found, dict) else {}
+            result = json.loads(self._path.read_text())
+            return result if isinstance(result, dict) else {}
         return {}
 
     def add(self, run: int | None, value: Any) -> None:
@@ -134,7 +134,7 @@ def pinned(
     if not references:
         return declared
     # URLs may hold credentials, so the file has digests of the references.
-    keys = {each: hashlib.sha256("\0".join(each).encode()).hexdigest() for each in references}
+    keys = {item: hashlib.sha256("\0".join(item).encode()).hexdigest() for item in references}
     place = folder / hashlib.sha256("".join(sorted(keys.values())).encode()).hexdigest()[:20]
     of_runs = OfRuns(place.with_suffix(SUFFIX))
     with files.locked(place.with_suffix(".lock"), wait_s=None):
@@ -142,8 +142,8 @@ def pinned(
         of_run = known.get(str(run)) if run is not None else None
         if of_run is None:
             last = next(reversed(known.values()), {})
-            asked = [each for each in references if last.get(keys[each]) != each[1]]  # others are commits
-            answers = {keys[each]: commit for each, commit in (ask(asked) if asked else {}).items()}
+            asked = [item for item in references if last.get(keys[item]) != item[1]]  # others are commits
+            answers = {keys[item]: commit for item, commit in (ask(asked) if asked else {}).items()}
             if len(answers) < len(asked):
                 _log.warning("not every git repository reports its commits; the last known ones are used")
             of_run = {**last, **answers}
@@ -156,7 +156,7 @@ def commits(references: Sequence[Reference]) -> dict[Reference, str]:
 
     A short commit is returned as it is.
     """
-    found = {}
+    result = {}
     for url, reference in references:
         names = [f"{reference}^{{}}", reference]  # the commit of an annotated tag comes before the tag
         if not reference.startswith(("refs/", "HEAD")):
@@ -173,22 +173,22 @@ def commits(references: Sequence[Reference]) -> dict[Reference, str]:
                 timeout=_ASK_S,
             ).stdout
             lines = [line.split("\t") for line in answer.splitlines()]
-            told = {name: commit for commit, name in lines}
+            commits = {name: commit for commit, name in lines}
             short = reference if _SHORT_COMMIT.fullmatch(reference) else None
-            if commit := next((told[name] for name in names if name in told), short):
-                found[url, reference] = commit
-    return found
+            if commit := next((commits[name] for name in names if name in commits), short):
+                result[url, reference] = commit
+    return result
 
 
 def _references(declared: Mapping[str, Any]) -> list[Reference]:
     """Return the branches, tags and default branches of git sources, each once."""
-    found: dict[Reference, None] = {}
+    result: dict[Reference, None] = {}
 
     def note(url: str, reference: str) -> None:
-        found[url, reference] = None
+        result[url, reference] = None
 
     _with_commits(declared, note)
-    return list(found)
+    return list(result)
 
 
 def _with_commits(
@@ -197,7 +197,7 @@ def _with_commits(
     """Replace each reference by the commit that ``commit_of`` returns for URL and reference, if any."""
     project, settings = declared["project"], declared["tool"]["uv"]
     sources = {
-        name: [_source(each, commit_of) for each in source]
+        name: [_source(item, commit_of) for item in source]
         if isinstance(source, list)
         else _source(source, commit_of)
         for name, source in settings.get("sources", {}).items()

@@ -51,7 +51,7 @@ def reason_of(reply: Message) -> str:
     Flower writes ``<class 'ValueError'>:<'no data'>``.
     """
     reason = (reply.error.reason or "").strip()
-    found = _EXCEPTION.fullmatch(reason)
-    if found is None:
+    match = _EXCEPTION.fullmatch(reason)
+    if match is None:
         return reason or f"error {reply.error.code}"
-    return found["text"] if found["module"] == _OURS else f"{found['name']}: {found['text']}"
+    return match["text"] if match["module"] == _OURS else f"{match['name']}: {match['text']}"

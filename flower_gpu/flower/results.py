@@ -122,12 +122,12 @@ def check_weights(weights: Any, sent: Sequence[SentArray] | None, name: str) -> 
         raise InvalidResultError(f"{name}: {len(arrays)} arrays returned, {len(sent)} were sent")
     for index, array in enumerate(arrays):
         where = f"{name}: array {index + 1} of {len(arrays)}"
-        before = sent[index] if sent else SentArray(array.shape)
-        if array.shape != before.shape:
+        original = sent[index] if sent else SentArray(array.shape)
+        if array.shape != original.shape:
             raise InvalidResultError(
-                f"{where} has shape {array.shape}, expected {before.shape} as it was sent"
+                f"{where} has shape {array.shape}, expected {original.shape} as it was sent"
             )
-        if bad := _became_not_finite(array, before.values):
+        if bad := _became_not_finite(array, original.values):
             raise InvalidResultError(
                 f"{where} (shape {array.shape}, {array.dtype}) has {bad} values that are not finite and were "
                 "not sent so, expected none: the training diverged. Lower the learning rate or clip gradients"
@@ -205,16 +205,16 @@ def _array(value: Any, name: str, index: int) -> NDArray[Any]:
     return array
 
 
-def _became_not_finite(array: NDArray[Any], before: NDArray[Any] | None) -> int:
+def _became_not_finite(array: NDArray[Any], original: NDArray[Any] | None) -> int:
     """Return the number of values that are not finite and have changed.
 
-    ``before``: the earlier values; None if all were finite.
+    ``original``: the earlier values; None if all were finite.
     """
     if _is_finite(array):
         return 0
     became = ~np.isfinite(array)
-    if before is not None:
-        became &= ~((array == before) | (np.isnan(array) & np.isnan(before)))
+    if original is not None:
+        became &= ~((array == original) | (np.isnan(array) & np.isnan(original)))
     return int(became.sum())
 
 

@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.private_names import GENERATORS, find
-from flower_gpu.flower.strategy_state import OURS, StrategyState, without_checkpoint
+from flower_gpu.flower.strategy_state import OUR_FEDAVG, StrategyState, without_checkpoint
 from flower_gpu.flower.streaming import ComingReplies
 
 #: State of random number generators, made of JSON types.
@@ -46,7 +46,7 @@ class RoundState:
     random_state: RandomState  # result of :func:`capture_random_state`
     # Metrics of the clients' evaluation, by round; filled only by a strategy derived from ours
     client_metrics: dict[int, MetricRecord] = field(default_factory=dict)
-    strategy: str = OURS  # the only kind of strategy that can continue the run
+    strategy: str = OUR_FEDAVG  # the only kind of strategy that can continue the run
     # State of a strategy of Flower; None if it cannot be written, so that the run cannot be resumed
     strategy_state: RecordDict | None = field(default_factory=RecordDict)
     first_model: str = ""  # :func:`shape_of` of the initial model, because a round may change the shape
@@ -184,7 +184,7 @@ class _RoundParts:
 
     @property
     def kind(self) -> str:
-        return OURS if self.state is None else self.state.kind
+        return OUR_FEDAVG if self.state is None else self.state.kind
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> int:
         """Evaluate the initial model, or restore the earlier run. Return the next round."""

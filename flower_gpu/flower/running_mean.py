@@ -64,7 +64,7 @@ class RunningMean:
         self._count += 1
 
     def add_change(
-        self, record: Mapping[str, Array], before: Mapping[str, Array], weight: float, source: str
+        self, record: Mapping[str, Array], base: Mapping[str, Array], weight: float, source: str
     ) -> None:
         """Add the weighted difference between a record and an earlier record with the same keys.
 
@@ -75,7 +75,7 @@ class RunningMean:
         Raises InvalidResultError if an array does not fit the earlier array.
         """
         for key, value in record.items():
-            array, earlier = view_of(value), view_of(before[key])
+            array, earlier = view_of(value), view_of(base[key])
             try:
                 if array.shape != earlier.shape:
                     raise _CannotBeAddedError(
@@ -106,12 +106,12 @@ class RunningMean:
         ``source``: name of the senders, for error messages.
         Raises InvalidResultError if an array cannot be averaged with the earlier arrays.
         """
-        for key, theirs in other._sums.items():
+        for key, other_sum in other._sums.items():
             try:
                 if self._count == 0:
-                    self._sums[key] = theirs
+                    self._sums[key] = other_sum
                 else:
-                    self._sums[key].merge(theirs)
+                    self._sums[key].merge(other_sum)
             except _CannotBeAddedError as error:
                 raise InvalidResultError(f"array {key!r} of {source} {error}") from None
         self.total_weight += other.total_weight
@@ -179,17 +179,17 @@ class _Sum:
         array: NDArray[Any],
         weight: float,
         scratch: NDArray[np.uint8],
-        before: NDArray[Any] | None = None,
+        base: NDArray[Any] | None = None,
     ) -> None:
         """Add an array, or its difference from an earlier array, multiplied by a weight."""
         if array.dtype is not self._seen:
             self._look_at(array.dtype)
             self._seen = array.dtype
         flat = self._broadcast(array).ravel(self._order)  # a view, unless the memory order differs
-        flat_before = None if before is None else self._broadcast(before).ravel(self._order)
+        flat_base = None if base is None else self._broadcast(base).ravel(self._order)
         summed = self._sum
         factor = float(weight)
-        if flat.size <= _SMALL and flat_before is None:
+        if flat.size <= _SMALL and flat_base is None:
             # For small arrays, calls of numpy are most of the cost. This branch saves a call.
             np.add(summed, np.multiply(flat, factor, dtype=summed.dtype), out=summed)
             return
@@ -197,11 +197,11 @@ class _Sum:
         for start in range(0, flat.size, chunk.size):
             part = flat[start : start + chunk.size]
             scaled = chunk[: part.size]
-            if flat_before is None:
+            if flat_base is None:
                 # Converted before it is scaled, because a float32 times a Python number is a float32.
                 np.copyto(scaled, part)
             else:
-                _subtract(part, flat_before[start : start + chunk.size], scaled)
+                _subtract(part, flat_base[start : start + chunk.size], scaled)
             np.multiply(scaled, factor, out=scaled)
             summed = self._sum[start : start + chunk.size]
             np.add(summed, scaled, out=summed)
@@ -219,8 +219,8 @@ class _Sum:
         self._look_at(other._dtype)
         if not other._is_integer:
             self._is_integer = False
-        theirs = other._sum.reshape(other._shape, order=other._order)
-        summed = self._broadcast(theirs).ravel(self._order)
+        other_sum = other._sum.reshape(other._shape, order=other._order)
+        summed = self._broadcast(other_sum).ravel(self._order)
         if not self._sum.flags.writeable:  # a sum from another machine is read-only
             self._sum = self._sum.copy()
         np.add(self._sum, summed, out=self._sum)
@@ -262,20 +262,20 @@ class _Sum:
             ) from None
 
 
-def _subtract(array: NDArray[Any], before: NDArray[Any], out: NDArray[Any]) -> None:
+def _subtract(array: NDArray[Any], base: NDArray[Any], out: NDArray[Any]) -> None:
     """Write an array minus an earlier array to ``out``, which has floats. Equal elements become exactly 0."""
-    if {array.dtype.kind, before.dtype.kind} <= {"i", "u"} and max(array.itemsize, before.itemsize) == 8:
+    if {array.dtype.kind, base.dtype.kind} <= {"i", "u"} and max(array.itemsize, base.itemsize) == 8:
         # A 64-bit float cannot represent all of these integers, but it can represent their halves. The
         # differences of the halves are exact. Their sum is rounded if it is beyond 2**53.
-        (high, low), (high_before, low_before) = _halves(array), _halves(before)
-        np.subtract(high, high_before, out=out)
+        (high, low), (high_base, low_base) = _halves(array), _halves(base)
+        np.subtract(high, high_base, out=out)
         np.multiply(out, _HALF, out=out)
-        np.add(out, low - low_before, out=out)
+        np.add(out, low - low_base, out=out)
         return
     np.copyto(out, array)
     with np.errstate(invalid="ignore"):
-        is_same = None if np.isfinite(before).all() else (out == before) | (np.isnan(out) & np.isnan(before))
-        np.subtract(out, before, out=out)
+        is_same = None if np.isfinite(base).all() else (out == base) | (np.isnan(out) & np.isnan(base))
+        np.subtract(out, base, out=out)
     if is_same is not None:
         out[is_same] = 0
 

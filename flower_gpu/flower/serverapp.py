@@ -112,14 +112,14 @@ def _final_model(recorder: Recorder, folder: RunFolder) -> Iterator[None]:
 
     Raises FlowerGPUError if the disk is full or cannot be written to, and the app has not failed before.
     """
-    before = _written_at(folder.model)
+    previous = _written_at(folder.model)
     try:
         yield
     except BaseException:
         with suppress(FlowerGPUError):
-            _write_model(recorder, folder, before)
+            _write_model(recorder, folder, previous)
         raise
-    _write_model(recorder, folder, before)
+    _write_model(recorder, folder, previous)
 
 
 def _write_model(recorder: Recorder, folder: RunFolder, written_at: int | None) -> None:
@@ -166,7 +166,7 @@ def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
     def send_and_wait(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         of_thread.ids = []
         replies = send_and_receive(messages, timeout=timeout)
-        recorded.give_up(of_thread.ids, "no reply" if timeout is None else f"no reply within {timeout:g} s")
+        recorded.abandon(of_thread.ids, "no reply" if timeout is None else f"no reply within {timeout:g} s")
         return replies
 
     def wait_for_replies(message_ids: Sequence[str], timeout_s: float) -> Sequence[str]:
@@ -209,7 +209,7 @@ class GridTime:
         self._wake_ups = group.lead() if group is not None else None
         self._group = group
         self._changed = threading.Condition()
-        self._told = 0  # how often this was told of a reply
+        self._reply_count = 0  # number of reports of a reply
         self._waiting = 0  # threads
         self._of_thread = threading.local()
         if self._wake_ups is not None:
@@ -219,7 +219,7 @@ class GridTime:
         """Note that this thread has sent messages, and will wait for replies."""
         if self._group is not None:
             self._group.wake_nodes()
-        self._of_thread.told = self._told
+        self._of_thread.seen_replies = self._reply_count
         self.received()
 
     def received(self) -> None:
@@ -235,20 +235,20 @@ class GridTime:
         with self._changed:
             self._waiting += 1
             longest_s = min(seconds, waits.wait_s(now - since, least_s))
-            told = of_thread.__dict__.setdefault("told", self._told)
-            self._changed.wait_for(lambda: self._told != told, longest_s)
+            seen = of_thread.__dict__.setdefault("seen_replies", self._reply_count)
+            self._changed.wait_for(lambda: self._reply_count != seen, longest_s)
             self._waiting -= 1
             shortest_s = min(longest_s, (self._waiting + 1) / _QUESTIONS_PER_S)
         # Replies come together: one question for several, and no thread asks for each of the others'.
         time.sleep(max(0.0, now + shortest_s - time.monotonic()))
-        of_thread.told = self._told
+        of_thread.seen_replies = self._reply_count
 
     def _listen(self, wake_ups: Any) -> None:
         while True:
             if wake_ups.wait(_FOREVER_S):
                 wake_ups.clear()
                 with self._changed:
-                    self._told += 1
+                    self._reply_count += 1
                     self._changed.notify_all()
 
     def __getattr__(self, name: str) -> Any:

@@ -35,7 +35,7 @@ from flower_gpu.flower import rounds, streaming
 from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
 from flower_gpu.flower.running_mean import RunningMean
-from flower_gpu.flower.strategy_state import OURS, kind_of, state_of
+from flower_gpu.flower.strategy_state import OUR_FEDAVG, kind_of, state_of
 from flower_gpu.workers.call import Task
 
 _NOT_EVALUATED = (
@@ -153,7 +153,7 @@ class FedAvg(_MessageFedAvg):
     @property
     def checkpoint_kind(self) -> str:
         """Name of the strategies that can go on from a checkpoint of this one."""
-        return kind_of(self) or OURS
+        return kind_of(self) or OUR_FEDAVG
 
     def _run(self, grid: Grid, *rest: Any) -> Result:
         if not isinstance(grid, rounds.ResumableGrid):

@@ -31,7 +31,7 @@ from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.workers.transport.regions import Region
 
 #: The kind of a checkpoint of flower_gpu's FedAvg, or of a class derived from it.
-OURS: Final = "flower_gpu.FedAvg"
+OUR_FEDAVG: Final = "flower_gpu.FedAvg"
 
 _FLOWERS: Final = "flwr."
 _OF_PACKAGES: Final = (_FLOWERS, "flower_gpu.")
@@ -71,7 +71,7 @@ class StrategyState:
         The records read the strategy's own arrays: they hold until the next round.
         """
         try:
-            found = [
+            entries = [
                 (path, value)
                 for path, value in _written(self._strategy)
                 if value.is_large or value.text != self._first.get(path)
@@ -83,8 +83,8 @@ class StrategyState:
                 error,
             )
             return None
-        records = RecordDict({_ATTRIBUTES: ConfigRecord({path: value.text for path, value in found})})
-        for path, value in found:
+        records = RecordDict({_ATTRIBUTES: ConfigRecord({path: value.text for path, value in entries})})
+        for path, value in entries:
             for name, record in value.records():
                 records[f"{path} {name}"] = record
         return records
@@ -99,8 +99,8 @@ class StrategyState:
         for path, text in texts.items():
             *inner, name = path.split(".")
             owner = self._strategy
-            for each in inner:
-                owner = vars(owner)[each]
+            for part in inner:
+                owner = vars(owner)[part]
             match json.loads(str(text)):
                 case ["state_dict", content]:
                     target = self._strategy if path == _ITSELF else getattr(owner, name, None)
@@ -173,8 +173,8 @@ class _Written:
                 memory = array.reshape(-1).view(np.uint8).data
                 record[str(number)] = arrays._rebuild(array.dtype.str, array.shape, _RAW, Region(memory))
             yield "arrays", record
-        for number, each in enumerate(self._records):
-            yield str(number), each
+        for number, part in enumerate(self._records):
+            yield str(number), part
 
     def _described(self, value: Any) -> Any:
         """Return JSON's own values unchanged, and for others a list of a type's name and the content."""
@@ -238,10 +238,10 @@ def _value(description: Any, path: str, records: Mapping[str, Any]) -> Any:
             return type(record)(dict(record))
         case [kind, number]:
             array = records[f"{path} arrays"][str(number)]
-            found: NDArray[Any] = np.ndarray(array.shape, np.dtype(array.dtype), array.data).copy()
+            entries: NDArray[Any] = np.ndarray(array.shape, np.dtype(array.dtype), array.data).copy()
             if kind == "bytes":
-                return found.tobytes()
-            return found[()] if kind == "number" else found
+                return entries.tobytes()
+            return entries[()] if kind == "number" else entries
     return description
 
 

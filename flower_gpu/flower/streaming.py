@@ -49,7 +49,7 @@ class ComingReplies(Sequence[Message]):
     def __init__(self, replies: Iterable[Message], sums: Sums) -> None:
         self._coming: Iterable[Message] | None = replies
         self._sums = sums
-        self._there: list[Message] = []
+        self._arrived: list[Message] = []
 
     @overload
     def __getitem__(self, index: int) -> Message: ...
@@ -68,8 +68,8 @@ class ComingReplies(Sequence[Message]):
         """Wait for all replies, and return them."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
-            self._there = in_order_of_sending(coming)
-        return self._there
+            self._arrived = in_order_of_sending(coming)
+        return self._arrived
 
     @property
     def is_new(self) -> bool:

@@ -56,7 +56,7 @@ def main() -> None:
     from flwr.supercore.cli import flower_superexec
 
     # With --executor it was not started by its parent. Its tasks may have to wait for capacity.
-    wake_ups = waits.found()
+    wake_ups = waits.of_environment()
     is_parents = not any(argument.startswith("--executor") for argument in sys.argv)
     if wake_ups is not None and is_parents and find(f"{SUPEREXEC}:time") is not None:
         loop.time = SuperExecTime(wake_ups)

@@ -129,7 +129,7 @@ class SuperNodeTime:
         if self._group is not None:
             call_after(NODE_STATE, "delete_messages", self._group.wake_server)  # the reply has been sent
         is_told = call_after(NODE_STATE, "create_task", self._note_task)
-        if is_told and all(call_after(*each, self._has_part.set) for each in _REPLY):
+        if is_told and all(call_after(*target, self._has_part.set) for target in _REPLY):
             self._is_told_of_parts = True
             self._superexec.announce()
 

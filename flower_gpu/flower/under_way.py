@@ -111,7 +111,7 @@ class UnderWay:
         self.to_sum: dict[str, SentModel] = {}
         # Replies that have arrived, by message id. None stands for a reply that our own grid keeps until it
         # is consumed, so that an earlier checkpoint has the client's state from before the reply.
-        self._here: dict[str, Message | None] = {}
+        self._arrived: dict[str, Message | None] = {}
         self._refused: set[str] = set()  # messages that the grid did not take
         self._has_update = False  # whether any client has ever sent one
         self._last_error = ""
@@ -198,7 +198,7 @@ class UnderWay:
         # While the server evaluates, only the replies for one version may wait: more would fill the memory.
         training = len(self._sent)
         if not self._in_order:
-            training -= min(len(self._here), self._strategy.buffer_size)
+            training -= min(len(self._arrived), self._strategy.buffer_size)
         return random.sample(idle, max(0, min(self._strategy.concurrency - training, len(idle))))
 
     def go_on_with(self, arrays: ArrayRecord, server_round: int) -> None:
@@ -234,7 +234,7 @@ class UnderWay:
                 f"initial one. The last failure is that of {self._last_error}"
             )
 
-    def give_up(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel the messages in flight."""
         if self._sent:
             log(INFO, "%d updates are still in flight and will not be used", len(self._sent))
@@ -313,7 +313,7 @@ class UnderWay:
             self._sent[key] = replace(message, ends_at=ends_at)
             if message_id is None:
                 self._refused.add(key)
-                self._here[key] = self._error(key, ErrorCode.NODE_UNAVAILABLE, _REFUSED)
+                self._arrived[key] = self._error(key, ErrorCode.NODE_UNAVAILABLE, _REFUSED)
 
     def _message(self, sent: SentModel) -> Message:
         group = f"{NUMBERED}{sent.number}"
@@ -331,30 +331,32 @@ class UnderWay:
         while (message_id := self._next_here()) is None:
             self._look(timeout_s)
             timeout_s = _WAIT_S  # the first look does not wait, because replies may have arrived already
-        reply = self._here.pop(message_id) or next(iter(self._grid.pull_messages([message_id])))
+        reply = self._arrived.pop(message_id) or next(iter(self._grid.pull_messages([message_id])))
         self._taken(reply, self._sent[message_id].node_id)
         return message_id, reply
 
     def _next_here(self) -> str | None:
         """Return the id of the message with the reply to consume next, or None until that has arrived."""
         if not self._in_order:
-            return next(iter(self._here), None)
+            return next(iter(self._arrived), None)
         first = min(self._sent, key=lambda id_: (self._sent[id_].back_at, self._sent[id_].node_id))
-        return first if first in self._here else None
+        return first if first in self._arrived else None
 
     def _look(self, timeout_s: float) -> None:
         """Collect replies, waiting up to ``timeout_s`` for the first. Cancel late messages."""
-        ids = self._wait([message_id for message_id in self._sent if message_id not in self._here], timeout_s)
+        ids = self._wait(
+            [message_id for message_id in self._sent if message_id not in self._arrived], timeout_s
+        )
         if self._is_ours:
-            self._here |= dict.fromkeys(ids)
+            self._arrived |= dict.fromkeys(ids)
         else:
             replies = self._grid.pull_messages(ids)
-            self._here |= {reply.metadata.reply_to_message_id: reply for reply in replies}
+            self._arrived |= {reply.metadata.reply_to_message_id: reply for reply in replies}
         now = self._clock()
-        late = [id_ for id_, sent in self._sent.items() if sent.ends_at <= now and id_ not in self._here]
+        late = [id_ for id_, sent in self._sent.items() if sent.ends_at <= now and id_ not in self._arrived]
         for message_id in late:
             reason = f"{NO_REPLY} within {self._timeout_s:g} s"
-            self._here[message_id] = self._error(message_id, ErrorCode.MESSAGE_UNAVAILABLE, reason)
+            self._arrived[message_id] = self._error(message_id, ErrorCode.MESSAGE_UNAVAILABLE, reason)
         if late and self._is_ours:
             self._grid.cancel_messages(late)
 

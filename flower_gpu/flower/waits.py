@@ -95,7 +95,7 @@ class NodeGroup:
     def __init__(self, name: str, nodes: int) -> None:
         self._name = name
         self._nodes = nodes
-        self._own: str | None = None
+        self._own_name: str | None = None
         self._sender = _Sender()
 
     def join(self) -> WakeUps | None:
@@ -103,7 +103,7 @@ class NodeGroup:
         for name in self._names():
             with suppress(OSError):
                 wake_ups = WakeUps(name)
-                self._own = name
+                self._own_name = name
                 return wake_ups
         return None
 
@@ -115,7 +115,7 @@ class NodeGroup:
 
     def wake_nodes(self) -> None:
         """Wake all SuperNodes of the group except this process."""
-        self._sender.wake(name for name in self._names() if name != self._own)
+        self._sender.wake(name for name in self._names() if name != self._own_name)
 
     def wake_server(self) -> None:
         """Wake the ServerApp of the group."""
@@ -199,7 +199,7 @@ class WakeUps:
         return None
 
 
-def found() -> WakeUps | None:
+def of_environment() -> WakeUps | None:
     """Return the wake-ups by this process's parent, or None if the parent sends none.
 
     Their name is removed from the environment, because the children of this process have another parent.
@@ -218,15 +218,15 @@ def _address(name: str) -> str:
     return f"\0{name}"
 
 
-def call_after(where: str, method: str, then: Callable[[], object]) -> bool:
+def call_after(class_path: str, method: str, then: Callable[[], object]) -> bool:
     """Call ``then`` after each call of a method. Return False if this version of Flower lacks the method.
 
-    ``where``: class of the method, as ``module:name``.
+    ``class_path``: class of the method, as ``module:name``.
     """
-    original = private_names.find(f"{where}.{method}")
+    original = private_names.find(f"{class_path}.{method}")
     if original is None:
         return False
-    kind = private_names.find(where)
+    kind = private_names.find(class_path)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

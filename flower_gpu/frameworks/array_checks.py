@@ -51,7 +51,7 @@ def check_count(weights: object, names: Sequence[str], hint: str = "") -> Sequen
     return weights
 
 
-def each(names: Iterable[str], convert: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
+def convert_each(names: Iterable[str], convert: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
     """Return all converted entries.
 
     Raises a WeightsError with all failed entries if ``convert`` raised one.

@@ -203,10 +203,10 @@ def fraction_of(caps: Sequence[Cap]) -> str:
     return min((_rounded_down(cap.cap_bytes, cap.total_bytes) for cap in caps), default=_rounded_down(1, 1))
 
 
-def smaller_fraction(ours: str, users: str | None, name: str, most: float = 1.0) -> str:
+def smaller_fraction(ours: str, users: str | None, name: str, limit: float = 1.0) -> str:
     """Return our fraction, or the user's in the variable ``name`` if it is smaller.
 
-    Raises ConfigError if the user's fraction is not a number from 0 to ``most``.
+    Raises ConfigError if the user's fraction is not a number from 0 to ``limit``.
     """
     if users is None:
         return ours
@@ -214,7 +214,7 @@ def smaller_fraction(ours: str, users: str | None, name: str, most: float = 1.0)
         value = float(users)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= most:
+    if not 0 <= value <= limit:
         raise ConfigError(f"{name}: the memory fraction must be a number from 0 to 1, not {users!r}")
     return users if value < float(ours) else ours
 

@@ -49,7 +49,8 @@ class JAX(Framework):
         """Set the cap in the variable that the user has set, or else in the older one."""
         names = [name for name in FRACTIONS if environ.get(name)] or [FRACTIONS[1]]
         fractions = {
-            name: smaller_fraction(fraction, environ.get(name) or None, name, most=math.inf) for name in names
+            name: smaller_fraction(fraction, environ.get(name) or None, name, limit=math.inf)
+            for name in names
         }
         return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **fractions}
 

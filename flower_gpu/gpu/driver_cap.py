@@ -116,7 +116,7 @@ def join(limits: Mapping[str, int]) -> Path:
     Raises GPUUnavailableError if the driver cannot cap the worker.
     """
     try:
-        group = _own()
+        group = _own_group()
         if group == _OWN_GROUP.group:
             if limits != _OWN_GROUP.limits:  # unchanged for another call with the same lease
                 _limit(group, limits)
@@ -149,7 +149,7 @@ def register(group: Path, uuids: tuple[str, ...]) -> None:
 def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
     """Return the memory used by all processes in this worker's group, by UUID."""
     with suppress(_UnavailableError, QueryError):
-        return {uuid: used for uuid, (_, _, used) in inventory.limits(_own(), uuids).items()}
+        return {uuid: used for uuid, (_, _, used) in inventory.limits(_own_group(), uuids).items()}
     return {}
 
 
@@ -166,7 +166,7 @@ def remove_stale() -> None:
                 os.close(lock)
 
 
-def _own() -> Path:
+def _own_group() -> Path:
     groups = control_group.unified()
     if not groups:
         raise _UnavailableError("this host has no control groups of version 2")
@@ -175,24 +175,24 @@ def _own() -> Path:
 
 def _parent() -> Path:
     """Return a parent for the groups of workers: this process's own group, or the group above it."""
-    own, *above = control_group.unified()[:2] or [_own()]
-    controllers = own / "cgroup.controllers"
+    own_group, *above = control_group.unified()[:2] or [_own_group()]
+    controllers = own_group / "cgroup.controllers"
     if not controllers.exists() or _CONTROLLER not in controllers.read_text().split():
-        return own
+        return own_group
     # A group with processes cannot enable a controller for its children ("No Internal Process Constraint" in
     # the kernel's documentation). The group above can, but there workers would escape the limits of this
     # group.
     parents = [
-        own,
-        *(group for group in above if not any(map(_is_limited, (own / name for name in _LIMITS)))),
+        own_group,
+        *(group for group in above if not any(map(_is_limited, (own_group / name for name in _LIMITS)))),
     ]
     for parent in parents:
         with suppress(OSError):
             (parent / "cgroup.subtree_control").write_text(f"+{_CONTROLLER}")
             return parent
     raise _UnavailableError(
-        f"its control group {own} cannot enable the controller {_CONTROLLER} for children, because it has "
-        "processes: start it in a delegated group (systemd: Delegate=yes, DelegateSubgroup=)"
+        f"its control group {own_group} cannot enable the controller {_CONTROLLER} for children, because "
+        "it has processes: start it in a delegated group (systemd: Delegate=yes, DelegateSubgroup=)"
     )
 
 

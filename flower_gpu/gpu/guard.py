@@ -166,7 +166,7 @@ def apply(environ: Mapping[str, str]) -> str:
         return ""
     try:
         if is_wanted(environ):
-            _give_up(device_files.of_host(environ), granted(environ))
+            _drop_access(device_files.of_host(environ), granted(environ))
     except landlock.LandlockUnavailableError as error:
         if GPU_GUARD.resolve(None, environ) == "require":
             raise _required(str(error)) from None
@@ -189,18 +189,18 @@ def granted(environ: Mapping[str, str]) -> list[str]:
     return [*files, *device_files.SHARED] if files else []
 
 
-def _give_up(all_files: list[str], own: list[str]) -> None:
-    """Give up all device files of this host except ``own``.
+def _drop_access(all_files: list[str], granted_files: list[str]) -> None:
+    """Give up all device files of this host except ``granted_files``.
 
     Creating the rules takes 2 to 3 ms, because there is one for each entry of ``/`` and of ``/dev``. The fork
     server could create them once for all workers, but then it would have to notice each new file and mount.
     """
     if not all_files:
         return
-    if own:
+    if granted_files:
         _create_missing_file()
-    with landlock.without(all_files, own) as rules:
-        _close_devices(device_files.numbers(all_files) - device_files.numbers(own))
+    with landlock.without(all_files, granted_files) as rules:
+        _close_devices(device_files.numbers(all_files) - device_files.numbers(granted_files))
         rules.restrict_self()
 
 

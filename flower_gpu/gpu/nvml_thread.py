@@ -53,7 +53,7 @@ class _Query(Generic[T]):
         self.thread: threading.Thread
         self._work = work
         self._sent_at = time.monotonic()
-        self._answer: T
+        self._result: T
         self._error: BaseException | None = None
         self._is_done = False
         self._done = threading.Lock()  # faster than an Event
@@ -63,7 +63,7 @@ class _Query(Generic[T]):
         """Call NVML. Runs in the NVML thread."""
         self.thread = threading.current_thread()
         try:
-            self._answer = self._work()
+            self._result = self._work()
         except BaseException as error:
             self._error = error
         self._is_done = True
@@ -83,7 +83,7 @@ class _Query(Generic[T]):
         self.wait(timeout_s)
         if self._error is not None:
             raise self._error
-        return self._answer
+        return self._result
 
 
 class NVMLThread:

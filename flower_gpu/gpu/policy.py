@@ -107,8 +107,8 @@ def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decisi
 
 
 def _required_but(missing: Sequence[str], why_none: str, usable: Sequence[GPU]) -> str:
-    there = f"usable here: {_listed(usable)}" if usable else why_none
-    reasons = "; ".join([*missing, there])
+    available = f"usable here: {_listed(usable)}" if usable else why_none
+    reasons = "; ".join([*missing, available])
     return (
         f"this node's policy is require, and the required GPU cannot be used: {reasons}. Nothing was run. "
         "See `flower-gpu gpus`; change gpu-ids, or use the policy force or offer, which continue without a "

@@ -36,8 +36,8 @@ def get_weights(tree: Any) -> list[NDArray[Any]]:
         or is a tracer; the message has its path.
     """
     paths, leaves, _ = _flattened(tree)
-    array_checks.each(paths, _check_values, leaves)  # all are checked before the first copy
-    return array_checks.each(paths, _to_numpy, leaves)
+    array_checks.convert_each(paths, _check_values, leaves)  # all are checked before the first copy
+    return array_checks.convert_each(paths, _to_numpy, leaves)
 
 
 def set_weights(tree: Any, weights: Sequence[NDArray[Any]]) -> Any:
@@ -74,7 +74,7 @@ def set_weights(tree: Any, weights: Sequence[NDArray[Any]]) -> Any:
     paths, leaves, structure = _flattened(tree)
     arrays = array_checks.check_count(weights, paths)
     labels = [f"{path}, array {i} of {len(paths)}" for i, path in enumerate(paths, start=1)]
-    fitting = array_checks.each(labels, _fitted, arrays, leaves)
+    fitting = array_checks.convert_each(labels, _fitted, arrays, leaves)
     made = [_like(array, leaf) for array, leaf in zip(fitting, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(structure, made)
 

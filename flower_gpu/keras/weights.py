@@ -41,7 +41,7 @@ def get_weights(model: Any) -> list[NDArray[Any]]:
     """
     variables = _variables(model)
     names = [_name(variable) for variable in variables]
-    dtypes = array_checks.each(names, _dtype, variables)  # all are checked before the first copy
+    dtypes = array_checks.convert_each(names, _dtype, variables)  # all are checked before the first copy
     pairs = zip(variables, dtypes, strict=True)
     return [array_checks.to_numpy(variable.numpy(), dtype) for variable, dtype in pairs]
 
@@ -77,7 +77,7 @@ def set_weights(model: Any, weights: Sequence[NDArray[Any]]) -> None:
         hint = "; that is the number of trainable weights, but there are others too: use get_weights"
     arrays = array_checks.check_count(weights, names, hint)
     labels = [f"{name}, array {i} of {len(names)}" for i, name in enumerate(names, start=1)]
-    fitting = array_checks.each(labels, _fitted, arrays, variables)
+    fitting = array_checks.convert_each(labels, _fitted, arrays, variables)
     for variable, array in zip(variables, fitting, strict=True):
         variable.assign(array)
 

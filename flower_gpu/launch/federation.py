@@ -110,18 +110,18 @@ def service_environment(
 def client_environment(
     env: Mapping[str, str],
     client: int,
-    at_once: int,
+    concurrency: int,
     node_config: Mapping[str, ConfigValue] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return the environment of one client's processes.
 
     ``env``: environment of all processes of the run.
-    ``at_once``: number of clients that may train at the same time.
+    ``concurrency``: number of clients that may train at the same time.
     ``node_config``: config of the client's node.
     """
     result = {**options.node_environment(env, node_config), CLIENT_VARIABLE: str(client)}
     if not env.get(CONCURRENCY.variable):
-        result[CONCURRENCY.variable] = str(at_once)
+        result[CONCURRENCY.variable] = str(concurrency)
     if not env.get("OMP_NUM_THREADS"):
         # A worker computes its share of the cores itself. This is for apps that train in the client's own
         # process. OpenMP threads wait for each other in busy loops: three clients with two threads each on
@@ -219,10 +219,10 @@ class Federation:
                 with_lease = self.plan.gives_leases
                 self._node_env = fast_start(self._env, with_lease=with_lease, nodes=nodes, are_told=True)
         except ConfigError as error:
-            so = "messages start as slowly as Flower's own, and rounds are not shown while they run"
+            consequence = "messages start as slowly as Flower's own, and rounds are not shown while they run"
             if self.plan.gives_leases:
-                so += f"; without gpu_mod in {self.plan.app.name} its clients have no leases"
-            self._say(f"{so}: {error}")
+                consequence += f"; without gpu_mod in {self.plan.app.name} its clients have no leases"
+            self._say(f"{consequence}: {error}")
 
     def _warm_up(self) -> None:
         app = self.plan.app

@@ -72,7 +72,7 @@ def check(
     env: Mapping[str, str],
     *,
     is_given: bool,
-    at_once: int,
+    concurrency: int,
 ) -> list[str]:
     """Check callers' requests against this host's GPUs, and return notes for the user.
 
@@ -80,12 +80,12 @@ def check(
     of others.
 
     ``is_given``: whether the user, not only the app, decides if the run uses GPUs.
-    ``at_once``: number of clients that may train at a time.
+    ``concurrency``: number of clients that may train at a time.
 
     Raises ConfigError if no GPU of this host can ever grant a request. The message says which would fit.
     """
     use_gpu = callers[0].settings.requested({})
-    words = {each.settings.policy.gpu for each in callers}
+    words = {caller.settings.policy.gpu for caller in callers}
     if words == {"never"} or (use_gpu is False and words == {"offer"}):
         # No call will use a GPU, so the driver is not asked.
         host = Inventory((), None, None)
@@ -95,20 +95,20 @@ def check(
     # If only the app sets `use-gpu = true`, a host without a GPU is no reason for a warning.
     wanted = use_gpu if use_gpu is False or is_given else None
     lines: list[str] = []
-    for each in callers:
+    for caller in callers:
         try:
-            decision, gpus = leasing.decided(each.settings, wanted, host, env)
+            decision, gpus = leasing.decided(caller.settings, wanted, host, env)
         except GPUUnavailableError as error:
-            raise ConfigError(f"{each.prefix}{error}") from None
-        lines += [f"note: {each.prefix}{text}" for text in decision.warnings]
+            raise ConfigError(f"{caller.prefix}{error}") from None
+        lines += [f"note: {caller.prefix}{text}" for text in decision.warnings]
         if decision.on_gpu:
-            lines += _check_request(each, gpus, calls)
-        elif not each.settings.request.is_auto:
-            who = "all calls" if each.are_all else f"calls of {each}"
-            why = notices.why_on_cpu(each.settings, use_gpu, env)
-            lines.append(notices.without_effect(each.settings.request, who, why))
-        elif each.are_all:
-            lines.append(notices.calls_run(each.settings, (), at_once, use_gpu, env))
+            lines += _check_request(caller, gpus, calls)
+        elif not caller.settings.request.is_auto:
+            who = "all calls" if caller.are_all else f"calls of {caller}"
+            why = notices.why_on_cpu(caller.settings, use_gpu, env)
+            lines.append(notices.without_effect(caller.settings.request, who, why))
+        elif caller.are_all:
+            lines.append(notices.calls_run(caller.settings, (), concurrency, use_gpu, env))
     return list(dict.fromkeys(lines))
 
 
@@ -140,7 +140,7 @@ def check_required(nodes: Iterable[GPUSettings], environ: Mapping[str, str]) -> 
     Raises GPUUnavailableError if there is no usable GPU.
     Raises ConfigError if the GPUs have too little memory.
     """
-    required = {(each.policy, each.request): each for each in nodes if each.policy.gpu == "require"}
+    required = {(caller.policy, caller.request): caller for caller in nodes if caller.policy.gpu == "require"}
     if not required:
         return
     host = inventory.take(processes=False)

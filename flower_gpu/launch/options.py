@@ -111,7 +111,7 @@ class LaunchOptions:
 
 
 #: The options of :class:`LaunchOptions`, by their names.
-OWN: Final = MappingProxyType(table_of(LaunchOptions))
+LAUNCH_OPTIONS: Final = MappingProxyType(table_of(LaunchOptions))
 
 
 def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> None:

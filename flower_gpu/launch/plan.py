@@ -167,7 +167,7 @@ def _checked_on_gpus(plan: Plan) -> Plan:
     try:
         callers = gpu_check.callers_of({**node_configs, "the server": {}}, run_config, calls, env)
         is_given = call_options.USE_GPU.run_config_key in plan.overrides
-        remarks = gpu_check.check(callers, calls, env, is_given=is_given, at_once=plan.clients_at_once)
+        remarks = gpu_check.check(callers, calls, env, is_given=is_given, concurrency=plan.clients_at_once)
     except (GPUUnavailableError, LeaseError) as error:
         raise ConfigError(str(error)) from error
     if guarded := (guard.describe if plan.gives_leases else guard.outside_of_workers)(os.environ):

@@ -118,7 +118,7 @@ def launch(options: LaunchOptions) -> int:
             _close(display)
             if folder.model.exists():
                 run.end_told["facts"] = {"model": folder.model.name}
-    for pid in supervisor.left:
+    for pid in supervisor.unkilled:
         _complain(f"process {pid} could not be ended: it hangs in the kernel, as in the driver (see dmesg)")
         code = code or 1
     _conclude(plan, folder, code, client_of)

@@ -93,12 +93,12 @@ class Notices:
             self._turned_away.add(node)
             self._say(f"{node} is not let in{text}")
 
-    def starts_again(self, how: str) -> None:
+    def starts_again(self, ending: str) -> None:
         """Show that a SuperNode has exited and will be started again.
 
-        ``how``: clause with the name of the SuperNode and the way it has exited.
+        ``ending``: clause with the name of the SuperNode and the way it has exited.
         """
-        self._say(f"{how}; it is started again in {_PAUSE_S:g} s")
+        self._say(f"{ending}; it is started again in {_PAUSE_S:g} s")
 
     def look(self, node: str, log: trace.Follower, path: Path) -> None:
         """Read the new lines in the log of a SuperNode, and show connections and errors."""
@@ -171,7 +171,7 @@ class SuperNode:
         self,
         number: int,
         count: int,
-        given: Sequence[str],
+        flower_options: Sequence[str],
         pairs: Mapping[str, ConfigValue],
         calls: CallOptions,
         env: Mapping[str, str],
@@ -180,7 +180,7 @@ class SuperNode:
         has_key: bool = False,
     ) -> None:
         config = {"partition-id": number, "num-partitions": count, **pairs, **node_config_of(calls, number)}
-        self.options = [*given, NODE_CONFIG, format_pairs(config)]
+        self.options = [*flower_options, NODE_CONFIG, format_pairs(config)]
         self._has_key = has_key
         self.env = {**options.node_environment(env, config), CLIENT_VARIABLE: str(config["partition-id"])}
         self._name = f"SuperNode {number}"
@@ -217,17 +217,17 @@ class SuperNode:
             self._again_at = now + _TURNED_AWAY_PAUSE_S
             notices.turned_away(self._name, _WHY_TURNED_AWAY)
             return
-        how = ": ".join(filter(None, (service.describe_end(), printable(reason_in(output)).rstrip("."))))
+        ending = ": ".join(filter(None, (service.describe_end(), printable(reason_in(output)).rstrip("."))))
         if stays(service.returncode, output):
-            raise NeverStartsError(f"{how}. The whole log is {path_text(self._log)}")
+            raise NeverStartsError(f"{ending}. The whole log is {path_text(self._log)}")
         has_failed = now - self._began < _EARLY_S or not self._has_begun(output)
         self._failed_starts = self._failed_starts + 1 if has_failed else 0
         if self._failed_starts >= _MOST_FAILED_STARTS:
             raise NeverStartsError(
-                f"{how}, {self._failed_starts} times in a row. The end of {path_text(self._log)}:\n"
+                f"{ending}, {self._failed_starts} times in a row. The end of {path_text(self._log)}:\n"
                 f"{service.tail()}"
             )
-        notices.starts_again(how)
+        notices.starts_again(ending)
         self._again_at = now + _PAUSE_S
 
     def _has_begun(self, output: str) -> bool:

@@ -208,7 +208,7 @@ class Supervisor:
         self._is_parent = False  # whether orphans of the run's processes become our children
         self._programs: starter.Programs | None = None
         #: Pids of processes that could not be ended.
-        self.left: list[int] = []
+        self.unkilled: list[int] = []
 
     def __enter__(self) -> Supervisor:
         # psutil is imported late in this package, because workers and fork servers do not need it.
@@ -278,14 +278,14 @@ class Supervisor:
             self._sleep(remaining)
         if self._programs is not None:
             self._programs.close()
-        self.left = self._kill_all()
+        self.unkilled = self._kill_all()
         if self._programs is not None:
             self._programs.reap()
         deadline = time.monotonic() + KILL_S
         # On a system without /proc, _kill_all() has not found all processes.
         for service in self._services:
             service.send(signal.SIGKILL)
-            while service.runs and service.pid not in self.left and time.monotonic() < deadline:
+            while service.runs and service.pid not in self.unkilled and time.monotonic() < deadline:
                 time.sleep(0.01)
 
     def _kill_all(self) -> list[int]:

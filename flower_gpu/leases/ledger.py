@@ -137,7 +137,7 @@ class Ledger:
         version = claimant.version()
         with self._locked(claimant.count > 0) as readings:
             _check_nvml(readings, claimant)
-            own_folder = self.folder.own()
+            own_folder = self.folder.own_folder()
             state = self._read_state(readings, verify=True)
             alive = (*state.holders, *state.waiting)
             tickets.remove_stale(own_folder, [entry for entry in alive if entry.user == os.getuid()])

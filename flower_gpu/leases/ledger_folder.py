@@ -62,7 +62,7 @@ class LedgerFolder:
             )
         return cls(root)
 
-    def own(self) -> Path:
+    def own_folder(self) -> Path:
         """Return this account's folder. It is created if it is missing.
 
         Raises LeaseError if the folder belongs to another account, or another account can write to it.

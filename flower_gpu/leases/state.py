@@ -49,8 +49,8 @@ class State:
         claims = [entry for entry in self.waiting if entry.id in waiting]
 
         def granted_without(released: Container[str]) -> set[str]:
-            held = [entry for entry in self.holders if entry.id not in released]
-            return set(admission.plan((*self.cards, *self.host), held, claims))
+            holders = [entry for entry in self.holders if entry.id not in released]
+            return set(admission.plan((*self.cards, *self.host), holders, claims))
 
         to_release = set(leases)
         all_granted = granted_without(to_release)
@@ -88,7 +88,7 @@ class Readings:
 
     inventory: Inventory  # the GPUs; empty if no claim needs a GPU
     host: HostReading  # cores and main memory
-    held: Sequence[Entry]  # the leases before NVML was called
+    leases: Sequence[Entry]  # the leases before NVML was called
     # The last report of each worker before NVML was called, by ticket, see :meth:`Entry.reported`
     reports: Mapping[str, tuple[int, dict[str, int]]]
     # Time on the clock of ``time.monotonic`` after which the use of other programs may have grown
@@ -102,19 +102,19 @@ class Readings:
         NVML is called only if a claim needs a GPU. It answers slowly, and processes without a use for GPUs
         should not have to initialize it.
         """
-        held = [entry for entry in entries if entry.parts]
+        holders = [entry for entry in entries if entry.parts]
         reports: dict[str, tuple[int, dict[str, int]]] = {}
         gpus = Inventory((), None, None)
         if asks_for_gpus or any(not entry.parts and entry.count for entry in entries):
             # The reports come first: a later report could make the use of other programs look too low.
-            reports = {entry.id: entry.reported() for entry in held}
+            reports = {entry.id: entry.reported() for entry in holders}
             gpus = inventory.take()
-        return cls(gpus, host.measure(), held, reports, time.monotonic() + _FRESH_S)
+        return cls(gpus, host.measure(), holders, reports, time.monotonic() + _FRESH_S)
 
     def cards(self, holders: Sequence[Entry], reserve_bytes: int) -> tuple[Card, ...]:
         """Return the GPUs as admission sees them, without the reserve."""
         present = {entry.id for entry in holders}
-        ended = [entry for entry in self.held if entry.id not in present]
+        ended = [entry for entry in self.leases if entry.id not in present]
         return tuple(self._card(gpu, holders, ended, reserve_bytes) for gpu in self.inventory.usable)
 
     def _card(

@@ -114,16 +114,16 @@ def _scarce_cards(state: State, entry: Entry) -> dict[str, str]:
 
 def _holders_text(state: State, uuid: str, name: str) -> str:
     """Return how much of a card is leased, and to whom, or an empty text if no lease is on it."""
-    held: dict[tuple[int, int], list[Entry]] = {}
+    entries_by_process: dict[tuple[int, int], list[Entry]] = {}
     for entry in state.holders:
         if any(part.uuid == uuid and part.memory_bytes for part in entry.parts):
-            held.setdefault((entry.user, entry.pid), []).append(entry)
+            entries_by_process.setdefault((entry.user, entry.pid), []).append(entry)
     capacity = {card.uuid: card.capacity_bytes for card in (*state.cards, *state.host)}.get(uuid, 0)
     amounts = (state.leased_bytes(uuid), capacity)
     leased, total = (
         f"{amount / 1000:g}" if kind_of(uuid) == CORES else format_bytes(amount) for amount in amounts
     )
-    owners = [_owner(entries) for entries in held.values()]
+    owners = [_owner(entries) for entries in entries_by_process.values()]
     more = f" and {len(owners) - _MAX_HOLDERS} others" if len(owners) > _MAX_HOLDERS else ""
     return (
         f"{name}: {leased} of {total} are leased to {', '.join(owners[:_MAX_HOLDERS])}{more}"

@@ -61,7 +61,7 @@ def to_device(thing: T, device: torch.device | str | int | None = None) -> T:
     ConfigError
         If this process does not have the device, or if a tensor is on the meta device and so has no values.
     """
-    return cast(T, _mapped(partial(_there, _checked(device)), thing))
+    return cast(T, _mapped(partial(_tensor_on, _checked(device)), thing))
 
 
 def to_numpy(thing: Any) -> Any:
@@ -106,7 +106,7 @@ def _mapped(convert: Callable[[Any], Any], thing: Any) -> Any:
     return thing
 
 
-def _there(target: torch.device, thing: Any) -> Any:
+def _tensor_on(target: torch.device, thing: Any) -> Any:
     if isinstance(thing, torch.Tensor):
         return _moved(thing, target)
     if isinstance(thing, nn.Module):

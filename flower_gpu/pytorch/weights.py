@@ -71,7 +71,7 @@ def get_state(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, NDArra
         As :func:`get_weights`.
     """
     entries = _entries(model)
-    array_checks.each(entries, _dtype, entries.values())  # all are looked at before the first copy
+    array_checks.convert_each(entries, _dtype, entries.values())  # all are looked at before the first copy
     return {name: _to_numpy(tensor) for name, tensor in entries.items()}
 
 
@@ -103,7 +103,7 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     buffer are rounded to the nearest integer (halves to even). A 0-d float64 is accepted for a smaller float,
     because numpy before 2.0 promotes 0-d arrays.
     """
-    model = _own(model)
+    model = _without_wrapper(model)
     state = model.state_dict()
     entries = _entries(state, is_divided=True)
     hint = ""
@@ -114,9 +114,9 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
         )
     array_checks.check_count(weights, list(entries), hint)
     labels = [f"{name}, array {i} of {len(entries)}" for i, name in enumerate(entries, start=1)]
-    dtypes = array_checks.each(state, _dtype, state.values())
-    found = array_checks.each(labels, _to_tensor, weights, state.values(), dtypes)
-    tensors = dict(zip(state, found, strict=True))
+    dtypes = array_checks.convert_each(state, _dtype, state.values())
+    converted = array_checks.convert_each(labels, _to_tensor, weights, state.values(), dtypes)
+    tensors = dict(zip(state, converted, strict=True))
     if is_sharded(model):
         _load_full_state(model, tensors)
         return
@@ -182,7 +182,7 @@ def _entries(
 ) -> dict[str, torch.Tensor]:
     """Return the detached tensors of a ``state_dict``, or raise if one holds no plain values."""
     if isinstance(model, nn.Module):
-        model = _own(model)
+        model = _without_wrapper(model)
         state = _full_state(model) if is_sharded(model) else model.state_dict()
     else:
         state = dict(model)
@@ -205,7 +205,7 @@ def _entries(
     return entries
 
 
-def _own(model: nn.Module) -> nn.Module:
+def _without_wrapper(model: nn.Module) -> nn.Module:
     """Return the user's model from the wrapper that averages its gradients over ranks."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 

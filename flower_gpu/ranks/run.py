@@ -128,7 +128,7 @@ def _call(
         },
         setup=leased_worker.SETUP,
         label=f"rank {rank} of {count}" + (f" (GPU {share.index})" if share is not None else ""),
-        held=facts.held,
+        lease_descriptor=facts.lease_descriptor,
         log_prefix=f"{prefix}, rank {rank}: " if prefix else f"rank {rank}: ",
         takes_over=True,
     )

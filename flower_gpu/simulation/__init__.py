@@ -2,8 +2,8 @@
 
 ::
 
-    ServerApp (run) ── messages ──> grid: boxes ──> dispatcher: which host has which message
-       ▲                              ▲                │ visit: message, seed, the client's state
+    ServerApp (run) ── messages ──> grid: pending ─> dispatcher: which host has which message
+       ▲                              ▲                │ assigned message: message, seed, the client's state
        │ replies; sums                │                ▼
        └──────────────────────────────┘             host: queue, sums of replies  (local_host)
                                       │                │ a thread for each assignment: one message, or
@@ -16,13 +16,13 @@
                                       │                │ workers: their number, and preloaded data
                                       │                ▼
                                       │             in_worker: loads the app, handles the messages, resets
-                                      └─── answer: reply, without arrays if summed; new state ────┘
+                                      └─── outcome: reply, without arrays if summed; new state ───┘
 
 Single clients may have their own settings (clients). They come from a table and from the app before the run
 begins. In each round, the grid shows the ServerApp the nodes that are available.
 
-A message has one owner at a time: first its box, then a host (as a job), then its box again with the reply.
-When a host returns a message or is lost, the message goes back to the queue in its box. Hosts sum the replies
+A message has one owner at a time: first its set, then a host (as a job), then its set again with the reply.
+When a host returns a message or is lost, the message goes back to the queue in its set. Hosts sum the replies
 of training. The grid asks for the sums at the end of a round or of a block of nodes.
 
 The interface of a host is :class:`flower_gpu.simulation.host.Host`. This machine is a host (local_host).

@@ -40,8 +40,8 @@ _PART: Final = re.compile(r"(?:\*|(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?)(?:/
 _TABLE: Final = "table of clients"
 
 #: The settings of one client: values by :data:`KEYS`.
-Own = Mapping[str, Any]
-_NOTHING: Final[Own] = {}
+ClientOverrides = Mapping[str, Any]
+_NOTHING: Final[ClientOverrides] = {}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Clients:
     for all types without an entry. Clients with equal settings share one mapping.
     """
 
-    by_type: Mapping[str, tuple[Own, ...]] = field(default_factory=dict)
+    by_type: Mapping[str, tuple[ClientOverrides, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entries: Mapping[Any, Any], count: int) -> Clients:
@@ -65,19 +65,21 @@ class Clients:
         """
         if not isinstance(entries, Mapping):
             raise TypeError(f"clients must be a mapping by partition, not a {type(entries).__name__}")
-        own: list[Own] = [_NOTHING] * count
+        overrides: list[ClientOverrides] = [_NOTHING] * count
         for pattern, entry in entries.items():
             values = _values(pattern, entry)
             for partition in _partitions(pattern, count):
-                own[partition] = joined(own[partition], values)
-        return cls({"": _shared(own)} if entries else {})
+                overrides[partition] = joined(overrides[partition], values)
+        return cls({"": _shared(overrides)} if entries else {})
 
-    def with_app(self, told: Mapping[str, Sequence[Own]], options: Mapping[str, Any]) -> Clients:
+    def with_app(
+        self, of_app: Mapping[str, Sequence[ClientOverrides]], options: Mapping[str, Any]
+    ) -> Clients:
         """Return these settings joined with the app's settings.
 
         The options of the run and the table take precedence over the app.
 
-        ``told``: settings of each client by message type, see :func:`told_by_app`.
+        ``of_app``: settings of each client by message type, see :func:`overrides_of_app`.
         ``options``: options of the run's calls.
         """
         overridden = {name for name, value in options.items() if value is not None}
@@ -86,52 +88,58 @@ class Clients:
         }
         overridden |= {CALL[name].excludes for name in overridden}
 
-        def with_table(partition: int, own: Own) -> Own:
-            remaining = {name: value for name, value in own.items() if name not in overridden}
+        def with_table(partition: int, overrides: ClientOverrides) -> ClientOverrides:
+            remaining = {name: value for name, value in overrides.items() if name not in overridden}
             return joined(remaining, self.of_client(partition))
 
         from_app = {
-            kind: _shared(with_table(partition, own) for partition, own in enumerate(all_own))
-            for kind, all_own in told.items()
+            kind: _shared(
+                with_table(partition, overrides) for partition, overrides in enumerate(all_overrides)
+            )
+            for kind, all_overrides in of_app.items()
         }
         return Clients({**self.by_type, **from_app})
 
-    def of_client(self, partition: int, message_type: str = "") -> Own:
+    def of_client(self, partition: int, message_type: str = "") -> ClientOverrides:
         """Return the settings of a client for calls of a message type."""
         default = self.by_type.get("", ())
-        own = self.by_type.get(message_type.removesuffix(".default"), default)
-        return own[partition] if own else _NOTHING
+        overrides = self.by_type.get(message_type.removesuffix(".default"), default)
+        return overrides[partition] if overrides else _NOTHING
 
     def differ(self, message_type: str) -> bool:
         """Return True if clients must be handled one by one: options differ, or clients are slowed down."""
-        all_own = self.by_type.get(message_type.removesuffix(".default"), self.by_type.get("", ()))
-        return len({id(own) for own in all_own}) > 1 or any("slow_down" in own for own in all_own[:1])
+        all_overrides = self.by_type.get(message_type.removesuffix(".default"), self.by_type.get("", ()))
+        return len({id(overrides) for overrides in all_overrides}) > 1 or any(
+            "slow_down" in overrides for overrides in all_overrides[:1]
+        )
 
     def resources(self) -> list[dict[str, Any]]:
         """Return the distinct options of calls among the clients' settings."""
-        all_own = {id(own): own for of_type in self.by_type.values() for own in of_type}
-        by_key = {_key(options): options for options in map(resources, all_own.values())}
+        all_overrides = {
+            id(overrides): overrides for of_type in self.by_type.values() for overrides in of_type
+        }
+        by_key = {_key(options): options for options in map(resources, all_overrides.values())}
         return list(by_key.values()) or [{}]
 
 
-def resources(own: Own) -> dict[str, Any]:
+def resources(overrides: ClientOverrides) -> dict[str, Any]:
     """Return the options of calls among a client's settings."""
-    return {name: own[name] for name in RESOURCES if name in own}
+    return {name: overrides[name] for name in RESOURCES if name in overrides}
 
 
-def _shared(all_own: Iterable[Own]) -> tuple[Own, ...]:
+def _shared(all_overrides: Iterable[ClientOverrides]) -> tuple[ClientOverrides, ...]:
     """Return the settings with a single mapping for clients with equal settings."""
-    own_by_key: dict[tuple[Any, ...], Own] = {}
-    return tuple(own_by_key.setdefault(_key(own), own) for own in all_own)
+    overrides_by_key: dict[tuple[Any, ...], ClientOverrides] = {}
+    return tuple(overrides_by_key.setdefault(_key(overrides), overrides) for overrides in all_overrides)
 
 
-def _key(own: Own) -> tuple[Any, ...]:
-    return tuple(sorted(own.items()))
+def _key(overrides: ClientOverrides) -> tuple[Any, ...]:
+    return tuple(sorted(overrides.items()))
 
 
-def as_written(own: Own) -> dict[str, Any]:
+def as_written(overrides: ClientOverrides) -> dict[str, Any]:
     """Return a client's settings with keys as in a file."""
-    return {name.replace("_", "-"): value for name, value in own.items()}
+    return {name.replace("_", "-"): value for name, value in overrides.items()}
 
 
 def plain(entries: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
@@ -186,9 +194,9 @@ def _partitions(pattern: Any, count: int) -> Iterator[int]:
         yield from range(first, last + 1, step)
 
 
-def told_by_app(
+def overrides_of_app(
     app: AppReference | ClientApp, nodes: VirtualNodes, options: Mapping[str, Any]
-) -> Mapping[str, Sequence[Own]]:
+) -> Mapping[str, Sequence[ClientOverrides]]:
     """Return the settings that the app's own ``gpu_mod`` has for each client, by message type.
 
     The type "" stands for all types. The result is empty if the app cannot be imported, because its messages
@@ -208,10 +216,10 @@ def told_by_app(
         # lease, so it waits for no other process.
         env = {**(options.get("env") or {}), CPU_LEASES.variable: "off", CALL["gpu"].variable: "never"}
         settings = call_settings({"start_method": options.get("start_method"), "env": env})
-        told: Mapping[str, Sequence[Own]] = run_call(
+        of_app: Mapping[str, Sequence[ClientOverrides]] = run_call(
             _ask_app, (app, nodes), settings=settings, kind="asking gpu_mod"
         )
-        return told
+        return of_app
     except (ConfigError, TypeError) as error:
         raise ConfigError(
             f"gpu_mod of the app: {text_of(error)}. A simulation asks it once for each client, before the "
@@ -221,20 +229,20 @@ def told_by_app(
         return {}
 
 
-def _ask_app(app: AppReference | ClientApp, nodes: VirtualNodes) -> Mapping[str, Sequence[Own]]:
+def _ask_app(app: AppReference | ClientApp, nodes: VirtualNodes) -> Mapping[str, Sequence[ClientOverrides]]:
     """Return the settings of each client from the app's ``gpu_mod``. Imports the app if necessary."""
     checked: set[str] = set()
 
-    def options_of(ask_mod: Callable[[Context], Mapping[str, Any]], node_id: int) -> Own:
+    def options_of(ask_mod: Callable[[Context], Mapping[str, Any]], node_id: int) -> ClientOverrides:
         options = ask_mod(nodes.context_of(node_id, b""))
         if repr(options) not in checked:
             call_settings(options)
             checked.add(repr(options))
-        own = {name: value for name, value in resources(options).items() if value is not None}
+        overrides = {name: value for name, value in resources(options).items() if value is not None}
         # The app requires a GPU of real nodes. A machine that simulates nodes need not have one.
-        if own.get("gpu") != "never":
-            own.pop("gpu", None)
-        return own
+        if overrides.get("gpu") != "never":
+            overrides.pop("gpu", None)
+        return overrides
 
     mods = mod_options(app.load() if isinstance(app, AppReference) else app).items()
     return {kind: [options_of(ask_mod, node_id) for node_id in nodes.ids] for kind, ask_mod in mods}

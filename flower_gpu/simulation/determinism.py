@@ -2,7 +2,7 @@
 
     interpreter    hashes of strings: Python must be started with a fixed PYTHONHASHSEED
     environment    number of threads, and variables that frameworks read when they start
-    frameworks     deterministic algorithms: in the ServerApp's process by ``here``, in workers by
+    frameworks     deterministic algorithms: in the ServerApp's process by ``applied``, in workers by
                    ``in_worker.handle_deterministically``
 
 Every run seeds random number generators, see ``run.simulate``. The grid and
@@ -103,7 +103,7 @@ def run_id(seed: int) -> int:
 
 
 @contextmanager
-def here(env: Mapping[str, str]) -> Iterator[None]:
+def applied(env: Mapping[str, str]) -> Iterator[None]:
     """Use deterministic algorithms in the process of the ServerApp while the block runs.
 
     ``env``: environment variables to set in the block, see :func:`variables`.
@@ -152,18 +152,18 @@ def versions() -> dict[str, str]:
     return {"flower-gpu": flower_gpu.__version__, **installed, "python": sys.version.split()[0]}
 
 
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: bool) -> None:
+def check_same(earlier: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: bool) -> None:
     """Check that a resumed run has the same :data:`KEYS` as the earlier run.
 
     Logs a warning if a setting differs. In a strict run, raises ConfigError instead.
 
-    ``before``: settings of the earlier run. Missing settings are not compared.
+    ``earlier``: settings of the earlier run. Missing settings are not compared.
     ``now``: settings of this run.
     """
     different = [
-        f"{name} was {_shown(before[name])} and is {_shown(now[name])}"
+        f"{name} was {_shown(earlier[name])} and is {_shown(now[name])}"
         for name in KEYS
-        if name in before and before[name] != now[name]
+        if name in earlier and earlier[name] != now[name]
     ]
     if not different:
         return

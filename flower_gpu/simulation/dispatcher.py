@@ -1,28 +1,29 @@
-"""The dispatcher: assigns messages to hosts, retries the messages of lost hosts, and accepts answers.
+"""The dispatcher: assigns messages to hosts, retries the messages of lost hosts, and accepts outcomes.
 
-Messages wait in boxes. A host has a capacity, and gets messages while it has room. The dispatcher must keep
+Messages wait in sets. A host has a capacity, and gets messages while it has room. The dispatcher must keep
 every worker busy, but not give one host so many short messages that the others run dry. It must survive the
 loss of any host at any moment. And no message may be answered twice, or with two different seeds.
 
 Threads:
 
-- The ServerApp's thread (``grid``) fills boxes, calls ``add``, ``remove`` and ``cancel``, and takes replies.
-- The giver (``_give_all``) waits on ``changed``. When messages are added or requeued, it gives them to all
-  hosts with room (``Host.take``). It starts each round.
+- The ServerApp's thread (``grid``) fills sets, calls ``add``, ``remove`` and ``cancel``, and takes replies.
+- The giver (``_assign_all``) waits on ``changed``. When messages are added or requeued, it gives them to all
+  hosts with room (``Host.submit``). It starts each round.
 - Each host has a thread (``_exchange_all``) that calls ``Host.exchange`` in a loop. A call sends the next
-  messages and returns answers to earlier ones, so a busy host gets its next messages without a delay.
+  messages and returns the outcomes of earlier ones, so a busy host gets its next messages without a delay.
 - A timer (``_end_without_hosts``) ends the run if no host is left for a minute.
 
-One condition, ``changed``, protects the boxes and the fields of hosts and of the dispatcher. Calls of a host
+One condition, ``changed``, protects the sets and the fields of hosts and of the dispatcher. Calls of a host
 may block, so threads release it before they call one. In between, a message may be cancelled or its host may
-be lost. So before ``_visits`` sends a message, it checks that the message is still wanted and on its host.
+be lost. So before ``_assigned_messages`` sends a message, it checks that the message is still wanted and on
+its host.
 
 ``_jobs`` decides which host has a message. ``_take_from_host`` removes an entry, and only one thread gets
-True from it. An answer is ignored if its host no longer has the message. So late answers of a lost host do no
-harm.
+True from it. An outcome is ignored if its host no longer has the message. So late outcomes of a lost host do
+no harm.
 
-Retries. ``_again`` requeues a message when its host returns it without a reply, or when its host is lost. The
-next host with room gets it, with the same seed. A lost host may have died because of a message. After the
+Retries. ``_requeue`` requeues a message when its host returns it without a reply, or when its host is lost.
+The next host with room gets it, with the same seed. A lost host may have died because of a message. After the
 loss of two hosts, a message gets its last try on a host without other messages (``is_exclusive``). If that
 host is lost too, the message is blamed and its call fails. Otherwise, innocent messages on the same three
 hosts would be blamed as well.
@@ -41,14 +42,21 @@ from flwr.app import Message
 from flower_gpu.errors import RunEndedError, WorkerDiedError
 from flower_gpu.flower.records import NUMBERED, round_of
 from flower_gpu.flower.resuming.states import StateStore
-from flower_gpu.simulation.boxes import Box, Job, SumBox
-from flower_gpu.simulation.host import Answer, Answers, Host, NoSuchNodeError, Visit, failed
+from flower_gpu.simulation.host import (
+    AssignedMessage,
+    Host,
+    HostReport,
+    MessageOutcome,
+    NoSuchNodeError,
+    failed,
+)
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.pending_messages import Job, PendingMessages, SummedMessages
 
 # A message that was on this many lost hosts is assumed to have caused the losses. The last of these hosts has
 # no other message, so that no innocent message is blamed.
-_MOST_LOST: Final = 3
+_MAX_LOST_HOSTS: Final = 3
 # The run ends after this many seconds without any host.
 _NO_HOST_S: Final = 60.0
 # Seconds that the end of a run waits for each thread that still asks a host.
@@ -140,7 +148,7 @@ class Dispatcher:
     ``states``: store of the clients' states.
     ``seed``: seed of the run.
     ``durations``: gets the duration of each call.
-    ``changed``: lock of all boxes and condition that is notified of every change to a box.
+    ``changed``: lock of all sets and condition that is notified of every change to a set.
     ``hosts``: the present hosts.
     """
 
@@ -153,21 +161,21 @@ class Dispatcher:
         self._seeds = Seeds(seed)
         self._seed_of: dict[str, int] = {}  # seeds of unfinished messages
         self._losses: Counter[str] = Counter()  # number of lost hosts that had the message, by message id
-        self._waiting: list[Box] = []  # boxes with queued messages, in the order of sending
-        self._summing: set[SumBox] = set()
+        self._waiting: list[PendingMessages] = []  # sets with queued messages, in the order of sending
+        self._summing: set[SummedMessages] = set()
         self._jobs: dict[str, Job] = {}  # jobs on hosts, by message id
-        self._with_room: set[Host] = set()
+        self._hosts_with_room: set[Host] = set()
         self._is_closed = False
-        self._giver = threading.Thread(target=self._give_all, name="flower-gpu-giver", daemon=True)
-        self._giver.start()
+        self._assigner = threading.Thread(target=self._assign_all, name="flower-gpu-giver", daemon=True)
+        self._assigner.start()
         self._exchanging: list[threading.Thread] = []
 
     @property
     def concurrency(self) -> int:
         """The maximum number of messages that all hosts together handle at a time."""
-        return sum(host.about.concurrency for host in self.hosts)
+        return sum(host.info.concurrency for host in self.hosts)
 
-    def most_unread(self, kind: str) -> int:
+    def max_unread(self, kind: str) -> int:
         """Return the maximum number of replies in flight or unread. More replies could fill the memory.
 
         The number is larger with batches, because the next batch must be complete while the replies of the
@@ -185,29 +193,29 @@ class Dispatcher:
         known = [time_s for time_s in since if time_s is not None]
         return max(known) if known and len(known) == len(since) else None
 
-    # Boxes. Callers of these methods hold the lock.
+    # Sets. Callers of these methods hold the lock.
 
-    def add(self, box: Box) -> None:
-        """Start to hand out the messages of a box."""
-        if box not in self._waiting:
-            self._waiting.append(box)
-        if isinstance(box, SumBox):
-            self._summing.add(box)
+    def add(self, pending: PendingMessages) -> None:
+        """Start to hand out the messages of a set."""
+        if pending not in self._waiting:
+            self._waiting.append(pending)
+        if isinstance(pending, SummedMessages):
+            self._summing.add(pending)
         self.changed.notify_all()
 
-    def remove(self, box: Box) -> None:
-        """Stop handing out the messages of a closed box."""
-        if isinstance(box, SumBox):
-            self._summing.discard(box)
+    def remove(self, pending: PendingMessages) -> None:
+        """Stop handing out the messages of a closed set."""
+        if isinstance(pending, SummedMessages):
+            self._summing.discard(pending)
         self.changed.notify_all()
 
     # Hosts
 
     def joined(self, host: Host) -> None:
-        """Add a host and start the thread that exchanges messages and answers with it."""
+        """Add a host and start the thread that exchanges messages and outcomes with it."""
         with self.changed:
             self.hosts.append(host)
-            self._with_room.add(host)
+            self._hosts_with_room.add(host)
             self.changed.notify_all()
         thread = threading.Thread(
             target=self._exchange_all, args=(host,), name=f"flower-gpu-{host.name}", daemon=True
@@ -228,14 +236,14 @@ class Dispatcher:
                 return
             host.is_gone = True
             self.hosts.remove(host)
-            self._with_room.discard(host)
+            self._hosts_with_room.discard(host)
             for job in [job for job in self._jobs.values() if job.host is host]:
                 self._take_from_host(job)
                 self._losses[job.message_id] += 1
-                self._again(job)
-            for box in self._summing:
-                box.lost(host)
-                self._list_if_waiting(box)
+                self._requeue(job)
+            for pending in self._summing:
+                pending.lost(host)
+                self._list_if_waiting(pending)
             remaining = len(self.hosts)
             self.changed.notify_all()
         host.lost(error, remaining)
@@ -252,9 +260,9 @@ class Dispatcher:
         with self.changed:
             if self.hosts:
                 return
-            for box in self._waiting:
-                for message in box.take_waiting():
-                    box.end(message, failed(message, RunEndedError(text)))
+            for pending in self._waiting:
+                for message in pending.clear_queue():
+                    pending.put_reply(message, failed(message, RunEndedError(text)))
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -262,7 +270,7 @@ class Dispatcher:
         with self.changed:
             self._is_closed = True
             self.changed.notify_all()
-        self._giver.join()
+        self._assigner.join()
 
     def wait(self) -> None:
         """Wait until no thread uses a host. Call it after the dispatcher and then the hosts were closed.
@@ -280,28 +288,28 @@ class Dispatcher:
             if self._jobs.get(job.message_id) is job and not job.host.is_gone:
                 job.host.cancel(job.message_id)
 
-    def _give_all(self) -> None:
+    def _assign_all(self) -> None:
         """Give messages to hosts with room when messages are sent or requeued. Body of the giver thread."""
         while True:
             with self.changed:
-                while not (jobs := self._next_jobs(self._with_room)) and not self._is_closed:
+                while not (jobs := self._next_jobs(self._hosts_with_room)) and not self._is_closed:
                     self.changed.wait()
             if self._is_closed:
                 break
             for host, jobs_of_host in jobs.items():
                 try:
-                    host.take(self._visits(jobs_of_host))
+                    host.submit(self._assigned_messages(jobs_of_host))
                 except Exception as error:
                     self.lost(host, error)
             # Otherwise these variables would keep the messages in memory during the next wait.
             del jobs, jobs_of_host
 
     def _exchange_all(self, host: Host) -> None:
-        """Fetch a host's answers and give it its next messages, until it is lost. Body of its thread."""
+        """Fetch a host's outcomes and give it its next messages, until it is lost. Body of its thread."""
         jobs: list[Job] = []
         try:
             while not self._is_closed and not host.is_gone:
-                jobs = self._take_answers(host, host.exchange(self._visits(jobs)))
+                jobs = self._process_report(host, host.exchange(self._assigned_messages(jobs)))
         except Exception as error:
             self.lost(host, error)
 
@@ -312,7 +320,7 @@ class Dispatcher:
         queues. In each pass, hosts take turns.
         """
         jobs: dict[Host, list[Job]] = {}
-        self._waiting = [box for box in self._waiting if box.count_waiting]
+        self._waiting = [pending for pending in self._waiting if pending.queued_count]
         if not self._waiting:
             return jobs
         concurrency = self.concurrency
@@ -326,129 +334,129 @@ class Dispatcher:
                     jobs.setdefault(host, []).append(job)
                     turns.append(host)
         for host in with_room:
-            if host.under_way >= max(host.most(box.kind) for box in self._waiting):
-                self._with_room.discard(host)
+            if host.in_flight >= max(host.capacity(pending.kind) for pending in self._waiting):
+                self._hosts_with_room.discard(host)
         return jobs
 
     def _next_job(self, host: Host, concurrency: int, *, is_ahead: bool) -> Job | None:
-        """Return the next job for a host, or None if it has no room or no box has a message for it.
+        """Return the next job for a host, or None if it has no room or no set has a message for it.
 
         ``concurrency``: messages that all hosts handle at a time.
         ``is_ahead``: True if the message may wait in the host's queue, False if a worker must be free.
         """
-        for box in self._waiting:
-            max_messages = host.about.concurrency
+        for pending in self._waiting:
+            max_messages = host.info.concurrency
             if is_ahead:
                 # With several hosts, a host queues only half of its share of the waiting messages. The rest
                 # stays for the host that is done first.
-                part = max_messages + box.count_waiting * max_messages // (2 * max(concurrency, 1))
-                capacity = host.most(box.kind)
+                part = max_messages + pending.queued_count * max_messages // (2 * max(concurrency, 1))
+                capacity = host.capacity(pending.kind)
                 max_messages = capacity if len(self.hosts) == 1 else min(capacity, part)
-            if host.is_exclusive or host.under_way >= max_messages:
+            if host.is_exclusive or host.in_flight >= max_messages:
                 continue
-            job = box.begin(host)
+            job = pending.next_job(host)
             if job is None:
                 continue
-            if self._losses[job.message_id] == _MOST_LOST - 1:
+            if self._losses[job.message_id] == _MAX_LOST_HOSTS - 1:
                 # The last try needs a host without other messages. The message waits for that at the end.
-                if host.under_way:
-                    box.again(job, is_last=True)
+                if host.in_flight:
+                    pending.requeue(job, is_last=True)
                     continue
                 host.is_exclusive = True
             self._jobs[job.message_id] = job
-            host.under_way += 1
+            host.in_flight += 1
             return job
         return None
 
-    def _visits(self, jobs: Iterable[Job]) -> list[Visit]:
-        """Return the visits to send for jobs. A job that cannot be sent gets an error as its reply."""
-        visits = []
+    def _assigned_messages(self, jobs: Iterable[Job]) -> list[AssignedMessage]:
+        """Return the messages to send for jobs. A job that cannot be sent gets an error as its reply."""
+        assigned_messages = []
         for job in jobs:
             try:
                 if self._is_to_be_sent(job):
-                    visits.append(self._visit(job))
+                    assigned_messages.append(self._assigned_message(job))
             except Exception as error:
                 with self.changed:
                     if self._take_from_host(job):
                         self._end(job, failed(job.message, error))
                     self.changed.notify_all()
-        return visits
+        return assigned_messages
 
     def _is_to_be_sent(self, job: Job) -> bool:
         """Return True if the job is still wanted and still on its host. An unwanted job is dropped."""
         with self.changed:
-            if job.box.wants(job.message_id):
+            if job.pending.is_pending(job.message_id):
                 return self._jobs.get(job.message_id) is job
             if self._take_from_host(job):
-                self._again(job)
+                self._requeue(job)
             return False
 
-    def _visit(self, job: Job) -> Visit:
+    def _assigned_message(self, job: Job) -> AssignedMessage:
         node_id = job.message.metadata.dst_node_id
         if node_id not in self.nodes:
             raise NoSuchNodeError(f"there is no node {node_id}")
         partition = self.nodes.partition_of(node_id)
-        if self._losses[job.message_id] >= _MOST_LOST:
+        if self._losses[job.message_id] >= _MAX_LOST_HOSTS:
             raise WorkerDiedError(
-                f"{_MOST_LOST} hosts were lost while they handled a message to client {partition}"
+                f"{_MAX_LOST_HOSTS} hosts were lost while they handled a message to client {partition}"
             )
         with self.changed:
             if job.message_id not in self._seed_of:
                 self._seed_of[job.message_id] = self._seeds(job.message)
             seed = self._seed_of[job.message_id]
-        return job.visit(seed, self._states.read(partition))
+        return job.assigned(seed, self._states.read(partition))
 
-    def _take_answers(self, host: Host, report: Answers) -> list[Job]:
-        """Process a host's answers and sums, and return its next jobs."""
-        if not report.answers and not report.sums and host.is_full == report.is_full:
+    def _process_report(self, host: Host, report: HostReport) -> list[Job]:
+        """Process a host's outcomes and sums, and return its next jobs."""
+        if not report.outcomes and not report.sums and host.is_full == report.is_full:
             return []
-        done: list[tuple[Job, Answer]] = []
+        done: list[tuple[Job, MessageOutcome]] = []
         with self.changed:
             host.is_full = report.is_full
-            for answer in report.answers:
-                job = self._jobs.get(answer.message_id)
+            for outcome in report.outcomes:
+                job = self._jobs.get(outcome.message_id)
                 if job is not None and self._take_from_host(job, host):
-                    done.append((job, answer))
-                    self._take_answer(job, answer)
+                    done.append((job, outcome))
+                    self._process_outcome(job, outcome)
             for part in report.sums:
-                for box in self._summing:
-                    for job, answer in box.summed(part):
-                        self.count(job, answer)
+                for pending in self._summing:
+                    for job, outcome in pending.record_sum(part):
+                        self.count(job, outcome)
             jobs = self._next_jobs([host]).get(host, [])
             self.changed.notify_all()
-        for job, answer in done:
-            if answer.call_s is not None:
+        for job, outcome in done:
+            if outcome.call_s is not None:
                 metadata = job.message.metadata
                 partition = self.nodes.partition_of(metadata.dst_node_id)
-                self._durations.learn(metadata.message_type, partition, answer.call_s)
+                self._durations.learn(metadata.message_type, partition, outcome.call_s)
         return jobs
 
-    def _take_answer(self, job: Job, answer: Answer) -> None:
-        if answer.reply is None:
-            self._again(job)
+    def _process_outcome(self, job: Job, outcome: MessageOutcome) -> None:
+        if outcome.reply is None:
+            self._requeue(job)
             return
-        if not answer.reply.has_error():
-            job.host.learn(job.box.kind, answer.seconds)
-        for counted in job.box.answered(job, answer):
+        if not outcome.reply.has_error():
+            job.host.learn(job.pending.kind, outcome.seconds)
+        for counted in job.pending.record_outcome(job, outcome):
             self.count(job, counted)
-        if not job.box.wants(job.message_id):
+        if not job.pending.is_pending(job.message_id):
             self._forget(job.message_id)
 
-    def count(self, job: Job, answer: Answer) -> None:
-        """Accept an answer: store the client's new state and put the reply into its box.
+    def count(self, job: Job, outcome: MessageOutcome) -> None:
+        """Accept an outcome: store the client's new state and put the reply into its set.
 
         The caller holds the lock.
         """
-        reply = answer.reply
+        reply = outcome.reply
         assert reply is not None
         try:
             partition = self.nodes.partition_of(job.message.metadata.dst_node_id)
-            if answer.state or (answer.state is not None and self._states.size_bytes(partition)):
-                self._states.put(partition, answer.state)
+            if outcome.state or (outcome.state is not None and self._states.size_bytes(partition)):
+                self._states.put(partition, outcome.state)
         except Exception as error:  # for example a full disk
-            # The reply may be in a sum already, so the sums of this box are useless.
-            if isinstance(job.box, SumBox):
-                job.box.error = error
+            # The reply may be in a sum already, so the sums of this set are useless.
+            if isinstance(job.pending, SummedMessages):
+                job.pending.error = error
             reply = failed(job.message, error)
         job.host.messages += 1
         job.host.failed += reply.has_error()
@@ -456,19 +464,19 @@ class Dispatcher:
 
     def _end(self, job: Job, reply: Message) -> None:
         self._forget(job.message_id)
-        job.box.running.pop(job.message_id, None)
-        job.box.end(job.message, reply)
+        job.pending.running.pop(job.message_id, None)
+        job.pending.put_reply(job.message, reply)
 
-    def _again(self, job: Job) -> None:
+    def _requeue(self, job: Job) -> None:
         """Requeue a message if its reply is still wanted. The next host with room gets it."""
-        job.box.again(job)
-        if not job.box.wants(job.message_id):
+        job.pending.requeue(job)
+        if not job.pending.is_pending(job.message_id):
             self._forget(job.message_id)
-        self._list_if_waiting(job.box)
+        self._list_if_waiting(job.pending)
 
-    def _list_if_waiting(self, box: Box) -> None:
-        if box.count_waiting and box not in self._waiting:
-            self._waiting.append(box)
+    def _list_if_waiting(self, pending: PendingMessages) -> None:
+        if pending.queued_count and pending not in self._waiting:
+            self._waiting.append(pending)
 
     def _take_from_host(self, job: Job, host: Host | None = None) -> bool:
         """Record that a host no longer has a message. Returns True if it had the message until now.
@@ -478,10 +486,10 @@ class Dispatcher:
         if self._jobs.get(job.message_id) is not job or (host is not None and job.host is not host):
             return False
         del self._jobs[job.message_id]
-        job.host.under_way -= 1
+        job.host.in_flight -= 1
         job.host.is_exclusive = False
         if not job.host.is_gone:
-            self._with_room.add(job.host)
+            self._hosts_with_room.add(job.host)
         return True
 
     def _forget(self, message_id: str) -> None:

@@ -1,9 +1,9 @@
-"""Flower's ``Grid`` without a network of SuperNodes. Messages are in boxes, and hosts handle them.
+"""Flower's ``Grid`` without a network of SuperNodes. Messages are in sets, and hosts handle them.
 
 The ServerApp's thread calls the methods. Other threads may ask for the nodes, and get the latest answer
-again. The dispatcher's threads change the boxes meanwhile, so methods of boxes are called with ``_changed``
-held, the dispatcher's condition. :meth:`SimulationGrid._coming` waits on it for replies. ``boxes`` explains
-the states of a message, ``dispatcher`` the threads.
+again. The dispatcher's threads change the sets meanwhile, so methods of sets are called with ``_changed``
+held, the dispatcher's condition. :meth:`SimulationGrid._arriving` waits on it for replies.
+``pending_messages`` explains the states of a message, ``dispatcher`` the threads.
 """
 
 from __future__ import annotations
@@ -41,10 +41,16 @@ from flower_gpu import trace
 from flower_gpu.errors import ConfigError, NotDeterministicError
 from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sending
 from flower_gpu.flower.streaming import Buffered
-from flower_gpu.simulation.boxes import BlockBox, Box, Job, PulledBox, SumBox
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.host import SumGroup
 from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
+from flower_gpu.simulation.pending_messages import (
+    Job,
+    PendingMessages,
+    PulledMessages,
+    SummedBlocks,
+    SummedMessages,
+)
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.watch.waits import WorkerWaits
 
@@ -76,7 +82,7 @@ _UNAVAILABLE: Final = {
 
 
 class SimulationGrid(Grid):
-    """The grid of a simulated run. It keeps messages and replies in boxes.
+    """The grid of a simulated run. It keeps messages and replies in sets.
 
     ``run``: the run that sends the messages.
     ``dispatcher``: assigns messages to hosts.
@@ -103,7 +109,7 @@ class SimulationGrid(Grid):
         #: True if the order of summation never depends on which client finishes first.
         self.sums_in_order = sums_in_order
         self._is_strict = is_strict
-        self._there: Sequence[int] = self._nodes.ids  # the latest answer to the app
+        self._available_nodes: Sequence[int] = self._nodes.ids  # the latest answer to the app
         self._sent = 0  # number of message sets sent
         #: The SuperLink as a node, as in Flower's grids.
         self.node = Node(node_id=SUPERLINK_NODE_ID)
@@ -113,12 +119,12 @@ class SimulationGrid(Grid):
         self.tell: Callable[..., Any] = trace.make
         self._waits = WorkerWaits(lambda name, **fields: self.tell(name, **fields))
         # Number of times that the app asked for the nodes since the last message, and the time of the first
-        self._asked = 0
-        self._asked_at = 0.0
+        self._node_queries = 0
+        self._first_query_at = 0.0
         self._has_warned = False
         self._numbers = itertools.count(1)
         self._group_numbers = itertools.count(1)
-        self._boxes: dict[str, Box] = {}
+        self._sets: dict[str, PendingMessages] = {}
         self._is_closed = False
 
     @property
@@ -177,57 +183,61 @@ class SimulationGrid(Grid):
         if self._nodes.come_and_go and is_app:
             number = asked_round()
             place = f"message set {self._sent + 1}" if number is None else f"round {number}"
-            self._there = self._nodes.there(place, wanted)
-        if is_app and not self._boxes:
-            self._asked += 1
-            if self._asked == 1:
-                self._asked_at = time.monotonic()
-            seconds = time.monotonic() - self._asked_at
-            if self._asked >= _MANY_QUESTIONS and seconds > _LONG_S and not self._has_warned:
+            self._available_nodes = self._nodes.available(place, wanted)
+        if is_app and not self._sets:
+            self._node_queries += 1
+            if self._node_queries == 1:
+                self._first_query_at = time.monotonic()
+            seconds = time.monotonic() - self._first_query_at
+            if self._node_queries >= _MANY_QUESTIONS and seconds > _LONG_S and not self._has_warned:
                 self._has_warned = True
                 log(
                     WARNING,
                     "The ServerApp has asked for the nodes %d times in %.0f s and has sent no message. "
                     "There are %d nodes, and no more will come",
-                    self._asked,
+                    self._node_queries,
                     seconds,
-                    len(self._there),
+                    len(self._available_nodes),
                 )
-        return list(self._there)
+        return list(self._available_nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids for :meth:`pull_messages`."""
-        box = PulledBox(self._changed) if isinstance(messages, Buffered) else Box(self._changed)
-        return list(self._send(messages, box))
+        pending = (
+            PulledMessages(self._changed)
+            if isinstance(messages, Buffered)
+            else PendingMessages(self._changed)
+        )
+        return list(self._send(messages, pending))
 
     def wait_for_replies(self, message_ids: Sequence[str], timeout_s: float) -> Sequence[str]:
         """Wait for a reply to any of FedBuff's messages. Returns the ids of messages with a reply.
 
         ``timeout_s``: seconds to wait. The result is empty after that.
         """
-        boxes = {message_id: cast(PulledBox, self._boxes[message_id]) for message_id in message_ids}
-        for box in set(boxes.values()):
-            self._expire(box)
+        sets = {message_id: cast(PulledMessages, self._sets[message_id]) for message_id in message_ids}
+        for pending in set(sets.values()):
+            self._expire(pending)
 
         def ids_with_reply() -> list[str]:
-            return [message_id for message_id, box in boxes.items() if box.has_reply(message_id)]
+            return [message_id for message_id, pending in sets.items() if pending.has_reply(message_id)]
 
         with self._changed:
             return self._changed.wait_for(ids_with_reply, timeout_s)
 
     def cancel_messages(self, message_ids: Iterable[str]) -> None:
         """Cancel pushed messages and stop their handling. Other messages of the same set go on."""
-        ids_by_box: dict[Box, list[str]] = {}
+        ids_by_set: dict[PendingMessages, list[str]] = {}
         for message_id in message_ids:
-            if (box := self._boxes.pop(message_id, None)) is not None:
-                ids_by_box.setdefault(box, []).append(message_id)
+            if (pending := self._sets.pop(message_id, None)) is not None:
+                ids_by_set.setdefault(pending, []).append(message_id)
         with self._changed:
-            running = [job for box, ids in ids_by_box.items() for job in box.cancel(ids)]
+            running = [job for pending, ids in ids_by_set.items() for job in pending.cancel(ids)]
         self._dispatcher.cancel(running)
 
     def slow_down_of(self, node_id: int) -> float:
         """Return the factor by which calls of a node take longer than on this machine."""
-        slow_down: float = self._nodes.own(node_id).get("slow_down", 1.0)
+        slow_down: float = self._nodes.overrides_of(node_id).get("slow_down", 1.0)
         return slow_down
 
     def pull_messages(  # type: ignore[override] # the parameter has this name since flwr 1.43
@@ -243,25 +253,25 @@ class SimulationGrid(Grid):
         """
         wanted = reply_to_message_ids if message_ids is None else message_ids
         if wanted is None:
-            wanted = list(self._boxes)
-        boxes = {message_id: self._boxes.get(message_id) for message_id in wanted}
-        for pending_box in set(boxes.values()) - {None}:
-            self._expire(cast(Box, pending_box))
+            wanted = list(self._sets)
+        sets = {message_id: self._sets.get(message_id) for message_id in wanted}
+        for known in set(sets.values()) - {None}:
+            self._expire(cast(PendingMessages, known))
         self.clock()
         replies = []
         with self._changed:
-            for message_id, box in boxes.items():
-                if isinstance(box, PulledBox) and message_id in box.held:
-                    self._dispatcher.count(*box.held.pop(message_id))
-                reply = None if box is None else box.replies.pop(message_id, None)
-                if box is None or message_id in box.expired:
+            for message_id, pending in sets.items():
+                if isinstance(pending, PulledMessages) and message_id in pending.arrived:
+                    self._dispatcher.count(*pending.arrived.pop(message_id))
+                reply = None if pending is None else pending.replies.pop(message_id, None)
+                if pending is None or message_id in pending.expired:
                     reply = self._unavailable(message_id, ErrorCode.MESSAGE_UNAVAILABLE)
                 elif reply is None:
                     continue
                 # The ClientApp may give its reply a ttl of its own.
                 elif reply.metadata.created_at + reply.metadata.ttl <= time.time():
                     reply = self._unavailable(message_id, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-                self._boxes.pop(message_id, None)
+                self._sets.pop(message_id, None)
                 replies.append(reply)
         return replies
 
@@ -287,7 +297,7 @@ class SimulationGrid(Grid):
 
         ``timeout``: seconds until unfinished messages are cancelled; None for no limit.
         """
-        return in_order_of_sending(self._handled(messages, timeout, Box(self._changed)))
+        return in_order_of_sending(self._handled(messages, timeout, PendingMessages(self._changed)))
 
     def stream(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -296,7 +306,7 @@ class SimulationGrid(Grid):
 
         Unfinished messages are cancelled after ``timeout`` seconds, or when the caller closes the generator.
         """
-        return self._handled(messages, timeout, Box(self._changed, self._dispatcher.most_unread))
+        return self._handled(messages, timeout, PendingMessages(self._changed, self._dispatcher.max_unread))
 
     def sums(
         self,
@@ -318,7 +328,7 @@ class SimulationGrid(Grid):
             return SumGroup(next(self._group_numbers), weighted_by_key, keeps_integers)
 
         if not (in_order or self.sums_in_order):
-            return self._handled(messages, timeout, SumBox(self._changed, new_group))
+            return self._handled(messages, timeout, SummedMessages(self._changed, new_group))
 
         def place_of(message: Message) -> int:
             return self._nodes.place_of(message.metadata.dst_node_id)
@@ -326,10 +336,10 @@ class SimulationGrid(Grid):
         def block_of(message: Message) -> int:
             return place_of(message) // BLOCK_NODES
 
-        box = BlockBox(self._changed, new_group, block_of, self._most_blocks)
-        return self._handled(sorted(messages, key=place_of), timeout, box)
+        pending = SummedBlocks(self._changed, new_group, block_of, self._max_blocks)
+        return self._handled(sorted(messages, key=place_of), timeout, pending)
 
-    def _most_blocks(self) -> int:
+    def _max_blocks(self) -> int:
         """Return the number of blocks that may be in flight, whatever memory they take."""
         dispatcher = self._dispatcher
         return 2 * (len(dispatcher.hosts) + dispatcher.concurrency // BLOCK_NODES + 1)
@@ -339,31 +349,31 @@ class SimulationGrid(Grid):
         if self._is_closed:
             return
         self._is_closed = True
-        for box in set(self._boxes.values()):
-            self._give_up(box)
+        for pending in set(self._sets.values()):
+            self._cancel_all(pending)
         self._waits.look(None, time.monotonic(), ())
         self._dispatcher.close()
 
     def _handled(
-        self, messages: Iterable[Message], timeout: float | None, box: Box
+        self, messages: Iterable[Message], timeout: float | None, pending: PendingMessages
     ) -> Generator[Any, None, None]:
-        """Send messages, and yield the items that come into their box. At the end, close the box."""
+        """Send messages, and yield the items that come into their set. At the end, close the set."""
         deadline = math.inf if timeout is None else self.clock() + timeout
         ids: list[str] = []
         try:
-            for message_id in self._send(messages, box):
+            for message_id in self._send(messages, pending):
                 ids.append(message_id)
-            with closing(self._coming(box, deadline)) as coming:
+            with closing(self._arriving(pending, deadline)) as coming:
                 yield from coming
-            if box.left and self._is_strict:
-                raise NotDeterministicError(_late_text(box.left, timeout))
+            if pending.remaining and self._is_strict:
+                raise NotDeterministicError(_late_text(pending.remaining, timeout))
         finally:
             for message_id in ids:
-                self._boxes.pop(message_id, None)
-            self._give_up(box)
+                self._sets.pop(message_id, None)
+            self._cancel_all(pending)
 
-    def _coming(self, box: Box, deadline: float) -> Generator[SumItem, None, None]:
-        """Yield items of a box until all have arrived or the deadline has passed.
+    def _arriving(self, pending: PendingMessages, deadline: float) -> Generator[SumItem, None, None]:
+        """Yield items of a set until all have arrived or the deadline has passed.
 
         After the deadline, hosts are still asked for the last sums.
 
@@ -371,22 +381,24 @@ class SimulationGrid(Grid):
         """
         asked_at = time.monotonic()
         # taking_s: longest time that the caller needed for the items of one turn
-        taking_s, is_late, is_over = 0.0, False, False
-        while not is_over:
-            self._expire(box)
-            left_s = deadline - self.clock()
+        taking_s, is_late, is_done = 0.0, False, False
+        while not is_done:
+            self._expire(pending)
+            remaining_s = deadline - self.clock()
             with self._changed:
-                if left_s <= 0 and not is_late:
+                if remaining_s <= 0 and not is_late:
                     is_late, deadline = True, math.inf
-                    box.stop()
+                    pending.stop()
                 now = time.monotonic()
-                asked = box.to_ask(is_due=now >= asked_at + max(_TAKE_S, taking_s / _TAKE_SHARE))
-                if not (asked or box.has_some or box.is_over):
-                    self._changed.wait(max(0.0, min(box.expires_s - now, deadline - self.clock(), _LOOK_S)))
-                is_over, error, items = box.is_over and not asked, box.error, box.take()
-            for held in asked:
+                asked = pending.sums_to_fetch(is_due=now >= asked_at + max(_TAKE_S, taking_s / _TAKE_SHARE))
+                if not (asked or pending.can_collect or pending.is_done):
+                    self._changed.wait(
+                        max(0.0, min(pending.expires_s - now, deadline - self.clock(), _LOOK_S))
+                    )
+                is_done, error, items = pending.is_done and not asked, pending.error, pending.collect()
+            for partial_sum in asked:
                 asked_at = now
-                held.host.ask_for_sum(held.group.number)
+                partial_sum.host.ask_for_sum(partial_sum.group.number)
             if error is not None:
                 raise error
             began = time.monotonic()
@@ -400,10 +412,10 @@ class SimulationGrid(Grid):
         since = self._dispatcher.stuck_since()
         return time.monotonic() - self._waits.look(since, time.monotonic(), (os.getpid(),))
 
-    def _expire(self, box: Box) -> None:
-        """Answer the expired messages of a box with errors, and stop their handling."""
+    def _expire(self, pending: PendingMessages) -> None:
+        """Reply to the expired messages of a set with errors, and stop their handling."""
         with self._changed:
-            count, running = box.expire()
+            count, running = pending.expire()
         self._dispatcher.cancel(running)
         if count and self._is_strict:
             raise NotDeterministicError(
@@ -411,38 +423,38 @@ class SimulationGrid(Grid):
                 "give them a longer one"
             )
 
-    def _send(self, messages: Iterable[Message], box: Box) -> Iterator[str]:
-        """Put messages into a box for the dispatcher's threads. Yields the message ids."""
+    def _send(self, messages: Iterable[Message], pending: PendingMessages) -> Iterator[str]:
+        """Put messages into a set for the dispatcher's threads. Yields the message ids."""
         self._sent += 1
         durations = None if self._durations is None or self._durations.is_empty else self._durations
         gather_s = 0.0 if durations is None else _GATHER_S
-        if isinstance(box, BlockBox):
+        if isinstance(pending, SummedBlocks):
             durations, gather_s = None, math.inf
         gathered: list[Message] = []
         since = time.monotonic()
         for message in messages:
-            message = self._named(message, box)
+            message = self._named(message, pending)
             gathered.append(message)
             yield message.metadata.message_id
             del message
             if time.monotonic() - since >= gather_s:
-                self._push(gathered, box, durations)
+                self._push(gathered, pending, durations)
                 since = time.monotonic()
-        self._push(gathered, box, durations)
+        self._push(gathered, pending, durations)
 
-    def _named(self, message: Message, box: Box) -> Message:
-        """Return the message with a new id, and record its box. A message that is pending is copied first.
+    def _named(self, message: Message, pending: PendingMessages) -> Message:
+        """Return the message with a new id, and record its set. A message that is pending is copied first.
 
         Raises ValueError if the message is invalid, like Flower's own grid.
         """
         is_reply = bool(message.metadata.reply_to_message_id)
         if message.metadata.ttl <= 0 or (is_reply and not _CAN_SEND_REPLIES):
             raise ValueError(f"Invalid message: {message}")
-        self._asked = 0
+        self._node_queries = 0
         if message.metadata.ttl == DEFAULT_TTL:
             message.metadata.ttl = _UNLIMITED_S
         # The app has sent the same object before.
-        if message.metadata.message_id in self._boxes:
+        if message.metadata.message_id in self._sets:
             metadata = copy(message.metadata)
             message = copy(message)
             message.__dict__["_metadata"] = metadata
@@ -450,11 +462,11 @@ class SimulationGrid(Grid):
         # share.
         message_id = f"{self._run.run_id:x}-{next(self._numbers)}"
         message.metadata.__dict__["_message_id"] = message_id
-        self._boxes[message_id] = box
+        self._sets[message_id] = pending
         return message
 
-    def _push(self, messages: list[Message], box: Box, durations: Durations | None) -> None:
-        """Put messages into a box, tell the dispatcher, and clear the list."""
+    def _push(self, messages: list[Message], pending: PendingMessages, durations: Durations | None) -> None:
+        """Put messages into a set, tell the dispatcher, and clear the list."""
         expected_s = [0.0] * len(messages)
         if durations is not None:
             partitions = (self._nodes.place_of(message.metadata.dst_node_id) for message in messages)
@@ -462,20 +474,20 @@ class SimulationGrid(Grid):
             expected_s = durations.expected_s(list(zip(kinds, partitions, strict=True)))
         with self._changed:
             for message, seconds in zip(messages, expected_s, strict=True):
-                box.push(message, seconds)
-            self._dispatcher.add(box)
+                pending.push(message, seconds)
+            self._dispatcher.add(pending)
         messages.clear()
 
-    def _give_up(self, box: Box) -> None:
-        """Close a box, cancel its running messages, and drop its sums on hosts."""
+    def _cancel_all(self, pending: PendingMessages) -> None:
+        """Close a set, cancel its running messages, and drop its sums on hosts."""
         with self._changed:
-            running: list[Job] = box.close()
-            groups = box.groups.values() if isinstance(box, SumBox) else ()
-            self._dispatcher.remove(box)
+            running: list[Job] = pending.close()
+            groups = pending.groups.values() if isinstance(pending, SummedMessages) else ()
+            self._dispatcher.remove(pending)
         self._dispatcher.cancel(running)
-        for held in groups:
-            if not held.host.is_gone:
-                held.host.forget([held.group.number])
+        for partial_sum in groups:
+            if not partial_sum.host.is_gone:
+                partial_sum.host.forget([partial_sum.group.number])
 
 
 def _late_text(count: int, timeout: float | None) -> str:

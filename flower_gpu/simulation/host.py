@@ -1,7 +1,7 @@
 """Hosts: the interface between the dispatcher and the machines that handle a run's messages.
 
-The dispatcher sends a :class:`Visit` for each message and gets an :class:`Answer`. :class:`Host` is one
-machine, :class:`Hosts` all machines of an engine.
+The dispatcher sends a :class:`AssignedMessage` for each message and gets an :class:`MessageOutcome`.
+:class:`Host` is one machine, :class:`Hosts` all machines of an engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SumGroup:
 
 
 @dataclass(frozen=True)
-class Visit:
+class AssignedMessage:
     """A message on its way to a host.
 
     ``seed``: seed of the client's random numbers.
@@ -63,7 +63,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Answer:
+class MessageOutcome:
     """The outcome of a message on a host.
 
     ``reply``: the reply, without its arrays if the host sums them. None if the message was not handled,
@@ -139,13 +139,13 @@ class GroupSum:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """A host's report: answers, the requested sums, and True if the host accepts no more messages now.
+class HostReport:
+    """A host's report: outcomes, the requested sums, and True if the host accepts no more messages now.
 
-    A sum contains all replies of its group in the answers up to now, including the answers of this report.
+    A sum contains all replies of its group in the outcomes up to now, including the outcomes of this report.
     """
 
-    answers: Sequence[Answer] = ()
+    outcomes: Sequence[MessageOutcome] = ()
     sums: Sequence[GroupSum] = ()
     is_full: bool = False
 
@@ -235,7 +235,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class About:
+class HostInfo:
     """A host's description of itself.
 
     ``name``: name of the machine.
@@ -255,15 +255,15 @@ class About:
 
 
 class Host(ABC):
-    """A machine that handles messages: it takes visits and returns answers.
+    """A machine that handles messages: it takes assigned messages and returns their outcomes.
 
     Only one thread at a time calls :meth:`exchange`. All other methods may be called by any thread. An engine
-    sets ``about``. The other attributes belong to the dispatcher, and an engine only reads them.
+    sets ``info``. The other attributes belong to the dispatcher, and an engine only reads them.
 
-    ``about``: the host's description of itself.
+    ``info``: the host's description of itself.
     ``is_gone``: True if the host is lost.
     ``is_full``: True if the host accepts no more messages at the moment.
-    ``under_way``: number of messages on the host.
+    ``in_flight``: number of messages on the host.
     ``is_exclusive``: True if the host gets no other message until its present message is done.
     ``messages``: number of replies from the host.
     ``failed``: number of replies that were errors.
@@ -273,26 +273,26 @@ class Host(ABC):
     #: True if the host can be lost together with its messages and sums.
     can_be_lost: ClassVar[bool] = True
 
-    def __init__(self, about: About) -> None:
-        self.about = about
+    def __init__(self, info: HostInfo) -> None:
+        self.info = info
         self.is_gone = self.is_full = self.is_exclusive = False
-        self.under_way = self.messages = self.failed = 0
+        self.in_flight = self.messages = self.failed = 0
         self.call_s: dict[str, float] = {}
 
     @property
     def name(self) -> str:
         """The name of the machine."""
-        return self.about.name
+        return self.info.name
 
     @abstractmethod
-    def take(self, visits: Sequence[Visit]) -> None:
+    def submit(self, assigned_messages: Sequence[AssignedMessage]) -> None:
         """Send messages to the host, to be handled in this order.
 
         Does not fail if the host is gone. :meth:`exchange` raises then.
         """
 
     @abstractmethod
-    def exchange(self, visits: Sequence[Visit]) -> Answers:
+    def exchange(self, assigned_messages: Sequence[AssignedMessage]) -> HostReport:
         """Send messages to the host, and wait briefly for its report on earlier messages.
 
         Raises Exception if the host is gone or cannot be used.
@@ -300,7 +300,7 @@ class Host(ABC):
 
     @abstractmethod
     def ask_for_sum(self, group: int) -> None:
-        """Request the sum of a group with the next answers. Later replies go into a new sum."""
+        """Request the sum of a group with the next outcomes. Later replies go into a new sum."""
 
     @abstractmethod
     def forget(self, groups: Sequence[int]) -> None:
@@ -317,24 +317,24 @@ class Host(ABC):
         """
         return None
 
-    def lost(self, error: Exception, left: int) -> None:  # noqa: B027
+    def lost(self, error: Exception, remaining_hosts: int) -> None:  # noqa: B027
         """Handle the loss of this host.
 
         ``error``: exception that showed the loss.
-        ``left``: number of remaining hosts.
+        ``remaining_hosts``: number of remaining hosts.
         """
 
     def learn(self, kind: str, seconds: float) -> None:
         """Record the duration of a message on this host."""
         self.call_s[kind] = (3 * self.call_s.get(kind, seconds) + seconds) / 4
 
-    def most(self, kind: str) -> int:
+    def capacity(self, kind: str) -> int:
         """Return the maximum number of messages on this host: one per worker, and queued short messages."""
         call_s = self.call_s.get(kind)
         if call_s is None or call_s > _SHORT_S:
-            return self.about.concurrency
-        ahead = _AHEAD_S / max(call_s, _LEAST_S) * self.about.concurrency
-        return self.about.concurrency + int(ahead)
+            return self.info.concurrency
+        ahead = _AHEAD_S / max(call_s, _LEAST_S) * self.info.concurrency
+        return self.info.concurrency + int(ahead)
 
     def messages_in_batches(self, kind: str) -> int:
         """Return the number of messages in the batches handled at a time, or 0 without batches."""
@@ -344,16 +344,16 @@ class Host(ABC):
 class Hosts(Protocol):
     """All hosts of a run. An engine makes them from a :class:`Work`.
 
-    ``about`` is read first, so the constructor must find the hosts. Then :meth:`begin`, :meth:`has_begun` and
+    ``info`` is read first, so the constructor must find the hosts. Then :meth:`begin`, :meth:`has_begun` and
     :meth:`load_data` are called, and messages are sent. :meth:`facts` and :meth:`close` come last. ``close``
     lets ``Host.exchange`` return.
     """
 
     @property
-    def about(self) -> About:
+    def info(self) -> HostInfo:
         """The concurrency of all hosts together, with the description of one of the hosts."""
 
-    def where(self) -> str:
+    def location_line(self) -> str:
         """Return a line that says where messages are handled."""
 
     def begin(self, joined: Callable[[Host], object]) -> None:

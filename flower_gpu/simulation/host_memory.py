@@ -65,9 +65,9 @@ class HostMemory:
         self._alone: list[_Entrant] = []  # messages that are alone or wait to be, in order
         #: Peak memory of the largest worker so far, in bytes.
         self.largest_bytes = 0
-        self._looked, self._found = -_LOOK_S, available()
+        self._measured_at, self._measured = -_LOOK_S, available()
         #: Number of messages that had to wait.
-        self.waits = 0
+        self.wait_count = 0
 
     @contextmanager
     def room(
@@ -100,7 +100,7 @@ class HostMemory:
             if is_let_in := self._may_enter(entrant, has_lease=has_lease):
                 self._entered_at[entrant] = time.monotonic()
             else:
-                self.waits += 1
+                self.wait_count += 1
         try:
             if not is_let_in:
                 before_wait()
@@ -156,9 +156,9 @@ class HostMemory:
         if has_lease or not self._entered_at:
             return True
         now = time.monotonic()
-        if now > self._looked + _LOOK_S:
-            self._looked, self._found = now, self._available()
-        available, total = self._found
+        if now > self._measured_at + _LOOK_S:
+            self._measured_at, self._measured = now, self._available()
+        available, total = self._measured
         # Workers of recently admitted messages have not allocated their memory yet.
         recent = sum(entered_at > now - _GROWTH_S for entered_at in self._entered_at.values())
         return available >= self.largest_bytes * (1 + recent) + RESERVED_PART * total

@@ -139,7 +139,7 @@ def _replies(
 
 
 _loaded: dict[AppReference, ClientApp] = {}
-_found: ProcessState | None = None
+_initial_state: ProcessState | None = None
 
 
 def load(app: AppReference | ClientApp, seed: int) -> ClientApp:
@@ -156,16 +156,16 @@ def load(app: AppReference | ClientApp, seed: int) -> ClientApp:
 @contextmanager
 def as_first(seed: int) -> Iterator[None]:
     """Seed this process, and restore the state that its first client found. The client runs in the block."""
-    global _found
-    if _found is not None:
+    global _initial_state
+    if _initial_state is not None:
         count = os.environ.get(threads.VARIABLE, "")
-        _found.restore()
+        _initial_state.restore()
         if count != os.environ.get(threads.VARIABLE, ""):
             # A client may have its own number of cores, which the restored state must not override.
             os.environ[threads.VARIABLE] = count
             threads.apply()
     elif facts.may_stay:
-        _found = ProcessState()
+        _initial_state = ProcessState()
     seed_all(seed)
     previous = frameworks.loaded()
     try:
@@ -173,7 +173,7 @@ def as_first(seed: int) -> Iterator[None]:
     finally:
         # If the client imported a framework, the original flags of the framework are unknown.
         has_new = any(next(new.settings(), None) for new in frameworks.loaded() if new not in previous)
-        if has_new or (_found is not None and not _found.can_be_restored()):
+        if has_new or (_initial_state is not None and not _initial_state.can_be_restored()):
             facts.has_to_leave = True
 
 

@@ -12,7 +12,7 @@ only the first message of each queue requests a lease from the ledger. The other
 
 The threads:
 
-- The threads of the slots call ``turn``, ``park``, ``take_idle``, ``taken`` and ``given_back``.
+- The threads of the slots call ``turn``, ``park``, ``take_idle``, ``count_acquired`` and ``count_released``.
 - The watcher is one daemon thread, which starts with the first parked worker. It waits until one of these is
   readable: the wake-up file of an idle worker's ticket (a request waits in the ledger), the connection to an
   idle worker (the worker is gone), or the pipe of this object (the list of idle workers has changed). It then
@@ -66,40 +66,40 @@ class LeasedLine:
 
     ``line``: runs the calls of the slot.
     ``turns``: the leases of the run.
-    ``held``: the lease and its ticket, or None.
+    ``lease_and_ticket``: the lease and its ticket, or None.
     ``is_for_one_call``: True if the worker ends after its call.
     """
 
     def __init__(self, line: Line, turns: LeaseTurns) -> None:
         self.line = line
-        self.held: tuple[Lease, Ticket] | None = None
+        self.lease_and_ticket: tuple[Lease, Ticket] | None = None
         self.is_for_one_call = False
         self.asking: Leasing  # the request for the lease
         self._label = ""  # label of the lease's ticket
         self._turns = turns
         self._lease = ExitStack()
 
-    def take(self, asking: Leasing, request: LeaseRequest) -> Lease:
+    def acquire(self, asking: Leasing, request: LeaseRequest) -> Lease:
         """Return a new lease. Blocks until the ledger grants it."""
-        self.held = self._lease.enter_context(asking.held(request))
+        self.lease_and_ticket = self._lease.enter_context(asking.hold(request))
         self.asking, self._label = asking, asking.label
-        self._turns.taken()
-        return self.held[0]
+        self._turns.count_acquired()
+        return self.lease_and_ticket[0]
 
     def serve(self, label: str) -> None:
         """Show ``label`` in the ledger as the call that the lease now serves."""
         if label != self._label:
             self._label = label
-            self.lease_held()[1].relabel(label)
+            self.lease_now()[1].relabel(label)
 
     def suits(self, leasing: Leasing) -> bool:
         """Return True if a call can use the worker and its lease, because both requests are equal."""
-        return _size(self.asking) == _size(leasing) and leasing.may_have(self.lease_held()[0])
+        return _size(self.asking) == _size(leasing) and leasing.may_have(self.lease_now()[0])
 
-    def lease_held(self) -> tuple[Lease, Ticket]:
+    def lease_now(self) -> tuple[Lease, Ticket]:
         """Return the lease and its ticket. Call this only while there is a lease."""
-        assert self.held is not None
-        return self.held
+        assert self.lease_and_ticket is not None
+        return self.lease_and_ticket
 
     def descriptors(self) -> tuple[int, int]:
         """Return two descriptors to wait on while the worker idles.
@@ -107,7 +107,7 @@ class LeasedLine:
         The first one becomes readable when a request waits for the lease, the second one when the worker is
         gone.
         """
-        return self.lease_held()[1].wake_descriptor, self.line.descriptor
+        return self.lease_now()[1].wake_descriptor, self.line.descriptor
 
     def retire(self) -> None:
         """End the worker that waits for a call, and release its lease."""
@@ -116,13 +116,13 @@ class LeasedLine:
 
     def release(self) -> None:
         """Release the lease after its worker has ended."""
-        held, self.held = self.held, None
+        lease_and_ticket, self.lease_and_ticket = self.lease_and_ticket, None
         self.is_for_one_call = False
         try:
             self._lease.close()
         finally:
-            if held is not None:
-                self._turns.given_back()
+            if lease_and_ticket is not None:
+                self._turns.count_released()
 
     def close(self) -> None:
         """End the remaining workers."""
@@ -131,7 +131,7 @@ class LeasedLine:
 
 
 @dataclass(frozen=True)
-class _LeaseAsker:
+class _LeaseRequester:
     """A message that waits in the ledger for a lease."""
 
     label: str  # label of its ticket
@@ -149,15 +149,16 @@ class LeaseTurns:
     request that waits in the ledger wakes all holders. The watcher thread then ends the idle workers that are
     in the way.
 
-    ``most``: maximum number of leases at a time, or None if unknown. At this number no message requests one.
+    ``max_leases``: maximum number of leases at a time, or None if unknown. At this number no message requests
+    one.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
+    def __init__(self, max_leases: int | None = None) -> None:
+        self._max_leases = max_leases
         self._changed = threading.Condition()
         self._queues: dict[str, deque[object]] = defaultdict(deque)
-        self._asking: list[_LeaseAsker] = []
-        self._held = 0
+        self._waiting_in_ledger: list[_LeaseRequester] = []
+        self._lease_count = 0
         # Latest time at which a lease was released or a worker was parked
         self._none_since = time.monotonic()
         self._reading = threading.Lock()
@@ -183,26 +184,28 @@ class LeaseTurns:
         ``fits``: returns True if the caller could use an idle worker. In this case ``check`` raises an error.
         """
         turn = object()
-        asking = _LeaseAsker(label, fits)
+        asking = _LeaseRequester(label, fits)
         with self._changed:
             queue = self._queues[kind]
             queue.append(turn)
         try:
             with self._changed:
                 check()
-                while queue[0] is not turn or (self._most is not None and self._held >= self._most):
+                while queue[0] is not turn or (
+                    self._max_leases is not None and self._lease_count >= self._max_leases
+                ):
                     if queue[0] is turn and self._idle:
                         self._needs_room = True
                         self._look_again()
                     self._changed.wait()
                     check()
-                self._asking.append(asking)
+                self._waiting_in_ledger.append(asking)
             yield
         finally:
             with self._changed:
                 queue.remove(turn)
-                if asking in self._asking:
-                    self._asking.remove(asking)
+                if asking in self._waiting_in_ledger:
+                    self._waiting_in_ledger.remove(asking)
                 self._changed.notify_all()
 
     def wake(self) -> None:
@@ -210,15 +213,15 @@ class LeaseTurns:
         with self._changed:
             self._changed.notify_all()
 
-    def taken(self) -> None:
+    def count_acquired(self) -> None:
         """Count a lease that this run has acquired."""
         with self._changed:
-            self._held += 1
+            self._lease_count += 1
 
-    def given_back(self) -> None:
+    def count_released(self) -> None:
         """Count a lease that this run has released."""
         with self._changed:
-            self._held -= 1
+            self._lease_count -= 1
             self._none_since = time.monotonic()
             self._changed.notify_all()
 
@@ -232,7 +235,7 @@ class LeaseTurns:
         ``timeout_s``: maximum wait in seconds.
         """
         with self._changed:
-            if self._held > len(self._idle):
+            if self._lease_count > len(self._idle):
                 return float("inf")
             return max(began, self._none_since) + timeout_s
 
@@ -272,7 +275,7 @@ class LeaseTurns:
     def _find_idle(self, fits: Callable[[LeasedLine], bool] | None) -> LeasedLine | None:
         waiting = self._waiting() if self._idle else []
         for place in reversed(self._idle):
-            if (fits is None or fits(place)) and not self._is_wanted(place.lease_held()[1], waiting):
+            if (fits is None or fits(place)) and not self._is_wanted(place.lease_now()[1], waiting):
                 return place
         return None
 
@@ -339,7 +342,7 @@ class LeaseTurns:
         with self._changed:
             with suppress(BlockingIOError):
                 os.read(self._woken, 4096)
-            idle = [(place, place.lease_held()[1]) for place in self._idle]
+            idle = [(place, place.lease_now()[1]) for place in self._idle]
             for _, ticket in idle:
                 # Clear the wake-ups before the ledger is read: a later request then wakes the watcher again.
                 ticket.wait(0)
@@ -384,7 +387,7 @@ class LeaseTurns:
             blocking |= ledger.status().leases_to_release(list(idle), {entry.id for entry in waiting})
         return blocking
 
-    def _asking_by(self, entry: Entry) -> _LeaseAsker | None:
+    def _asking_by(self, entry: Entry) -> _LeaseRequester | None:
         """Return the message of this run that a ticket belongs to, or None.
 
         A ticket of this process may also belong to something else, such as the server's evaluation.
@@ -392,7 +395,7 @@ class LeaseTurns:
         if entry.pid != os.getpid() or entry.pid_namespace != self._pid_namespace:
             return None
         with self._changed:
-            asker_by_label = {asker.label: asker for asker in self._asking}
+            asker_by_label = {asker.label: asker for asker in self._waiting_in_ledger}
         return asker_by_label.get(entry.label()) if asker_by_label else None
 
     def _waiting(self) -> list[Entry]:
@@ -413,10 +416,12 @@ class LeaseTurns:
             for entry in waiting
         )
 
-    def _is_same(self, entry: Entry, own: Entry) -> bool:
+    def _is_same(self, entry: Entry, entry_of_lease: Entry) -> bool:
         if self._asking_by(entry) is None:
             return False
-        return entry.count == own.count and all(map(_is_alike, entry.gpu_needs, own.gpu_needs))
+        return entry.count == entry_of_lease.count and all(
+            map(_is_alike, entry.gpu_needs, entry_of_lease.gpu_needs)
+        )
 
 
 def _size(leasing: Leasing) -> object:

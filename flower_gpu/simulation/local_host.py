@@ -10,30 +10,30 @@
 settings, leases, environment variables and the threads of one run. In a cluster, each agent has a LocalHost.
 
 Workers should never wait for messages, and messages take milliseconds or hours. Large replies must not fill
-the memory. So one exchange fetches several short answers, and the exchange thread wakes up as soon as the
-queue is empty. No message begins while too many replies are unfetched.
+the memory. So one exchange fetches several outcomes of short messages, and the exchange thread wakes up as
+soon as the queue is empty. No message begins while too many replies are unfetched.
 
 Threads:
 
-- The dispatcher's giver calls ``take``. The host's exchange thread calls ``exchange``, which takes the next
-  messages, adds replies to sums, and waits up to 1 s for answers. Only one thread exchanges at a time.
+- The dispatcher's giver calls ``submit``. The host's exchange thread calls ``exchange``, which takes the next
+  messages, adds replies to sums, and waits up to 1 s for outcomes. Only one thread exchanges at a time.
 - Each message thread (``_work``) repeats: get an assignment with ``next``, let the handler run it in a
-  worker, and store the answers with ``finish``. Before it blocks because the queue is empty, it tells the
+  worker, and store the outcomes with ``finish``. Before it blocks because the queue is empty, it tells the
   handler that it is idle, so that the handler can release its lease.
-- Any thread may call ``cancel``, ``give_back``, ``ask_for_sum``, ``forget`` and ``close``.
+- Any thread may call ``cancel``, ``return_queued``, ``ask_for_sum``, ``forget`` and ``close``.
 
 One lock protects the queue, and two conditions share it. ``_has_work`` wakes message threads: messages came,
-memory is free again, or the host closes. ``_has_finished`` wakes the exchange thread: there are answers, a
+memory is free again, or the host closes. ``_has_finished`` wakes the exchange thread: there are outcomes, a
 sum was asked for, or the host closes.
 
 Sums. If a host sums replies, their arrays never leave the host. ``fetch`` moves the reply into
-``_to_sum`` and returns the answer without arrays. The exchange thread adds it outside the lock after it has
+``_to_sum`` and returns the outcome without arrays. The exchange thread adds it outside the lock after it has
 queued the next messages, so that workers do not wait for additions. When an exchange returns a sum, the sum
-contains all replies of its group in the answers up to then.
+contains all replies of its group in the outcomes up to then.
 
-Retries. When a message is cancelled or given back before a thread takes it, its Answer has no reply. The
-dispatcher requeues the message if it is still wanted. The handler itself retries a message after the death of
-its worker (:mod:`flower_gpu.simulation.messages`).
+Retries. When a message is cancelled or given back before a thread takes it, its MessageOutcome has no reply.
+The dispatcher requeues the message if it is still wanted. The handler itself retries a message after the
+death of its worker (:mod:`flower_gpu.simulation.messages`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,15 @@ from flower_gpu.flower.averaging import without_arrays
 from flower_gpu.gpu import mps
 from flower_gpu.options import RUN_DIR_VARIABLE, flag, joined
 from flower_gpu.simulation import determinism, workers
-from flower_gpu.simulation.host import About, Answer, Answers, GroupSum, Host, Visit, Work
+from flower_gpu.simulation.host import (
+    AssignedMessage,
+    GroupSum,
+    Host,
+    HostInfo,
+    HostReport,
+    MessageOutcome,
+    Work,
+)
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
@@ -73,13 +81,13 @@ from flower_gpu.workers.output import AdmitLines, all_lines
 from flower_gpu.workers.own_process import restored_environment
 from flower_gpu.workers.threads import cores, planned_threads
 
-# Seconds to gather answers of short messages. An exchange costs more than a short message.
+# Seconds to gather outcomes of short messages. An exchange costs more than a short message.
 _GATHER_S: Final = 0.1
-# Maximum bytes of replies and states in one fetch, unless a single answer is larger.
-_MOST_BYTES: Final = 1 << 26
+# Maximum bytes of replies and states in one fetch, unless a single outcome is larger.
+_MAX_FETCH_BYTES: Final = 1 << 26
 # No further message begins while unfetched replies and states take more bytes than this.
-_MOST_KEPT_BYTES: Final = 1 << 28
-# Seconds that an exchange waits for answers.
+_MAX_KEPT_BYTES: Final = 1 << 28
+# Seconds that an exchange waits for outcomes.
 _FETCH_S: Final = 1.0
 
 
@@ -89,20 +97,20 @@ class QueueHost(Host):
     The thread that calls :meth:`exchange` also sums the replies.
     """
 
-    def __init__(self, about: About) -> None:
-        super().__init__(about)
+    def __init__(self, info: HostInfo) -> None:
+        super().__init__(info)
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._has_finished = threading.Condition(self._lock)
-        self._waiting: deque[Visit] = deque()
+        self._waiting: deque[AssignedMessage] = deque()
         # Finished messages with the bytes of their replies and states
-        self._finished: deque[tuple[Visit, Answer, int]] = deque()
+        self._finished: deque[tuple[AssignedMessage, MessageOutcome, int]] = deque()
         self._asked: list[int] = []  # numbers of the groups to send sums of
         self._bytes = 0  # bytes of all finished messages
         self._taken = 0  # number of messages that threads handle
         self._first_at = 0.0  # time at which the oldest unfetched message finished
         self._is_closed = False
-        self._to_sum: deque[tuple[Visit, Message]] = deque()  # fetched replies to add to sums
+        self._to_sum: deque[tuple[AssignedMessage, Message]] = deque()  # fetched replies to add to sums
         self._sums: dict[int, GroupSum] = {}
         self._forgotten: set[int] = set()  # numbers of abandoned groups
         self._handler: MessageHandler
@@ -121,13 +129,13 @@ class QueueHost(Host):
         for thread in self._threads:
             thread.start()
 
-    def most(self, kind: str) -> int:
+    def capacity(self, kind: str) -> int:
         """Return the maximum number of messages that this host has at a time.
 
         This is twice its concurrency, because the next messages arrive at once. With batches, it is enough
         for one full batch per thread.
         """
-        few = min(super().most(kind), 2 * self.about.concurrency)
+        few = min(super().capacity(kind), 2 * self.info.concurrency)
         batch_size = self._handler.batches.largest(kind)
         return few if batch_size == 1 else max(few, len(self._threads) * batch_size)
 
@@ -136,72 +144,72 @@ class QueueHost(Host):
         batch_size = self._handler.batches.largest_in_use(kind)
         return 0 if batch_size == 1 else len(self._threads) * batch_size
 
-    def take(self, visits: Sequence[Visit]) -> None:
+    def submit(self, assigned_messages: Sequence[AssignedMessage]) -> None:
         """Add messages to the queue, in this order."""
         with self._lock:
-            self._waiting += visits
-            self._has_work.notify(len(visits))
+            self._waiting += assigned_messages
+            self._has_work.notify(len(assigned_messages))
 
-    def exchange(self, visits: Sequence[Visit]) -> Answers:
-        """Queue messages, and wait up to 1 s for answers to earlier ones. Returns them with finished sums."""
-        self.take(visits)
+    def exchange(self, assigned_messages: Sequence[AssignedMessage]) -> HostReport:
+        """Queue messages, and wait up to 1 s for outcomes of earlier ones. Returns them with finished sums."""
+        self.submit(assigned_messages)
         # Workers have their next messages now, so they do not wait for these additions.
         self._sum()
-        answers, asked = self.fetch(_FETCH_S)
+        outcomes, asked = self.fetch(_FETCH_S)
         if asked:
             self._sum()
         useless = [number for number, total in list(self._sums.items()) if total.error]
         sums = [total for number in {*asked, *useless} if (total := self._sums.pop(number, None))]
         for total in sums:
             total.settle()
-        return Answers(answers, sums)
+        return HostReport(outcomes, sums)
 
-    def fetch(self, timeout_s: float) -> tuple[list[Answer], list[int]]:
-        """Wait for answers and requests for sums. Returns the answers and the numbers of the groups.
+    def fetch(self, timeout_s: float) -> tuple[list[MessageOutcome], list[int]]:
+        """Wait for outcomes and requests for sums. Returns the outcomes and the numbers of the groups.
 
-        Both are empty after a timeout. While messages wait for a thread, several answers are gathered and
-        returned together. Arrays that are summed here are left out of the answers.
+        Both are empty after a timeout. While messages wait for a thread, several outcomes are gathered and
+        returned together. Arrays that are summed here are left out of the outcomes.
 
-        ``timeout_s``: seconds to wait for the first answer or request.
+        ``timeout_s``: seconds to wait for the first outcome or request.
         """
-        answers: list[Answer] = []
+        outcomes: list[MessageOutcome] = []
         taken = 0
         with self._lock:
             self._has_finished.wait_for(lambda: self._finished or self._asked or self._is_closed, timeout_s)
             if self._finished:
-                left_s = self._first_at + _GATHER_S - time.monotonic()
-                self._has_finished.wait_for(self._is_enough, max(0.0, left_s))
-            while self._finished and not (answers and taken + self._finished[0][2] > _MOST_BYTES):
-                visit, answer, size = self._finished.popleft()
-                if visit.group is not None and answer.reply is not None:
-                    self._to_sum.append((visit, answer.reply))
-                    answer = replace(answer, reply=without_arrays(answer.reply))
-                answers.append(answer)
+                remaining_s = self._first_at + _GATHER_S - time.monotonic()
+                self._has_finished.wait_for(self._is_enough, max(0.0, remaining_s))
+            while self._finished and not (outcomes and taken + self._finished[0][2] > _MAX_FETCH_BYTES):
+                assigned, outcome, size = self._finished.popleft()
+                if assigned.group is not None and outcome.reply is not None:
+                    self._to_sum.append((assigned, outcome.reply))
+                    outcome = replace(outcome, reply=without_arrays(outcome.reply))
+                outcomes.append(outcome)
                 taken += size
-            if self._bytes > _MOST_KEPT_BYTES:
+            if self._bytes > _MAX_KEPT_BYTES:
                 self._has_work.notify_all()
             self._bytes -= taken
             self._first_at = time.monotonic()
             asked, self._asked = self._asked, []
-        return answers, asked
+        return outcomes, asked
 
     def _sum(self) -> None:
         while self._to_sum:
-            visit, reply = self._to_sum.popleft()
-            group = visit.group
+            assigned, reply = self._to_sum.popleft()
+            group = assigned.group
             assert group is not None
             if group.number in self._forgotten:
                 continue
             if group.number not in self._sums:
                 self._sums[group.number] = GroupSum(group)
-            self._sums[group.number].add(reply, visit.place, self.name_of(visit))
+            self._sums[group.number].add(reply, assigned.place, self.name_of(assigned))
 
-    def name_of(self, visit: Visit) -> str:
+    def name_of(self, assigned: AssignedMessage) -> str:
         """Return the receiver of a message as errors name it."""
-        return f"node {visit.message.metadata.dst_node_id}"
+        return f"node {assigned.message.metadata.dst_node_id}"
 
     def ask_for_sum(self, group: int) -> None:
-        """Request the sum of a group with the next answers. Later replies go into a new sum."""
+        """Request the sum of a group with the next outcomes. Later replies go into a new sum."""
         with self._lock:
             self._asked.append(group)
             self._has_finished.notify()
@@ -214,18 +222,18 @@ class QueueHost(Host):
 
     def cancel(self, message_id: str) -> None:
         """Cancel a message. If it has not arrived yet, it is cancelled on arrival."""
-        self.give_back(message_id)
+        self.return_queued(message_id)
         self._handler.cancel(message_id)
 
-    def give_back(self, only: str | None = None) -> None:
+    def return_queued(self, only: str | None = None) -> None:
         """Return all queued messages to the dispatcher, because other hosts may handle them earlier.
 
         ``only``: id of a single message to return.
         """
         with self._lock:
-            for visit in [visit for visit in self._waiting if only in (None, visit.message_id)]:
-                self._waiting.remove(visit)
-                self._finish(visit, Answer(visit.message_id))
+            for assigned in [assigned for assigned in self._waiting if only in (None, assigned.message_id)]:
+                self._waiting.remove(assigned)
+                self._finish(assigned, MessageOutcome(assigned.message_id))
 
     def stuck_since(self) -> float | None:
         """Return the time since which messages have been waiting with no worker running, or None."""
@@ -245,42 +253,42 @@ class QueueHost(Host):
 
     def _work(self) -> None:
         while not self._is_closed:
-            visits = self.next(waits=False)
-            if not visits:
+            assigned_messages = self.next(is_blocking=False)
+            if not assigned_messages:
                 self._handler.idle()
-                visits = self.next(waits=True)
-            if visits:
-                answers = self._handler(*visits)
-                for visit, answer in zip(visits, answers, strict=True):
-                    self.finish(visit, answer)
-                del visit, answers, answer
-            del visits
+                assigned_messages = self.next(is_blocking=True)
+            if assigned_messages:
+                outcomes = self._handler(*assigned_messages)
+                for assigned, outcome in zip(assigned_messages, outcomes, strict=True):
+                    self.finish(assigned, outcome)
+                del assigned, outcomes, outcome
+            del assigned_messages
         self._handler.leave()
 
-    def next(self, *, waits: bool) -> list[Visit]:
+    def next(self, *, is_blocking: bool) -> list[AssignedMessage]:
         """Return the next assignment: the messages that a worker handles together, usually one.
 
         The list is empty if no message may begin now or the host is closed.
 
-        ``waits``: True to block until a message may begin.
+        ``is_blocking``: True to block until a message may begin.
         """
         with self._lock:
-            if waits:
+            if is_blocking:
                 self._has_work.wait_for(self._may_begin)
             if self._is_closed or not self._may_begin():
                 return []
-            visits = [self._waiting.popleft() for _ in range(self._assignment_size())]
-            self._taken += len(visits)
-            # The queue is empty now. The exchange thread brings new messages after it has fetched answers.
+            assigned_messages = [self._waiting.popleft() for _ in range(self._assignment_size())]
+            self._taken += len(assigned_messages)
+            # The queue is empty now. The exchange thread brings new messages after it has fetched outcomes.
             if self._finished and not self._waiting:
                 self._has_finished.notify()
-            return visits
+            return assigned_messages
 
     def _assignment_size(self) -> int:
         """Return the number of queued messages for the next assignment. Other threads get their share."""
         first = self._waiting[0]
         kind = first.message.metadata.message_type
-        part = -(-(self._taken + len(self._waiting)) // self.about.concurrency)
+        part = -(-(self._taken + len(self._waiting)) // self.info.concurrency)
         limit = min(part, self._handler.batches.largest(kind))
         if limit == 1:
             return 1
@@ -288,26 +296,26 @@ class QueueHost(Host):
         return self._handler.batches.choose(kind, sum(1 for _ in alike))
 
     def _may_begin(self) -> bool:
-        return self._is_closed or (bool(self._waiting) and self._bytes <= _MOST_KEPT_BYTES)
+        return self._is_closed or (bool(self._waiting) and self._bytes <= _MAX_KEPT_BYTES)
 
-    def finish(self, visit: Visit, answer: Answer) -> None:
-        """Store the answer to a message until it is fetched."""
-        size = answer.size_bytes
+    def finish(self, assigned: AssignedMessage, outcome: MessageOutcome) -> None:
+        """Store the outcome of a message until it is fetched."""
+        size = outcome.size_bytes
         with self._lock:
             self._taken -= 1
-            self._finish(visit, answer, size)
+            self._finish(assigned, outcome, size)
 
-    def _finish(self, visit: Visit, answer: Answer, size: int = 0) -> None:
+    def _finish(self, assigned: AssignedMessage, outcome: MessageOutcome, size: int = 0) -> None:
         if not self._finished:
             self._first_at = time.monotonic()
-        self._finished.append((visit, answer, size))
+        self._finished.append((assigned, outcome, size))
         self._bytes += size
         if len(self._finished) == 1 or self._is_enough():
             self._has_finished.notify()
 
     def _is_enough(self) -> bool:
-        """Return True if answers should be fetched at once, because workers need messages or memory."""
-        return not self._waiting or self._bytes > _MOST_BYTES or bool(self._asked) or self._is_closed
+        """Return True if outcomes should be fetched at once, because workers need messages or memory."""
+        return not self._waiting or self._bytes > _MAX_FETCH_BYTES or bool(self._asked) or self._is_closed
 
 
 class LocalHost(QueueHost):
@@ -337,7 +345,7 @@ class LocalHost(QueueHost):
         ]
 
         def leases_and_concurrency(settings: CallSettings) -> tuple[int, int]:
-            leases = workers.most_leases(settings, self._decision.uuids)
+            leases = workers.max_leases(settings, self._decision.uuids)
             return leases, workers.concurrency(settings, leases, work.max_workers, len(work.nodes.ids))
 
         # Many clients with small needs can run at a time, so these decide. Clients with larger needs still
@@ -349,13 +357,13 @@ class LocalHost(QueueHost):
         self._variables = workers.variables(self._usual_concurrency, env, settings.host.num_cpus)
         threads = planned_threads({**os.environ, **self._variables})
         super().__init__(
-            About(platform.node(), concurrency, threads, determinism.described(self.gpus), cores(), [])
+            HostInfo(platform.node(), concurrency, threads, determinism.described(self.gpus), cores(), [])
         )
         self._opened = ExitStack()
 
-    def name_of(self, visit: Visit) -> str:
+    def name_of(self, assigned: AssignedMessage) -> str:
         """Return the receiver of a message as errors name it: by its partition, as the displays do."""
-        return f"client {self._run.nodes.partition_of(visit.message.metadata.dst_node_id)}"
+        return f"client {self._run.nodes.partition_of(assigned.message.metadata.dst_node_id)}"
 
     def begin(self, joined: Callable[[Host], object]) -> None:
         """Start the message threads, and report this host to ``joined``."""
@@ -378,13 +386,13 @@ class LocalHost(QueueHost):
         is_known = len(requests) == 1 and not requests.pop().is_auto
         turns = LeaseTurns(self._leases or None if is_known else None)
         cores_of_run = workers.core_leases(
-            settings, self._usual_concurrency, self.about.concurrency, work.name
+            settings, self._usual_concurrency, self.info.concurrency, work.name
         )
         call_options: dict[str, Any] = {**work.options, "env": self._variables}
         # A spare thread helps with short messages: while workers compute, it sends a message or reads a
         # reply.
         has_spare = work.max_workers is None and not self._leases
-        threads = self.about.concurrency + has_spare
+        threads = self.info.concurrency + has_spare
         handler = self.handler = MessageHandler(
             work,
             call_options,
@@ -399,7 +407,7 @@ class LocalHost(QueueHost):
         self._opened.callback(handler.close)
         self.start(handler, threads)
 
-    def where(self) -> str:
+    def location_line(self) -> str:
         """Return a line that says where calls run, or that options have no effect."""
         gpu, env = self._settings.gpu, {**os.environ, **self._settings.worker.env}
         gpus = [usable for usable in self.gpus if usable.uuid in self._decision.uuids]
@@ -408,7 +416,7 @@ class LocalHost(QueueHost):
         if not gpus and requests:
             return notices.without_effect(requests[0], "all calls", notices.why_on_cpu(gpu, None, env))
         is_auto = any(request.is_auto for request in client_requests)
-        concurrency = None if gpus and is_auto else self.about.concurrency
+        concurrency = None if gpus and is_auto else self.info.concurrency
         return notices.calls_run(gpu, gpus, concurrency, None, env)
 
     def has_begun(self) -> None:

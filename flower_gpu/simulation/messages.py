@@ -2,8 +2,8 @@
 
 The grid sends messages, and a host passes them on to a :class:`MessageHandler` in assignments. An assignment
 is one message, or a batch that the app handles in a single call. The handler finds a worker, a lease and
-memory, retries if a worker dies, and returns one answer per message. It never raises a client's error: the
-error is in the answer.
+memory, retries if a worker dies, and returns one outcome per message. It never raises a client's error: the
+error is in the outcome.
 
 Threads. A host calls the handler from several threads, each with one assignment at a time. Every thread has
 its own :class:`~flower_gpu.simulation.slots.Slot`, which runs the thread's calls and may keep a worker
@@ -62,8 +62,8 @@ from flower_gpu.flower.records import round_of
 from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.options import CALL, joined
 from flower_gpu.simulation.batch_size import Batches
-from flower_gpu.simulation.clients import Own, as_written, resources
-from flower_gpu.simulation.host import Answer, Visit, Work, failed
+from flower_gpu.simulation.clients import ClientOverrides, as_written, resources
+from flower_gpu.simulation.host import AssignedMessage, MessageOutcome, Work, failed
 from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
 from flower_gpu.simulation.slots import Slot
@@ -129,7 +129,7 @@ class MessageHandler:
         self._has_used = False  # True once a worker has handled a second message
         self._running: dict[str, Slot] = {}
         self._cancelled: deque[str] = deque(maxlen=_MAX_CANCELLED)
-        self._is_over = False
+        self._is_closed = False
         self._worked_at = 0.0  # end of the last assignment
         self._memory = HostMemory()
         self._starts = WorkerStarts(has_preload=bool(self._options.get("preload")))
@@ -139,109 +139,125 @@ class MessageHandler:
         self._resolved: dict[int, CallSettings] = {}
 
     @staticmethod
-    def may_share(visit: Visit, other: Visit) -> bool:
+    def may_share(assigned: AssignedMessage, other: AssignedMessage) -> bool:
         """Return True if two messages can be in one assignment, because they have the same type and round."""
-        first, second = visit.message, other.message
+        first, second = assigned.message, other.message
         if first.metadata.message_type != second.metadata.message_type:
             return False
         return round_of(first) == round_of(second)
 
-    def __call__(self, *visits: Visit) -> list[Answer]:
-        """Return the answers of an assignment, which one worker handles. Blocks until then.
+    def __call__(self, *assigned_messages: AssignedMessage) -> list[MessageOutcome]:
+        """Return the outcomes of an assignment, which one worker handles. Blocks until then.
 
-        If a call fails, the answer has the error in place of the reply.
+        If a call fails, the outcome has the error in place of the reply.
         """
         began = time.monotonic()
         slot = self._slot()
         with self._lock:
-            is_over = self._is_over
-            begun = [] if is_over else [visit for visit in visits if visit.message_id not in self._cancelled]
+            is_closed = self._is_closed
+            begun = (
+                []
+                if is_closed
+                else [
+                    assigned for assigned in assigned_messages if assigned.message_id not in self._cancelled
+                ]
+            )
             if begun:
                 slot.begin()
-            self._running.update((visit.message_id, slot) for visit in begun)
-        outcomes: Sequence[Handled | BaseException] = []
+            self._running.update((assigned.message_id, slot) for assigned in begun)
+        results: Sequence[Handled | BaseException] = []
         error: BaseException | None = None
         try:
-            outcomes = self._handle(begun, slot) if begun else []
+            results = self._handle(begun, slot) if begun else []
         except BaseException as caught:
             # This includes SystemExit, because the client raised it and this thread goes on.
             error = caught
-            contexts = [self._context_of(visit) for visit in begun]
-            outcomes = message_call.errors_of_each(error, begun[0].message.metadata.message_type, contexts)
+            contexts = [self._context_of(assigned) for assigned in begun]
+            results = message_call.errors_of_each(error, begun[0].message.metadata.message_type, contexts)
         with self._lock:
-            outcome_by_id = {
-                visit.message_id: outcome
-                for visit, outcome in zip(begun, outcomes, strict=True)
+            result_by_id = {
+                assigned.message_id: result
+                for assigned, result in zip(begun, results, strict=True)
                 # A missing message was cancelled, possibly just when it was done.
-                if self._running.pop(visit.message_id, None)
+                if self._running.pop(assigned.message_id, None)
             }
             self._worked_at = time.monotonic()
             smaller = self._smaller(error, begun)
         if smaller:
-            parts = [visits[start : start + smaller] for start in range(0, len(visits), smaller)]
-            return [answer for part in parts for answer in self(*part)]
+            parts = [
+                assigned_messages[start : start + smaller]
+                for start in range(0, len(assigned_messages), smaller)
+            ]
+            return [outcome for part in parts for outcome in self(*part)]
         self.batches.count(len(begun))
-        seconds = (time.monotonic() - began) / len(visits)
-        return [self._answer(visit, outcome_by_id.get(visit.message_id), seconds) for visit in visits]
+        seconds = (time.monotonic() - began) / len(assigned_messages)
+        return [
+            self._outcome_of(assigned, result_by_id.get(assigned.message_id), seconds)
+            for assigned in assigned_messages
+        ]
 
-    def _answer(self, visit: Visit, outcome: Handled | BaseException | None, seconds: float) -> Answer:
-        """Return the answer to a message. ``outcome`` is None if the message was cancelled."""
-        if isinstance(outcome, Handled):
-            state = record_bytes.encode(outcome.context.state) if outcome.context.state else b""
-            return Answer(visit.message_id, outcome.reply, state, seconds, outcome.call_s)
-        if outcome is None:
-            outcome = WorkerStartError("the run is over") if self._is_over else self._no_reply(visit)
-        elif self._work.is_strict and isinstance(outcome, FlowerGPUError):
-            outcome = _end_of_run(outcome)
-        return Answer(visit.message_id, failed(visit.message, outcome), seconds=seconds)
+    def _outcome_of(
+        self, assigned: AssignedMessage, result: Handled | BaseException | None, seconds: float
+    ) -> MessageOutcome:
+        """Return the outcome of a message. ``result`` is None if the message was cancelled."""
+        if isinstance(result, Handled):
+            state = record_bytes.encode(result.context.state) if result.context.state else b""
+            return MessageOutcome(assigned.message_id, result.reply, state, seconds, result.call_s)
+        if result is None:
+            result = WorkerStartError("the run is over") if self._is_closed else self._no_reply(assigned)
+        elif self._work.is_strict and isinstance(result, FlowerGPUError):
+            result = _end_of_run(result)
+        return MessageOutcome(assigned.message_id, failed(assigned.message, result), seconds=seconds)
 
-    def _smaller(self, error: BaseException | None, visits: Sequence[Visit]) -> int:
+    def _smaller(self, error: BaseException | None, assigned_messages: Sequence[AssignedMessage]) -> int:
         """Return the size of the smaller assignments for a retry of failed messages, or 0 for no retry."""
         is_killed = isinstance(error, WorkerDiedError) and error.is_out_of_memory
-        if len(visits) > 1 and (is_killed or isinstance(error, GPUOutOfMemoryError)):
-            size = self.batches.refuse(visits[0].message.metadata.message_type, len(visits))
+        if len(assigned_messages) > 1 and (is_killed or isinstance(error, GPUOutOfMemoryError)):
+            size = self.batches.refuse(
+                assigned_messages[0].message.metadata.message_type, len(assigned_messages)
+            )
             log(
                 WARNING,
                 "%d messages at once are too many: %s. They are handled again, %d at once",
-                len(visits),
+                len(assigned_messages),
                 str(error).partition("\n")[0].rstrip("."),
                 size,
             )
             return size
-        if len(visits) > 1 and self._tries > 1 and isinstance(error, _TRIED_AGAIN):
+        if len(assigned_messages) > 1 and self._tries > 1 and isinstance(error, _TRIED_AGAIN):
             return 1  # any of the messages may have ended the worker
         return 0
 
-    def _handle(self, visits: Sequence[Visit], slot: Slot) -> list[Handled]:
+    def _handle(self, assigned_messages: Sequence[AssignedMessage], slot: Slot) -> list[Handled]:
         """Return the results of messages, which one worker handles."""
-        slot.go_on(self._work.calls_per_worker // len(visits))
-        if len(visits) > 1:
-            return self._run_once(visits, slot)
-        return [self._run(visits[0], slot)]
+        slot.prepare(self._work.calls_per_worker // len(assigned_messages))
+        if len(assigned_messages) > 1:
+            return self._run_once(assigned_messages, slot)
+        return [self._run(assigned_messages[0], slot)]
 
-    def _run(self, visit: Visit, slot: Slot) -> Handled:
+    def _run(self, assigned: AssignedMessage, slot: Slot) -> Handled:
         """Return the result of a message. If its worker dies, a new worker retries it."""
         for remaining in reversed(range(self._tries)):
             try:
-                return self._run_once([visit], slot)[0]
+                return self._run_once([assigned], slot)[0]
             except _TRIED_AGAIN as error:
                 with self._lock:
-                    is_wanted = visit.message_id in self._running
+                    is_wanted = assigned.message_id in self._running
                 if not remaining or not is_wanted:
                     raise
                 reason = str(error).partition("\n")[0].rstrip(".")
                 log(WARNING, "%s. A new worker handles the message again", reason)
         raise AssertionError
 
-    def _run_once(self, visits: Sequence[Visit], slot: Slot) -> list[Handled]:
+    def _run_once(self, assigned_messages: Sequence[AssignedMessage], slot: Slot) -> list[Handled]:
         """Return the results of messages. A single message that ran out of main memory is retried alone."""
         try:
-            return self._run_in_room(visits, slot)
+            return self._run_in_room(assigned_messages, slot)
         except WorkerDiedError as error:
             with self._lock:
-                is_wanted = visits[0].message_id in self._running
+                is_wanted = assigned_messages[0].message_id in self._running
             # The caller retries a batch in smaller assignments, because they need less memory.
-            if len(visits) > 1:
+            if len(assigned_messages) > 1:
                 raise
             self._memory.learn(error.peak_bytes)
             if not error.is_out_of_memory or not is_wanted:
@@ -251,14 +267,16 @@ class MessageHandler:
             killed = error.with_traceback(None)
         log(WARNING, "%s. It is handled again while no other message is", reason)
         try:
-            return self._run_in_room(visits, slot, alone=True)
+            return self._run_in_room(assigned_messages, slot, alone=True)
         except LeaseTimeoutError as late:
             raise LeaseTimeoutError(f"{reason}. {late}") from killed
 
-    def _run_in_room(self, visits: Sequence[Visit], slot: Slot, *, alone: bool = False) -> list[Handled]:
-        messages = [visit.message for visit in visits]
-        contexts = [self._context_of(visit) for visit in visits]
-        own = self._own(visits[0])
+    def _run_in_room(
+        self, assigned_messages: Sequence[AssignedMessage], slot: Slot, *, alone: bool = False
+    ) -> list[Handled]:
+        messages = [assigned.message for assigned in assigned_messages]
+        contexts = [self._context_of(assigned) for assigned in assigned_messages]
+        overrides = self._overrides_of(assigned_messages[0])
         label = message_call.label_of(messages[0].metadata.message_type, contexts)
 
         def check() -> None:
@@ -271,21 +289,25 @@ class MessageHandler:
             alone=alone,
             check=check,
             before_wait=slot.wait,
-            timeout_s=self._settings(own, contexts[0]).host.timeout_s if alone else math.inf,
+            timeout_s=self._settings(overrides, contexts[0]).host.timeout_s if alone else math.inf,
         )
         with room:
             if alone:
                 self._end_unused_workers(slot)
             replies = message_call.call_many(
                 self._task,
-                (self._work.app, [visit.seed for visit in visits], own.get("slow_down", 1.0)),
+                (
+                    self._work.app,
+                    [assigned.seed for assigned in assigned_messages],
+                    overrides.get("slow_down", 1.0),
+                ),
                 messages,
                 contexts,
-                lambda: self._settings(own, contexts[0]),
-                name=_measured(self._work.name, own),
+                lambda: self._settings(overrides, contexts[0]),
+                name=_measured(self._work.name, overrides),
                 workers=slot,
             )
-        call_s = self._learn(visits, slot)
+        call_s = self._learn(assigned_messages, slot)
         pairs = zip(contexts, replies, strict=True)
         return [Handled(context, reply, None if reply.has_error() else call_s) for context, reply in pairs]
 
@@ -297,7 +319,7 @@ class MessageHandler:
             other.retire()
         slot.end_idle()
 
-    def _learn(self, visits: Sequence[Visit], slot: Slot) -> float | None:
+    def _learn(self, assigned_messages: Sequence[AssignedMessage], slot: Slot) -> float | None:
         """Learn from a call that succeeded. Return its seconds per message, or None if not representative."""
         self._memory.learn(slot.line.peak_bytes)
         if self._work.calls_per_worker == 1 and (
@@ -308,11 +330,11 @@ class MessageHandler:
         # A call that imported modules took longer than later calls will: their workers are forked with the
         # modules already imported.
         call_s = None if slot.line.had_imports else slot.line.call_s
-        message_type = visits[0].message.metadata.message_type
+        message_type = assigned_messages[0].message.metadata.message_type
         if slot.max_messages > 1 and self._may_batch(message_type):
             limit = min(slot.max_messages, self._work.calls_per_worker)
-            self.batches.learn(message_type, limit, len(visits), call_s)
-        return None if call_s is None else call_s / len(visits)
+            self.batches.learn(message_type, limit, len(assigned_messages), call_s)
+        return None if call_s is None else call_s / len(assigned_messages)
 
     def _may_batch(self, message_type: str) -> bool:
         """Return True if messages of a type may share an assignment, if the app accepts batches."""
@@ -321,28 +343,28 @@ class MessageHandler:
             self._clients_differ[message_type] = self._nodes.clients.differ(message_type)
         return not self._work.is_deterministic and not self._clients_differ[message_type]
 
-    def _own(self, visit: Visit) -> Own:
-        metadata = visit.message.metadata
-        return self._nodes.own(metadata.dst_node_id, metadata.message_type)
+    def _overrides_of(self, assigned: AssignedMessage) -> ClientOverrides:
+        metadata = assigned.message.metadata
+        return self._nodes.overrides_of(metadata.dst_node_id, metadata.message_type)
 
-    def _context_of(self, visit: Visit) -> Context:
-        return self._nodes.context_of(visit.message.metadata.dst_node_id, visit.state)
+    def _context_of(self, assigned: AssignedMessage) -> Context:
+        return self._nodes.context_of(assigned.message.metadata.dst_node_id, assigned.state)
 
-    def _no_reply(self, visit: Visit) -> WorkerDiedError:
-        client = message_call.client_of(self._context_of(visit))
+    def _no_reply(self, assigned: AssignedMessage) -> WorkerDiedError:
+        client = message_call.client_of(self._context_of(assigned))
         return WorkerDiedError(f"the message to client {client} was dropped")
 
-    def _settings(self, own: Own, context: Context) -> CallSettings:
+    def _settings(self, overrides: ClientOverrides, context: Context) -> CallSettings:
         # The context of any node will do, because the configs of nodes differ in their partition only.
-        if id(own) not in self._resolved:
-            options = {**joined(self._options, resources(own)), "context": context}
-            if "gpu" in own:
+        if id(overrides) not in self._resolved:
+            options = {**joined(self._options, resources(overrides)), "context": context}
+            if "gpu" in overrides:
                 # Otherwise the environment variable of this process would override the client's value.
-                options["env"] = {**(options.get("env") or {}), CALL["gpu"].variable: own["gpu"]}
+                options["env"] = {**(options.get("env") or {}), CALL["gpu"].variable: overrides["gpu"]}
             settings = call_settings(options)
             gpu = replace(settings.gpu, inventory=self._inventory)
-            self._resolved[id(own)] = replace(settings, gpu=gpu, own=as_written(own))
-        return self._resolved[id(own)]
+            self._resolved[id(overrides)] = replace(settings, gpu=gpu, client_overrides=as_written(overrides))
+        return self._resolved[id(overrides)]
 
     def idle(self) -> None:
         """Let this thread's worker idle, because no message waits.
@@ -373,7 +395,7 @@ class MessageHandler:
     def cancel_all(self) -> None:
         """End all workers that handle a message, and accept no more messages."""
         with self._lock:
-            self._is_over = True
+            self._is_closed = True
             for slot in self._running.values():
                 slot.cancel()
             self._running.clear()
@@ -400,7 +422,7 @@ class MessageHandler:
         return {
             "workers_started": sum(slot.workers_started for slot in self._slots),
             "peak_worker_bytes": self._memory.largest_bytes,
-            "waits_for_host_memory": self._memory.waits,
+            "waits_for_host_memory": self._memory.wait_count,
             **self._starts.facts(),
             "batches": self.batches.facts(),
             "recycling": {
@@ -423,12 +445,12 @@ class MessageHandler:
         return slot
 
 
-def _measured(name: str, own: Own) -> str:
+def _measured(name: str, overrides: ClientOverrides) -> str:
     """Return the name under which the memory of a call is recorded.
 
     A client with its own share of a GPU may need more memory than the others, so it has its own footprint.
     """
-    sizes = [str(own[key]) for key in ("num_gpus", "gpu_memory") if key in own]
+    sizes = [str(overrides[key]) for key in ("num_gpus", "gpu_memory") if key in overrides]
     return " ".join([name, *sizes])
 
 

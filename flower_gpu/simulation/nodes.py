@@ -17,7 +17,7 @@ from flwr.app.user_config import UserConfigValue
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import record_bytes
-from flower_gpu.simulation.clients import Clients, Own
+from flower_gpu.simulation.clients import ClientOverrides, Clients
 
 PARTITION_KEY: Final = "partition-id"
 PARTITIONS_KEY: Final = "num-partitions"
@@ -74,11 +74,11 @@ class VirtualNodes:
         """Return the sort key of nodes: the partition; unknown nodes come last."""
         return len(self.ids) if node_id is None else self._partitions.get(node_id, len(self.ids))
 
-    def own(self, node_id: int, message_type: str = "") -> Own:
+    def overrides_of(self, node_id: int, message_type: str = "") -> ClientOverrides:
         """Return the settings of a node's own for calls of a message type."""
         return self.clients.of_client(self._partitions[node_id], message_type)
 
-    def there(self, place: str, wanted: int | None) -> Sequence[int]:
+    def available(self, place: str, wanted: int | None) -> Sequence[int]:
         """Return the available nodes in the order of their partitions.
 
         ``place``: the round, in words. The same place always has the same nodes.

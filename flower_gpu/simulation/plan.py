@@ -20,7 +20,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
 from flower_gpu.options import CallOptions, joined
 from flower_gpu.simulation import determinism
-from flower_gpu.simulation.clients import Clients, plain, told_by_app
+from flower_gpu.simulation.clients import Clients, overrides_of_app, plain
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
@@ -39,10 +39,10 @@ class RunPlan:
 
     ``work``: description of the run for hosts.
     ``server``: the ServerApp, or where to find it.
-    ``where``: folder of the app, or None.
+    ``app_folder``: folder of the app, or None.
     ``server_env``: environment variables of a deterministic ServerApp.
     ``folder``: folder of the earlier run to resume, or None.
-    ``before``: settings of the earlier run, or empty.
+    ``earlier``: settings of the earlier run, or empty.
     ``log_dir``: parent of the new run's folder, or None.
     ``order``, ``keep_going``, ``trackers``, ``ray_address``, ``client_output``: as for
     :func:`flower_gpu.simulate`.
@@ -52,10 +52,10 @@ class RunPlan:
 
     work: Work
     server: ServerApp | str
-    where: Path | None
+    app_folder: Path | None
     server_env: Mapping[str, str]
     folder: RunFolder | None
-    before: Mapping[str, Any]
+    earlier: Mapping[str, Any]
     log_dir: Path | None
     order: OrderWord
     keep_going: bool
@@ -75,50 +75,52 @@ class RunPlan:
     def of(
         cls,
         app: str | Path | tuple[ServerApp, ClientApp],
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         run_config: Mapping[str, Any],
         trackers: str | Sequence[str] | None,
         options: CallOptions,
     ) -> RunPlan:
         """Return the plan for some options, joined with the options of an earlier run.
 
-        ``given``: values of the simulation's options.
+        ``arguments``: values of the simulation's options.
         ``options``: options of its calls.
 
         Raises ConfigError if an option cannot be used. Starts no process and writes no file.
         """
-        values = {name: option.resolve(given[name]) for name, option in OPTIONS.items() if name in given}
-        log_dir, resume = given["log_dir"], values["resume"]
+        values = {
+            name: option.resolve(arguments[name]) for name, option in OPTIONS.items() if name in arguments
+        }
+        log_dir, resume = arguments["log_dir"], values["resume"]
         call_settings(options)
         guard.check(os.environ)
-        folder, before = (None, {}) if resume is None else earlier_run(resume, "simulate")
-        name, where, server, client = _components(app)
-        check_same_app(before, name, where, resume)
+        folder, earlier = (None, {}) if resume is None else earlier_run(resume, "simulate")
+        name, app_folder, server, client = _components(app)
+        check_same_app(earlier, name, app_folder, resume)
         run_config = with_rounds(run_config, values["rounds"], "rounds", "run_config")
-        run_config = {**before.get("run_config", {}), **run_config}
-        if where is not None:
-            run_config = FlowerApp.load(where).simulated(run_config, values["num_supernodes"])
+        run_config = {**earlier.get("run_config", {}), **run_config}
+        if app_folder is not None:
+            run_config = FlowerApp.load(app_folder).simulated(run_config, values["num_supernodes"])
         seed = values["seed"]
         if seed is None:
-            seed = before.get("seed")
+            seed = earlier.get("seed")
         seed = secrets.randbelow(_SEEDS) if seed is None else seed
-        table = given["clients"]
-        table = before.get("clients_table", {}) if table is None else table
+        table = arguments["clients"]
+        table = earlier.get("clients_table", {}) if table is None else table
         clients = Clients.of(table, values["num_supernodes"])
-        deterministic = values["deterministic"] or bool(before.get("deterministic"))
+        deterministic = values["deterministic"] or bool(earlier.get("deterministic"))
         server_env: dict[str, str] = {}
         env: dict[str, str] = dict(options.get("env") or {})
         if deterministic:
             determinism.check_interpreter()
-            server_env = determinism.variables({**os.environ, **env}, before.get("threads", 1))
+            server_env = determinism.variables({**os.environ, **env}, earlier.get("threads", 1))
         # In a deterministic run, no client may see changes that another client made to modules.
         calls_per_worker = values["calls_per_worker"] or (1 if deterministic else MANY)
         if values["mps"]:
             _check_can_pack(deterministic, values["ray_address"])
         run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
         nodes_with = partial(VirtualNodes, values["num_supernodes"], seed, run_id, run_config)
-        clients = clients.with_app(told_by_app(client, nodes_with(), options), options)
-        settings = [call_settings(joined(options, own)) for own in clients.resources()]
+        clients = clients.with_app(overrides_of_app(client, nodes_with(), options), options)
+        settings = [call_settings(joined(options, overrides)) for overrides in clients.resources()]
         if not values["mps"] and any(client_settings.gpu.compute is not None for client_settings in settings):
             raise ConfigError(
                 "gpu_compute (--gpu-compute, in the table of clients, or in a gpu_mod of the app) has "
@@ -138,10 +140,10 @@ class RunPlan:
         return cls(
             work,
             server,
-            where,
+            app_folder,
             server_env,
             folder,
-            before,
+            earlier,
             None if log_dir is None else values["log_dir"],
             values["order"],
             values["keep_going"],
@@ -165,7 +167,7 @@ class RunPlan:
         if availability:
             identity["availability"] = availability
         if work.is_deterministic:
-            identity |= {"deterministic": True, "threads": hosts.about.threads}
+            identity |= {"deterministic": True, "threads": hosts.info.threads}
         return identity
 
     def settings(self, hosts: Hosts) -> dict[str, Any]:
@@ -173,11 +175,11 @@ class RunPlan:
         work = self.work
         return {
             "deterministic": work.is_deterministic,
-            "threads": hosts.about.threads,
+            "threads": hosts.info.threads,
             **self.identity(hosts),
-            "app_folder": self.where,
+            "app_folder": self.app_folder,
             "run_config": work.nodes.run_config,
-            "max_workers": hosts.about.concurrency,
+            "max_workers": hosts.info.concurrency,
             "calls_per_worker": work.calls_per_worker,
             "mps": work.mps,
             "order": self.order,
@@ -185,7 +187,7 @@ class RunPlan:
             "clients_table": self.clients_table,
             "options": {option: _recorded(option, value) for option, value in self.options.items()},
             "cores": cores(),
-            **hosts.about.described,
+            **hosts.info.described,
         }
 
 

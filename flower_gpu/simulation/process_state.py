@@ -25,13 +25,13 @@ class ProcessState:
 
     def __init__(self) -> None:
         of_frameworks = (framework.settings() for framework in frameworks.loaded())
-        self._found = _values(chain(SETTINGS.values(), *of_frameworks))
+        self._initial = _values(chain(SETTINGS.values(), *of_frameworks))
         self._lasting = _values(LASTING.values())
 
     def restore(self) -> None:
         """Restore all settings."""
         faulthandler.cancel_dump_traceback_later()
-        for setting, value in self._found:
+        for setting, value in self._initial:
             _restore(setting, value)
 
     def can_be_restored(self) -> bool:

@@ -175,7 +175,7 @@ def simulate(
     --------
     >>> result = simulate("examples/quickstart", 100, rounds=5)
     """
-    given = {
+    arguments = {
         "num_supernodes": num_supernodes,
         "rounds": rounds,
         "max_workers": max_workers,
@@ -193,7 +193,7 @@ def simulate(
         "client_output": client_output,
     }
     standard_streams.fill()
-    plan = RunPlan.of(app, given, run_config or {}, trackers, options)
+    plan = RunPlan.of(app, arguments, run_config or {}, trackers, options)
     with ExitStack() as stack:
         stack.enter_context(_alone())
         # Without progress there are no round lines that client output could push out of sight.
@@ -201,11 +201,11 @@ def simulate(
         output = ClientOutput("all" if shows_all else plan.client_output)
         hosts = _hosts(plan, stack, output)
         if plan.work.is_deterministic:
-            determinism.check_same(plan.before, hosts.about.described, is_strict=plan.work.is_strict)
+            determinism.check_same(plan.earlier, hosts.info.described, is_strict=plan.work.is_strict)
         record = _Record(plan, hosts, stack)
         nodes = plan.work.nodes
         if plan.work.is_deterministic:
-            stack.enter_context(determinism.here(plan.server_env))
+            stack.enter_context(determinism.applied(plan.server_env))
         stack.enter_context(_identity(nodes.run_id))
         report = record.report(plan, hosts, stack, output, progress=progress, verbose=verbose)
         grid = _grid(plan, record, hosts, report, stack)
@@ -228,7 +228,7 @@ class _Record:
         # This comes before anything is written, because the library of a tracker may be missing.
         self._followers = tracking.Tracking(plan.trackers)
         self.folder = plan.folder
-        settings = dict(plan.before)
+        settings = dict(plan.earlier)
         if self.folder is None and plan.log_dir is not None:
             settings = plan.settings(hosts)
             self.folder = RunFolder.create(plan.log_dir)
@@ -307,7 +307,7 @@ class _Record:
             report.history.feed([trace.make("run_started", kind="simulate", name=name, clients=clients)])
         partition_of = plan.work.nodes.partition_of
         stack.enter_context(reported(report, partition_of, verbose=verbose, keep_going=plan.keep_going))
-        report.recorder.concurrency = hosts.about.concurrency
+        report.recorder.concurrency = hosts.info.concurrency
         return report
 
     def _conclude(self) -> None:
@@ -323,7 +323,7 @@ def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: E
     """Return the grid of a run, which sends messages to the hosts. ``stack`` closes it and the hosts."""
     work, nodes, durations = plan.work, plan.work.nodes, Durations()
     # With a single worker, the order does not change the duration.
-    has_longest_first = plan.order == "longest" and hosts.about.concurrency > 1
+    has_longest_first = plan.order == "longest" and hosts.info.concurrency > 1
     dispatcher = Dispatcher(nodes, record.states, nodes.seed, durations)
     grid = SimulationGrid(
         Run.create_empty(nodes.run_id),
@@ -340,7 +340,7 @@ def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: E
     grid.tell = report.recorder.tell
     if not plan.resumes:
         hosts.has_begun()
-    report.say(hosts.where())
+    report.say(hosts.location_line())
     if has_longest_first:
         report.recorder.expected_s = lambda kind, ids: durations.expected_s(
             [(kind, nodes.place_of(node_id)) for node_id in ids]
@@ -353,13 +353,13 @@ def _run_server(
     plan: RunPlan, hosts: Hosts, grid: RecordedGrid, context: Context, say: Callable[[str], None]
 ) -> None:
     """Import the ServerApp, preload the workers' data, and run the ServerApp until it returns."""
-    with _seeded(plan.work.nodes.seed), missing_packages_named(plan.where):
+    with _seeded(plan.work.nodes.seed), missing_packages_named(plan.app_folder):
         server, name = plan.server, plan.work.name
-        if plan.where is not None and (text := missing_packages_note(FlowerApp.load(plan.where))):
+        if plan.app_folder is not None and (text := missing_packages_note(FlowerApp.load(plan.app_folder))):
             say(f"note: {text}")
         if isinstance(server, str):
             with told_if_slow(say, f"importing {server.partition(':')[0]} of {name}"):
-                server = _loaded(server, plan.where)
+                server = _loaded(server, plan.app_folder)
         with told_if_slow(say, f"preparing the workers of {name}"):
             hosts.load_data()
         server(grid=cast(Grid, grid), context=context)

@@ -47,7 +47,7 @@ class SimulationResult:
         Name of the app. ``"app"`` if two components were given.
     history : sequence of RoundPart
         Results of each round, by kind of message, in the order of the run: ``round``, ``task``, ``messages``,
-        ``failed``, ``seconds``, ``metrics`` (only numbers) and ``told`` (all metrics).
+        ``failed``, ``seconds``, ``metrics`` (only numbers) and ``reported_metrics`` (all metrics).
     """
 
     context: Context
@@ -74,7 +74,10 @@ class SimulationResult:
                 "failed": part.failed,
                 "seconds": part.seconds,
             }
-            metrics = {f"metrics.{name}" if name in row else name: value for name, value in part.told.items()}
+            metrics = {
+                f"metrics.{name}" if name in row else name: value
+                for name, value in part.reported_metrics.items()
+            }
             rows.append({**row, **metrics})
         try:
             import pandas

@@ -105,7 +105,7 @@ class Slot(Workers):
     @property
     def has_lease(self) -> bool:
         """True if this slot holds a lease."""
-        return self._place.held is not None
+        return self._place.lease_and_ticket is not None
 
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
         """Return the start method of workers, chosen once for all calls, since this process is not forked."""
@@ -118,7 +118,7 @@ class Slot(Workers):
         """Return the result of a call, which runs in a worker."""
         call = replace(call, admit_lines=self._admit_lines, without=self._without)
         self.waits_since = None
-        if call.held < 0 and self.has_lease:
+        if call.lease_descriptor < 0 and self.has_lease:
             self.retire()  # the call does not use a GPU
         place = self._place
         self.is_used_again = False
@@ -146,7 +146,7 @@ class Slot(Workers):
         )
 
     @contextmanager
-    def held(self, leasing: Leasing, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
+    def hold(self, leasing: Leasing, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
         """Hold a lease for a call in the block: the lease of an existing worker, or a new one."""
         # A second try after running out of memory requests more than other calls.
         is_usual = request == leasing.settings.request
@@ -154,47 +154,47 @@ class Slot(Workers):
         def fits(place: LeasedLine) -> bool:
             return is_usual and self._max_calls > 1 and place.suits(leasing)
 
-        while not (is_usual and self._may_go_on(leasing)):
+        while not (is_usual and self._can_continue(leasing)):
             self.idle()
             self.retire()
-            if self._take_idle(fits):
+            if self._use_idle(fits):
                 break
             try:
-                self._take(leasing, request, fits, is_usual=is_usual)
+                self._acquire(leasing, request, fits, is_usual=is_usual)
                 break
             except WorkerIdlesError:
                 pass  # the loop takes the idle worker, unless another thread was faster
         place = self._place
-        assert place.held is not None
+        assert place.lease_and_ticket is not None
         place.serve(leasing.label)
         try:
-            yield place.held
+            yield place.lease_and_ticket
         finally:
             if not place.line.has_worker:
                 place.release()
 
     @contextmanager
-    def held_on_cpu(self, leasing_: Leasing) -> Iterator[None]:
+    def hold_cores(self, leasing_: Leasing) -> Iterator[None]:
         """Hold cores of the run for a call on the CPU. This process holds the lease, not the worker."""
 
         def check() -> None:
             if self.is_cancelled:
                 raise WorkerDiedError(f"{leasing_.label} was cancelled before it had cores")
 
-        with self._cores.held(check, leasing_.host.num_cpus) if self._cores is not None else nullcontext():
+        with self._cores.hold(check, leasing_.host.num_cpus) if self._cores is not None else nullcontext():
             yield
 
     def end_idle(self) -> None:
         """End all workers of the run that idle with a lease."""
         self._turns.end_idle()
 
-    def _may_go_on(self, leasing: Leasing) -> bool:
+    def _can_continue(self, leasing: Leasing) -> bool:
         """Return True if a call can use the slot's worker and its lease."""
-        if self._place.held is None or not self.line.has_worker:
+        if self._place.lease_and_ticket is None or not self.line.has_worker:
             return False
-        return self._place.suits(leasing) and not self._turns.is_wanted(self._place.held[1])
+        return self._place.suits(leasing) and not self._turns.is_wanted(self._place.lease_and_ticket[1])
 
-    def _take(
+    def _acquire(
         self, leasing: Leasing, request: LeaseRequest, fits: Callable[[LeasedLine], bool], *, is_usual: bool
     ) -> None:
         """Acquire a new lease, as soon as it is this call's turn to request one.
@@ -213,12 +213,12 @@ class Slot(Workers):
         asking = replace(leasing, deadline=deadline)
         turn = self._turns.turn(leasing.key.task, leasing.label, deadline, fits)
         with turn if is_usual else nullcontext():
-            lease = self._place.take(asking, request)
+            lease = self._place.acquire(asking, request)
         # A call that is measured has a whole GPU, and a second try has more than other calls request. Such a
         # lease is too large to keep.
         self._place.is_for_one_call = not (is_usual and leasing.may_have(lease))
 
-    def go_on(self, calls: int) -> None:
+    def prepare(self, calls: int) -> None:
         """Prepare for the next call. If workers are used again and this slot has none, take an idle one.
 
         ``calls``: maximum number of calls per worker.
@@ -226,7 +226,7 @@ class Slot(Workers):
         self._max_calls = calls
         with self._between_calls:
             if calls > 1 and not self.line.has_worker:
-                self._take_idle()
+                self._use_idle()
 
     def wait(self) -> None:
         """Note that the current call waits for the host's memory. Other calls may use the lease meanwhile."""
@@ -242,7 +242,7 @@ class Slot(Workers):
             if self.has_lease:
                 self._turns.park(self._replaced(LeasedLine(Line(), self._turns)))
 
-    def _take_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
+    def _use_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
         """Take an idle worker of the run. Return False if there is none. The slot must not have a worker."""
         place = self._turns.take_idle(fits)
         if place is not None:

@@ -7,7 +7,7 @@ The first functions decide how many messages a host handles at a time, and how m
 the ledger, but a request for each message would cost a short message a good part of its time. So a lease
 stays with the run between messages, and any thread of the run may take it.
 
-Threads. The threads of the slots call ``held``. At most one of them requests a new lease from the ledger at a
+Threads. The threads of the slots call ``hold``. At most one of them requests a new lease from the ledger at a
 time, and ``_asking`` is its amount. The others wait for an idle lease on ``_changed``, which protects all
 state of the object. A daemon thread looks every ``_LOOK_S`` seconds whether another claim waits for cores.
 Then it releases idle leases at once, and each lease in use is released when its message ends and its turn of
@@ -77,7 +77,7 @@ def concurrency(settings: CallSettings, leases: int, max_workers: int | None, no
     return min(max(1, max_on_cores, leases), nodes)
 
 
-def most_leases(settings: CallSettings, uuids: Sequence[str]) -> int:
+def max_leases(settings: CallSettings, uuids: Sequence[str]) -> int:
     """Return the maximum number of leases of a run on these GPUs: a guess if its calls name no size."""
     if not uuids:
         return 0
@@ -113,16 +113,16 @@ def variables(count: int, env: Mapping[str, str] | None, num_cpus: float | None 
     return {_CONCURRENCY: str(min(count, cores())), **requested, **(env or {})}
 
 
-def core_leases(settings: CallSettings, count: int, most: int, name: str) -> CoreLeases:
+def core_leases(settings: CallSettings, count: int, max_leases: int, name: str) -> CoreLeases:
     """Return the core leases of a run.
 
     ``count``: number of messages that are handled at the same time.
-    ``most``: the same number if all messages requested as few cores as some clients do.
+    ``max_leases``: the same number if all messages requested as few cores as some clients do.
     """
     host = settings.host
-    need = replace(host, at_once=count if host.num_cpus is None else None).cores(on_gpu=False)
+    need = replace(host, concurrency=count if host.num_cpus is None else None).cores(on_gpu=False)
     assert need is not None
-    return CoreLeases(host, need.amount, most, f"messages of {name}")
+    return CoreLeases(host, need.amount, max_leases, f"messages of {name}")
 
 
 def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset[str]) -> None:
@@ -201,20 +201,21 @@ class CoreLeases:
 
     ``settings``: settings of the run's calls.
     ``amount``: thousandths of a core for a message that requests no number of cores.
-    ``most``: maximum number of leases of this amount. A further message runs without a lease of its own.
+    ``max_leases``: maximum number of leases of this amount. A further message runs without a lease of its
+    own.
     ``label``: label in the ledger.
     """
 
-    def __init__(self, settings: HostSettings, amount: int, most: int, label: str) -> None:
+    def __init__(self, settings: HostSettings, amount: int, max_leases: int, label: str) -> None:
         self._settings = settings
         self._amount = amount
-        self._most = most
+        self._max_leases = max_leases
         self._label = label
         self._changed = threading.Condition()
         self._idle: list[Ticket] = []
         self._amounts: dict[str, int] = {}  # thousandths of a core, by ticket
         self._turns: dict[str, float] = {}  # end of the turn, by ticket
-        self._held = 0
+        self._lease_count = 0
         self._asking: int | None = None  # amount of this run's request in the ledger
         self._is_off = not settings.is_leased
         self._is_wanted = False
@@ -223,7 +224,7 @@ class CoreLeases:
         self._watcher: threading.Thread | None = None
 
     @contextmanager
-    def held(
+    def hold(
         self, check: Callable[[], object] = lambda: None, num_cpus: float | None = None
     ) -> Iterator[None]:
         """Wait for cores, and hold them in the block.
@@ -231,13 +232,13 @@ class CoreLeases:
         ``check``: called repeatedly. An error that it raises ends the wait.
         ``num_cpus``: cores that this message requests. None: the usual amount.
         """
-        own = replace(self._settings, num_cpus=num_cpus).cores(on_gpu=True)
-        ticket = self._take(check, self._amount if own is None else own.amount)
+        needed = replace(self._settings, num_cpus=num_cpus).cores(on_gpu=True)
+        ticket = self._acquire(check, self._amount if needed is None else needed.amount)
         try:
             yield
         finally:
             if ticket is not None:
-                self._give(ticket)
+                self._return(ticket)
 
     def wake(self) -> None:
         """Make all waiting messages call their ``check`` now."""
@@ -249,10 +250,10 @@ class CoreLeases:
         self._end.set()
         with self._changed:
             idle, self._idle = self._idle, []
-            self._held -= len(idle)
+            self._lease_count -= len(idle)
         self._release(idle)
 
-    def _take(self, check: Callable[[], object], amount: int) -> Ticket | None:
+    def _acquire(self, check: Callable[[], object], amount: int) -> Ticket | None:
         with self._changed:
             while True:
                 check()
@@ -262,12 +263,12 @@ class CoreLeases:
                 if fitting:
                     self._idle.remove(fitting[-1])
                     return fitting[-1]
-                if amount == self._amount and self._held - len(self._idle) >= self._most:
+                if amount == self._amount and self._lease_count - len(self._idle) >= self._max_leases:
                     return None
                 if self._asking is None:
                     self._asking = amount
                     others, self._idle = self._idle, []
-                    self._held -= len(others)
+                    self._lease_count -= len(others)
                     break
                 self._changed.wait()
         ticket = None
@@ -278,7 +279,7 @@ class CoreLeases:
             with self._changed:
                 self._asking = None
                 if ticket is not None:
-                    self._held += 1
+                    self._lease_count += 1
                     self._amounts[ticket.entry.id] = amount
                     self._turns[ticket.entry.id] = time.monotonic() + _TURN_S
                 self._changed.notify_all()
@@ -312,7 +313,7 @@ class CoreLeases:
             self._is_off = True
             return None
 
-    def _give(self, ticket: Ticket) -> None:
+    def _return(self, ticket: Ticket) -> None:
         with self._changed:
             has_turn = time.monotonic() < self._turns[ticket.entry.id]
             keeps = has_turn or not self._is_wanted
@@ -325,7 +326,7 @@ class CoreLeases:
                 # All are notified, because some of them may need another number of cores.
                 self._changed.notify_all()
                 return
-            self._held -= 1
+            self._lease_count -= 1
         self._release([ticket])
         self.wake()
 
@@ -349,7 +350,7 @@ class CoreLeases:
                 self._is_wanted = count > (self._asking is not None)
                 if self._is_wanted:
                     idle, self._idle = self._idle, []
-                    self._held -= len(idle)
+                    self._lease_count -= len(idle)
             self._release(idle)
             if idle:
                 self.wake()

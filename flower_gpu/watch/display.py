@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from flower_gpu.printable import duration_text
 from flower_gpu.trace import SERVER_EVALUATE, Event
-from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, text, whole
+from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, text, whole_number
 from flower_gpu.watch.history import History
 from flower_gpu.watch.output import OutputAbove
 from flower_gpu.watch.spans import OpenRound
@@ -137,7 +137,7 @@ class RoundLines(Display):
         self._print(text(event.get("text")))
 
     def _on_strategy_resumed(self, event: Event) -> None:
-        self._print(f"resumed after {self.name_of(whole(event.get('round')))}")
+        self._print(f"resumed after {self.name_of(whole_number(event.get('round')))}")
 
     def _on_reply(self, _: Event) -> None:
         open_round = self.history.open_round
@@ -153,13 +153,13 @@ class RoundLines(Display):
         self._row(open_round.round, open_round.task, clients, seconds, [*failed, *self.pace_texts()])
 
     def _on_round_finished(self, event: Event) -> None:
-        messages, failed = whole(event.get("messages")), whole(event.get("failed"))
+        messages, failed = whole_number(event.get("messages")), whole_number(event.get("failed"))
         clients = f"{messages}/{messages} clients" if messages else ""
         failed_texts = [f"{failed} failed"] if messages and failed else []
         metrics = metrics_text(mapping(event.get("metrics")))
         seconds = number(event.get("seconds")) if messages else None
         texts = [*failed_texts, metrics]
-        self._row(whole(event.get("round")), str(event.get("task")), clients, seconds, texts)
+        self._row(whole_number(event.get("round")), str(event.get("task")), clients, seconds, texts)
 
     def _row(
         self, server_round: int | None, task: str, clients: str, seconds: float | None, texts: list[str]

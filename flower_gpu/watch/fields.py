@@ -29,11 +29,11 @@ def number(value: object) -> float | None:
     """Return a finite number as a float, and None for any other value."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    integer = whole(value)
+    integer = whole_number(value)
     return None if integer is None else float(integer)
 
 
-def whole(value: object) -> int | None:
+def whole_number(value: object) -> int | None:
     """Return an integer of plausible size unchanged, and None for any other value."""
     return value if type(value) is int and abs(value) < _HUGE else None
 
@@ -58,14 +58,14 @@ def mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def metrics_text(metrics: Mapping[str, Any], most: int = _MAX_METRICS) -> str:
-    """Return the first ``most`` numeric metrics as a text."""
+def metrics_text(metrics: Mapping[str, Any], max_count: int = _MAX_METRICS) -> str:
+    """Return the first ``max_count`` numeric metrics as a text."""
     numbers = {
         name: value
         for name, value in metrics.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    return ", ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:most])
+    return ", ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:max_count])
 
 
 def metric_rank(name: str) -> int:
@@ -86,7 +86,7 @@ def client_key(client: str) -> tuple[bool, int, str]:
     return client != SERVER, len(client) if client.isdecimal() else _MAX_DIGITS, client
 
 
-def whose(event: Mapping[str, Any]) -> dict[str, Any]:
+def owner_fields(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an event that identify its call: call, client, task, host and round."""
     texts = {name: text(event.get(name)) for name in ("call", "client", "task", "host")}
-    return {**texts, "round": whole(event.get("round"))}
+    return {**texts, "round": whole_number(event.get("round"))}

@@ -26,7 +26,16 @@ from typing import Any, Final
 from flower_gpu import trace
 from flower_gpu.apps.failures import COMPLETED
 from flower_gpu.trace import SERVER_EVALUATE, Event
-from flower_gpu.watch.fields import SERVER, mapping, mappings, metric_rank, number, text, whole, whose
+from flower_gpu.watch.fields import (
+    SERVER,
+    mapping,
+    mappings,
+    metric_rank,
+    number,
+    owner_fields,
+    text,
+    whole_number,
+)
 from flower_gpu.watch.spans import (
     CANCELLED,
     CONSEQUENCES,
@@ -297,9 +306,9 @@ class History:
             drop_oldest(self._parts, _MOST_PARTS)
             for part in islice(reversed(self._parts.values()), _KEPT_ENTRIES, None):
                 # The curves need only a few metrics of an old part.
-                if part.told:
+                if part.reported_metrics:
                     kept = sorted(part.metrics, key=metric_rank)[:_KEPT_METRICS]
-                    part.told, part.metrics = {}, {name: part.metrics[name] for name in kept}
+                    part.reported_metrics, part.metrics = {}, {name: part.metrics[name] for name in kept}
         drop_oldest(self._last_metrics, _KEPT_ENTRIES)
         drop_oldest(self._open_ends, _KEPT_ENTRIES)
         drop_oldest(self.hosts, MOST_HOSTS)
@@ -337,19 +346,19 @@ class History:
         if not self._keep_finished:
             self._waiting, self._granted, self._running = {}, {}, {}
         self.kind, self.name = text(event.get("kind")), text(event.get("name"))
-        self.host, self.pid = text(event.get("host")), whole(event.get("pid"))
+        self.host, self.pid = text(event.get("host")), whole_number(event.get("pid"))
         self.version = text(event.get("version"))
         self.settings = self.settings or mapping(event.get("settings"))
-        self.clients, self.cores = whole(event.get("clients")), whole(event.get("cores"))
-        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        self.clients, self.cores = whole_number(event.get("clients")), whole_number(event.get("cores"))
+        self.num_rounds = whole_number(event.get("num_rounds")) or self.num_rounds
         self._learn_gpus(event, self.host)
 
     def _on_run_finished(self, time: float, event: Event) -> None:
         self.finished_at, self.outcome = time, text(event.get("outcome"))
         self.error, self.facts = text(event.get("error")), mapping(event.get("facts"))
         # These counts replace the computed ones, because the trace may lack replies.
-        if (messages := whole(event.get("messages"))) is not None:
-            self._final_counts = messages, whole(event.get("failed")) or 0
+        if (messages := whole_number(event.get("messages"))) is not None:
+            self._final_counts = messages, whole_number(event.get("failed")) or 0
         if self.outcome == COMPLETED:
             self._finish_rounds(self._latest_round)
         self.open_round = None
@@ -366,7 +375,7 @@ class History:
             self.samples.setdefault(text(gpu.get("uuid")), []).append(
                 GPUSample(
                     time,
-                    whole(gpu.get("used_bytes")),
+                    whole_number(gpu.get("used_bytes")),
                     number(gpu.get("utilization_percent")),
                     number(gpu.get("temperature_c")),
                 )
@@ -431,7 +440,7 @@ class History:
 
     def _on_lease_requested(self, time: float, event: Event) -> None:
         span = self._new_lease(event)
-        span.requested_at, span.caller_pid = time, whole(event.get("caller_pid"))
+        span.requested_at, span.caller_pid = time, whole_number(event.get("caller_pid"))
         self._waiting[span.call] = span
 
     def _on_lease_granted(self, time: float, event: Event) -> None:
@@ -457,7 +466,7 @@ class History:
     _on_cores_not_granted, _on_cores_released = _on_lease_not_granted, _on_lease_released
 
     def _new_lease(self, event: Event) -> LeaseSpan:
-        span = LeaseSpan(**whose(event))
+        span = LeaseSpan(**owner_fields(event))
         self.leases.append(span)
         return span
 
@@ -471,12 +480,12 @@ class History:
 
     def _begin_worker(self, time: float, event: Event) -> WorkerSpan:
         worker = WorkerSpan(
-            **whose(event),
-            pid=whole(event.get("pid")) or 0,
+            **owner_fields(event),
+            pid=whole_number(event.get("pid")) or 0,
             start_method=text(event.get("start_method")),
             lease=text(event.get("lease")) or text(event.get("cores_lease")),
             started_at=time,
-            own=mapping(event.get("own")),
+            client_overrides=mapping(event.get("own")),
         )
         process = (worker.host, worker.pid)
         if event.get("used_again") is not True or process not in self._processes:
@@ -502,7 +511,7 @@ class History:
     def _on_progress(self, time: float, event: Event) -> None:
         if (worker := self._worker_of(event)) is not None:
             worker.task_at = worker.task_at or time
-            done, total = whole(event.get("n")) or 0, whole(event.get("total"))
+            done, total = whole_number(event.get("n")) or 0, whole_number(event.get("total"))
             worker.progress = text(event.get("desc")), done, total
 
     def _on_worker_finished(self, time: float, event: Event) -> None:
@@ -531,7 +540,7 @@ class History:
             self.open_round.calls.append(worker)
 
     def _worker_of(self, event: Event) -> WorkerSpan | None:
-        return self._running.get((text(event.get("call")), whole(event.get("pid")) or 0))
+        return self._running.get((text(event.get("call")), whole_number(event.get("pid")) or 0))
 
     def _on_out_of_memory(self, time: float, event: Event) -> None:
         then = text(event.get("then"))
@@ -542,7 +551,7 @@ class History:
 
     def _on_strategy_started(self, time: float, event: Event) -> None:
         self.strategy, self.strategy_started_at = text(event.get("strategy")), time
-        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        self.num_rounds = whole_number(event.get("num_rounds")) or self.num_rounds
         self._has_strategy = True
 
     def _on_strategy_finished(self, time: float, event: Event) -> None:
@@ -550,7 +559,7 @@ class History:
         self._finish_rounds(self._latest_round)
 
     def _on_strategy_resumed(self, time: float, event: Event) -> None:
-        self.resumed_round = after = whole(event.get("round"))
+        self.resumed_round = after = whole_number(event.get("round"))
         if after is not None:
             self._latest_round = self.highest_round = min(self.highest_round, after)
             self._discard_rounds(lambda server_round: (server_round or 0) > after)
@@ -571,10 +580,10 @@ class History:
 
     def _note_end(self, part: RoundPart) -> None:
         """Store the metrics and the end of a part, so displays do not have to search all parts."""
-        if part.told and part.time >= self._last_metrics.get(part.task, (part.time,))[0]:
+        if part.reported_metrics and part.time >= self._last_metrics.get(part.task, (part.time,))[0]:
             # Remove the key first, so that the order of the keys follows the times.
             self._last_metrics.pop(part.task, None)
-            self._last_metrics[part.task] = part.time, part.told
+            self._last_metrics[part.task] = part.time, part.reported_metrics
         if part.round is not None:
             self._open_ends[part.round] = max(part.time, self._open_ends.get(part.round, part.time))
             self._end_rounds()
@@ -586,24 +595,26 @@ class History:
             self.rounds_ended_at = max(ended_at, self.rounds_ended_at or ended_at)
 
     def _on_round_started(self, time: float, event: Event) -> None:
-        server_round = whole(event.get("round"))
-        self.open_round = OpenRound(server_round, text(event.get("task")), whole(event.get("messages")), time)
+        server_round = whole_number(event.get("round"))
+        self.open_round = OpenRound(
+            server_round, text(event.get("task")), whole_number(event.get("messages")), time
+        )
         self._finish_rounds(min(self._latest_round, (server_round or 0) - 1))
 
     def _on_round_grew(self, time: float, event: Event) -> None:
         if (open_round := self._open_round_of(event)) is not None:
-            open_round.messages = whole(event.get("messages"))
+            open_round.messages = whole_number(event.get("messages"))
 
     def _on_reply(self, time: float, event: Event) -> None:
         has_failed = event.get("error") is not None
-        self._replied[whole(event.get("round")), text(event.get("task")), has_failed] += 1
+        self._replied[whole_number(event.get("round")), text(event.get("task")), has_failed] += 1
         if (open_round := self._open_round_of(event)) is not None:
             open_round.reply(time, event)
         if has_failed:
             self.failures.add(event)
 
     def _open_round_of(self, event: Event) -> OpenRound | None:
-        key = (whole(event.get("round")), text(event.get("task")))
+        key = (whole_number(event.get("round")), text(event.get("task")))
         current = self.open_round
         return current if current is not None and (current.round, current.task) == key else None
 
@@ -614,15 +625,15 @@ class History:
         self._finish_part(time, event, task)
 
     def _on_round(self, time: float, event: Event) -> None:
-        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        self.num_rounds = whole_number(event.get("num_rounds")) or self.num_rounds
         self._finish_part(time, event, SERVER_EVALUATE)
 
     def _finish_part(self, time: float, event: Event, task: str) -> None:
-        server_round = whole(event.get("round"))
+        server_round = whole_number(event.get("round"))
         self._latest_round = max(self._latest_round, server_round or 0)
         if not self._has_strategy:
             self._finish_rounds(self._latest_round)
-        messages, failed = whole(event.get("messages")) or 0, whole(event.get("failed")) or 0
+        messages, failed = whole_number(event.get("messages")) or 0, whole_number(event.get("failed")) or 0
         part = self._parts.setdefault((server_round, task), RoundPart(time, server_round, task))
         part.finish(time, event, messages, failed)
         self._note_end(part)

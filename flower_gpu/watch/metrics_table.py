@@ -37,8 +37,8 @@ class MetricsTable:
         """Write the whole table. A run without rounds gets no table."""
         if not parts and not self._path.exists():
             return
-        self._rows = {(part.round, part.task): part.told for part in parts}
-        self._names = dict.fromkeys(name for part in parts for name in part.told)
+        self._rows = {(part.round, part.task): part.reported_metrics for part in parts}
+        self._names = dict.fromkeys(name for part in parts for name in part.reported_metrics)
         names = (f"{name} (metric)" if name in _KEY_COLUMNS else name for name in self._names)
         head = [*_KEY_COLUMNS, *names]
         data = _lines([head, *map(self._row, parts)])
@@ -54,16 +54,16 @@ class MetricsTable:
                 break
             new.append(part)
         new.reverse()
-        has_columns = all(name in self._names for part in new for name in part.told)
+        has_columns = all(name in self._names for part in new for name in part.reported_metrics)
         if not (has_columns and self._is_as_written()):
             self.write(history.rounds)
         elif new:
             self._append(_lines(map(self._row, new)))
-            self._rows |= {(part.round, part.task): part.told for part in new}
+            self._rows |= {(part.round, part.task): part.reported_metrics for part in new}
 
     def note(self, part: RoundPart) -> None:
         """Mark the table for rewriting if it has a row for this part with different metrics."""
-        if self._rows.get((part.round, part.task), part.told) != part.told:
+        if self._rows.get((part.round, part.task), part.reported_metrics) != part.reported_metrics:
             self._size_bytes = -1
 
     def _is_as_written(self) -> bool:
@@ -84,7 +84,10 @@ class MetricsTable:
         self._size_bytes += len(data)
 
     def _row(self, part: RoundPart) -> list[Any]:
-        cells = [_cell(part.told[name]) if name in part.told else "" for name in self._names]
+        cells = [
+            _cell(part.reported_metrics[name]) if name in part.reported_metrics else ""
+            for name in self._names
+        ]
         return ["" if part.round is None else part.round, part.task, *cells]
 
 

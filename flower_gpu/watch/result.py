@@ -121,7 +121,7 @@ def _rounds(history: History) -> list[dict[str, Any]]:
         row = rows_by_round.setdefault(number, {"messages": 0, "failed": 0, "metrics": {}})
         row["messages"] += part.messages
         row["failed"] += part.failed
-        if numbers := {name: value for name, value in part.told.items() if _is_figure(value)}:
+        if numbers := {name: value for name, value in part.reported_metrics.items() if _is_figure(value)}:
             row["metrics"][part.task] = numbers
         ends[number] = max(part.time, ends.get(number, part.time))
     rows, previous_end = [], history.strategy_started_at
@@ -217,7 +217,7 @@ def result_lines(
 
 def places_of(folder: RunFolder) -> list[tuple[str, str]]:
     """Return the rows with the locations of a run's results, for the end of its summary."""
-    trackers = [("tracker", line) for line in tracking.where(folder.path)]
+    trackers = [("tracker", line) for line in tracking.locations(folder.path)]
     return [*trackers, ("results", folder.shown), ("report", f"flower-gpu report {folder.shown}")]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from flower_gpu.apps.failures import LABEL
 from flower_gpu.errors import shortened
 from flower_gpu.trace import SPELLED, Event
-from flower_gpu.watch.fields import first_line, mappings, node_id, number, text, whole
+from flower_gpu.watch.fields import first_line, mappings, node_id, number, text, whole_number
 
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
 
@@ -37,14 +37,14 @@ class GPUInfo:
     total_bytes: int | None = None
     capacity_bytes: int | None = None
 
-    def learn(self, told: Mapping[str, Any], host: str) -> None:
+    def learn(self, report: Mapping[str, Any], host: str) -> None:
         """Update the fields from the description of the GPU in an event."""
         self.host = host or self.host
-        index = whole(told.get("index"))
+        index = whole_number(report.get("index"))
         self.index = self.index if index is None else index
-        self.name = text(told.get("name")) or self.name
-        self.total_bytes = whole(told.get("total_bytes")) or self.total_bytes
-        self.capacity_bytes = whole(told.get("capacity_bytes")) or self.capacity_bytes
+        self.name = text(report.get("name")) or self.name
+        self.total_bytes = whole_number(report.get("total_bytes")) or self.total_bytes
+        self.capacity_bytes = whole_number(report.get("capacity_bytes")) or self.capacity_bytes
 
 
 @dataclass
@@ -81,8 +81,8 @@ class HostSpan:
         self.joined_at = time if self.joined_at is None else self.joined_at
         self.is_lost = False
         if len(self.nodes) < _MAX_NODES:
-            self.nodes[text(event.get("host_id"))] = time, whole(event.get("concurrency")) or 0
-        self.cores = whole(event.get("cores"))
+            self.nodes[text(event.get("host_id"))] = time, whole_number(event.get("concurrency")) or 0
+        self.cores = whole_number(event.get("cores"))
         self.gpus = tuple(text(gpu.get("uuid")) for gpu in mappings(event.get("gpus")))
 
     def lose(self, time: float, event: Event) -> None:
@@ -128,10 +128,13 @@ class LeaseSpan:
     def grant(self, time: float, event: Event) -> None:
         """Turn the request into a lease."""
         self.granted_at, self.id = time, text(event.get("lease"))
-        self.cores, self.host_memory_bytes = number(event.get("cores")), whole(event.get("host_memory_bytes"))
+        self.cores, self.host_memory_bytes = (
+            number(event.get("cores")),
+            whole_number(event.get("host_memory_bytes")),
+        )
         self.waited_s = max(0.0, number(event.get("waited_s")) or 0.0)
         for gpu in mappings(event.get("gpus")):
-            self.memory_bytes[text(gpu.get("uuid"))] = whole(gpu.get("memory_bytes")) or 0
+            self.memory_bytes[text(gpu.get("uuid"))] = whole_number(gpu.get("memory_bytes")) or 0
 
     def refuse(self, time: float, event: Event) -> None:
         """End the request without a lease."""
@@ -162,7 +165,8 @@ class WorkerSpan:
     peak_bytes: dict[str, int] = field(default_factory=dict)  # highest measured GPU memory, by UUID
     progress: tuple[str, int, int | None] = ("", 0, None)  # description, finished items, total items
     host: str = ""  # host in a Ray cluster; empty for the machine of the run itself
-    own: Mapping[str, Any] = field(default_factory=dict)  # options of this client only, such as ``slow-down``
+    # Options of this client only, such as ``slow-down``
+    client_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def phase(self) -> str:
@@ -181,7 +185,7 @@ class WorkerSpan:
         self.task_at = number(event.get("task_at")) or self.task_at
         self.result_at = number(event.get("result_at")) or self.result_at
         for gpu in mappings(event.get("gpus")):
-            if (nbytes := whole(gpu.get("peak_bytes"))) is not None:
+            if (nbytes := whole_number(gpu.get("peak_bytes"))) is not None:
                 self.peak_bytes[text(gpu.get("uuid"))] = nbytes
 
 
@@ -202,7 +206,7 @@ class RoundPart:
     round: int | None
     task: str
     metrics: dict[str, float] = field(default_factory=dict)  # finite numbers only
-    told: dict[str, Any] = field(default_factory=dict)  # all reported metrics
+    reported_metrics: dict[str, Any] = field(default_factory=dict)  # all reported metrics
     seconds: float | None = None
     messages: int = 0  # number of sent messages
     failed: int = 0
@@ -212,8 +216,11 @@ class RoundPart:
 
         A strategy and a simulation may both write such an event, each with some of the facts.
         """
-        self.time, self.told = time, first_metrics({**self.told, **first_metrics(event.get("metrics"))})
-        self.metrics = {name: x for name, x in numbers_of(self.told).items() if math.isfinite(x)}
+        self.time, self.reported_metrics = (
+            time,
+            first_metrics({**self.reported_metrics, **first_metrics(event.get("metrics"))}),
+        )
+        self.metrics = {name: x for name, x in numbers_of(self.reported_metrics).items() if math.isfinite(x)}
         seconds = number(event.get("seconds"))
         self.seconds = self.seconds if seconds is None else seconds
         self.messages += messages
@@ -356,7 +363,7 @@ class FailureReasons:
         reason = reason_of(error)
         if reason not in self.counts and len(self.counts) >= _MAX_REASONS:
             reason = _OTHER_REASONS
-        server_round = whole(reply.get("round"))
+        server_round = whole_number(reply.get("round"))
         self.counts[reason] += 1
         self._counts_by_round.setdefault(server_round, Counter())[reason] += 1
         drop_oldest(self._counts_by_round, _MAX_REPEATED_ROUNDS)
@@ -375,8 +382,8 @@ class FailureReasons:
         }
 
 
-def drop_oldest(found: dict[Any, Any], most: int) -> None:
-    """Remove the oldest entries of a dict until it has ``most`` or fewer."""
-    if len(found) > most:
-        for key in list(islice(found, len(found) - most)):
-            del found[key]
+def drop_oldest(entries: dict[Any, Any], max_count: int) -> None:
+    """Remove the oldest entries of a dict until it has ``max_count`` or fewer."""
+    if len(entries) > max_count:
+        for key in list(islice(entries, len(entries) - max_count)):
+            del entries[key]

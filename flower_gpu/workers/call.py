@@ -49,7 +49,7 @@ class Call:
     # Descriptor of the ticket of the call's lease, -1 without a lease. It stays open until the worker is
     # gone, because the worker holds it, too, unless it is confined. A caller that does not wait for the
     # worker's exit keeps it open as well.
-    held: int = -1
+    lease_descriptor: int = -1
     # Top-level names of libraries that the worker does not need, so that it can use a fork server without
     # them. Forks of a process that has not imported torch take half the time.
     without: frozenset[str] = frozenset()

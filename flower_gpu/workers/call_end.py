@@ -232,8 +232,8 @@ def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> 
     """Return the error for a call without a result, because its worker exited or was ended before."""
     label, worker, wrote = seen.call.label, f"the worker (pid {seen.pid})", _quoted(seen.tail)
     if seen.is_stopped:
-        how = cannot_be_killed(seen.stuck_in) if seen.stuck_in else "was ended."
-        return WorkerStoppedError(f"{label}: {worker} {how}{wrote}")
+        ending = cannot_be_killed(seen.stuck_in) if seen.stuck_in else "was ended."
+        return WorkerStoppedError(f"{label}: {worker} {ending}{wrote}")
     if seen.hangs and not seen.is_cancelled:
         assert timeout_s is not None
         # The worker may have gone on importing after the timeout, until it was killed.
@@ -246,9 +246,9 @@ def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> 
             end = f"{worker} {cannot_be_killed(seen.stuck_in)}"
         return WorkerTimeoutError(f"{label}: no result within timeout_s={timeout_s:g}{imports}; {end}{wrote}")
     if seen.stuck_in:
-        how = cannot_be_killed(seen.stuck_in)
+        ending = cannot_be_killed(seen.stuck_in)
         return WorkerDiedError(
-            f"{label}: {worker} {how}{wrote}", exitcode=-signal.SIGKILL, tail=str(seen.tail)
+            f"{label}: {worker} {ending}{wrote}", exitcode=-signal.SIGKILL, tail=str(seen.tail)
         )
     by = f" (sys.exit in {seen.sys_exit})" if seen.sys_exit and (seen.exitcode or 0) >= 0 else ""
     return WorkerDiedError(

@@ -105,7 +105,7 @@ class Line:
         # The place at the fork server that forked the last worker.
         self._place: client.ServerPlace | None = None
         self._method = start.SPAWN
-        self._like: Any = None  # properties that a call must share to use the worker
+        self._likeness: Any = None  # properties that a call must share to use the worker
         self._calls = 0  # number of calls that the worker has done
         self._lock = threading.Lock()
         self._running: StartedWorker | None = None  # the worker that :meth:`cancel` kills
@@ -148,7 +148,7 @@ class Line:
         """Run a call and return its task's value.
 
         ``method``: a start method from :func:`flower_gpu.workers.methods.choose`, or its name.
-        ``options``: fields of :class:`_How`.
+        ``options``: fields of :class:`_RunOptions`.
 
         Raises WorkerStartError if no worker could be started, or the task could not be passed to it.
         Raises WorkerDiedError if the worker exited without a result.
@@ -158,13 +158,13 @@ class Line:
         """
         if isinstance(method, str):
             method = start.METHODS[method]
-        how = _How(method, **options)
+        run_options = _RunOptions(method, **options)
         if not method.is_own_process:
-            if how.on_start is not None:
-                how.on_start(os.getpid(), method.name)
-            return _run_here(call, how.on_event)
+            if run_options.on_start is not None:
+                run_options.on_start(os.getpid(), method.name)
+            return _run_here(call, run_options.on_event)
         while True:
-            seen, outcome = self._done(call, how)
+            seen, outcome = self._done(call, run_options)
             # The worker exited before it read the call, so another worker can do the call.
             if seen.has_ended and not seen.is_begun:
                 continue
@@ -175,12 +175,12 @@ class Line:
             if call.confinement is not None:
                 # An unconfined fork server must not get the variables of a confined app. A fresh interpreter
                 # imports libraries after the app has set the variables.
-                how.method = start.SPAWN
+                run_options.method = start.SPAWN
             else:
-                start.remember_variables(call, seen.set_too_late, may_spawn=how.otherwise is not None)
+                start.remember_variables(call, seen.set_too_late, may_spawn=run_options.otherwise is not None)
         if outcome is not None:
             return call_end.unwrap(call, outcome)
-        raise call_end.without_result(seen, how.timeout_s, self.call_s)
+        raise call_end.without_result(seen, run_options.timeout_s, self.call_s)
 
     def retire(self) -> None:
         """Tell the waiting worker to exit, and wait for it."""
@@ -196,22 +196,24 @@ class Line:
             if place is not None:
                 place.close()
 
-    def _done(self, call: Call, how: _How) -> tuple[CallWatch, Outcome | None]:
+    def _done(self, call: Call, run_options: _RunOptions) -> tuple[CallWatch, Outcome | None]:
         """Run a call, and return the facts about it and its outcome, or None without a result."""
         began, kills = time.monotonic(), oom_kills.count()
         files: dict[str, int] = {}
         try:
-            worker, is_new = self._sent(call, how, files)
-            seen = CallWatch(call, worker.pid, how.on_event, is_begun=is_new, on_look=how.on_look)
+            worker, is_new = self._sent(call, run_options, files)
+            seen = CallWatch(
+                call, worker.pid, run_options.on_event, is_begun=is_new, on_look=run_options.on_look
+            )
             with self._lock:
                 if self.is_cancelled:
                     raise WorkerDiedError(f"{call.label} was cancelled before its worker had started")
                 self._running = worker
-            if how.on_start is not None:
-                how.on_start(worker.pid, self._method.name)
-            worker.watch(seen, how.deadline, how.stopped_by)
+            if run_options.on_start is not None:
+                run_options.on_start(worker.pid, self._method.name)
+            worker.watch(seen, run_options.deadline, run_options.stopped_by)
             if not seen.stays:
-                order = how.stopped_by
+                order = run_options.stopped_by
                 is_asked = not seen.is_stopped or order is None or order.asks_where
                 if seen.hangs and is_asked and not seen.is_cancelled:
                     worker.ask_where_it_is()
@@ -238,9 +240,11 @@ class Line:
                     self._running = None
                 for descriptor in files.values():
                     os.close(descriptor)
-            memory_files.sharing.let_go()
+            memory_files.sharing.release()
 
-    def _sent(self, call: Call, how: _How, files: dict[str, int]) -> tuple[StartedWorker, bool]:
+    def _sent(
+        self, call: Call, run_options: _RunOptions, files: dict[str, int]
+    ) -> tuple[StartedWorker, bool]:
         """Send a call to the waiting worker or a new one; return the worker, and True if it is new.
 
         ``files``: receives the call's memory files as soon as they are open.
@@ -252,33 +256,41 @@ class Line:
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
         # The number of threads may differ, because a worker sets it for each call.
-        like = (how.method, *client.likeness(replace(call, env={**call.env, threads.VARIABLE: ""})))
-        if self._worker is not None and self._like != like:
+        likeness = (
+            run_options.method,
+            *client.likeness(replace(call, env={**call.env, threads.VARIABLE: ""})),
+        )
+        if self._worker is not None and self._likeness != likeness:
             self.retire()
         if self._worker is not None and not self._worker.has_exited():
             with deferred_interrupts():
                 start.write_request(call, files, preloaded=bool(call.preload), is_new=False)
             with suppress(start.Gone):  # the worker has just exited
-                self._worker.take(call, files, stays=self._calls + 1 < how.calls)
+                self._worker.take(call, files, stays=self._calls + 1 < run_options.calls)
                 return self._worker, False
         self._end_worker()
-        self._like = like
-        return self._started(call, how, files), True
+        self._likeness = likeness
+        return self._started(call, run_options, files), True
 
-    def _started(self, call: Call, how: _How, files: dict[str, int]) -> StartedWorker:
+    def _started(self, call: Call, run_options: _RunOptions, files: dict[str, int]) -> StartedWorker:
         for _ in range(_TRIES):
             with deferred_interrupts():
                 try:
                     self._method, self._place = start.prepare(
-                        call, how.method, how.otherwise, how.deadline, self._place, files
+                        call,
+                        run_options.method,
+                        run_options.otherwise,
+                        run_options.deadline,
+                        self._place,
+                        files,
                     )
                 except TimeoutError as error:
                     raise WorkerTimeoutError(
-                        f"{call.label}: no worker within timeout_s={how.timeout_s:g}, {error}. Raise "
+                        f"{call.label}: no worker within timeout_s={run_options.timeout_s:g}, {error}. Raise "
                         "timeout_s if this was only slow"
                     ) from error
                 with suppress(start.Gone):  # the fork server ended after it was found
-                    stays = how.calls > 1
+                    stays = run_options.calls > 1
                     self._worker = StartedWorker(call, self._method, self._place, files, stays=stays)
                     return self._worker
         raise WorkerStartError(f"{call.label}: the fork server ended repeatedly")
@@ -324,8 +336,8 @@ class Line:
         if self._place is not None:
             to_close.append(self._place)
             self._place = None
-        if worker.held >= 0:
-            to_close.append(duplicated(worker.held))
+        if worker.lease_descriptor >= 0:
+            to_close.append(duplicated(worker.lease_descriptor))
 
         def end(patience_s: float | None = None) -> None:
             with ExitStack() as stack:
@@ -341,7 +353,7 @@ class Line:
 
 
 @dataclass
-class _How:
+class _RunOptions:
     """The options of a call."""
 
     method: start.StartMethod

@@ -112,7 +112,7 @@ def _bytes(descriptor: int, start: int, end: int) -> memoryview:
 
 
 _MOST_TEXT: Final = 200
-_MOST: Final = 1 << 53  # limit of every number: bytes, seconds, counts
+_MAX_NUMBER: Final = 1 << 53  # limit of every number: bytes, seconds, counts
 _MOST_GPUS: Final = 64
 
 #: A function that gets a reported value, and returns a valid value or a substitute.
@@ -120,12 +120,12 @@ _Take = Callable[[Any], Any]
 
 
 def _seconds(value: Any) -> float:
-    is_valid = type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MOST
+    is_valid = type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MAX_NUMBER
     return float(value) if is_valid else 0.0
 
 
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value <= _MOST else None
+    return value if type(value) is int and 0 <= value <= _MAX_NUMBER else None
 
 
 def _truth(value: Any) -> bool | None:

@@ -317,7 +317,7 @@ def _state_parent_group(pid: int) -> tuple[str, int, int]:
 
 
 def end_adopted(
-    own: Collection[int], groups: Collection[int] = (), *, is_spared: Callable[[int], bool]
+    kept: Collection[int], groups: Collection[int] = (), *, is_spared: Callable[[int], bool]
 ) -> bool:
     """Kill adopted children, which are processes of workers that have ended; return True if there were any.
 
@@ -325,11 +325,11 @@ def end_adopted(
     process and its living workers must have called :func:`adopt_orphans`. Then it adopts no process of a
     living worker.
 
-    ``own``: pids of children that are not adopted.
+    ``kept``: pids of children that are not adopted.
     ``groups``: process groups that are left alone, because another process ends them.
     """
     killed_any = False
-    for pid in children().difference(own):
+    for pid in children().difference(kept):
         # An unreaped child keeps its pid, so the pid cannot belong to another process.
         with suppress(ProcessLookupError, ChildProcessError, PermissionError):
             if os.getpgid(pid) not in groups and not is_spared(pid):
@@ -412,13 +412,13 @@ def ending_left(is_spared: Callable[[int], bool]) -> Iterator[None]:
     """
     was_adopting = ctypes.c_int(0)
     ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was_adopting), 0, 0, 0)
-    own = children()
+    kept = children()
     adopt_orphans()
     try:
         yield
     finally:
         deadline = time.monotonic() + _END_OF_LEFT_S
-        while end_adopted(own, is_spared=is_spared) and time.monotonic() < deadline:
+        while end_adopted(kept, is_spared=is_spared) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         if not was_adopting.value:
             adopt_orphans(False)

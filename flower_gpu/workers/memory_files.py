@@ -225,7 +225,7 @@ class Sharing:
                 current.calls += 1
             return current
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the shared model if it is no longer in use."""
         with self._lock:
             self._drop_unused()

@@ -203,8 +203,8 @@ def send_call(call: Call, to: socket.socket, files: Mapping[str, int], *, stays:
     sent = dict(files)
     # A confined worker must not hold the lock of its lease. It could release the lock and go on using the
     # GPU.
-    if call.held >= 0 and call.confinement is None:
-        sent["held"] = call.held
+    if call.lease_descriptor >= 0 and call.confinement is None:
+        sent["held"] = call.lease_descriptor
     count = {name: call.env[name] for name in (threads.VARIABLE,) if name in call.env}
     message = {"setup": call.setup, "env": count, "stays": stays, "files": list(sent)}
     messages.send(to, message, list(sent.values()))

@@ -19,12 +19,12 @@ def count() -> int:
     return control_group.oom_kills()
 
 
-def claim(before: int) -> bool:
-    """Claim a kill since the count ``before``, and return True. Return False if no kill is unclaimed."""
+def claim(count_before: int) -> bool:
+    """Claim a kill since ``count_before``, and return True. Return False if no kill is unclaimed."""
     global _claimed
     now = control_group.oom_kills()
     with _lock:
-        first = max(before, _claimed)
+        first = max(count_before, _claimed)
         if now <= first:
             return False
         _claimed = first + 1

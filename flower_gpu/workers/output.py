@@ -127,18 +127,18 @@ def echo(
     remember = tail.reader()
     folder = os.environ.get(RUN_DIR_VARIABLE) if name is not None else None
     is_file = _is_file(target)
-    begun, left = "", MOST_IN_A_FILE
+    begun, remaining = "", MOST_IN_A_FILE
 
     def on_data(data: bytes) -> None:
-        nonlocal begun, left
+        nonlocal begun, remaining
         text = decoder.decode(data)
         # Data that gives no text is the first part of a character. An empty text would end the stream.
         if text or not data:
             remember(text)
         if name is not None:
             text, begun = _named_lines(begun + text, name, is_end=not data)
-        kept = text[:left] + _CUT * (0 < left < len(text))
-        left = max(0, left - len(text))
+        kept = text[:remaining] + _CUT * (0 < remaining < len(text))
+        remaining = max(0, remaining - len(text))
         shown = kept if is_file else text
         _write(target, shown if name is None else _first_lines(shown, admit_lines))
         if folder and kept:

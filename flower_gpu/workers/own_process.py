@@ -34,7 +34,7 @@ class OwnProcess:
     has_to_leave: bool = False
     #: Descriptor that this worker keeps open for its caller until its next call or its end, or -1. It passes
     #: the descriptor on to workers that it starts for the same call, so that they share its lease.
-    held: int = -1
+    lease_descriptor: int = -1
     #: Callback that runs once when this worker waits for another call.
     when_idle: Callable[[], None] | None = None
     #: Confinement of this process, or None.
@@ -54,7 +54,7 @@ class OwnProcess:
 
     def keep(self, descriptor: int) -> None:
         """Keep a descriptor open, or -1 for none, and close the previous one."""
-        previous, self.held = self.held, descriptor
+        previous, self.lease_descriptor = self.lease_descriptor, descriptor
         if previous >= 0:
             with suppress(OSError):
                 os.close(previous)

@@ -135,8 +135,8 @@ def _set_numpy_errors(value: dict[str, Any] | None) -> None:
         # The function for "call" and "log" belongs to the process that has set it, and may be missing here.
         has_function = numpy.geterrcall() is not None
         wanted: dict[str, Any] = {
-            name: "warn" if how in ("call", "log") and not has_function else how
-            for name, how in (value or _NUMPY_ERRORS).items()
+            name: "warn" if mode in ("call", "log") and not has_function else mode
+            for name, mode in (value or _NUMPY_ERRORS).items()
         }
         numpy.seterr(**wanted)
 
@@ -257,14 +257,14 @@ def _program() -> ctypes.CDLL:
 
 def _standard_files() -> list[tuple[int, int] | None]:
     """Return device and inode of the files of descriptors 0, 1 and 2; None for a closed descriptor."""
-    found: list[tuple[int, int] | None] = []
+    identities: list[tuple[int, int] | None] = []
     for descriptor in range(3):
         try:
             state = os.fstat(descriptor)
-            found.append((state.st_dev, state.st_ino))
+            identities.append((state.st_dev, state.st_ino))
         except OSError:
-            found.append(None)
-    return found
+            identities.append(None)
+    return identities
 
 
 def _refuse(_: Any) -> None:

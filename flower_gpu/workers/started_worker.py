@@ -124,7 +124,7 @@ class CallWatch:
     @property
     def exit_s(self) -> float:
         """Return the seconds to wait for the worker's exit after the result."""
-        may_be_late = self.call.held < 0 and self.call.confinement is None
+        may_be_late = self.call.lease_descriptor < 0 and self.call.confinement is None
         return min(EXIT_GRACE_S, WAIT_FOR_EXIT_S) if may_be_late else EXIT_GRACE_S
 
     @property
@@ -132,9 +132,9 @@ class CallWatch:
         """Return True if the result is there, but the worker has not exited within ``exit_s``."""
         return self.has_result and not self.has_ended and self.exit_s < EXIT_GRACE_S
 
-    def take(self, told: dict[str, Any]) -> None:
+    def take(self, raw_event: dict[str, Any]) -> None:
         """Record a report of the worker, and pass it on to ``on_event`` if the caller wants it."""
-        event = told if self.call.confinement is None else confined_replies.checked_event(told)
+        event = raw_event if self.call.confinement is None else confined_replies.checked_event(raw_event)
         if event is None:
             return
         kind = event.get("event")
@@ -187,7 +187,7 @@ class StartedWorker:
         self._pidfd = _open_pidfd(self.pid)
         self._killed_at: float | None = None
         #: Descriptor of the ticket of the current call's lease, -1 if the call has no lease.
-        self.held = call.held
+        self.lease_descriptor = call.lease_descriptor
         #: Kernel function that the worker sleeps in if SIGKILL has not ended it in time; otherwise empty.
         self.stuck_in = ""
         #: Descriptors whose other end is still open.
@@ -212,7 +212,7 @@ class StartedWorker:
 
     def take(self, call: Call, files: Mapping[str, int], *, stays: bool) -> None:
         """Send the worker another call; raise Gone if it has exited."""
-        self.held = call.held
+        self.lease_descriptor = call.lease_descriptor
         start.send_call(call, self._line, files, stays=stays)
 
     def kill(self) -> None:

@@ -7,7 +7,7 @@ process does not exist before the process.
 
 So seccomp makes the kernel ask before a confined process opens an existing file for writing:
 
-1. The process that makes the message's folder starts a thread and a socket in the folder (:func:`given`).
+1. The process that makes the message's folder starts a thread and a socket in the folder (:func:`provided`).
 2. Each confined worker sends the descriptor of its seccomp listener to that socket (:func:`ask`).
 3. For each open call, the thread reads the path from the memory of the calling process. If the file names a
    thread of that process, the thread opens it and passes the descriptor on. All other calls continue, and
@@ -48,7 +48,7 @@ _ANY: Final = ctypes.c_ulong(-1)
 
 
 @contextmanager
-def given(folder: Path) -> Iterator[None]:
+def provided(folder: Path) -> Iterator[None]:
     """Let the confined workers of a folder and their child processes name their threads.
 
     Raises ConfigError if the socket or the thread cannot be made.
@@ -77,7 +77,7 @@ def given(folder: Path) -> Iterator[None]:
 
 
 def ask(folder: str, listener: int) -> None:
-    """Send the seccomp listener to the process that made the folder (:func:`given`); may raise OSError."""
+    """Send the seccomp listener to the process that made the folder (:func:`provided`); may raise OSError."""
     be_readable()
     os.register_at_fork(after_in_child=be_readable)
     try:
@@ -122,7 +122,7 @@ def _serve(requests: socket.socket, end: int) -> None:
                         listeners.add(new)
                         poll.register(new, select.POLLIN)
                 elif events & select.POLLIN:
-                    _answer(descriptor)
+                    _reply(descriptor)
                 else:  # all processes of this listener have ended
                     poll.unregister(descriptor)
                     listeners.remove(descriptor)
@@ -132,20 +132,20 @@ def _serve(requests: socket.socket, end: int) -> None:
             os.close(descriptor)
 
 
-def _sent(requests: socket.socket, most: int) -> Iterator[int]:
+def _sent(requests: socket.socket, max_count: int) -> Iterator[int]:
     descriptors: list[int] = []
     with suppress(OSError):
         descriptors = socket.recv_fds(requests, 1, _MOST_LISTENERS)[1]
     for descriptor in descriptors:
         # An app can send any descriptor.
-        if most > 0 and str(Path(f"/proc/self/fd/{descriptor}").readlink()) == _LISTENER:
-            most -= 1
+        if max_count > 0 and str(Path(f"/proc/self/fd/{descriptor}").readlink()) == _LISTENER:
+            max_count -= 1
             yield descriptor
         else:
             os.close(descriptor)
 
 
-def _answer(listener: int) -> None:
+def _reply(listener: int) -> None:
     with suppress(OSError):  # the process has ended meanwhile
         opening = seccomp.asked(listener)
         try:

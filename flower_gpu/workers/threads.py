@@ -60,14 +60,14 @@ class _Pool:
     get: Callable[[], int]
     set: Callable[[int], object]
     variables: tuple[str, ...]  # variables that take precedence over OMP_NUM_THREADS
-    most: Callable[[], int] | None = None  # limit for a count from variables
+    limit: Callable[[], int] | None = None  # limit for a count from variables
     starts_threads: bool = False  # True if threads start as soon as the count is set
 
     def count(self, environ: Mapping[str, str]) -> int | None:
         """Return the count that the library would have read from these variables."""
         read = (openmp_threads(environ, name) for name in (*self.variables, VARIABLE))
         count = next((number for number in read if number is not None), None)
-        return count if count is None or self.most is None else min(count, self.most())
+        return count if count is None or self.limit is None else min(count, self.limit())
 
 
 def of_worker(planned: int, env: Mapping[str, str], *, takes_over: bool) -> int:
@@ -193,7 +193,7 @@ def _pools() -> list[_Pool]:
 def _find_pools(_modules: int) -> list[_Pool]:
     pools = [pool for path in _loaded_libraries() if (pool := _library_pool(path)) is not None]
     # Frameworks come last, because their OpenMP runtimes are among the libraries.
-    return pools + [_framework_pool(own) for own in _threads_of_frameworks()]
+    return pools + [_framework_pool(of_framework) for of_framework in _threads_of_frameworks()]
 
 
 def _library_pool(path: str) -> _Pool | None:
@@ -209,21 +209,28 @@ def _library_pool(path: str) -> _Pool | None:
             if hasattr(library, set_):
                 pool = _Pool(getattr(library, get), getattr(library, set_), variables)
                 if functions is _OPENBLAS:
-                    return replace(pool, most=_usable_cpus, starts_threads=True)
+                    return replace(pool, limit=_usable_cpus, starts_threads=True)
                 return pool
     return None
 
 
 def _threads_of_frameworks() -> list[Threads]:
-    return [own for framework in frameworks.loaded() if (own := framework.threads()) is not None]
+    return [
+        of_framework for framework in frameworks.loaded() if (of_framework := framework.threads()) is not None
+    ]
 
 
-def _framework_pool(own: Threads) -> _Pool:
-    def most() -> int:
+def _framework_pool(of_framework: Threads) -> _Pool:
+    def limit() -> int:
         # A present count above the number of cores was set by the caller.
-        return max(processor_cores(), own.get())
+        return max(processor_cores(), of_framework.get())
 
-    return _Pool(own.get, own.set, own.variables, most if own.at_most_cores else None)
+    return _Pool(
+        of_framework.get,
+        of_framework.set,
+        of_framework.variables,
+        limit if of_framework.at_most_cores else None,
+    )
 
 
 def _set_in_framework() -> int | None:
@@ -234,8 +241,10 @@ def _set_in_framework() -> int | None:
     # A framework's default is one of these numbers, depending on how the framework was built. Any other count
     # was set by code of this process.
     read = {openmp_threads(os.environ, name) for name in (VARIABLE, "MKL_NUM_THREADS")}
-    own = {*read, processor_cores(), _usable_cpus(), control_group.processors()}
-    return next((count for each in _threads_of_frameworks() if (count := each.get()) not in own), None)
+    of_framework = {*read, processor_cores(), _usable_cpus(), control_group.processors()}
+    return next(
+        (count for entry in _threads_of_frameworks() if (count := entry.get()) not in of_framework), None
+    )
 
 
 def _usable_cpus() -> int:

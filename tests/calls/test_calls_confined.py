@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from calls_host import GIB, CallsHost
 
-from flower_gpu.calls.told import used_of_lease
+from flower_gpu.calls.worker_report import used_of_lease
 from flower_gpu.leases.lease import Lease, Share
 from flower_gpu.workers import confinement
 

@@ -166,7 +166,7 @@ def test_a_wait_for_all_memory_has_a_limit_and_names_the_holder(
     first = Leasing(
         settings.gpu, (), "fit of client 1", Key("train", "", ""), {}, settings.host, asks_for_all_memory=True
     )
-    with first.held_on_cpu() as ticket:
+    with first.hold_cores() as ticket:
         assert ticket is not None
         second = replace(
             first,
@@ -176,7 +176,7 @@ def test_a_wait_for_all_memory_has_a_limit_and_names_the_holder(
         )
         with (
             pytest.raises(LeaseTimeoutError, match="of main memory held by fit of client 1"),
-            second.held_on_cpu(),
+            second.hold_cores(),
         ):
             pass
     assert "fit of client 2 is waiting for memory: " in caplog.text

@@ -27,7 +27,7 @@ from run_programs import run_python
 from flower_gpu import control_group
 from flower_gpu.calls import runner
 from flower_gpu.cli import doctor
-from flower_gpu.doctor import Check, Finding, Found, cuda, environment, examine
+from flower_gpu.doctor import Check, Finding, FindingParts, cuda, environment, examine
 from flower_gpu.doctor import host as system
 from flower_gpu.errors import ConfigError, LeaseError, LeaseTimeoutError
 from flower_gpu.flower import distribution
@@ -144,10 +144,10 @@ def test_commands_of_another_environment_are_a_problem(
 
 
 def test_a_check_that_raises_is_a_finding_and_the_other_checks_still_run() -> None:
-    def broken() -> list[Found]:
+    def broken() -> list[FindingParts]:
         raise OSError(5, "no answer")
 
-    def fine() -> list[Found]:
+    def fine() -> list[FindingParts]:
         return [("ok", "fine")]
 
     first, second = examine({"broken": broken, "fine": fine})

@@ -141,7 +141,7 @@ def test_a_framework_is_held_in_a_block_whenever_it_is_imported(toy: Toy, is_new
 def test_a_run_is_deterministic_whenever_a_framework_is_imported(toy: Toy, is_new: bool) -> None:
     if not is_new:
         import_module("toy_framework")
-    with determinism.here({}):
+    with determinism.applied({}):
         assert bool(toy.seeds) is not is_new
         module: Any = import_module("toy_framework")
         assert toy.seeds == [-1]

@@ -177,7 +177,7 @@ def test_processes_older_than_the_supervisor_are_left_alone(tmp_path: Path) -> N
         with supervisor.Supervisor(f"FLOWER_GPU_RUN_DIR={tmp_path}") as watch:
             during = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             assert psutil.Process(during.pid).ppid() == os.getpid()
-        assert watch.left == []
+        assert watch.unkilled == []
         assert not is_running(during.pid)
         during.wait(timeout=60)
         assert older.poll() is None

@@ -74,7 +74,7 @@ def find_problems(ledger: Ledger, situation: str) -> list[str]:
     if state.holders or state.waiting:
         problems.append(f"{situation}: {state}")
     ledger.release(ledger.acquire(claimant(memory=16 * GIB), deadline=0))
-    if leftovers := sorted(path.name for path in ledger.folder.own().iterdir()):
+    if leftovers := sorted(path.name for path in ledger.folder.own_folder().iterdir()):
         problems.append(f"{situation}: {leftovers} are left")
     return problems
 

@@ -17,7 +17,7 @@ from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation.batch_size import Batches
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
-from flower_gpu.simulation.host import About, Answer, Visit, failed
+from flower_gpu.simulation.host import AssignedMessage, HostInfo, MessageOutcome, failed
 from flower_gpu.simulation.local_host import QueueHost
 from flower_gpu.simulation.nodes import VirtualNodes
 
@@ -60,7 +60,7 @@ class Handling(NoWorkers):
     def stuck_since(self) -> float | None:
         return self.stuck
 
-    def __call__(self, visit: Visit) -> list[Answer]:
+    def __call__(self, visit: AssignedMessage) -> list[MessageOutcome]:
         is_cancelled = threading.Event()
         with self._lock:
             self._given_up[visit.message_id] = is_cancelled
@@ -75,7 +75,7 @@ class Handling(NoWorkers):
         with self._lock:
             self.running -= 1
             self.done.append(visit.message_id)
-        return [Answer(visit.message_id, reply, b"", time.monotonic() - began)]
+        return [MessageOutcome(visit.message_id, reply, b"", time.monotonic() - began)]
 
     def _reply(self, message: Message, is_cancelled: threading.Event) -> Message:
         group = message.metadata.group_id
@@ -132,7 +132,7 @@ class GridUnderTest:
         self.handling: Any = handling or Handling()
         self.dispatcher = Dispatcher(self.nodes, StateStore(), 3, Durations())
         self.grid = SimulationGrid(Run.create_empty(RUN_ID), self.dispatcher, durations=durations, **options)
-        self.host = SafeHost(About("here", threads, 1, {}, threads, []))
+        self.host = SafeHost(HostInfo("here", threads, 1, {}, threads, []))
         self.host.start(self.handling, threads + has_spare)
         self.dispatcher.joined(self.host)
 

@@ -34,7 +34,7 @@ from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
-from flower_gpu.simulation.host import About, Answer, Visit, failed
+from flower_gpu.simulation.host import AssignedMessage, HostInfo, MessageOutcome, failed
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.trace import Event
@@ -98,11 +98,11 @@ class Handled(NoWorkers):
     def __init__(self, handle: Callable[[Message], Message]) -> None:
         self._handle = handle
 
-    def __call__(self, visit: Visit) -> list[Answer]:
+    def __call__(self, visit: AssignedMessage) -> list[MessageOutcome]:
         try:
-            return [Answer(visit.message_id, self._handle(visit.message), b"")]
+            return [MessageOutcome(visit.message_id, self._handle(visit.message), b"")]
         except Exception as error:
-            return [Answer(visit.message_id, failed(visit.message, error))]
+            return [MessageOutcome(visit.message_id, failed(visit.message, error))]
 
 
 def handled_by(app: ClientApp, nodes: VirtualNodes) -> Callable[[Message], Message]:
@@ -199,7 +199,7 @@ def run_on_grid(
     for name, value in identity.items():
         setattr(TaskIdentity, name, value)
     dispatcher = Dispatcher(nodes, StateStore(), 0, Durations())
-    host = SafeHost(About("here", threads, 1, {}, threads, []))
+    host = SafeHost(HostInfo("here", threads, 1, {}, threads, []))
     host.start(Handled(handle), threads)
     dispatcher.joined(host)
     context = Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), {})

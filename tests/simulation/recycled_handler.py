@@ -12,7 +12,7 @@ from flwr.app import Message
 
 from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.dispatcher import Seeds
-from flower_gpu.simulation.host import MANY, Answer, Visit, Work
+from flower_gpu.simulation.host import MANY, AssignedMessage, MessageOutcome, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
@@ -46,10 +46,10 @@ class Handler:
 
     def visit(
         self, node: int, task: str = "answer", group: str = "1", kind: str = "train", **content: Any
-    ) -> Visit:
+    ) -> AssignedMessage:
         message = Message(recycled_app.content(task, **content), self.nodes.ids[node], kind, group_id=group)
         message.metadata.__dict__["_message_id"] = f"message {next(self._numbers)}"
-        return Visit(message, self._seeds(message), self.states[node])
+        return AssignedMessage(message, self._seeds(message), self.states[node])
 
     def __call__(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> dict[str, Any]:
         """Handle a message, and return the facts that the app reports."""
@@ -57,7 +57,7 @@ class Handler:
         assert reply is not None
         return dict(reply.content["facts"])
 
-    def handled(self, visit: Visit) -> Answer:
+    def handled(self, visit: AssignedMessage) -> MessageOutcome:
         """Handle a message, and keep the new state of its node."""
         (answer,) = self.handler(visit)
         node = self.nodes.partition_of(visit.message.metadata.dst_node_id)
@@ -113,5 +113,5 @@ def handlers() -> Iterator[Callable[..., Handler]]:
             handler.handler.close()
 
 
-def has_failed(answer: Answer) -> bool:
+def has_failed(answer: MessageOutcome) -> bool:
     return answer.reply is not None and answer.reply.has_error() and answer.state is None

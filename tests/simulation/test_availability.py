@@ -27,14 +27,14 @@ def nodes_of(table: dict[Any, Any], count: int = COUNT, seed: int = 7) -> Virtua
 def test_each_client_is_available_in_its_fraction_of_the_rounds() -> None:
     table = {"*": {"availability": 0.5}, "0-9": {"availability": 0.1}, 20: {"availability": 0}}
     nodes, same, other = nodes_of(table), nodes_of(table), nodes_of(table, seed=8)
-    rounds = [nodes.there(f"round {number}", None) for number in range(400)]
-    assert rounds == [same.there(f"round {number}", None) for number in range(400)]
-    others = [other.there(f"round {number}", None) for number in range(400)]
+    rounds = [nodes.available(f"round {number}", None) for number in range(400)]
+    assert rounds == [same.available(f"round {number}", None) for number in range(400)]
+    others = [other.available(f"round {number}", None) for number in range(400)]
     assert [len(available) for available in rounds] != [len(available) for available in others]
     counts = [sum(node in available for available in rounds) for node in nodes.ids]
     assert all(10 < count < 80 for count in counts[:10]) and counts[20] == 0
     assert all(140 < count < 260 for count in (*counts[10:20], *counts[21:]))
-    available = nodes.there("round 1", 25)
+    available = nodes.available("round 1", 25)
     assert len(available) >= 25 and list(available) == sorted(available, key=nodes.partition_of)
 
 
@@ -47,7 +47,7 @@ def test_a_strategy_sees_the_available_clients_of_its_round(strategy: Any) -> No
 
     replies = run_app(main, nodes=nodes).of("reply")
     for number in range(1, 6):
-        expected = {nodes.partition_of(node) for node in nodes.there(f"round {number}", 4)}
+        expected = {nodes.partition_of(node) for node in nodes.available(f"round {number}", 4)}
         asked = [reply for reply in replies if reply.round == number]
         trained = {reply.node for reply in asked if reply.task == "train"}
         assert trained <= expected and len(trained) >= 4

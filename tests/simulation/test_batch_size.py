@@ -10,7 +10,7 @@ from grid_handlers import RUN_ID, GridUnderTest, Handling
 
 from flower_gpu.flower import message_call
 from flower_gpu.simulation.batch_size import Batches, BatchSize
-from flower_gpu.simulation.host import Answer, Visit
+from flower_gpu.simulation.host import AssignedMessage, MessageOutcome
 
 
 def sizes_chosen(
@@ -139,10 +139,10 @@ class HandlesBatches(Handling):
         self.batches.learn("train", max_messages, 1, None)
         self.sizes: list[int] = []
 
-    def may_share(self, first: Visit, other: Visit) -> bool:
+    def may_share(self, first: AssignedMessage, other: AssignedMessage) -> bool:
         return True
 
-    def __call__(self, *visits: Visit) -> list[Answer]:
+    def __call__(self, *visits: AssignedMessage) -> list[MessageOutcome]:
         self.sizes.append(len(visits))
         answers = [answer for visit in visits for answer in super(HandlesBatches, self).__call__(visit)]
         # A batch takes as long as a single message.

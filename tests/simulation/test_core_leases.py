@@ -63,30 +63,30 @@ def test_messages_get_the_cores_that_they_request(make_leases: Callable[..., Cor
     granted = threading.Event()
 
     def hold_all() -> None:
-        with cores.held(num_cpus=ALL / 1000):
+        with cores.hold(num_cpus=ALL / 1000):
             granted.set()
             done.wait(60)
 
     done = threading.Event()
     asking = threading.Thread(target=hold_all)
-    with cores.held():
-        with cores.held():
+    with cores.hold():
+        with cores.hold():
             asking.start()
         until(lambda: leased() == ALL // 2, "the lease goes to who asks for more, once its message is over")
         assert not granted.is_set()
     assert granted.wait(60) and leased() == ALL
     done.set()
     asking.join(60)
-    with cores.held():
+    with cores.hold():
         assert leased() == ALL // 2
 
 
 def test_a_run_keeps_its_leases_until_another_run_waits(make_leases: Callable[..., CoreLeases]) -> None:
     cores = make_leases(2)
-    with cores.held():
+    with cores.hold():
         assert leased() == ALL // 2
         # There is one context more than leases, and it shares a lease.
-        with cores.held(), cores.held():
+        with cores.hold(), cores.hold():
             assert leased() == ALL // 2 * 2
     assert leased() == ALL // 2 * 2
     other = subprocess.Popen(
@@ -100,13 +100,13 @@ def test_a_run_keeps_its_leases_until_another_run_waits(make_leases: Callable[..
             if next(looks, None) is None:
                 raise CancelledError
 
-        with pytest.raises(CancelledError), cores.held(check):
+        with pytest.raises(CancelledError), cores.hold(check):
             pytest.fail("it has cores that another process holds")
         other.communicate("\n", timeout=60)
     finally:
         other.kill()
         other.wait()
-    with cores.held():
+    with cores.hold():
         assert leased() == ALL // 2
     cores.close()
     until(lambda: leased() == 0)
@@ -115,7 +115,7 @@ def test_a_run_keeps_its_leases_until_another_run_waits(make_leases: Callable[..
 def test_another_call_of_the_same_process_gets_cores(make_leases: Callable[..., CoreLeases]) -> None:
     """The server's evaluation requests a number of cores."""
     cores = make_leases(2)
-    with cores.held(), cores.held():
+    with cores.hold(), cores.hold():
         pass
     claimant = Claimant(count=0, host_needs=lambda: (HostNeed(CORES, ALL // 2, ALL // 2),))
     ledger = Ledger()
@@ -137,7 +137,7 @@ def test_short_messages_share_a_turn_while_other_runs_wait(
     cores = make_leases(1)
     cores._is_wanted = True
     for _ in range(5):
-        with cores.held():
+        with cores.hold():
             assert leased() == ALL
     assert len(claimants) == asked
     cores.close()
@@ -145,5 +145,5 @@ def test_short_messages_share_a_turn_while_other_runs_wait(
 
 
 def test_no_cores_are_requested_without_leases(make_leases: Callable[..., CoreLeases]) -> None:
-    with make_leases(2, replace(call_settings({}).host, is_leased=False)).held():
+    with make_leases(2, replace(call_settings({}).host, is_leased=False)).hold():
         assert leased() == 0

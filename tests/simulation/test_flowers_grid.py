@@ -205,7 +205,7 @@ def test_our_grids_give_the_same_results(ours: tuple[Grid, list[Message], GridUn
     # Flower's workers continue with expired messages.
     assert until(lambda: harness.handling.running == 0)
     assert len(harness.handling.cancelled) == 3 and not any(
-        box.count_waiting for box in harness.dispatcher._waiting
+        box.queued_count for box in harness.dispatcher._waiting
     )
 
 

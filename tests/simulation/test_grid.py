@@ -233,7 +233,7 @@ def test_blocks_proceed_past_a_slow_message_as_far_as_there_is_room(
     new_grid: Callable[..., GridUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as sums are small, more than two blocks proceed, but not all of them."""
-    monkeypatch.setattr("flower_gpu.simulation.boxes._MOST_AHEAD", 6)
+    monkeypatch.setattr("flower_gpu.simulation.pending_messages._MAX_AHEAD", 6)
     harness = new_grid(2, nodes=160)
     sent = [*harness.messages(1, "gate"), *harness.messages(160)[1:]]
     results: list[object] = []

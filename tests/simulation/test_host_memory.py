@@ -87,18 +87,18 @@ def test_the_first_worker_always_has_room(workers: Callable[..., Workers]) -> No
     started = workers(0)
     started.memory.learn(4 * GIB)
     started.start(3)
-    assert until(lambda: started.memory.waits == 2)
+    assert until(lambda: started.memory.wait_count == 2)
     assert started.inside == 1
     started.leave()
     # The next worker is alone as well.
-    assert until(lambda: started.memory.waits == 2 and started.inside == 1)
+    assert until(lambda: started.memory.wait_count == 2 and started.inside == 1)
 
 
 def test_others_on_the_host_give_memory_back(workers: Callable[..., Workers]) -> None:
     started = workers(0)
     started.memory.learn(4 * GIB)
     started.start(2)
-    assert until(lambda: started.inside == 1 and started.memory.waits == 1)
+    assert until(lambda: started.inside == 1 and started.memory.wait_count == 1)
     started.free = 50
     assert until(lambda: started.inside == 2)
 
@@ -108,7 +108,7 @@ def test_simultaneous_workers_do_not_claim_the_same_free_memory(workers: Callabl
     started = workers(20)
     started.memory.learn(4 * GIB)
     started.start(8)
-    assert until(lambda: started.memory.waits == 5)
+    assert until(lambda: started.memory.wait_count == 5)
     assert started.inside == 3
 
 
@@ -122,7 +122,7 @@ def test_ended_workers_take_no_room(workers: Callable[..., Workers]) -> None:
         assert until(lambda: started.inside == 2)
         started.leave()
         assert until(lambda: started.inside == 1)
-    assert started.memory.waits == 0
+    assert started.memory.wait_count == 0
 
 
 def test_an_error_releases_the_room(workers: Callable[..., Workers]) -> None:
@@ -141,13 +141,13 @@ def test_a_worker_that_runs_alone_waits_for_others_and_blocks_new_workers(
     started.start(2)
     assert until(lambda: started.inside == 2)
     started.start_alone()
-    assert until(lambda: started.memory.waits == 1)
+    assert until(lambda: started.memory.wait_count == 1)
     started.start(1)
-    assert until(lambda: started.memory.waits == 2)
+    assert until(lambda: started.memory.wait_count == 2)
     started.leave(2)
     assert until(lambda: started.inside == 1)
     started.start(1)
-    assert until(lambda: started.memory.waits == 3)
+    assert until(lambda: started.memory.wait_count == 3)
     assert started.inside == 1
     started.leave()
     assert until(lambda: started.inside == 2)
@@ -160,16 +160,16 @@ def test_workers_with_leases_make_way_for_a_worker_that_runs_alone(workers: Call
     started.start(3, has_lease=True)
     assert until(lambda: started.inside == 3)
     started.start_alone()
-    assert until(lambda: started.memory.waits == 1)
+    assert until(lambda: started.memory.wait_count == 1)
     for _ in range(3):
         started.start(1, has_lease=True)
-    assert until(lambda: started.memory.waits == 4)
+    assert until(lambda: started.memory.wait_count == 4)
     # Each worker gives way before it waits.
     assert until(lambda: started.gave_way == ["the large one", *["a small one"] * 3])
     started.leave(3)
     assert until(lambda: started.entered[3:] == ["the large one"])
     started.start(1, has_lease=True)
-    assert until(lambda: started.memory.waits == 5)
+    assert until(lambda: started.memory.wait_count == 5)
     assert started.inside == 1
     started.leave()
     assert until(lambda: started.inside == 1 and started.entered[-1] == "a small one")
@@ -186,7 +186,7 @@ def test_a_wait_ends_when_the_message_is_cancelled(workers: Callable[..., Worker
             raise KeyError
 
     started.start_alone(check=check)
-    assert until(lambda: started.memory.waits == 1)
+    assert until(lambda: started.memory.wait_count == 1)
     is_cancelled.set()
     started.memory.wake()
     assert until(lambda: len(started.errors) == 1)
@@ -206,7 +206,7 @@ def test_two_workers_run_alone_in_turn_and_log_what_they_wait_for(
     assert until(lambda: started.inside == 2)
     for count, name in enumerate(["first", "second"], 1):
         started.start_alone(name)
-        assert until(lambda count=count: started.memory.waits == len(caplog.messages) == count)
+        assert until(lambda count=count: started.memory.wait_count == len(caplog.messages) == count)
     assert caplog.messages == [
         f"{name} waits to be handled alone: a small one and 1 other are still in flight"
         for name in ("first", "second")

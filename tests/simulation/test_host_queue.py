@@ -15,7 +15,7 @@ from grid_handlers import Handling, NoWorkers
 from flower_gpu.simulation import local_host
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.batch_size import Batches
-from flower_gpu.simulation.host import About, Answer, Visit
+from flower_gpu.simulation.host import AssignedMessage, HostInfo, MessageOutcome
 from flower_gpu.simulation.local_host import QueueHost
 from flower_gpu.simulation.messages import MessageHandler
 
@@ -26,31 +26,31 @@ def identity() -> Iterator[None]:
         yield
 
 
-def visit(message_id: str) -> Visit:
+def visit(message_id: str) -> AssignedMessage:
     message = Message(RecordDict(), 1, "train", group_id="1")
     message.metadata.__dict__["_message_id"] = message_id
-    return Visit(message, 0)
+    return AssignedMessage(message, 0)
 
 
 def queue_of(*message_ids: str) -> QueueHost:
-    queue = QueueHost(About("here", 1, 1, {}, 1, []))
+    queue = QueueHost(HostInfo("here", 1, 1, {}, 1, []))
     queue.start(Handling(), 0)
-    queue.take([visit(message_id) for message_id in message_ids])
+    queue.submit([visit(message_id) for message_id in message_ids])
     return queue
 
 
-def start_next(queue: QueueHost) -> Visit:
-    [found] = queue.next(waits=False)
+def start_next(queue: QueueHost) -> AssignedMessage:
+    [found] = queue.next(wait_count=False)
     return found
 
 
 def finish(queue: QueueHost, state: bytes = b"") -> str:
     visit = start_next(queue)
-    queue.finish(visit, Answer(visit.message_id, state=state))
+    queue.finish(visit, MessageOutcome(visit.message_id, state=state))
     return visit.message_id
 
 
-def ids(fetched: tuple[list[Answer], list[int]]) -> list[str]:
+def ids(fetched: tuple[list[MessageOutcome], list[int]]) -> list[str]:
     return [answer.message_id for answer in fetched[0]]
 
 
@@ -65,9 +65,9 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 def test_messages_start_in_their_order() -> None:
     queue = queue_of("a", "b")
-    queue.take([visit("c")])
+    queue.submit([visit("c")])
     assert [start_next(queue).message_id for _ in range(3)] == ["a", "b", "c"]
-    assert queue.next(waits=False) == []
+    assert queue.next(wait_count=False) == []
 
 
 def test_finished_messages_are_reported_at_once_if_no_message_waits() -> None:
@@ -112,7 +112,7 @@ def test_only_a_few_large_replies_are_reported_together(monkeypatch: pytest.Monk
     for count in (100, 100, 100, 10_000):
         content = RecordDict({"arrays": ArrayRecord([np.zeros(count, np.float32)])})
         started = start_next(queue)
-        queue.finish(started, Answer(started.message_id, Message(content, 1, "train")))
+        queue.finish(started, MessageOutcome(started.message_id, Message(content, 1, "train")))
     assert [ids(queue.fetch(0)) for _ in range(4)] == [["a", "b"], ["c"], ["d"], []]
 
 
@@ -121,17 +121,17 @@ def test_messages_that_have_not_started_are_returned() -> None:
     assert start_next(queue).message_id == "a"
     queue.cancel("c")
     queue.cancel("a")
-    queue.give_back()
+    queue.return_queued()
     returned = queue.fetch(0)
     assert ids(returned) == ["c", "b", "d"] and all(answer.reply is None for answer in returned[0])
-    assert queue.next(waits=False) == []
+    assert queue.next(wait_count=False) == []
 
 
 def test_no_message_starts_while_too_many_bytes_are_unreported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_host, "_MOST_KEPT_BYTES", 1000)
     queue = queue_of("a", "b", "c")
     assert [finish(queue, bytes(800)), finish(queue, bytes(800))] == ["a", "b"]
-    thread, results = in_thread(lambda: queue.next(waits=True))
+    thread, results = in_thread(lambda: queue.next(wait_count=True))
     assert not results
     assert ids(queue.fetch(0)) == ["a", "b"]
     thread.join(60)
@@ -140,7 +140,7 @@ def test_no_message_starts_while_too_many_bytes_are_unreported(monkeypatch: pyte
 
 def test_closing_the_queue_ends_all_waits() -> None:
     queue = queue_of()
-    waiting = [in_thread(lambda: queue.next(waits=True)), in_thread(lambda: queue.fetch(60))]
+    waiting = [in_thread(lambda: queue.next(wait_count=True)), in_thread(lambda: queue.fetch(60))]
     queue.close()
     for thread, _ in waiting:
         thread.join(60)
@@ -164,13 +164,15 @@ class Batching(NoWorkers):
 
 def assignments(concurrency: int, *kinds_and_rounds: tuple[str, int]) -> list[int]:
     """Return the number of messages of each assignment."""
-    queue = QueueHost(About("here", concurrency, 1, {}, 1, []))
+    queue = QueueHost(HostInfo("here", concurrency, 1, {}, 1, []))
     queue.start(Batching(), 0)
     messages = [Message(RecordDict(), 1, kind, group_id=str(of)) for kind, of in kinds_and_rounds]
-    queue.take([Visit(message, 1) for message in messages])
+    queue.submit([AssignedMessage(message, 1) for message in messages])
     sizes = []
-    while visits := queue.next(waits=False):
-        assert visits == [Visit(message, 1) for message in messages[: len(visits)]], "in their order"
+    while visits := queue.next(wait_count=False):
+        assert visits == [AssignedMessage(message, 1) for message in messages[: len(visits)]], (
+            "in their order"
+        )
         del messages[: len(visits)]
         sizes.append(len(visits))
     return sizes

@@ -15,7 +15,7 @@ from stub_host import StubHost, events
 from flower_gpu import distributed, gpu_mod, simulate
 from flower_gpu.apps.app_imports import is_more_than_listed
 from flower_gpu.errors import ConfigError
-from flower_gpu.simulation.clients import Clients, told_by_app
+from flower_gpu.simulation.clients import Clients, overrides_of_app
 from flower_gpu.simulation.nodes import VirtualNodes
 
 pytestmark = pytest.mark.timeout(200)
@@ -36,15 +36,15 @@ def test_the_mods_of_each_function_return_options_for_each_client() -> None:
     app.train("more", mods=[gpu_mod(num_cpus=2, num_gpus=0.1)])(lambda message, context: message)
     app.query()(distributed(num_gpus=2)(lambda message, context: message))
     client_options = {"gpu_memory": "4GiB", "timeout_s": 9}
-    assert told_by_app(app, NODES, {}) == {
+    assert overrides_of_app(app, NODES, {}) == {
         "train": [client_options, client_options, {"num_gpus": 0.5}],
         "train.more": [{"num_cpus": 2, "num_gpus": 0.1}] * 3,
         "query": [{"num_gpus": 2, "timeout_s": 9}] * 2 + [{"num_gpus": 2}],
     }
     table: Any = {1: {"timeout_s": 3, "gpu": "require"}, 2: {"gpu": "never"}}
     older = ClientApp(lambda context: None, mods=[gpu_mod(resources=table)])
-    assert told_by_app(older, NODES, {}) == {"": [{}, {"timeout_s": 3}, {"gpu": "never"}]}
-    assert told_by_app(ClientApp(mods=[gpu_mod]), NODES, {}) == {}
+    assert overrides_of_app(older, NODES, {}) == {"": [{}, {"timeout_s": 3}, {"gpu": "never"}]}
+    assert overrides_of_app(ClientApp(mods=[gpu_mod]), NODES, {}) == {}
 
 
 def test_options_of_the_user_override_those_of_the_app() -> None:
@@ -75,7 +75,7 @@ def test_options_of_an_app_are_checked_before_the_run(returned: Any, words: str)
     app = ClientApp(mods=[gpu_mod(resources=returned)])
     app.train()(lambda message, context: message)
     with pytest.raises(ConfigError, match=words):
-        told_by_app(app, NODES, {})
+        overrides_of_app(app, NODES, {})
 
 
 @pytest.mark.parametrize("place", ["mod", "table", "option"])

@@ -17,7 +17,7 @@ from live_processes import is_running
 from recycled_handler import Handler, handlers, has_failed
 
 from flower_gpu.errors import NotDeterministicError
-from flower_gpu.simulation.host import MANY, Answer, CallError
+from flower_gpu.simulation.host import MANY, CallError, MessageOutcome
 from flower_gpu.workers import process_settings, threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
@@ -181,10 +181,10 @@ def test_a_message_is_cancelled_before_its_worker_starts(
         # task.
         memory._available = lambda: (0 if task == "hang" else 1 << 40, 1 << 40)
         visit = handler.visit(1, task, file=str(tmp_path / "begun"))
-        answers: list[Answer] = []
+        answers: list[MessageOutcome] = []
         thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
         thread.start()
-        assert until(lambda: memory.waits == 1)
+        assert until(lambda: memory.wait_count == 1)
         handler.handler.cancel(visit.message_id)
         thread.join(60)
         assert not thread.is_alive(), "it still waits for memory"
@@ -201,10 +201,10 @@ def test_the_end_of_a_run_ends_all_waits_for_memory(
     memory = handler.handler._memory
     with memory.room():
         visit = handler.visit(1, "killed once", file=str(tmp_path / "begun"))
-        answers: list[Answer] = []
+        answers: list[MessageOutcome] = []
         thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
         thread.start()
-        assert until(lambda: memory.waits == 1)
+        assert until(lambda: memory.wait_count == 1)
         handler.handler.cancel_all()
         thread.join(60)
         assert not thread.is_alive()

@@ -128,7 +128,7 @@ def test_a_state_larger_than_the_limit_goes_to_a_file_and_evicts_no_other(tmp_pa
 def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path, limit: int) -> None:
     states = RecordStates(tmp_path, limit)
     states.put(0, filled(1))
-    with states.held() as changed:
+    with states.hold_changes() as changed:
         states.saved({})
         original = list(tmp_path.iterdir())
         states.put(0, states.get(0))

@@ -165,7 +165,9 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert after < 1.1 * before
     assert 250 < len(run.running) <= 500
     assert len(run.evaluations) <= 200
-    assert all(len(part.metrics) <= 3 and not part.told for part in run.evaluations[:-50]), "for curves only"
+    assert all(len(part.metrics) <= 3 and not part.reported_metrics for part in run.evaluations[:-50]), (
+        "for curves only"
+    )
     assert len(run.hosts) == len(run.tally.host_calls) - 1 == 50
     assert run.tally.workers_finished.keys() == {"other"}
     assert run.tally.out_of_memory.keys() == {"other"}

@@ -162,7 +162,7 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
         at(7, "cores_granted", call="6", client="6", task="fit", round=1, lease="cores", waited_s=3),
     ]
     _, _, tries, _, totals = read([*refused, *granted, *on_cpu, *waiting, *for_cores, at(10, "progress")])
-    spent_and_outcome = {call.whose.client: (spent(call), call.outcome) for call in tries}
+    spent_and_outcome = {call.span.client: (spent(call), call.outcome) for call in tries}
     assert spent_and_outcome == {
         "1": ([(WAITING, 3.0)], NO_LEASE),
         "2": ([(WAITING, 2.0), (STARTING, 8.0)], ""),
@@ -184,7 +184,7 @@ def test_calls_end_with_their_host_and_have_not_failed() -> None:
     gpus = [{"uuid": "G", "name": "A100"}]
     ends = [lost(5, "a"), joined(6, "a", gpus=gpus), at(20, "run_finished", outcome="completed")]
     _, _, tries, holdings, totals = read([joined(0, "a", gpus=gpus), *events, *ends])
-    assert {call.whose.client: (call.whose.host, call.outcome, call.end_s) for call in tries} == {
+    assert {call.span.client: (call.span.host, call.outcome, call.end_s) for call in tries} == {
         **dict.fromkeys("1234", ("a", HOST_LOST, 5.0)),
         "5": ("", "error", 6.5),
     }

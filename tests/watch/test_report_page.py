@@ -143,9 +143,9 @@ def test_a_page_is_complete_and_loads_no_other_file(
 
 def test_a_cut_line_is_skipped_and_reported(tmp_path: Path) -> None:
     path = write(tmp_path, Run(clients=2, seed=3).events())
-    whole = path.read_bytes()
+    whole_number = path.read_bytes()
     assert not page_of(tmp_path).has("cut, and left out")
-    path.write_bytes(whole[:-20])
+    path.write_bytes(whole_number[:-20])
     page = page_of(tmp_path)
     assert page.has("1 line cut, and left out") and page.has("no end in the trace")
 

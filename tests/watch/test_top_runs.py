@@ -62,23 +62,23 @@ def test_a_live_history_has_the_same_active_calls_as_a_full_history(seed: int, c
     while any(remaining):
         lines.append(random_.choice([span for span in remaining if span]).pop(0))
     events = [json.loads(line) for line in lines][:cut]
-    whole, live = History(), History(keep_finished=False)
-    whole.feed(events)
+    whole_number, live = History(), History(keep_finished=False)
+    whole_number.feed(events)
     position = 0
     while position < len(events):
         step = random_.randint(1, 30)
         live.feed(events[position : position + step])
         position += step
-    assert [asdict(span) for span in live.running] == [asdict(span) for span in whole.running]
-    assert [asdict(span) for span in live.waiting] == [asdict(span) for span in whole.waiting]
-    held = {span.id for span in whole.leases if span.granted_at and not span.released_at}
+    assert [asdict(span) for span in live.running] == [asdict(span) for span in whole_number.running]
+    assert [asdict(span) for span in live.waiting] == [asdict(span) for span in whole_number.waiting]
+    held = {span.id for span in whole_number.leases if span.granted_at and not span.released_at}
     assert {span.id for span in live.leases if span.id} == held
     assert len(live.workers) == len(live.running)
     assert len(live.leases) == len(held) + len(live.waiting)
     assert all(len(samples) == 1 for samples in live.samples.values())
     for uuid, samples in live.samples.items():
-        assert samples == whole.samples[uuid][-1:]
-    assert live.last_at == whole.last_at
+        assert samples == whole_number.samples[uuid][-1:]
+    assert live.last_at == whole_number.last_at
 
 
 def test_a_restarted_run_has_no_calls_of_the_killed_run(trace: Trace) -> None:

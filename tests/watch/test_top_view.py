@@ -239,10 +239,10 @@ def test_a_worker_that_uses_more_than_its_lease_is_highlighted() -> None:
 @given(st.integers(0, 100), st.lists(st.integers(0, 2**40), min_size=1, max_size=6), st.integers(1, 2**40))
 def test_a_bar_is_divided_in_proportion_to_memory(cells: int, parts: list[int], total: int) -> None:
     lengths = divided(cells, parts, total)
-    whole = max(total, sum(parts))
+    whole_number = max(total, sum(parts))
     assert sum(lengths) <= cells
     assert all(length >= 0 for length in lengths)
     for part, length in zip(parts, lengths, strict=True):
         assert part > 0 or length == 0
         # A length is off by one cell from rounding, and by one for each part that is made visible.
-        assert abs(length - cells * part / whole) <= 1 + len(parts)
+        assert abs(length - cells * part / whole_number) <= 1 + len(parts)

@@ -22,7 +22,7 @@ from processes import SUPERVISED, Run
 
 import flower_gpu
 from flower_gpu import run_in_worker
-from flower_gpu.calls.told import ProgressDisplay
+from flower_gpu.calls.worker_report import ProgressDisplay
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import events
 from flower_gpu.workers.call import Call

@@ -33,7 +33,7 @@ class Caller:
         """Run a call on a line, by default on the first one."""
         if line is None:
             line = self.lines[0] if self.lines else self.line()
-        names = ("env", "kwargs", "setup", "held", "preload")
+        names = ("env", "kwargs", "setup", "lease_descriptor", "preload")
         call_fields = {**self.call_options, **{name: options.pop(name) for name in names if name in options}}
         line.begin()
         options.setdefault("on_start", lambda pid, _: self.pids.append(pid))

@@ -124,13 +124,13 @@ def fork_own(modules: Iterable[str]) -> None:
     """
     if sys.platform != "linux" or facts.is_program or threading.active_count() > 1:
         return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    our_end, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
-        ours.close()
+        our_end.close()
         os.setpgid(0, 0)  # out of reach of a terminal's Ctrl-C
-        _serve(theirs, modules, read_at_start(os.environ))
-    theirs.close()
-    _use(Programs(ours))
+        _serve(their_end, modules, read_at_start(os.environ))
+    their_end.close()
+    _use(Programs(our_end))
 
 
 def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapping[str, str]) -> NoReturn:
@@ -182,19 +182,19 @@ class _ProgramRequest:
     streams: list[int]  # standard input, output, error
     folder: int  # working directory
     #: Socket of the requester, which gets the process id, and the exit status later.
-    answer: socket.socket
+    reply_socket: socket.socket
     kept: list[int] = field(default_factory=list)  # descriptors that stay open in the program
 
     @classmethod
     def of(cls, message: Mapping[str, Any], descriptors: list[int]) -> _ProgramRequest:
-        stdin, stdout, stderr, folder, answer, *kept = descriptors
+        stdin, stdout, stderr, folder, reply_socket, *kept = descriptors
         return cls(
             message["argv"],
             message["env"],
             message["group"],
             [stdin, stdout, stderr],
             folder,
-            socket.socket(fileno=answer),
+            socket.socket(fileno=reply_socket),
             kept,
         )
 
@@ -206,20 +206,20 @@ class _ProgramRequest:
     def close(self) -> None:
         """Close the log and the socket of the requester."""
         os.close(self.streams[2])
-        self.answer.close()
+        self.reply_socket.close()
 
     def note_end(self, status: int) -> None:
         """Send the exit status to the requester. If a signal killed the program, add a line to its log."""
         self.say({"status": status})
         if status in _KILLED:
-            how = f"was killed by {signal.Signals(-status).name} ({-status})"
+            ending = f"was killed by {signal.Signals(-status).name} ({-status})"
             with suppress(OSError):
-                os.write(self.streams[2], f"flower-gpu: {self.argv[0]} {how}\n".encode())
+                os.write(self.streams[2], f"flower-gpu: {self.argv[0]} {ending}\n".encode())
         self.close()
 
-    def say(self, answer: Mapping[str, Any]) -> None:
+    def say(self, reply_socket: Mapping[str, Any]) -> None:
         with suppress(messages.Gone):  # the requester has ended
-            messages.send(self.answer, answer)
+            messages.send(self.reply_socket, reply_socket)
 
 
 class _ProgramForker:
@@ -253,7 +253,7 @@ class _ProgramForker:
             return
         request = _ProgramRequest.of(message, descriptors)
         try:
-            if messages.is_closed(request.answer):  # the requester has started it in another way
+            if messages.is_closed(request.reply_socket):  # the requester has started it in another way
                 raise NoEntryError("nobody waits for it any more")
             entry = find(request.argv[0], request.env)
             if read_at_start(request.env) != self._started_with:
@@ -268,21 +268,21 @@ class _ProgramForker:
         request.close()
 
     def _fork(self, request: _ProgramRequest, entry: ProgramEntry) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        our_end, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            ours.close()
+            our_end.close()
             self._leave()
             # The socket stays open in the program, so the requester sees its end even without this server.
-            request.answer.detach()
-            raise Become(partial(_become, entry, request, theirs))
-        theirs.close()
+            request.reply_socket.detach()
+            raise Become(partial(_become, entry, request, their_end))
+        their_end.close()
         if request.group == 0:
             # The program does the same. But the group must exist before the requester knows the process id,
             # because it may wait for the end of the group.
             with suppress(OSError):
                 os.setpgid(pid, pid)
-        self._watch(ours)
+        self._watch(our_end)
         self._running[pid] = request
         request.hand_over()
         request.say({"pid": pid})

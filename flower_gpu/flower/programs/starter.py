@@ -60,17 +60,17 @@ def is_flowers(name: str) -> bool:
 class ProgramHandle:
     """A program that a server has forked, with the parts of :class:`subprocess.Popen` that Flower uses."""
 
-    def __init__(self, argv: Sequence[str], pid: int, answer: socket.socket) -> None:
+    def __init__(self, argv: Sequence[str], pid: int, reply_socket: socket.socket) -> None:
         self.args = argv
         self.pid = pid
         self.returncode: int | None = None
-        self._answer = answer
+        self._reply_socket = reply_socket
         # Descriptor of the program, if the server has ended and so cannot report the program's end.
         self._pidfd = -1
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the program has ended; -1 after its end was noticed."""
-        return self._answer.fileno() if self._pidfd < 0 else self._pidfd
+        return self._reply_socket.fileno() if self._pidfd < 0 else self._pidfd
 
     def poll(self) -> int | None:
         """Return the exit status (``-n`` for signal ``n``), or None while the program runs."""
@@ -100,10 +100,10 @@ class ProgramHandle:
     def _look(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and self._pidfd < 0 and messages.can_be_read(self.fileno(), timeout_s):
             try:
-                self.returncode = int(messages.receive(self._answer)[0]["status"])
+                self.returncode = int(messages.receive(self._reply_socket)[0]["status"])
             except messages.Gone:
                 self._watch_itself()
-            self._answer.close()
+            self._reply_socket.close()
         if self.returncode is None and self._pidfd >= 0 and messages.can_be_read(self._pidfd, timeout_s):
             # If this process has adopted the server's children, it can read their exit statuses.
             try:
@@ -158,22 +158,22 @@ class Programs:
                 return None
             folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, folder)
-            answer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            reply_socket, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             message = {"argv": list(argv), "env": dict(env), "group": group}
             try:
                 with end:
                     descriptors = [stdin, stdout, stderr, folder, end.fileno(), *kept]
                     messages.send(self._connection, message, descriptors)
-                if not messages.can_be_read(answer.fileno(), _ANSWER_S):
+                if not messages.can_be_read(reply_socket.fileno(), _ANSWER_S):
                     raise messages.Gone(f"no answer within {_ANSWER_S:g} s")
-                result = messages.receive(answer)[0]
+                result = messages.receive(reply_socket)[0]
             except messages.Gone as error:
                 result = {"refused": str(error)}
                 self._connection.close()
                 self._connection = None
             if "pid" in result:
-                return result["pid"], answer
-            answer.close()
+                return result["pid"], reply_socket
+            reply_socket.close()
             is_first = not self.reason
             self.reason = result["refused"]
             if is_first:
@@ -203,18 +203,18 @@ def start_server(env: Mapping[str, str], log: Path) -> Programs:
     command = fresh_interpreter(
         "flower_gpu.flower.programs.server:main", [entry for entry in sys.path if entry]
     )
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs, log.open("ab") as output:
+    our_end, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with their_end, log.open("ab") as output:
         process = subprocess.Popen(
             [*command, _TITLE],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**env, **ONE_THREAD, CONNECTION_VARIABLE: str(theirs.fileno())},
+            env={**env, **ONE_THREAD, CONNECTION_VARIABLE: str(their_end.fileno())},
             process_group=0,  # out of reach of a terminal's Ctrl-C
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(their_end.fileno(),),
         )
-    return Programs(ours, process)
+    return Programs(our_end, process)
 
 
 class Subprocess:

@@ -129,10 +129,10 @@ class RecordedGrid:
         self,
         messages: Iterable[Message],
         timeout: float | None,
-        *how: Any,
+        *options: Any,
     ) -> Generator[SumItem, None, None]:
         """Send messages; yield sums of the replies, and each reply without its arrays."""
-        return self._recorded(messages, timeout, lambda sent: self._grid.sums(sent, timeout, *how))
+        return self._recorded(messages, timeout, lambda sent: self._grid.sums(sent, timeout, *options))
 
     def _recorded(
         self, messages: Iterable[Message], timeout: float | None, send: Callable[[Iterable[Message]], Any]
@@ -153,10 +153,10 @@ class RecordedGrid:
 
     def close(self) -> None:
         """Record the messages whose replies were never pulled, and close the grid."""
-        self.give_up(list(self._awaited), NOT_PULLED)
+        self.abandon(list(self._awaited), NOT_PULLED)
         self._grid.close()
 
-    def give_up(self, message_ids: Iterable[str], why: str) -> None:
+    def abandon(self, message_ids: Iterable[str], why: str) -> None:
         """Record that these messages get no reply, except messages that are no longer pending."""
         with self._lock:
             entries = (self._awaited.pop(id_, None) for id_ in message_ids)

@@ -128,7 +128,7 @@ class Recorder:
         self._partition_of = partition_of
         self._lock = threading.RLock()
         self._announced: dict[str, Phase] = {}
-        self._others: dict[tuple[str, Any], Phase] = {}
+        self._open_phases: dict[tuple[str, Any], Phase] = {}
         self._closed_at_s: dict[str, float] = {}  # end of this strategy's last phase, by kind
         self._reported: set[tuple[str, int | None]] = set()  # kinds and rounds with a recorded end
         self._resumed_round = -1
@@ -212,9 +212,9 @@ class Recorder:
         with self._lock:
             phase = self._announced.pop(kind, None)
             if phase is None:
-                for key, other in self._others.items():
+                for key, other in self._open_phases.items():
                     if other.kind == kind and other.server_round in (None, server_round):
-                        phase = self._others.pop(key)
+                        phase = self._open_phases.pop(key)
                         phase.server_round = server_round
                         break
             self._close(phase or Phase(server_round, kind, announced=True), metrics)
@@ -301,18 +301,18 @@ class Recorder:
     def batch_ended(self, batch: object) -> None:
         """Record that a batch is complete: no more messages are sent, and all replies have arrived."""
         with self._lock:
-            for key in [key for key in self._others if key[1] is batch]:
-                self._close(self._others.pop(key), {})
+            for key in [key for key in self._open_phases if key[1] is batch]:
+                self._close(self._open_phases.pop(key), {})
 
     def close(self, *, is_whole: bool = True) -> None:
         """Record the open phases; after an error, only those that have all replies."""
         with self._lock:
             if is_whole:
-                for phase in [*self._others.values(), *self._announced.values()]:
+                for phase in [*self._open_phases.values(), *self._announced.values()]:
                     self._close(phase, {})
             else:
                 self._close_others()
-            self._others.clear()
+            self._open_phases.clear()
             self._announced.clear()
             self._over(self._rule.never_succeeded(self._failed))
 
@@ -320,10 +320,10 @@ class Recorder:
         server_round = round_of(message)
         # Messages without a round number belong together if they are sent together.
         key = (kind, batch if server_round is None else server_round)
-        if key not in self._others:
+        if key not in self._open_phases:
             self._close_others()
-            self._others[key] = Phase(server_round, kind, announced=False)
-        return self._others[key]
+            self._open_phases[key] = Phase(server_round, kind, announced=False)
+        return self._open_phases[key]
 
     def _ended(
         self,
@@ -382,8 +382,8 @@ class Recorder:
             self._on_event(phase.event("round_started", messages=phase.total))
 
     def _close_others(self) -> None:
-        for key in [key for key, phase in self._others.items() if phase.is_idle]:
-            self._close(self._others.pop(key), {})
+        for key in [key for key, phase in self._open_phases.items() if phase.is_idle]:
+            self._close(self._open_phases.pop(key), {})
 
     def _close(self, phase: Phase, metrics: Metrics) -> None:
         # A strategy aggregates even if it sent no messages to evaluate. Such a phase is not recorded.

@@ -127,7 +127,7 @@ class _Hooks:
         }
 
     def fit(self, server: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_like(method)
+        @_wrapping(method)
         def fit(*args: Any, **kwargs: Any) -> Any:
             with self._outermost("start") as is_first:
                 if is_first:
@@ -147,7 +147,7 @@ class _Hooks:
         return fit
 
     def workflow(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_like(method)
+        @_wrapping(method)
         def call(workflow: Any, grid: Any, context: Any) -> Any:
             with self._outermost("start") as is_first:
                 if is_first and hasattr(context, "strategy"):
@@ -163,14 +163,14 @@ class _Hooks:
         return call
 
     def gpu_evaluate(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_like(method)
+        @_wrapping(method)
         def call(evaluate: Any, *args: Any, **kwargs: Any) -> Any:
             return self._evaluate(evaluate, functools.partial(method, evaluate))(*args, **kwargs)
 
         return call
 
     def _start(self, strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_like(method)
+        @_wrapping(method)
         def start(*args: Any, **kwargs: Any) -> Any:
             with self._outermost("start") as is_first:
                 if not is_first:
@@ -226,7 +226,7 @@ class _Hooks:
 
     def _configure(self, kind: str, *, is_legacy: bool = False) -> _Wrap:
         def wrap(strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-            @_like(method)
+            @_wrapping(method)
             def configure(*args: Any, **kwargs: Any) -> Any:
                 with self._outermost(f"configure {kind}") as is_first:
                     if not is_first:
@@ -255,7 +255,7 @@ class _Hooks:
 
     def _aggregate(self, kind: str, metrics_in: Callable[[Any], Mapping[str, Any]]) -> _Wrap:
         def wrap(_: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-            @_like(method)
+            @_wrapping(method)
             def aggregate(*args: Any, **kwargs: Any) -> Any:
                 with self._outermost(f"aggregate {kind}") as is_first:
                     # Flower's legacy server counts an exception in its threads as the failure of a client, so
@@ -293,7 +293,7 @@ class _Hooks:
         return metrics or {}
 
     def _evaluate(self, _: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_like(method)
+        @_wrapping(method)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with self._outermost("evaluate on the server") as is_first:
                 began_s = time.monotonic()
@@ -343,7 +343,7 @@ def _named(
     return {**bound.arguments, **bound.kwargs}
 
 
-def _like(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _wrapping(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         functools.update_wrapper(wrapper, method, updated=())
         # By these attributes, strategies find out if a derived class overrides a method.

@@ -114,7 +114,7 @@ class Checkpoints:
             else "there is no checkpoint of an earlier one: free space, and start the run again"
         )
         try:
-            with self._states.held() as changed:
+            with self._states.hold_changes() as changed:
                 size += sum(self._states.size_bytes(partition) for partition in changed)
                 size += _ENTRY_BYTES * (len(self._entries) + len(changed))
                 try:

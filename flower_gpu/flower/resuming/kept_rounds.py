@@ -13,32 +13,32 @@ class KeptRounds:
     """The finished rounds of an app's first strategy start. A later start begins anew, without checkpoints.
 
     ``checkpoints``: the checkpoints to write; None to write none.
-    ``found``: round after which the first start continues.
+    ``saved``: round after which the first start continues.
     ``recorder``: the :class:`.Recorder` of the run, if any.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints | None = None,
-        found: RoundState | None = None,
+        saved: RoundState | None = None,
         recorder: Any = None,
     ) -> None:
         self._checkpoints = checkpoints
-        self._found = found
+        self._saved = saved
         self._recorder = recorder
         self._starts = 0
-        self._beside: list[ResumableGrid] = []
+        self._other_grids: list[ResumableGrid] = []
 
     def on(self, grid: Any) -> None:
         """Make a grid a :class:`.ResumableGrid`. If it is one already, its own methods are called as well."""
         if isinstance(grid, ResumableGrid):
-            self._beside = [SimpleNamespace(resumed=grid.resumed, finished_round=grid.finished_round)]
+            self._other_grids = [SimpleNamespace(resumed=grid.resumed, finished_round=grid.finished_round)]
         grid.resumed, grid.finished_round = self.resumed, self.finished_round
 
     def resumed(self) -> RoundState | None:
         """Count a start; return the last round that is known here or to the grid, or None."""
         self._starts += 1
-        known = [self._found if self._starts == 1 else None, *(grid.resumed() for grid in self._beside)]
+        known = [self._saved if self._starts == 1 else None, *(grid.resumed() for grid in self._other_grids)]
         state = max(filter(None, known), key=lambda state: state.server_round, default=None)
         if state is not None and self._recorder is not None:
             self._recorder.run_resumed(state.server_round)
@@ -47,7 +47,7 @@ class KeptRounds:
 
     def finished_round(self, state: RoundState) -> None:
         """Write the checkpoint of a round, if the strategy's state can be written and any client trained."""
-        for grid in self._beside:
+        for grid in self._other_grids:
             grid.finished_round(state)
         # A round in which every client failed is not written, because the run may be about to end for that
         # reason. A resumed run then repeats the round.

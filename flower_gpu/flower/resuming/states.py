@@ -12,8 +12,8 @@ one of four places:
 A state may be in memory and in a file at the same time. Then it can leave the memory without another write.
 
 The threads that handle messages read and put states, while the thread of the ServerApp may be writing a
-checkpoint. One reentrant lock guards the store. :meth:`StateStore.held` holds it during a checkpoint, so the
-checkpoint has the states of a single moment. Messages that need a state wait for that time.
+checkpoint. One reentrant lock guards the store. :meth:`StateStore.hold_changes` holds it during a checkpoint,
+so the checkpoint has the states of a single moment. Messages that need a state wait for that time.
 
 A file never changes. A new version of a state gets a new file, and the old file is deleted only after that.
 So if a write fails, the earlier state is still there.
@@ -120,7 +120,7 @@ class StateStore:
             self._changed.add(partition)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[Set[int]]:
+    def hold_changes(self) -> Iterator[Set[int]]:
         """Prevent changes of states inside the block; yields the partitions changed since the last save."""
         with self._lock:
             yield self._changed

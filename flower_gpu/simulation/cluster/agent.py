@@ -39,13 +39,13 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu import files, trace
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.apps.recording import INTERVAL_S, look_at_gpus, told_gpus
+from flower_gpu.apps.recording import INTERVAL_S, described_gpus, look_at_gpus
 from flower_gpu.calls import environment
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard, inventory
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.simulation.cluster.models import FetchedModels, PackedVisit
-from flower_gpu.simulation.host import About, Answers, Work
+from flower_gpu.simulation.cluster.models import FetchedModels, PackedMessage
+from flower_gpu.simulation.host import HostInfo, HostReport, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.local_host import LocalHost, libraries_in
 from flower_gpu.workers.state_folder import made_state_dir
@@ -100,14 +100,14 @@ class Agent:
         if self._host.gpus:
             threading.Thread(target=self._look_at_gpus, name="flower-gpu-samples", daemon=True).start()
 
-    def begin(self, packages: Sequence[str]) -> About:
+    def begin(self, packages: Sequence[str]) -> HostInfo:
         """Load the data for calls, and return the description of this host.
 
         ``packages``: packages that the app imports.
 
         Raises ConfigError if a package is not installed here or data cannot be loaded.
         """
-        missing = [name for name in packages if not is_there(name)]
+        missing = [name for name in packages if not is_installed(name)]
         if missing:
             raise ConfigError(f"the app imports {', '.join(missing)}, which is not installed there")
         try:
@@ -115,23 +115,23 @@ class Agent:
         except ConfigError as error:
             # Only the first line, because other hosts may report the same error with its traceback.
             raise ConfigError(str(error).partition("\n")[0]) from error
-        return replace(self._host.about, gpus=told_gpus())
+        return replace(self._host.info, gpus=described_gpus())
 
     def clock_s(self) -> float:
         """Return the host's time in Unix seconds."""
         return time.time()
 
-    def take(self, visits: Sequence[PackedVisit]) -> None:
+    def submit(self, assigned_messages: Sequence[PackedMessage]) -> None:
         """Pass messages on to the local host when their models have arrived. Returns at once.
 
         Ray may run later calls of this agent before this call.
         """
-        self._models.receive(visits, self._host.take, self._note_fault)
+        self._models.receive(assigned_messages, self._host.submit, self._note_fault)
 
     def _note_fault(self, error: BaseException) -> None:
         self._fault = error
 
-    def exchange(self, visits: Sequence[PackedVisit]) -> tuple[Answers, News]:
+    def exchange(self, assigned_messages: Sequence[PackedMessage]) -> tuple[HostReport, News]:
         """Take messages, wait briefly for answers to earlier messages, and return them with the news.
 
         The answer shows the driver that this process is alive, so nothing here may take long.
@@ -139,15 +139,15 @@ class Agent:
         Raises the exception of a model that could not be fetched.
         """
         with self._exchanging:
-            self.take(visits)
-            answers = self._host.exchange([])
+            self.submit(assigned_messages)
+            host_report = self._host.exchange([])
             if self._fault is not None:
                 raise self._fault
             is_full = self._host.handler.longest_wait_s() > _FULL_S
             if is_full:
                 # The next exchange reports the returned messages.
-                self._host.give_back()
-            return replace(answers, is_full=is_full), self._news()
+                self._host.return_queued()
+            return replace(host_report, is_full=is_full), self._news()
 
     def _news(self) -> News:
         return News(self._trace.read_new(), self._lines.taken())
@@ -239,10 +239,10 @@ class _KeptWarnings(logging.Handler):
 def packages_of(app: AppReference | ClientApp) -> list[str]:
     """Return the installed packages that an app imports, without importing them."""
     names = dict.fromkeys(library.partition(".")[0] for library in libraries_in(app))
-    return [name for name in names if is_there(name)]
+    return [name for name in names if is_installed(name)]
 
 
-def is_there(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Return True if a package is installed here."""
     try:
         return importlib.util.find_spec(package) is not None

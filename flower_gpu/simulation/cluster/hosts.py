@@ -2,7 +2,7 @@
 
 Threads of the driver:
 
-- The dispatcher's giver calls :meth:`RemoteHost.take`. Each host's exchange thread calls
+- The dispatcher's giver calls :meth:`RemoteHost.submit`. Each host's exchange thread calls
   :meth:`RemoteHost.exchange` in a loop, and blocks there until the agent answers or counts as dead.
 - The watcher of :class:`RayHosts` looks every 2 s for machines without an agent. It starts an agent there,
   and reports the new host to the dispatcher. A machine that cannot be used is tried again after growing
@@ -37,8 +37,8 @@ from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.printable import first_line
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.cluster.agent import Agent, News, packages_of
-from flower_gpu.simulation.cluster.models import PackedVisit, SentModels
-from flower_gpu.simulation.host import About, Answers, Host, Visit, Work
+from flower_gpu.simulation.cluster.models import PackedMessage, SentModels
+from flower_gpu.simulation.host import AssignedMessage, Host, HostInfo, HostReport, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.trace import Event
 from flower_gpu.workers.own_process import restored_environment
@@ -88,7 +88,7 @@ def connected(address: str, app: object) -> Iterator[None]:
         environment = {"working_dir": str(app.folder), "excludes": _NOT_SENT}
     previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        _check_is_there(address)
+        _check_reachable(address)
         with restored_environment([_OVERRIDES]):
             # Agents choose the visible GPUs themselves. Without this variable, Ray warns about its default.
             os.environ[_OVERRIDES] = "0"
@@ -111,7 +111,7 @@ def connected(address: str, app: object) -> Iterator[None]:
 class RemoteHost(Host):
     """A host of the cluster with its agent.
 
-    ``about``: description that the agent gave at its start.
+    ``info``: description that the agent gave at its start.
     ``node``: Ray's id of the machine.
     ``agent``: handle of the Ray actor.
     ``clock_ahead_s``: seconds by which the host's clock is ahead of this machine's clock.
@@ -121,28 +121,28 @@ class RemoteHost(Host):
 
     def __init__(
         self,
-        about: About,
+        info: HostInfo,
         node: str,
         agent: Any,
         clock_ahead_s: float,
         models: SentModels,
         tell: Callable[[Iterable[Event]], None],
     ) -> None:
-        super().__init__(about)
+        super().__init__(info)
         self.node = node
         self.agent = agent
         self._clock_ahead_s = clock_ahead_s
         self._models = models
         self._tell = tell
-        self._taking: deque[Any] = deque()  # pending calls of the agent's ``take``
+        self._taking: deque[Any] = deque()  # pending calls of the agent's ``submit``
 
-    def take(self, visits: Sequence[Visit]) -> None:
+    def submit(self, assigned_messages: Sequence[AssignedMessage]) -> None:
         """Send messages to the host. Does not fail if the agent is gone: :meth:`exchange` raises then."""
         # Only a driver outside the cluster can get this error.
         with suppress(ConnectionError):
-            self._taking.append(self.agent.take.remote(self._packed(visits)))
+            self._taking.append(self.agent.submit.remote(self._packed(assigned_messages)))
 
-    def exchange(self, visits: Sequence[Visit]) -> Answers:
+    def exchange(self, assigned_messages: Sequence[AssignedMessage]) -> HostReport:
         """Send messages to the host, and wait for its report on earlier messages.
 
         Raises HostLostError if the agent is gone, does not answer, or could not take messages.
@@ -150,17 +150,17 @@ class RemoteHost(Host):
         import ray
 
         try:
-            reference = self.agent.exchange.remote(self._packed(visits))
+            reference = self.agent.exchange.remote(self._packed(assigned_messages))
             looks = 0
-            while not _is_there(reference, _LOOK_S):
+            while not _is_ready(reference, _LOOK_S):
                 looks += 1
                 if self.is_gone:
                     raise HostLostError("it was dropped during a request")
                 if looks >= _SILENT:
                     raise HostLostError(f"its agent has not answered for {looks * _LOOK_S:.0f} s")
             report, news = _get(reference)
-            while self._taking and _is_there(self._taking[0]):
-                # Raises the exception of the agent's ``take``, if it failed.
+            while self._taking and _is_ready(self._taking[0]):
+                # Raises the exception of the agent's ``submit``, if it failed.
                 _get(self._taking.popleft())
         # An exception in the agent is a fault of this package. The host cannot be used for this run.
         except ray.exceptions.RayTaskError as error:
@@ -168,8 +168,8 @@ class RemoteHost(Host):
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise HostLostError(first_line(str(error))) from error
         self.hear(news)
-        answers: Answers = report
-        return answers
+        host_report: HostReport = report
+        return host_report
 
     def hear(self, news: News) -> None:
         """Log the agent's warnings, and write its events into the trace."""
@@ -186,8 +186,8 @@ class RemoteHost(Host):
         }
         return {**event, **times, "host": self.name}
 
-    def _packed(self, visits: Sequence[Visit]) -> list[PackedVisit]:
-        return [self._models.packed(visit) for visit in visits]
+    def _packed(self, assigned_messages: Sequence[AssignedMessage]) -> list[PackedMessage]:
+        return [self._models.packed(assigned) for assigned in assigned_messages]
 
     def ask_for_sum(self, group: int) -> None:
         """Request the sum of a group with the next answers."""
@@ -203,11 +203,11 @@ class RemoteHost(Host):
 
     def joined(self) -> None:
         """Write into the trace that this host has joined."""
-        about = self.about
-        fields = {"concurrency": about.concurrency, "cores": about.cores, "gpus": about.gpus}
+        info = self.info
+        fields = {"concurrency": info.concurrency, "cores": info.cores, "gpus": info.gpus}
         self._tell([trace.make("host_joined", host=self.name, host_id=self.node, **fields)])
 
-    def lost(self, error: Exception, left: int) -> None:
+    def lost(self, error: Exception, remaining_hosts: int) -> None:
         """Kill the agent, and report the loss in the trace and the log."""
         # The agent may only be unreachable. It must not go on beside the agent that replaces it.
         _kill(self)
@@ -218,7 +218,7 @@ class RemoteHost(Host):
             "Host %s is lost (%s). Other hosts handle its messages: %s",
             self.name,
             reason,
-            f"{left} hosts are left" if left != 1 else "1 host is left",
+            f"{remaining_hosts} hosts are left" if remaining_hosts != 1 else "1 host is left",
         )
 
 
@@ -250,25 +250,27 @@ class RayHosts:
         self._watcher: threading.Thread | None = None
 
     @property
-    def there(self) -> list[RemoteHost]:
+    def present_hosts(self) -> list[RemoteHost]:
         """The present hosts."""
         return [host for host in self._all if not host.is_gone]
 
     @property
-    def about(self) -> About:
+    def info(self) -> HostInfo:
         """The description of the first host, with the concurrency of all hosts together."""
-        return replace(self._all[0].about, concurrency=sum(host.about.concurrency for host in self.there))
+        return replace(
+            self._all[0].info, concurrency=sum(host.info.concurrency for host in self.present_hosts)
+        )
 
-    def where(self) -> str:
+    def location_line(self) -> str:
         """Return a line that says where messages are handled."""
-        return f"calls run on the hosts of a Ray cluster: up to {self.about.concurrency} at a time"
+        return f"calls run on the hosts of a Ray cluster: up to {self.info.concurrency} at a time"
 
     def load_data(self) -> None:
         """Do nothing. Each agent has loaded its data at its start."""
 
     def begin(self, joined: Callable[[Host], object]) -> None:
         """Report the present hosts to ``joined``, and start the thread that reports new hosts."""
-        for host in self.there:
+        for host in self.present_hosts:
             host.joined()
             joined(host)
         self._watcher = threading.Thread(
@@ -278,7 +280,9 @@ class RayHosts:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about hosts for the result. A silent host counts with its earlier facts."""
-        for host, facts in self._answers([(host, host.agent.facts.remote()) for host in self.there]):
+        for host, facts in self._results_of(
+            [(host, host.agent.facts.remote()) for host in self.present_hosts]
+        ):
             self._facts[id(host)] = facts
         all_facts = list(self._facts.values())
         by_node: dict[str, list[RemoteHost]] = {}
@@ -312,14 +316,14 @@ class RayHosts:
         self._is_closed.set()
         if self._watcher is not None:
             self._watcher.join(_ANSWER_S)
-        hosts = self.there
-        for host, news in self._answers([(host, host.agent.close.remote()) for host in hosts]):
+        hosts = self.present_hosts
+        for host, news in self._results_of([(host, host.agent.close.remote()) for host in hosts]):
             host.hear(news)
         # This wakes the threads that wait for an answer of the agent.
         for host in hosts:
             _kill(host)
 
-    def _answers(self, calls: Sequence[tuple[RemoteHost, Any]]) -> Iterator[tuple[RemoteHost, Any]]:
+    def _results_of(self, calls: Sequence[tuple[RemoteHost, Any]]) -> Iterator[tuple[RemoteHost, Any]]:
         """Yield hosts with the results of calls. Hosts that are too slow or gone are skipped.
 
         ``calls``: hosts with Ray's references to results.
@@ -332,7 +336,7 @@ class RayHosts:
     def _look_for_more(self, joined: Callable[[Host], object]) -> None:
         """Start agents on new machines, and on machines without an agent. Body of the watcher thread."""
         while not self._is_closed.wait(_JOIN_S):
-            known = {host.node for host in self.there}
+            known = {host.node for host in self.present_hosts}
             try:
                 nodes = self._nodes_alive()
             # Ray raises many kinds of exceptions if it cannot be reached. It may come back.
@@ -405,15 +409,15 @@ class RayHosts:
                 while not self._ray.wait([reference], timeout=_LOOK_S)[0]:
                     if self._is_closed.is_set():
                         return []
-                about: About = self._ray.get(reference)
+                info: HostInfo = self._ray.get(reference)
                 ahead_s = self._ahead_s(agent)
-                host = RemoteHost(about, node, agent, ahead_s, self._models, self._write)
+                host = RemoteHost(info, node, agent, ahead_s, self._models, self._write)
             except self._ray.exceptions.RayTaskError as error:
                 raise ConfigError(f"host {names[node]}: {_cause(error)}") from error
             except self._ray.exceptions.RayError as error:
                 dead.append(f"host {names[node]}: no agent can be started there: {first_line(str(error))}")
                 continue
-            self._check(about)
+            self._check(info)
             hosts.append(host)
         if dead and not hosts:
             raise ConfigError("; ".join(dead))
@@ -427,13 +431,13 @@ class RayHosts:
         ahead_s: float = self._ray.get(agent.clock_s.remote()) - (asked_at + time.time()) / 2
         return ahead_s if abs(ahead_s) > max(_SKEW_S, time.time() - asked_at) else 0.0
 
-    def _check(self, about: About) -> None:
+    def _check(self, info: HostInfo) -> None:
         """Check that a host has the same versions as this machine, and in a strict run equal hardware.
 
         Raises ConfigError if it differs.
         """
         here = determinism.described([])["versions"]
-        theirs = about.described["versions"]
+        theirs = info.described["versions"]
         different = [
             f"{name} {theirs.get(name, 'not installed')} there and {here.get(name, 'not installed')} on "
             f"{socket.gethostname()}"
@@ -441,16 +445,16 @@ class RayHosts:
             if theirs.get(name) != here.get(name)
         ]
         if different:
-            raise ConfigError(f"host {about.name}: {'; '.join(different)}. Install the same on all hosts")
-        first = self._all[0].about.described if self._all else about.described
-        if self._work.is_strict and first != about.described:
+            raise ConfigError(f"host {info.name}: {'; '.join(different)}. Install the same on all hosts")
+        first = self._all[0].info.described if self._all else info.described
+        if self._work.is_strict and first != info.described:
             raise ConfigError(
-                f"host {about.name} has other processors, GPUs or versions than the others "
-                f"({about.described} there, {first} elsewhere): --deterministic needs equal hosts"
+                f"host {info.name} has other processors, GPUs or versions than the others "
+                f"({info.described} there, {first} elsewhere): --deterministic needs equal hosts"
             )
 
 
-def _is_there(results: Any, timeout_s: float = 0.0) -> bool:
+def _is_ready(results: Any, timeout_s: float = 0.0) -> bool:
     """Return True if results exist. They are not fetched from their hosts.
 
     ``results``: a reference of Ray, or a list of references.
@@ -496,7 +500,7 @@ def _check_connection() -> None:
         raise ConnectionError("the connection to the Ray cluster is lost")
 
 
-def _check_is_there(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Check that an address accepts connections. Ray itself would retry for minutes.
 
     Raises OSError if it does not.

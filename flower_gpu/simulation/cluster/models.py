@@ -26,10 +26,10 @@ from typing import Any, Final
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flower_gpu import control_group
-from flower_gpu.simulation.host import Visit
+from flower_gpu.simulation.host import AssignedMessage
 
 #: Number of models that are kept, however large they are.
-_LEAST_MODELS: Final = 4
+_MIN_MODELS: Final = 4
 #: More models are kept while all of them take less than the memory divided by this number.
 _KEPT_PART: Final = 16
 #: Number of concurrent fetches.
@@ -43,24 +43,24 @@ class StoredObject:
     """An object in Ray's object store, for hosts to fetch.
 
     ``number``: number of the model, by which hosts keep it. None for an object of a single message.
-    ``where``: an ObjectRef in a list. Ray would fetch a direct argument of a call for each message.
+    ``reference``: an ObjectRef in a list. Ray would fetch a direct argument of a call for each message.
     ``size_bytes``: size of the object.
     """
 
     number: int | None
-    where: Any = field(compare=False)
+    reference: Any = field(compare=False)
     size_bytes: int = field(compare=False)
 
 
 @dataclass(frozen=True)
-class PackedVisit:
-    """A visit with an empty message.
+class PackedMessage:
+    """An assigned message without its records, for the way to a host.
 
     ``content``: records of the message. A :class:`StoredObject` stands for a model or a large record.
     ``state``: the client's state if it is large, else None.
     """
 
-    visit: Visit
+    assigned: AssignedMessage
     content: list[tuple[str, Any]]
     state: StoredObject | None = None
 
@@ -84,18 +84,18 @@ class SentModels:
         self._kept_bytes = _kept_bytes() if kept_bytes is None else kept_bytes
         self._lock = threading.Lock()
         # A model is known by the identities of its arrays' bytes, so these must not be freed.
-        self._there: OrderedDict[tuple[Any, ...], tuple[StoredObject, list[bytes]]] = OrderedDict()
+        self._models: OrderedDict[tuple[Any, ...], tuple[StoredObject, list[bytes]]] = OrderedDict()
         self._count = 0
 
-    def packed(self, visit: Visit) -> PackedVisit:
-        """Return a visit with references instead of its models and large records. Stores new models."""
-        content = [(name, self._packed(record)) for name, record in visit.message.content.items()]
-        empty = copy(visit.message)
+    def packed(self, assigned: AssignedMessage) -> PackedMessage:
+        """Return a message with references instead of its models and large records. Stores new models."""
+        content = [(name, self._packed(record)) for name, record in assigned.message.content.items()]
+        empty = copy(assigned.message)
         empty.content = RecordDict()
-        if len(visit.state) <= _LARGE_BYTES:
-            return PackedVisit(replace(visit, message=empty), content)
-        state = StoredObject(None, [self._put(visit.state)], len(visit.state))
-        return PackedVisit(replace(visit, message=empty, state=b""), content, state)
+        if len(assigned.state) <= _LARGE_BYTES:
+            return PackedMessage(replace(assigned, message=empty), content)
+        state = StoredObject(None, [self._put(assigned.state)], len(assigned.state))
+        return PackedMessage(replace(assigned, message=empty, state=b""), content, state)
 
     def _packed(self, record: ArrayRecord | MetricRecord | ConfigRecord) -> Any:
         if isinstance(record, ArrayRecord):
@@ -107,15 +107,15 @@ class SentModels:
         data = [array.data for array in record.values()]
         key = (tuple(record), tuple(map(id, data)))
         with self._lock:
-            if key not in self._there:
+            if key not in self._models:
                 self._count += 1
                 sent = StoredObject(self._count, [self._put(record)], sum(map(len, data)))
-                self._there[key] = sent, data
-                total = sum(sent.size_bytes for sent, _ in self._there.values())
-                while len(self._there) > _LEAST_MODELS and total > self._kept_bytes:
-                    total -= self._there.popitem(last=False)[1][0].size_bytes
-            self._there.move_to_end(key)
-            return self._there[key][0]
+                self._models[key] = sent, data
+                total = sum(sent.size_bytes for sent, _ in self._models.values())
+                while len(self._models) > _MIN_MODELS and total > self._kept_bytes:
+                    total -= self._models.popitem(last=False)[1][0].size_bytes
+            self._models.move_to_end(key)
+            return self._models[key][0]
 
 
 class FetchedModels:
@@ -129,81 +129,81 @@ class FetchedModels:
         self._fetch = get
         self._kept_bytes = _kept_bytes() if kept_bytes is None else kept_bytes
         self._lock = threading.Lock()
-        self._there: OrderedDict[int, tuple[Future[Any], int]] = OrderedDict()
+        self._models: OrderedDict[int, tuple[Future[Any], int]] = OrderedDict()
         self._pool = ThreadPoolExecutor(_FETCHES, "flower-gpu-models")
 
     def receive(
         self,
-        visits: Sequence[PackedVisit],
-        take: Callable[[list[Visit]], object],
+        assigned_messages: Sequence[PackedMessage],
+        submit: Callable[[list[AssignedMessage]], object],
         fail: Callable[[BaseException], object],
     ) -> None:
-        """Call ``take`` with visits when their models have arrived. Visits with equal models stay together.
+        """Call ``submit`` with assigned messages when their models have arrived.
 
-        Does not block. ``take`` and ``fail`` may be called in another thread. If a fetch fails, ``fail`` is
-        called with the exception.
+        Messages with equal models stay together. Does not block. ``submit`` and ``fail`` may be called in
+        another thread. If a fetch fails, ``fail`` is called with the exception.
         """
-        groups: dict[tuple[int | None, ...], list[tuple[PackedVisit, list[Future[Any]]]]] = {}
-        for packed in visits:
+        groups: dict[tuple[int | None, ...], list[tuple[PackedMessage, list[Future[Any]]]]] = {}
+        for packed in assigned_messages:
             futures = [self._future(sent) for sent in packed.sent]
             numbers = tuple(sent.number for sent in packed.sent)
             groups.setdefault(numbers, []).append((packed, futures))
         for group in groups.values():
-            self._take_when_there(group, take, fail)
+            self._submit_when_fetched(group, submit, fail)
 
-    def _take_when_there(
+    def _submit_when_fetched(
         self,
-        group: list[tuple[PackedVisit, list[Future[Any]]]],
-        take: Callable[[list[Visit]], object],
+        group: list[tuple[PackedMessage, list[Future[Any]]]],
+        submit: Callable[[list[AssignedMessage]], object],
         fail: Callable[[BaseException], object],
     ) -> None:
         for _, futures in group:
             for future in futures:
                 if not future.done():
-                    future.add_done_callback(lambda _: self._take_when_there(group, take, fail))
+                    future.add_done_callback(lambda _: self._submit_when_fetched(group, submit, fail))
                     return
         try:
-            visits = [_unpacked(packed, futures) for packed, futures in group]
+            assigned_messages = [_unpacked(packed, futures) for packed, futures in group]
         except BaseException as error:
             fail(error)
         else:
-            take(visits)
+            submit(assigned_messages)
 
     def _future(self, sent: StoredObject) -> Future[Any]:
         """Return the future of a stored object. A model is fetched once for all messages."""
         number = sent.number
         if number is None:
-            return self._pool.submit(self._fetch, sent.where[0])
+            return self._pool.submit(self._fetch, sent.reference[0])
         with self._lock:
-            if number not in self._there:
-                future = self._pool.submit(self._fetch, sent.where[0])
-                self._there[number] = future, sent.size_bytes
-                total = sum(size for _, size in self._there.values())
-                while len(self._there) > _LEAST_MODELS and total > self._kept_bytes:
-                    total -= self._there.popitem(last=False)[1][1]
-            self._there.move_to_end(number)
-            return self._there[number][0]
+            if number not in self._models:
+                future = self._pool.submit(self._fetch, sent.reference[0])
+                self._models[number] = future, sent.size_bytes
+                total = sum(size for _, size in self._models.values())
+                while len(self._models) > _MIN_MODELS and total > self._kept_bytes:
+                    total -= self._models.popitem(last=False)[1][1]
+            self._models.move_to_end(number)
+            return self._models[number][0]
 
     def close(self) -> None:
         """Cancel pending fetches."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _unpacked(packed: PackedVisit, futures: Sequence[Future[Any]]) -> Visit:
-    """Return the original visit. Messages with the same model share its arrays.
+def _unpacked(packed: PackedMessage, futures: Sequence[Future[Any]]) -> AssignedMessage:
+    """Return the original assigned message. Messages with the same model share its arrays.
 
-    ``futures``: completed futures for :attr:`PackedVisit.sent`, in the same order.
+    ``futures``: completed futures for :attr:`PackedMessage.sent`, in the same order.
     """
     fetched = iter(futures)
-    message = copy(packed.visit.message)
+    message = copy(packed.assigned.message)
     message.content = RecordDict(
         {
             name: next(fetched).result() if isinstance(record, StoredObject) else record
             for name, record in packed.content
         }
     )
-    state = packed.visit.state if packed.state is None else next(fetched).result()
-    return replace(packed.visit, message=message, state=state)
+    state = packed.assigned.state if packed.state is None else next(fetched).result()
+    return replace(packed.assigned, message=message, state=state)
 
 
 def _kept_bytes() -> int:

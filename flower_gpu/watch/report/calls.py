@@ -83,7 +83,7 @@ class CallPhase:
 class CallTry:
     """An attempt to run a call: the wait for a lease and the worker. A retried call has several attempts."""
 
-    whose: WorkerSpan | LeaseSpan  # the worker, or the request for a lease if there was no worker
+    span: WorkerSpan | LeaseSpan  # the worker, or the request for a lease if there was no worker
     gpus: tuple[str, ...]  # UUIDs of the leased GPUs; empty on the CPU and during the wait
     parts: tuple[CallPhase, ...]  # one or more phases without gaps, in the order of PHASES
     outcome: str  # outcome of the worker, NO_LEASE or HOST_LOST; empty if it is unknown
@@ -91,7 +91,7 @@ class CallTry:
     @property
     def worker(self) -> WorkerSpan | None:
         """The worker of this attempt, or None if no worker started."""
-        return self.whose if isinstance(self.whose, WorkerSpan) else None
+        return self.span if isinstance(self.span, WorkerSpan) else None
 
     @property
     def begin_s(self) -> float:
@@ -174,7 +174,7 @@ def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
     """Return a row for each client, ordered by name. Phases that no call of the client had are None."""
     by_client: dict[str, list[CallTry]] = {}
     for attempt in tries:
-        by_client.setdefault(attempt.whose.client, []).append(attempt)
+        by_client.setdefault(attempt.span.client, []).append(attempt)
     rows = []
     for client in sorted(by_client, key=client_key):
         attempts = by_client[client]
@@ -183,13 +183,15 @@ def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "client": client,
-                "calls": len({attempt.whose.call for attempt in attempts}),
+                "calls": len({attempt.span.call for attempt in attempts}),
                 "median_s": {
                     phase: median(durations) if durations else None for phase, durations in seconds.items()
                 },
                 "max_s": {phase: max(durations, default=None) for phase, durations in seconds.items()},
                 "peak_bytes": highest_peak(attempts),
-                "own": next((attempt.worker.own for attempt in reversed(attempts) if attempt.worker), {}),
+                "own": next(
+                    (attempt.worker.client_overrides for attempt in reversed(attempts) if attempt.worker), {}
+                ),
                 "failures": sum(attempt.has_failed for attempt in attempts),
             }
         )

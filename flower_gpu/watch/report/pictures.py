@@ -149,13 +149,13 @@ class TimeAxis:
         return means
 
 
-def ticks(most: float, count: int) -> list[float]:
-    """Return about ``count`` round numbers from 0 to ``most``."""
-    if not 0 < most < math.inf:
+def ticks(highest: float, count: int) -> list[float]:
+    """Return about ``count`` round numbers from 0 to ``highest``."""
+    if not 0 < highest < math.inf:
         return [0.0]
-    power = 10.0 ** math.floor(math.log10(most / count))
-    step = next((size * power for size in (1, 2, 5) if size * power * count >= most), 10 * power)
-    return [number * step for number in range(int(most / step) + 1)]
+    power = 10.0 ** math.floor(math.log10(highest / count))
+    step = next((size * power for size in (1, 2, 5) if size * power * count >= highest), 10 * power)
+    return [number * step for number in range(int(highest / step) + 1)]
 
 
 def memory_picture(
@@ -262,10 +262,10 @@ def stacked(holdings: Sequence[HeldPart], least_s: float) -> list[tuple[HeldPart
             stack.append(pending.pop())
         bottom = 0
         for _, holding in sorted(stack, key=lambda pair: pair[0]):
-            since, before = begun.get(id(holding), (at, bottom))
+            since, previous = begun.get(id(holding), (at, bottom))
             is_over = holding.end_s <= at
-            if is_over or before != bottom:
-                pieces += [(holding, since, at, before)] if since < at else []
+            if is_over or previous != bottom:
+                pieces += [(holding, since, at, previous)] if since < at else []
                 since = at
             begun[id(holding)] = since, bottom
             bottom += 0 if is_over else holding.memory_bytes
@@ -312,14 +312,14 @@ def _groups(history: History, tries: Sequence[CallTry]) -> dict[str, list[CallTr
     groups: dict[str, list[CallTry]] = {gpu_name(gpu, gpus): [] for gpu in gpus}
     names = {gpu.uuid: gpu_name(gpu, gpus) for gpu in gpus}
     on_cpu = [attempt for attempt in tries if not any(uuid in names for uuid in attempt.gpus)]
-    hosts = {attempt.whose.host for attempt in on_cpu}
+    hosts = {attempt.span.host for attempt in on_cpu}
     for attempt in tries:
         for uuid in attempt.gpus:
             if uuid in names:
                 groups[names[uuid]].append(attempt)
     for attempt in on_cpu:
-        groups.setdefault(f"CPU{_on_host(attempt.whose.host, hosts)}", []).append(attempt)
-    return {name: own for name, own in groups.items() if own}
+        groups.setdefault(f"CPU{_on_host(attempt.span.host, hosts)}", []).append(attempt)
+    return {name: members for name, members in groups.items() if members}
 
 
 def _counts_panel(title: str, axis: TimeAxis, parts: Mapping[str, Sequence[CallPhase]]) -> Panel:
@@ -349,7 +349,7 @@ def _lanes_panel(
     panel = Panel(title, (1 + max(lanes)) * lane_height)
     gap = 1.0 if lane_height >= 6 else 0.0
     for attempt, lane in zip(tries, lanes, strict=True):
-        y, label, client = lane * lane_height, _call_text(attempt), printable(attempt.whose.client)
+        y, label, client = lane * lane_height, _call_text(attempt), printable(attempt.span.client)
         parts = [part for part in attempt.parts if part.phase != WAITING]
         widest = max(parts, key=lambda part: (part.phase == RUNNING, part.seconds), default=None)
         for part in parts:
@@ -373,10 +373,10 @@ def _end_kind(attempt: CallTry) -> str:
 
 def _call_text(attempt: CallTry) -> str:
     """Return one line with the task, client, round, phases and outcome of a call."""
-    whose = {"task": attempt.whose.task, "client": attempt.whose.client}
-    of_round = "" if attempt.whose.round is None else f" in round {attempt.whose.round}"
+    names = {"task": attempt.span.task, "client": attempt.span.client}
+    of_round = "" if attempt.span.round is None else f" in round {attempt.span.round}"
     parts = ", ".join(f"{part.phase} {duration_text(part.seconds)}" for part in attempt.parts)
-    return f"{call_label(whose)}{of_round}: {parts}; {attempt.outcome or 'no end'}"
+    return f"{call_label(names)}{of_round}: {parts}; {attempt.outcome or 'no end'}"
 
 
 def lanes_of(tries: Sequence[CallTry]) -> list[int]:
@@ -414,9 +414,9 @@ def pack(spans: Sequence[tuple[float, float]]) -> list[int]:
 def _area(floor: Sequence[float], tops: Iterable[float]) -> str:
     """Return the SVG path around adjacent columns. Each column reaches from its floor to its top."""
     edges = [_COLUMN * place for place in range(len(floor) + 1)]
-    there = [f"V{top:.1f}H{right}" for top, right in zip(tops, edges[1:], strict=True)]
-    back = [f"V{low:.1f}H{left}" for low, left in reversed(list(zip(floor, edges, strict=False)))]
-    return f"M0 {floor[0]:.1f}{''.join(there)}{''.join(back)}z"
+    forward = [f"V{top:.1f}H{right}" for top, right in zip(tops, edges[1:], strict=True)]
+    backward = [f"V{low:.1f}H{left}" for low, left in reversed(list(zip(floor, edges, strict=False)))]
+    return f"M0 {floor[0]:.1f}{''.join(forward)}{''.join(backward)}z"
 
 
 # Names

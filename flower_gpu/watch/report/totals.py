@@ -105,7 +105,7 @@ class GPUTotals:
         spans = zip(itertools.pairwise(at_s), sums, strict=False)
         self.gpu = gpu
         #: Seconds during which the GPU had a lease.
-        self.leased_s = sum(end - at for (at, end), held in spans if held)
+        self.leased_s = sum(end - at for (at, end), is_leased in spans if is_leased)
         #: Sum of bytes times seconds over all leases.
         self.leased_byte_s = sum(
             holding.memory_bytes * (holding.end_s - holding.begin_s) for holding in holdings
@@ -129,15 +129,18 @@ class GPUTotals:
 class HostTotals:
     """Totals of a host of a Ray cluster over a run, from the calls on this host."""
 
-    def __init__(self, history: History, clock: RunClock, host: HostSpan, own: Sequence[CallTry]) -> None:
+    def __init__(
+        self, history: History, clock: RunClock, host: HostSpan, tries_of_host: Sequence[CallTry]
+    ) -> None:
         gpus = [history.gpus[uuid] for uuid in host.gpus if uuid in history.gpus]
         self.host = host
-        self.calls = len({attempt.whose.call for attempt in own})
-        self.failed = sum(attempt.has_failed for attempt in own)
-        self.workers = processes(own)
+        self.calls = len({attempt.span.call for attempt in tries_of_host})
+        self.failed = sum(attempt.has_failed for attempt in tries_of_host)
+        self.workers = processes(tries_of_host)
         #: Seconds of all workers on this host together.
         self.busy_s = sum(
-            (part.seconds for attempt in own for part in attempt.parts if part.phase != WAITING), 0.0
+            (part.seconds for attempt in tries_of_host for part in attempt.parts if part.phase != WAITING),
+            0.0,
         )
         self.gpus = Counter(gpu.name or gpu.uuid for gpu in gpus)  # number of GPUs by model
         self.joined_s = None if host.joined_at is None else clock.seconds(host.joined_at)
@@ -148,7 +151,7 @@ class HostTotals:
 class AlikeFailures:
     """Failures of calls with the same outcome and the same error."""
 
-    what: str  # outcome and first line of the error
+    description: str  # outcome and first line of the error
     details: str = ""  # the first traceback of these failures
     count: int = 0
     clients: set[str] = field(default_factory=set)
@@ -162,11 +165,11 @@ class AlikeFailures:
                 error, traceback = (
                     (attempt.worker.error, attempt.worker.traceback) if attempt.worker else ("", "")
                 )
-                what = ": ".join(filter(None, (attempt.outcome, reason_of(error))))
-                alike = failures.setdefault(what, cls(what))
+                description = ": ".join(filter(None, (attempt.outcome, reason_of(error))))
+                alike = failures.setdefault(description, cls(description))
                 alike.details = alike.details or traceback
                 alike.count += 1
-                alike.clients.add(attempt.whose.client)
+                alike.clients.add(attempt.span.client)
         return sorted(failures.values(), key=lambda failure: -failure.count)
 
 
@@ -189,9 +192,9 @@ class Totals:
         self.phase_s = dict.fromkeys(PHASES, 0.0)  # sums over all calls
         for part in (part for attempt in tries for part in attempt.parts):
             self.phase_s[part.phase] += part.seconds
-        self.calls = len({attempt.whose.call for attempt in tries})  # a retried call counts once
-        self.workers = processes(attempt for attempt in tries if attempt.whose.client != SERVER)
-        self.server_workers = processes(attempt for attempt in tries if attempt.whose.client == SERVER)
+        self.calls = len({attempt.span.call for attempt in tries})  # a retried call counts once
+        self.workers = processes(attempt for attempt in tries if attempt.span.client != SERVER)
+        self.server_workers = processes(attempt for attempt in tries if attempt.span.client == SERVER)
         self.unfinished = sum(not attempt.outcome for attempt in tries)
         #: Number of attempts by outcome, most frequent first. ``failures`` has only the outcomes of failures.
         self.outcomes = dict(Counter(attempt.outcome for attempt in tries if attempt.outcome).most_common())
@@ -203,7 +206,7 @@ class Totals:
         self.peak_bytes = highest_peak(tries)
         on_host: dict[str, list[CallTry]] = {}
         for attempt in tries:
-            on_host.setdefault(attempt.whose.host, []).append(attempt)
+            on_host.setdefault(attempt.span.host, []).append(attempt)
         #: The hosts of a Ray cluster.
         self.hosts = [
             HostTotals(history, clock, host, on_host.get(name, ())) for name, host in history.hosts.items()

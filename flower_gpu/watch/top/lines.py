@@ -30,18 +30,18 @@ def line(*parts: Part) -> Text:
     return Text.assemble(*((printable(text), style) for text, style in parts))
 
 
-def cut(one: Text, width: int) -> Text:
+def cut(text: Text, width: int) -> Text:
     """Return a copy of a line that is cut to ``width`` cells. An ellipsis marks the cut."""
-    short = one.copy()
+    short = text.copy()
     short.truncate(width, overflow="ellipsis" if width > 0 else "crop")
     return short
 
 
-def coloured(one: Text) -> str:
+def coloured(text: Text) -> str:
     """Return a line with the escape sequences for its styles."""
     console = _console(bool(os.environ.get("NO_COLOR")))
     with console.capture() as drawn:
-        console.print(one, end="", no_wrap=True, overflow="ignore", crop=False)
+        console.print(text, end="", no_wrap=True, overflow="ignore", crop=False)
     return drawn.get()
 
 

@@ -149,7 +149,7 @@ class Snapshot:
 # Building a snapshot
 
 
-def take(runs: Sequence[FollowedRun], *, others: bool) -> Snapshot:
+def take_snapshot(runs: Sequence[FollowedRun], *, others: bool) -> Snapshot:
     """Return a snapshot of the GPUs and the ledger now, with the latest state of these runs that was read.
 
     Each run gets a unique label. If ``others`` is True, the snapshot includes the leases that belong to no

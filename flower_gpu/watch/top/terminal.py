@@ -38,7 +38,7 @@ from flower_gpu.polling import readable
 from flower_gpu.watch.followed_run import FollowedRuns
 from flower_gpu.watch.top.browsing import Browsing, keys_of
 from flower_gpu.watch.top.lines import coloured
-from flower_gpu.watch.top.snapshot import Snapshot, take
+from flower_gpu.watch.top.snapshot import Snapshot, take_snapshot
 from flower_gpu.watch.top.view import Size, draw
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,7 +57,7 @@ def run(runs: FollowedRuns, interval_s: float) -> int:
             next_at = time.monotonic() + interval_s
             shown = runs.look()
             is_all_read = runs.read_on(time.monotonic() + _READ_S)
-            snapshot = take(shown, others=runs.are_all)
+            snapshot = take_snapshot(shown, others=runs.are_all)
             terminal.show(snapshot)
             terminal.wait(0)
             # Wait for the next snapshot only if all traces are read. Otherwise continue reading at once.
@@ -77,7 +77,7 @@ class Terminal:
         self.status: int | None = None
         self._browsing = Browsing()
         self._keyboard = sys.stdin.fileno()
-        self._before = termios.tcgetattr(self._keyboard)
+        self._previous_settings = termios.tcgetattr(self._keyboard)
         self._is_ascii = not "█▒▚▬·°…▲▼".encode(sys.stdout.encoding, errors="ignore")
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
@@ -167,7 +167,7 @@ class Terminal:
     def _leave_screen(self) -> None:
         self._write(_LEAVE)
         with suppress(termios.error):
-            termios.tcsetattr(self._keyboard, termios.TCSANOW, self._before)
+            termios.tcsetattr(self._keyboard, termios.TCSANOW, self._previous_settings)
 
     def _write(self, text: str) -> None:
         try:

@@ -12,7 +12,7 @@ from flower_gpu.apps.failures import LABEL
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import encodable
 from flower_gpu.trace import SERVER_EVALUATE, Event
-from flower_gpu.watch.fields import first_line, node_id, number, text, whole
+from flower_gpu.watch.fields import first_line, node_id, number, text, whole_number
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import OpenRound, RoundPart, numbers_of
 
@@ -113,7 +113,7 @@ class Points:
                 yield from self._point(None, at, self._gpus())
             case "reply" if event.get("error") is not None and self._failed < _MAX_FAILED:
                 self._failed += 1
-                server_round, node = whole(event.get("round")), node_id(event.get("node"))
+                server_round, node = whole_number(event.get("round")), node_id(event.get("node"))
                 client = "a client" if node is None else f"client {self._client_of(node)}"
                 where = "" if server_round is None else f"round {server_round}, "
                 # The label of the error may repeat the client.
@@ -122,7 +122,7 @@ class Points:
                 yield from self._point(server_round or 0, at, {}, failure)
 
     def _of_part(self, at: float, event: Event, task: str) -> Iterator[Point]:
-        key = (whole(event.get("round")), task)
+        key = (whole_number(event.get("round")), task)
         part = self.history.part(*key)
         if part is None:
             return
@@ -165,7 +165,7 @@ class Points:
 
     def _gpus(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        held = [
+        held_leases = [
             lease
             for lease in self.history.leases
             if lease.granted_at is not None and lease.released_at is None
@@ -175,7 +175,7 @@ class Points:
                 continue
             readings = {
                 "used_gib": None if samples[-1].used_bytes is None else samples[-1].used_bytes / _GIB,
-                "leased_gib": sum(lease.memory_bytes.get(gpu.uuid, 0) for lease in held) / _GIB,
+                "leased_gib": sum(lease.memory_bytes.get(gpu.uuid, 0) for lease in held_leases) / _GIB,
                 "utilization_percent": samples[-1].utilization_percent,
                 "temperature_c": samples[-1].temperature_c,
             }
@@ -198,7 +198,7 @@ class Points:
 
 
 def _round_values(part: RoundPart) -> dict[str, float]:
-    values = {f"{part.task}/{name}": value for name, value in numbers_of(part.told).items()}
+    values = {f"{part.task}/{name}": value for name, value in numbers_of(part.reported_metrics).items()}
     if part.seconds is not None:
         values[f"rounds/{part.task}/seconds"] = part.seconds
     if part.messages:

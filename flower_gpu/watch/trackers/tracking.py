@@ -85,7 +85,7 @@ def known(folder: Path) -> tuple[str, ...]:
     return tuple(name for name in _ids(folder) if name in TRACKERS)
 
 
-def where(folder: Path) -> list[str]:
+def locations(folder: Path) -> list[str]:
     """Return the address or command to view the run in each of its trackers, one line per tracker."""
     return [ids["see"] for ids in _ids(folder).values() if ids.get("see")]
 
@@ -222,14 +222,14 @@ class _TrackerFeed(threading.Thread):
             if self._has_begun and self.may_start:
                 self.warn("end", "it has nothing of this run")
             return
-        if left := len(self._waiting) + self._left_out:
-            self.warn("end", f"{left} point{'s are' if left != 1 else ' is'} missing there")
+        if remaining := len(self._waiting) + self._left_out:
+            self.warn("end", f"{remaining} point{'s are' if remaining != 1 else ' is'} missing there")
         self._tracker.close(self._points.history.outcome)
 
-    def warn(self, about: str, why: str) -> None:
+    def warn(self, topic: str, why: str) -> None:
         """Print a warning, unless there was already a warning about the same topic."""
-        if about not in self._said:
-            self._said.add(about)
+        if topic not in self._said:
+            self._said.add(topic)
             standard_streams.tell(shortened(f"flower-gpu: warning: tracker {self._label}: {why}"))
 
     def _send(self) -> None:

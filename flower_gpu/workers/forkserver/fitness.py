@@ -64,7 +64,7 @@ class EnvironmentUse:
                 return value
             finally:
                 if environ is os.environ:
-                    self._note(name, value, before.get(name))
+                    self._note(name, value, environ_before.get(name))
 
         def noting_iterate(environ: Any) -> Iterator[Any]:
             names = list(iterate(environ))
@@ -72,20 +72,20 @@ class EnvironmentUse:
                 self._listed = deque(names)
             yield from names
 
-        before, modules = dict(os.environ), set(sys.modules)
+        environ_before, modules = dict(os.environ), set(sys.modules)
         kind.__getitem__, kind.__iter__ = noting_get, noting_iterate
         try:
             yield
         finally:
             kind.__getitem__, kind.__iter__ = get, iterate
             if ANSWERS.has_asked:
-                self.read.setdefault(identity.VISIBLE_DEVICES, before.get(identity.VISIBLE_DEVICES))
+                self.read.setdefault(identity.VISIBLE_DEVICES, environ_before.get(identity.VISIBLE_DEVICES))
             after = dict(os.environ)
-            for name in before.keys() | after.keys():
-                if before.get(name) != after.get(name):
+            for name in environ_before.keys() | after.keys():
+                if environ_before.get(name) != after.get(name):
                     self.changed[name] = after.get(name)
             for name in frameworks.read_at_import(sys.modules.keys() - modules):
-                self.read.setdefault(name, before.get(name))
+                self.read.setdefault(name, environ_before.get(name))
 
     def note_read(self, names: Iterable[str]) -> None:
         """Record variables that C++ code has read. Python cannot see these reads."""
@@ -106,9 +106,9 @@ class EnvironmentUse:
 
     def set_too_late(self) -> dict[str, str | None]:
         """Return the present values of variables that have changed since a library read them, by name."""
-        ours = confinement.own_variables()
+        own_variables_ = confinement.own_variables()
         different = self.differs_from(identity.digests(os.environ, self.read))
-        return {name: os.environ.get(name) for name in different if name not in ours}
+        return {name: os.environ.get(name) for name in different if name not in own_variables_}
 
     def apply_changes(self, keep: Mapping[str, str]) -> None:
         """Set the variables that libraries have set in ``os.environ``, except the names in ``keep``."""

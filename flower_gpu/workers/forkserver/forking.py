@@ -101,7 +101,7 @@ class Session:
     pid: int = -1  # pid of the running worker, or -1
     label: str = ""  # name of the worker's call
     has_forked: bool = False  # whether a worker was forked for this connection
-    own: int = -1  # descriptor of the memory file with settings for workers only, or -1
+    settings_file: int = -1  # descriptor of the memory file with settings for workers only, or -1
     stays: bool = False  # whether it only keeps the server alive
 
     def close(self) -> None:
@@ -109,11 +109,11 @@ class Session:
         self.connection.close()
         for descriptor in self.files() - {-1}:
             os.close(descriptor)
-        self.folder = self.own = -1
+        self.folder = self.settings_file = -1
 
     def files(self) -> set[int]:
         """Return the descriptors other than the connection. -1 stands for a missing descriptor."""
-        return {self.folder, self.own}
+        return {self.folder, self.settings_file}
 
 
 class ChildWatch:

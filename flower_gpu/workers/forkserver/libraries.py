@@ -142,7 +142,7 @@ def preload_on_cpu(functions: Preload) -> None:
     Raises ConfigError if a function initialised CUDA, or started threads that a fork would miss.
     Raises the exceptions of the functions.
     """
-    before = thread_owners.native_ids()
+    threads_before = thread_owners.native_ids()
     for name, kwargs in functions:
         run_preload([(name, kwargs)])
         if cuda_is_touched():
@@ -157,7 +157,7 @@ def preload_on_cpu(functions: Preload) -> None:
                 f"threads of {library}, and would wait for them for ever. Load numpy arrays there, and make "
                 "tensors, data sets and models in the task"
             )
-        if missed := thread_owners.missed_in_fork(before):
+        if missed := thread_owners.missed_in_fork(threads_before):
             raise ConfigError(
                 f"{name} starts threads in the process that workers are forked from ({', '.join(missed)}). A "
                 "fork has none of them, and would wait for them for ever. Load the data without threads, or "
@@ -301,7 +301,7 @@ def imported_since(count: int, folders: Sequence[str]) -> list[str]:
     prefixes = tuple(os.path.join(folder, "") for folder in folders)
     # Look only at the last modules: in a fork, looking at an object copies its page.
     last = list(islice(reversed(sys.modules), max(0, len(sys.modules) - count)))
-    found = []
+    present = []
     for name in reversed(last):
         spec = getattr(sys.modules[name], "__spec__", None)
         origin = getattr(spec, "origin", None)
@@ -309,8 +309,8 @@ def imported_since(count: int, folders: Sequence[str]) -> list[str]:
         if spec is None or spec.name != name or not isinstance(origin, str):
             continue
         if _is_ours(name) or origin.startswith(prefixes):
-            found.append(name)
-    return found
+            present.append(name)
+    return present
 
 
 def is_installed(name: str, folders: Sequence[str]) -> bool:
@@ -381,18 +381,18 @@ class Learning:
         """
         return [name for name in names if is_installed(name, self._folders)]
 
-    def ask_for_gpus(self, *whose: int | str) -> None:
+    def ask_for_gpus(self, *asker: int | str) -> None:
         """Record that workers will use a GPU, so that the libraries for it are loaded once.
 
-        ``whose``: as in :meth:`note`.
+        ``asker``: as in :meth:`note`.
         """
         if _FOR_GPUS not in self._tried and _has_libraries_for_gpus():
-            self.note([_FOR_GPUS], *whose)
+            self.note([_FOR_GPUS], *asker)
 
-    def note(self, names: Sequence[str], *whose: int | str) -> None:
-        """Record the modules that a worker imported. ``whose``: its caller, and the kind of call."""
+    def note(self, names: Sequence[str], *asker: int | str) -> None:
+        """Record the modules that a worker imported. ``asker``: its caller, and the kind of call."""
         self._reported = list(dict.fromkeys([*self._reported, *names]))
-        self._reporters.update(whose)
+        self._reporters.update(asker)
 
     def wanted(self) -> list[str]:
         """Return the modules to import, in the order of the reports. Each module is tried once."""
@@ -403,19 +403,19 @@ class Learning:
             if name not in sys.modules and name not in self._tried and name.partition(".")[0] not in avoid
         ]
 
-    def awaited(self, *whose: int | str) -> list[str]:
+    def awaited(self, *asker: int | str) -> list[str]:
         """Return the libraries being imported that the next worker should wait for, or an empty list.
 
-        ``whose``: caller and kind of call of the next worker.
+        ``asker``: caller and kind of call of the next worker.
         """
-        if self.running is None or self._reporters.isdisjoint(whose):
+        if self.running is None or self._reporters.isdisjoint(asker):
             return []
-        return self.running.libraries() if self.running.without.isdisjoint(whose) else []
+        return self.running.libraries() if self.running.without.isdisjoint(asker) else []
 
-    def go_on_without(self, *whose: int | str) -> None:
-        """Stop waiting for the running trial. ``whose``: callers and kinds of calls that no longer wait."""
+    def go_on_without(self, *asker: int | str) -> None:
+        """Stop waiting for the running trial. ``asker``: callers and kinds of calls that no longer wait."""
         if self.running is not None:
-            self.running.without.update(whose)
+            self.running.without.update(asker)
 
     def learn(self, names: list[str]) -> None:
         """Import modules. Called in a trial.

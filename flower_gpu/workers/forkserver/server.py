@@ -83,7 +83,7 @@ _FIRST_CALLER_S = 60.0
 _TRIAL_S = 300.0
 
 _Message = Mapping[str, Any]
-_Answer = dict[str, Any]
+_Reply = dict[str, Any]
 
 
 class Server:
@@ -206,9 +206,9 @@ class Server:
             handle = getattr(self, f"_on_{message.get('op')}", None)
             if handle is None:
                 raise messages.Gone("not an operation")
-            answer = handle(session, message, descriptors)
-            if answer is not None:
-                messages.send(session.connection, answer)
+            reply = handle(session, message, descriptors)
+            if reply is not None:
+                messages.send(session.connection, reply)
         except Become:
             # This is the fork, which still needs the descriptors.
             descriptors = []
@@ -224,22 +224,22 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _on_open(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
+    def _on_open(self, session: Session, message: _Message, descriptors: list[int]) -> _Reply:
         """Store the record of a coming call, and answer whether this server fits the call."""
         if session.folder >= 0:
             raise ValueError("open twice")
-        session.folder, session.own = descriptors
+        session.folder, session.settings_file = descriptors
         descriptors.clear()  # The session closes them from now on, in a fork as well.
         session.record = message["record"]
         if not attributes.may_fork_for(session.caller):
             raise messages.Gone("its worker would have more privileges than the caller")
-        whose = session.caller, session.record["kind"]
+        asker = session.caller, session.record["kind"]
         if session.record["is_on_gpu"]:
-            self._learning.ask_for_gpus(*whose)
+            self._learning.ask_for_gpus(*asker)
             self._grow()
         if message.get("now"):
-            self._learning.go_on_without(*whose)
-        elif awaited := self._learning.awaited(*whose):
+            self._learning.go_on_without(*asker)
+        elif awaited := self._learning.awaited(*asker):
             return {"wait": awaited}
         if not self._is_as_it_was():
             return {"unfit": True}
@@ -258,7 +258,7 @@ class Server:
             self._drain()
         return is_as_it_was
 
-    def _on_fork(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
+    def _on_fork(self, session: Session, message: _Message, descriptors: list[int]) -> _Reply:
         """Fork a worker, which gets its ends of the pipes and sockets to the caller."""
         ends = child.Ends(*descriptors)
         self._calls += 1
@@ -271,19 +271,19 @@ class Server:
 
         return self._forked(session, message, fork)
 
-    def _on_program(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
+    def _on_program(self, session: Session, message: _Message, descriptors: list[int]) -> _Reply:
         """Fork a program, which gets the caller's standard streams."""
 
         def begin() -> None:
             self._be_program(session, message, *descriptors)
 
         def fork() -> int:
-            kept = {session.folder, session.own, *descriptors}
+            kept = {session.folder, session.settings_file, *descriptors}
             return self._derive(kept, begin)
 
         return self._forked(session, message, fork)
 
-    def _forked(self, session: Session, message: _Message, fork: Callable[[], int]) -> _Answer:
+    def _forked(self, session: Session, message: _Message, fork: Callable[[], int]) -> _Reply:
         if session.pid >= 0 or not session.record:
             raise ValueError("fork without open")
         if session.has_forked and (self._draining or not self._is_as_it_was()):
@@ -299,7 +299,7 @@ class Server:
         self._loop.forks += 1
         return {"pid": session.pid}
 
-    def _on_reap(self, session: Session, message: _Message, _: list[int]) -> _Answer:
+    def _on_reap(self, session: Session, message: _Message, _: list[int]) -> _Reply:
         """Reap a worker that has exited, and answer with its exit code and peak memory."""
         if session.pid < 0:
             raise ValueError("reap without fork")
@@ -310,18 +310,18 @@ class Server:
         self._note_imports(message["imported"], session.caller, session.record["kind"])
         return {"exitcode": os.waitstatus_to_exitcode(status), "peak_bytes": usage.ru_maxrss << 10}
 
-    def _on_stay(self, session: Session, _: _Message, __: list[int]) -> _Answer:
+    def _on_stay(self, session: Session, _: _Message, __: list[int]) -> _Reply:
         """Mark a connection of a process that may make more calls. It keeps the server alive."""
         session.stays = True
         return {"staying": True}
 
-    def _on_learn(self, session: Session, message: _Message, _: list[int]) -> _Answer:
+    def _on_learn(self, session: Session, message: _Message, _: list[int]) -> _Reply:
         """Have libraries imported before the first call; answer with the libraries still to be imported."""
         names = self._learning.installed(message["names"])
         self._note_imports(names, session.caller, message["kind"])
         return {"learning": sorted({name.partition(".")[0] for name in self._learning.wanted()})}
 
-    def _on_status(self, session: Session, _: _Message, __: list[int]) -> _Answer:
+    def _on_status(self, session: Session, _: _Message, __: list[int]) -> _Reply:
         """Answer with the fields of :class:`~.control.Status` that this process knows."""
         others = [other for other in self._callers() if other is not session]
         return {
@@ -337,7 +337,7 @@ class Server:
             "preload": [name for name, _ in self._start.preload],
         }
 
-    def _on_stop(self, session: Session, message: _Message, __: list[int]) -> _Answer:
+    def _on_stop(self, session: Session, message: _Message, __: list[int]) -> _Reply:
         """Drain, unless the message spares servers with callers. Answer whether this server stops."""
         for other in list(self._sessions.values()):
             if other is not session and messages.is_closed(other.connection):
@@ -348,7 +348,7 @@ class Server:
             self._drain()
         return {"stopping": stopping, "pid": os.getpid()}
 
-    def _on_preload(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
+    def _on_preload(self, session: Session, message: _Message, descriptors: list[int]) -> _Reply:
         """Fork a server that calls the user's preload functions and keeps their data."""
         folder, ready, lock, settings = descriptors
         start = Start(**message["start"])
@@ -379,7 +379,7 @@ class Server:
         """Run as a worker. Called in the fork."""
         # Orphans among this process's descendants become its children, so they can be found and ended.
         adopt_orphans()
-        self._leave_parent({session.folder, session.own, *ends.all()})
+        self._leave_parent({session.folder, session.settings_file, *ends.all()})
         settings = self._take_over(session)
         frameworks.seed_fork()
         sys.argv[:] = ["-c", f"flower-gpu: {session.label}"]
@@ -409,7 +409,7 @@ class Server:
 
         Called in the fork.
         """
-        settings: dict[str, Any] = messages.read_memory_file(session.own)
+        settings: dict[str, Any] = messages.read_memory_file(session.settings_file)
         Inherited(**settings["inherited"]).apply(session.folder)
         os.close(session.folder)
         self._use.apply_changes(keep=settings["env"])

@@ -27,7 +27,15 @@ from flower_gpu.workers.memory_files import create as create
 from flower_gpu.workers.memory_files import sharing
 from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.transport import regions
-from flower_gpu.workers.transport.regions import BUFFER, HERE, IMMUTABLE, IN_REQUEST, IN_SHARED, Parts, Region
+from flower_gpu.workers.transport.regions import (
+    BUFFER,
+    IMMUTABLE,
+    IN_REQUEST,
+    IN_SHARED,
+    IN_THIS_FILE,
+    Parts,
+    Region,
+)
 
 # The file begins with the header: magic, size of the file, bytes of the pickle, number of regions. Then come
 # a checksum of the header, table and pickle; the table of regions; the pickle; and the bytes of the regions.
@@ -77,8 +85,8 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
     """
     head, index = _read_index(descriptor)
     try:
-        files = _files(index, {HERE: descriptor, IN_SHARED: shared}, shared=HERE)
-        request_map = files[HERE].map if HERE in files else None
+        files = _files(index, {IN_THIS_FILE: descriptor, IN_SHARED: shared}, shared=IN_THIS_FILE)
+        request_map = files[IN_THIS_FILE].map if IN_THIS_FILE in files else None
         facts.request = GivenRequest(descriptor, memory_files.identity(descriptor), request_map)
         return _load(head, index, files)
     finally:
@@ -91,8 +99,8 @@ def write_reply(value: Any, descriptor: int) -> None:
 
     Later writes of this process into its arguments stay in this process.
     """
-    given = facts.request
-    parts = Parts([("result", getattr(value, "value", value))], None if given is None else given.map)
+    request = facts.request
+    parts = Parts([("result", getattr(value, "value", value))], None if request is None else request.map)
     # Classes are pickled by name if possible. A fork has the caller's __main__, so the caller gets its own
     # classes back. A spawned worker got the contents of __main__ by value, and returns them by value.
     try:
@@ -115,7 +123,7 @@ def read_reply(descriptor: int, request: int = -1) -> Any:
     ``request``: descriptor of the request, -1 if the worker inherited its request by fork.
     """
     head, index = _read_index(descriptor)
-    return _load(head, index, _files(index, {HERE: descriptor, IN_REQUEST: request}))
+    return _load(head, index, _files(index, {IN_THIS_FILE: descriptor, IN_REQUEST: request}))
 
 
 def _write_file(
@@ -125,23 +133,25 @@ def _write_file(
 ) -> None:
     offset = _HEADER.size + _CHECKSUM.size + _REGION.size * len(parts.all) + len(head)
     for part in parts.all:
-        if part.where == HERE:
+        if part.file_kind == IN_THIS_FILE:
             part.offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
             offset = part.offset + part.view.nbytes
-    table = b"".join(_REGION.pack(part.where, part.kind, part.offset, part.view.nbytes) for part in parts.all)
+    table = b"".join(
+        _REGION.pack(part.file_kind, part.kind, part.offset, part.view.nbytes) for part in parts.all
+    )
     header = _HEADER.pack(_MAGIC, offset, len(head), len(parts.all))
     checksum = _CHECKSUM.pack(_checksum(header, table, head))
     start = b"".join((header, checksum, table, head))
-    here = [part for part in parts.all if part.where == HERE]
+    in_this_file = [part for part in parts.all if part.file_kind == IN_THIS_FILE]
     if offset > _MAPPED_BYTES:
         memory_files.write(descriptor, start, 0)
-        for part in here:
+        for part in in_this_file:
             memory_files.write(descriptor, part.view, part.offset)
         return
     # Small files are written at once, because each system call takes as long as the copy.
     pieces: list[bytes | memoryview] = [start]
     end = len(start)
-    for part in here:
+    for part in in_this_file:
         pieces += [bytes(part.offset - end), part.view]
         end = part.offset + part.view.nbytes
     memory_files.write(descriptor, b"".join(pieces), 0)
@@ -152,7 +162,7 @@ def _checksum(header: bytes, table: bytes, head: bytes) -> int:
 
 
 class _IndexEntry(NamedTuple):
-    where: int
+    file_kind: int
     kind: int
     offset: int
     size: int
@@ -185,15 +195,15 @@ class _File:
     """A file with regions of one request or reply, mapped where possible."""
 
     def __init__(
-        self, descriptor: int, index: Sequence[_IndexEntry], where: int, shared: bool = False
+        self, descriptor: int, index: Sequence[_IndexEntry], file_kind: int, shared: bool = False
     ) -> None:
         self._descriptor = descriptor
         self.map: memory_files.Map | None = None
         self._writable: memory_files.Map | None = None
-        entries = [entry for entry in index if entry.where == where]
+        entries = [entry for entry in index if entry.file_kind == file_kind]
         # A request belongs to the caller, which does not change it. A reply must be sealed. Otherwise a
         # process that the worker left behind could change it after the check.
-        trusted = shared or where == IN_SHARED
+        trusted = shared or file_kind == IN_SHARED
         large = sum(entry.size for entry in entries) >= _MAPPED_BYTES
         can_map = memory_files.SEALS and (trusted or (large and memory_files.seal(descriptor)))
         size = os.fstat(descriptor).st_size  # The seal keeps the size from changing.
@@ -229,18 +239,18 @@ class _File:
 
 def _files(index: Sequence[_IndexEntry], descriptors: dict[int, int], shared: int = -1) -> dict[int, _File]:
     """Return the files that hold regions of a request or reply. Writes go to the file ``shared`` only."""
-    used = {entry.where for entry in index}
+    used = {entry.file_kind for entry in index}
     return {
-        where: _File(file, index, where, where == shared)
-        for where, file in descriptors.items()
-        if where in used and file >= 0
+        file_kind: _File(file, index, file_kind, file_kind == shared)
+        for file_kind, file in descriptors.items()
+        if file_kind in used and file >= 0
     }
 
 
 def _load(head: bytes, index: Sequence[_IndexEntry], files: dict[int, _File]) -> Any:
-    if any(entry.where not in files or entry.kind > IMMUTABLE for entry in index):
+    if any(entry.file_kind not in files or entry.kind > IMMUTABLE for entry in index):
         raise WorkerError(_FOREIGN)
-    loaded = [files[entry.where].region(entry) for entry in index]
+    loaded = [files[entry.file_kind].region(entry) for entry in index]
     buffers = [region.memory for region, entry in zip(loaded, index, strict=True) if entry.kind == BUFFER]
     return regions.loads(head, loaded, buffers)
 
@@ -256,12 +266,12 @@ class GivenRequest:
 
 def _leave_request() -> None:
     """Make later writes into the arguments private to this process."""
-    given, facts.request = facts.request, None
-    if given is None or given.map is None:
+    request, facts.request = facts.request, None
+    if request is None or request.map is None:
         return
     try:
-        if memory_files.identity(given.descriptor) == given.identity:  # the task may have closed it
-            given.map.leave_file(given.descriptor)
+        if memory_files.identity(request.descriptor) == request.identity:  # the task may have closed it
+            request.map.leave_file(request.descriptor)
     except OSError:
         return
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 4096
 
 # Place of a region: the same file, the request (in a reply), or the model that workers share.
-HERE, IN_REQUEST, IN_SHARED = 0, 1, 2
+IN_THIS_FILE, IN_REQUEST, IN_SHARED = 0, 1, 2
 # Kind of a region: an array, one of pickle's own out-of-band buffers (in their order), or immutable bytes.
 ARRAY, BUFFER, IMMUTABLE = 0, 1, 2
 
@@ -63,7 +63,7 @@ class SideBytes:
     view: memoryview
     kind: int
     shareable: bytes | None = None
-    where: int = HERE
+    file_kind: int = IN_THIS_FILE
     offset: int = 0
 
 
@@ -98,7 +98,7 @@ class Parts:
         if self._request is not None and address is not None:
             offset = self._request.offset_of(address, view.nbytes)
             if offset is not None:
-                part.where, part.offset = IN_REQUEST, offset
+                part.file_kind, part.offset = IN_REQUEST, offset
         self.all.append(part)
         return _Handle(len(self.all) - 1)
 
@@ -122,24 +122,28 @@ class Parts:
         """Refer to the shared file for the parts in it, instead of writing them again."""
         for part in self.all:
             if part.shareable is not None and (offset := shared.offset_of(part.shareable)) is not None:
-                part.where, part.offset = IN_SHARED, offset
+                part.file_kind, part.offset = IN_SHARED, offset
 
     def copy_what_would_hold_too_much(self) -> None:
         """Copy overlapping parts of the request, or all parts if they are less than half of the request.
 
         Otherwise small results would keep a large request in memory.
         """
-        inside = sorted((part for part in self.all if part.where == IN_REQUEST), key=lambda part: part.offset)
+        inside = sorted(
+            (part for part in self.all if part.file_kind == IN_REQUEST), key=lambda part: part.offset
+        )
         total = end = 0
         for part in inside:
             if part.offset < end:
-                part.where = HERE  # Overlapping arrays become two separate arrays, as in any pickle.
+                part.file_kind = (
+                    IN_THIS_FILE  # Overlapping arrays become two separate arrays, as in any pickle.
+                )
                 continue
             end = part.offset + part.view.nbytes
             total += part.view.nbytes
         if self._request is not None and total < self._request.size / 2:
             for part in inside:
-                part.where = HERE
+                part.file_kind = IN_THIS_FILE
 
 
 class _Handle:
@@ -316,19 +320,19 @@ def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
         return array.__reduce_ex__(5)
     order: Any = "C" if array.flags.c_contiguous else "F"
     raw = array.reshape(-1, order=order).view(np.uint8)  # as bytes, because dates have no buffer interface
-    where = (
+    file_kind = (
         PickleBuffer(raw.data) if small else parts.add(raw.data, address=raw.__array_interface__["data"][0])
     )
-    return build, (where, array.dtype, array.shape, order, writeable)
+    return build, (file_kind, array.dtype, array.shape, order, writeable)
 
 
 def build(
-    found: Region | bytes | bytearray, dtype: Any, shape: tuple[int, ...], order: Any, writeable: bool
+    content: Region | bytes | bytearray, dtype: Any, shape: tuple[int, ...], order: Any, writeable: bool
 ) -> Any:
     """Return an array with these bytes, without copying them; WorkerError if their number is wrong."""
     import numpy as np
 
-    memory = found.memory if isinstance(found, Region) else memoryview(found)
+    memory = content.memory if isinstance(content, Region) else memoryview(content)
     if not writeable:
         memory = memory.toreadonly()
     count = 1

@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.cluster.agent import Agent
 from flower_gpu.simulation.cluster.models import SentModels
-from flower_gpu.simulation.host import Visit, Work
+from flower_gpu.simulation.host import AssignedMessage, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
 
@@ -43,10 +43,10 @@ def put(item: Any) -> tuple[bytes, bool]:
     return pickle.dumps(item), is_slow
 
 
-def visit(number: int, model: ArrayRecord, state: bytes = b"") -> Visit:
+def visit(number: int, model: ArrayRecord, state: bytes = b"") -> AssignedMessage:
     message = Message(RecordDict({"arrays": model}), NODES.ids[number], "train", group_id="1")
     message.metadata.__dict__["_message_id"] = str(number)
-    return Visit(message, number, state)
+    return AssignedMessage(message, number, state)
 
 
 NODES = VirtualNodes(4, 1, 5, {})
@@ -64,17 +64,17 @@ with runs._identity(5):
         slow = [visit(0, HERE, bytes(record_bytes.encode(state)))]
     else:
         slow = [visit(0, SLOW), visit(1, SLOW)]
-    agent.take([sent.packed(each) for each in slow])
+    agent.submit([sent.packed(each) for each in slow])
     found, news = agent.exchange([sent.packed(visit(2, HERE))])
-    done = [answer.message_id for answer in found.answers]
+    done = [answer.message_id for answer in found.outcomes]
     while "2" not in done:
-        done += [answer.message_id for answer in agent.exchange([])[0].answers]
+        done += [answer.message_id for answer in agent.exchange([])[0].outcomes]
     print(done, flush=True)
     HAS_ARRIVED.touch()
     while len(done) < 1 + len(slow):
-        done += [answer.message_id for answer in agent.exchange([])[0].answers if answer.reply.has_content()]
+        done += [answer.message_id for answer in agent.exchange([])[0].outcomes if answer.reply.has_content()]
     print(sorted(done), flush=True)
-    agent.take([sent.packed(visit(3, LOST))])
+    agent.submit([sent.packed(visit(3, LOST))])
     error = ""
     while not error:
         try:

@@ -42,7 +42,7 @@ from flower_gpu.simulation.cluster.hosts import HostLostError
 from flower_gpu.simulation.cluster.models import FetchedModels, SentModels
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
-from flower_gpu.simulation.host import About, Answer, Answers, Visit, failed
+from flower_gpu.simulation.host import AssignedMessage, HostInfo, HostReport, MessageOutcome, failed
 from flower_gpu.simulation.local_host import QueueHost
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.trace import Event
@@ -85,7 +85,7 @@ class InThread(QueueHost):
     """A host whose agent is in this process. Everything that is sent or returned is pickled."""
 
     def __init__(self, name: str, concurrency: int, dies_at: int | None = None, dies_of: int = 0) -> None:
-        super().__init__(About(name, concurrency, 1, {}, 1, []))
+        super().__init__(HostInfo(name, concurrency, 1, {}, 1, []))
         self.begun, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self.cancelled: set[str] = set()
@@ -112,12 +112,12 @@ class InThread(QueueHost):
         self._is_dead = True
         self.live()
 
-    def take(self, visits: Sequence[Visit]) -> None:
+    def submit(self, visits: Sequence[AssignedMessage]) -> None:
         there, here = self.models
         packed = pickle.loads(pickle.dumps([there.packed(visit) for visit in visits]))
-        here.receive(packed, super().take, self.faults.append)
+        here.receive(packed, super().submit, self.faults.append)
 
-    def exchange(self, visits: Sequence[Visit]) -> Answers:
+    def exchange(self, visits: Sequence[AssignedMessage]) -> HostReport:
         self.live()
         # This call submits the visits.
         answers = super().exchange(visits)
@@ -135,7 +135,7 @@ class Client(NoWorkers):
     def __init__(self, host: InThread) -> None:
         self._host = host
 
-    def __call__(self, visit: Visit) -> list[Answer]:
+    def __call__(self, visit: AssignedMessage) -> list[MessageOutcome]:
         host = self._host
         try:
             host.live()
@@ -147,9 +147,9 @@ class Client(NoWorkers):
                 raise WorkerDiedError("it was cancelled")
             state = record_bytes.decode(visit.state) if visit.state else RecordDict()
             reply = client(visit.message, state)
-            return [Answer(visit.message_id, reply, record_bytes.encode(state), call_s=0.0)]
+            return [MessageOutcome(visit.message_id, reply, record_bytes.encode(state), call_s=0.0)]
         except Exception as error:
-            return [Answer(visit.message_id, failed(visit.message, error))]
+            return [MessageOutcome(visit.message_id, failed(visit.message, error))]
 
     def cancel(self, message_id: str) -> None:
         self._host.cancelled.add(message_id)
@@ -184,7 +184,7 @@ class Under:
 
     def _follow(self, host: InThread) -> None:
         if self._is_followed:
-            self.join(InThread(f"{host.name}'", host.about.concurrency, dies_of=host.dies_of))
+            self.join(InThread(f"{host.name}'", host.info.concurrency, dies_of=host.dies_of))
 
     def close(self) -> None:
         self.grid.close()
@@ -341,8 +341,8 @@ def test_a_host_that_becomes_full_returns_messages_that_it_has_not_started() -> 
         until(lambda: full.begun.is_set() and full._waiting)
         full.says_full = True
         # The agent does this when a message waits for a lease.
-        full.give_back()
-        until(lambda: full.is_full and full.under_way == 1)
+        full.return_queued()
+        until(lambda: full.is_full and full.in_flight == 1)
         full.gate.set()
         thread.join(60)
         assert test.calls() == [1] * 40 and full.messages == 1
@@ -360,10 +360,10 @@ def test_long_messages_are_not_sent_ahead_after_short_ones() -> None:
             for message in test.messages(ArrayRecord([np.zeros(3, np.float32)]), list(range(20)))
         ]
         ids = list(test.grid.push_messages(messages))
-        until(lambda: host.under_way)
+        until(lambda: host.in_flight)
         # More messages would arrive during this pause.
         time.sleep(0.2)
-        assert host.under_way == 1
+        assert host.in_flight == 1
         host.gate.set()
         replies: list[Message] = []
         until(lambda: replies.extend(test.grid.pull_messages(ids[len(replies) :])) or len(replies) == 20)
@@ -383,7 +383,7 @@ def test_an_expired_message_is_an_error(mode: str) -> None:
         host.gate.set()
         assert [reply.error.code for reply in replies] == [ErrorCode.MESSAGE_UNAVAILABLE] * 4
         assert len(host.cancelled) == 1, "the others have not begun"
-        until(lambda: not host.under_way)
+        until(lambda: not host.in_flight)
         # The host continues, and the expired messages are not in its sums.
         test.train(list(range(20)), in_order="order" in mode)
         assert test.calls() == [1] * 20
@@ -393,7 +393,7 @@ def test_an_expired_message_is_an_error(mode: str) -> None:
 def test_a_faulty_host_is_lost_and_the_run_goes_on(method: str) -> None:
     faulty = InThread("faulty", 1)
 
-    def fails(visits: Sequence[Visit]) -> Answers:
+    def fails(visits: Sequence[AssignedMessage]) -> HostReport:
         raise MemoryError("no room in the object store")
 
     setattr(faulty, method, fails)
@@ -424,7 +424,7 @@ def test_cancelled_messages_are_not_sent() -> None:
         sent = test.messages(ArrayRecord([np.zeros(3, np.float32)]), list(range(20)))
         assert not list(test.grid.send_and_receive(sent, timeout=0.3))
         host.gate.set()
-        until(lambda: not host.under_way)
+        until(lambda: not host.in_flight)
         test.train([3], in_order=False)
         assert sum(test.calls()) == 1, "no call of the first messages was counted"
         used_dispatcher = test.dispatcher
@@ -497,15 +497,15 @@ def test_models_are_cached_while_they_take_little_memory() -> None:
         fetched_models = FetchedModels(
             lambda where, got=got: got.append(where) or pickle.loads(where), kept_bytes
         )
-        received: list[Visit] = []
+        received: list[AssignedMessage] = []
         for model in [*models, *models]:
-            visit = Visit(Message(RecordDict({"arrays": model}), nodes.ids[0], "train"), 0)
+            visit = AssignedMessage(Message(RecordDict({"arrays": model}), nodes.ids[0], "train"), 0)
             fetched_models.receive([sent.packed(visit)], received.extend, pytest.fail)
         until(lambda received=received: len(received) == 60, "all visits have arrived")
         assert (len(put), len(got)) == (fetched, fetched)
         # The latest models are kept, however little memory is allowed.
         for model in models[-4:]:
-            visit = Visit(Message(RecordDict({"arrays": model}), nodes.ids[0], "train"), 0)
+            visit = AssignedMessage(Message(RecordDict({"arrays": model}), nodes.ids[0], "train"), 0)
             fetched_models.receive([sent.packed(visit)], received.extend, pytest.fail)
         until(lambda received=received: len(received) == 64, "all visits have arrived")
         assert (len(put), len(got)) == (fetched, fetched)
@@ -519,10 +519,10 @@ def test_a_model_in_use_is_kept_longer_than_others() -> None:
     got: list[bytes] = []
     sent = SentModels(lambda record: put.append(record) or pickle.dumps(record), kept_bytes=0)
     fetched_models = FetchedModels(lambda where: got.append(where) or pickle.loads(where), kept_bytes=0)
-    received: list[Visit] = []
+    received: list[AssignedMessage] = []
     for model in models:
         for sent_model in (model, models[0]):
-            visit = Visit(Message(RecordDict({"arrays": sent_model}), node, "train"), 0)
+            visit = AssignedMessage(Message(RecordDict({"arrays": sent_model}), node, "train"), 0)
             fetched_models.receive([sent.packed(visit)], received.extend, pytest.fail)
     until(lambda: len(received) == 60, "all visits have arrived")
     assert (len(put), len(got)) == (30, 30)
@@ -540,9 +540,11 @@ def test_large_data_is_not_an_argument_of_the_call() -> None:
         store.append(pickle.dumps(item))
         return len(store) - 1
 
-    call = pickle.dumps(SentModels(put).packed(Visit(Message(content, node, "train"), 0, bytes(300_000))))
+    call = pickle.dumps(
+        SentModels(put).packed(AssignedMessage(Message(content, node, "train"), 0, bytes(300_000)))
+    )
     assert len(call) < 10_000
-    received: list[Visit] = []
+    received: list[AssignedMessage] = []
     fetched_models = FetchedModels(lambda place: pickle.loads(store[place]))
     fetched_models.receive([pickle.loads(call)], received.extend, pytest.fail)
     until(lambda: received, "the visit has arrived")
@@ -556,7 +558,9 @@ def test_a_model_that_cannot_be_fetched_is_a_fault(tmp_path: Path) -> None:
 
     faults: list[BaseException] = []
     nodes = VirtualNodes(1, SEED, RUN_ID, {})
-    visit = Visit(Message(RecordDict({"arrays": ArrayRecord([np.zeros(3)])}), nodes.ids[0], "train"), 0)
+    visit = AssignedMessage(
+        Message(RecordDict({"arrays": ArrayRecord([np.zeros(3)])}), nodes.ids[0], "train"), 0
+    )
     FetchedModels(get).receive([SentModels(pickle.dumps).packed(visit)], pytest.fail, faults.append)
     until(lambda: faults, "the fault is reported")
     assert str(faults[0]) == "the object is lost"
@@ -572,7 +576,7 @@ def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         remote("hangs", exchange=lambda visits: "hangs").exchange([])
     reported: list[Event] = []
     news = News([{"event": "first", "time": 3.0}], [])
-    host = remote("here", reported.extend, exchange=lambda visits: (Answers(is_full=True), news))
+    host = remote("here", reported.extend, exchange=lambda visits: (HostReport(is_full=True), news))
     assert host.exchange([]).is_full and reported == [{"event": "first", "time": 1.0, "host": "here"}]
 
 
@@ -581,7 +585,7 @@ def remote(
 ) -> cluster_hosts.RemoteHost:
     """Return a host whose agent has the given methods and a clock two seconds ahead."""
     agent = SimpleNamespace(**{key: SimpleNamespace(remote=method) for key, method in methods.items()})
-    about = About(name, 1, 1, {}, 1, [])
+    about = HostInfo(name, 1, 1, {}, 1, [])
     return cluster_hosts.RemoteHost(about, name, agent, 2.0, SentModels(pickle.dumps), report)
 
 
@@ -602,8 +606,8 @@ def test_a_host_that_is_different_is_named(change: dict[str, Any], is_strict: bo
     hosts = cluster_hosts.RayHosts.__new__(cluster_hosts.RayHosts)
     here = determinism.described([])
     hosts._work = SimpleNamespace(is_strict=is_strict)
-    hosts._all = [SimpleNamespace(about=SimpleNamespace(described=here))]
-    hosts._check(About("there", 1, 1, here, 1, []))
+    hosts._all = [SimpleNamespace(info=SimpleNamespace(described=here))]
+    hosts._check(HostInfo("there", 1, 1, here, 1, []))
     described = {**here, **change, "versions": {**here["versions"], **change.get("versions", {})}}
     with pytest.raises(ConfigError, match=text):
-        hosts._check(About("there", 1, 1, described, 1, []))
+        hosts._check(HostInfo("there", 1, 1, described, 1, []))

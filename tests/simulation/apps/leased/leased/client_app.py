@@ -42,7 +42,7 @@ def train(message: Message, context: Context) -> Message:
     if lease is not None:
         note["is_in_ledger"] = lease.id in holders
         note["label"] = holders.get(lease.id)
-        note["descriptor_is_ticket"] = _is_ticket(facts.held, lease)
+        note["descriptor_is_ticket"] = _is_ticket(facts.lease_descriptor, lease)
         note["alone"] = lease.alone
     if device := os.environ.get("LEASED_APP_DEVICE"):
         note["opened"] = _opened(device)

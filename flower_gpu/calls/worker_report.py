@@ -43,7 +43,7 @@ class _Throttle:
         self._passed_at = float("-inf")
         self._kept: Mapping[str, Any] | None = None
 
-    def take(self, report: Mapping[str, Any], interval_s: float) -> None:
+    def offer(self, report: Mapping[str, Any], interval_s: float) -> None:
         """Pass on a report, or keep it if less than ``interval_s`` has passed since the previous one."""
         now = time.monotonic()
         self._kept = report
@@ -101,7 +101,7 @@ class ProgressDisplay:
         if event.get("event") != "progress":
             return
         report = {"desc": event.get("desc", ""), "n": event.get("n", 0), "total": event.get("total")}
-        self._traced.take(report, _TRACE_INTERVAL_S)
+        self._traced.offer(report, _TRACE_INTERVAL_S)
         if not self._is_shown:
             return
         # The call must not fail if stderr is closed or its reader has ended.
@@ -109,18 +109,18 @@ class ProgressDisplay:
             self._show(report)
 
     def _trace(self, report: Mapping[str, Any]) -> None:
-        trace.write("progress", **_about(self._record), **report)
+        trace.write("progress", **_identity(self._record), **report)
 
     def _show(self, report: Mapping[str, Any]) -> None:
         if sys.stderr is not None and sys.stderr.isatty():
-            self._drawn.take(report, _DRAW_INTERVAL_S)
+            self._drawn.offer(report, _DRAW_INTERVAL_S)
         elif report["n"] == 0:
             self._lines.restart()  # a short loop has a line at its end only
         elif report["n"] == report["total"]:
             self._lines.restart()
-            self._last_lines.take(report, _LAST_LINE_INTERVAL_S)
+            self._last_lines.offer(report, _LAST_LINE_INTERVAL_S)
         else:
-            self._lines.take(report, _LINE_INTERVAL_S)
+            self._lines.offer(report, _LINE_INTERVAL_S)
 
     def _print_between(self, report: Mapping[str, Any]) -> None:
         self._last_lines.flush()  # the end of the previous loop
@@ -165,7 +165,7 @@ _KEPT: Final = ("gpu_memory", "lacks", "out_of_memory", "no_cuda")
 
 
 @dataclass
-class Told:
+class WorkerReport:
     """The reports of one worker about one call.
 
     It holds no reference to the arguments of the call, so that they can be freed as early as possible.
@@ -192,7 +192,7 @@ class Told:
     )
     _traced: set[str] = field(default_factory=set)  # kinds of events that are in the trace
     _base: MainMemory = field(default_factory=MainMemory)  # main memory of the worker at its start
-    _most: MainMemory = field(default_factory=MainMemory)  # peak of each kind of memory since then
+    _peak: MainMemory = field(default_factory=MainMemory)  # peak of each kind of memory since then
     _used: Mapping[str, int] = field(default_factory=dict)  # GPU memory that a confined worker reports
     _began: float = field(default_factory=time.monotonic)
 
@@ -207,7 +207,7 @@ class Told:
         if is_used_again:
             self.record["used_again"] = True
         if is_process:
-            self._base = self._most = MainMemory.of_process(pid)
+            self._base = self._peak = MainMemory.of_process(pid)
             if self.ticket is not None:
                 self.ticket.report_worker(pid, 0)
         for record in self._records():
@@ -216,7 +216,7 @@ class Told:
     def on_look(self, pid: int) -> None:
         """Measure the main memory of the worker, and report it unless the worker does so itself."""
         now = MainMemory.of_process(pid)
-        self._most = MainMemory(*map(max, now, self._most))
+        self._peak = MainMemory(*map(max, now, self._peak))
         if self.ticket is not None and self.reports:
             taken_bytes = max(0, now.anonymous_bytes - self._base.anonymous_bytes)
             self.ticket.report_worker(pid, taken_bytes, self._used)
@@ -230,8 +230,8 @@ class Told:
         ``peak_bytes``: peak growth of all resident memory since the start.
         ``mapped_bytes``: growth of mapped files at the end of the call.
         """
-        mapped_bytes = max(mapped_bytes, self._most.file_bytes - self._base.file_bytes)
-        seen_bytes = self._most.anonymous_bytes - self._base.anonymous_bytes
+        mapped_bytes = max(mapped_bytes, self._peak.file_bytes - self._base.file_bytes)
+        seen_bytes = self._peak.anonymous_bytes - self._base.anonymous_bytes
         self._times["memory_bytes"] = max(0, peak_bytes - mapped_bytes, seen_bytes)
 
     def on_event(self, event: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ class Told:
             # call is over, and the line for its end has the same fields.
             if kind not in self._traced and not event.get("stays"):
                 self._traced.add(kind)
-                trace.write(kind, **_about(self.record))
+                trace.write(kind, **_identity(self.record))
         else:
             self.display.on_event(event)
 
@@ -306,14 +306,14 @@ class Told:
         return "error" if isinstance(error, Exception) else "cancelled"
 
 
-def _about(record: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that identify the call of an event."""
     return {name: record.get(name) for name in ("call", "pid", "client")}
 
 
-def used_of_lease(used_bytes: Mapping[str, int], held: Lease | None) -> dict[str, int]:
+def used_of_lease(used_bytes: Mapping[str, int], lease: Lease | None) -> dict[str, int]:
     """Return the GPU memory that a worker reports, restricted to the GPUs of its lease and their size."""
-    shares = held.shares if held is not None else ()
+    shares = lease.shares if lease is not None else ()
     return {
         share.uuid: min(used_bytes[share.uuid], share.total_bytes)
         for share in shares
