@@ -132,7 +132,8 @@ def test_imports_do_not_count_for_a_slow_client(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.timeout(200)
 def test_each_call_has_a_lease_of_its_clients_size(tmp_path: Path) -> None:
     """This also holds for a reused worker, whose lease was that of the previous client."""
-    host = StubHost(tmp_path, gpus=1)  # of 16 GiB
+    # The GPU has 16 GiB.
+    host = StubHost(tmp_path, gpus=1)
     table = tmp_path / "devices.toml"
     table.write_text(
         '["*"]\nnum-gpus = 0.25\n[0]\nnum-gpus = 1\n["1,5"]\ngpu-memory = "6GiB"\nnum-cpus = 1\n'

@@ -85,7 +85,7 @@ def test_a_run_keeps_its_leases_until_another_run_waits(make_leases: Callable[..
     cores = make_leases(2)
     with cores.hold():
         assert leased() == ALL // 2
-        # There is one context more than leases, and it shares a lease.
+        # The third context exceeds the number of leases, so it shares an existing lease.
         with cores.hold(), cores.hold():
             assert leased() == ALL // 2 * 2
     assert leased() == ALL // 2 * 2

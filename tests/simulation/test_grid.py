@@ -324,7 +324,8 @@ def test_close_gives_up_what_runs(new_grid: Callable[..., GridUnderTest]) -> Non
     assert len(harness.handling.begun) == 2
     assert not any(thread.is_alive() for thread in threads_of(harness))
     assert list(harness.grid.pull_messages(ids)) == []
-    in_time(harness.grid.close)  # once more does no harm
+    # Closing the grid again has no effect.
+    in_time(harness.grid.close)
 
 
 def test_close_with_a_stream_that_nobody_reads(new_grid: Callable[..., GridUnderTest]) -> None:
