@@ -151,7 +151,7 @@ class QueueHost(Host):
             self._has_work.notify(len(assigned_messages))
 
     def exchange(self, assigned_messages: Sequence[AssignedMessage]) -> HostReport:
-        """Queue messages, and wait up to 1 s for outcomes of earlier ones. Returns outcomes and finished sums."""
+        """Queue messages, and wait up to 1 s. Returns outcomes of earlier messages, and finished sums."""
         self.submit(assigned_messages)
         # Workers have their next messages now, so they do not wait for these additions.
         self._sum()
