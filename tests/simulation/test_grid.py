@@ -304,7 +304,7 @@ def test_messages_within_the_loop_over_a_stream(new_grid: Callable[..., GridUnde
     assert in_time(loop) == [2] * 8
 
 
-def test_threads_without_messages_let_go_of_their_workers(new_grid: Callable[..., GridUnderTest]) -> None:
+def test_threads_without_messages_release_their_workers(new_grid: Callable[..., GridUnderTest]) -> None:
     harness = new_grid(2)
     assert until(lambda: harness.handling.idles >= 2)
     before = harness.handling.idles
@@ -315,7 +315,7 @@ def test_threads_without_messages_let_go_of_their_workers(new_grid: Callable[...
     assert harness.handling.left == 2
 
 
-def test_close_gives_up_what_runs(new_grid: Callable[..., GridUnderTest]) -> None:
+def test_close_cancels_running_messages(new_grid: Callable[..., GridUnderTest]) -> None:
     harness = new_grid(2)
     ids = list(harness.grid.push_messages(harness.messages(5, "wait")))
     assert until(lambda: harness.handling.running == 2)
@@ -328,7 +328,7 @@ def test_close_gives_up_what_runs(new_grid: Callable[..., GridUnderTest]) -> Non
     in_time(harness.grid.close)
 
 
-def test_close_with_a_stream_that_nobody_reads(new_grid: Callable[..., GridUnderTest]) -> None:
+def test_close_with_an_unread_stream(new_grid: Callable[..., GridUnderTest]) -> None:
     harness = new_grid(2)
     stream = harness.grid.stream(harness.messages(30))
     next(stream)
