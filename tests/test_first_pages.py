@@ -120,7 +120,7 @@ def test_the_commands_of_both_pages_run(tmp_path: Path) -> None:
 
 
 def test_start_client_scripts_work_before_and_after_the_change(tmp_path: Path) -> None:
-    """The clients are the original script, the one with the changed line, and the one after all changes."""
+    """The clients are the original script, the script with one changed line, and the final script."""
     first, before, server, line, task, after, _ = blocks(START_CLIENT, "python")
     assert first == line, "the page begins with the line that it explains later"
     port = str(ports.free_ports(1)[0])

@@ -64,5 +64,5 @@ def test_a_long_wait_is_reported_repeatedly(monkeypatch: pytest.MonkeyPatch) -> 
         ("ValueError:", "ValueError:"),
     ],
 )
-def test_the_first_line_of_an_error_is_never_empty(text: str, shown: str) -> None:
+def test_the_first_line_of_an_error_contains_its_message(text: str, shown: str) -> None:
     assert first_line(text) == shown

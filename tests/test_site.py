@@ -23,14 +23,14 @@ def site() -> object:
 
 
 def test_markdown_files_outside_of_docs_are_pages(site) -> None:  # type: ignore[no-untyped-def]
-    found = site.outside()
-    assert found["index.md"] == "README.md"
-    assert found["examples/quickstart.md"] == "examples/quickstart/README.md"
-    assert found["project/changelog.md"] == "CHANGELOG.md"
+    pages = site.outside()
+    assert pages["index.md"] == "README.md"
+    assert pages["examples/quickstart.md"] == "examples/quickstart/README.md"
+    assert pages["project/changelog.md"] == "CHANGELOG.md"
     figures = "benchmarks/results/isolation-2-cores.json"
-    assert found[f"project/{figures}"] == figures
-    assert len(set(found.values())) == len(found)
-    assert not [page for page in found if (REPOSITORY / "docs" / page).exists()], (
+    assert pages[f"project/{figures}"] == figures
+    assert len(set(pages.values())) == len(pages)
+    assert not [page for page in pages if (REPOSITORY / "docs" / page).exists()], (
         "two pages have the same path"
     )
 
@@ -69,9 +69,9 @@ def test_a_new_page_is_added_to_the_navigation(site) -> None:  # type: ignore[no
 
 def test_command_lines_break_before_an_option_and_not_within(site) -> None:  # type: ignore[no-untyped-def]
     html = 'see :class:<code>X</code>, <code>top --once</code>, <b id="--once">--once</b>'
-    found = site.on_page_content(html, None, None, None)
+    converted = site.on_page_content(html, None, None, None)
     whole = '<span class="option">--once</span>'
-    assert found == f'see <code>X</code>, <code>top {whole}</code>, <b id="--once">--once</b>'
+    assert converted == f'see <code>X</code>, <code>top {whole}</code>, <b id="--once">--once</b>'
     style = (REPOSITORY / "scripts/site.css").read_text()
     assert ".option {" in style and "pre-wrap" in style
 

@@ -261,15 +261,15 @@ def result_of(folder: Path) -> dict[str, Any]:
 def test_a_run_has_the_given_settings_and_each_worker_gets_data_that_is_loaded_once(
     shell: Shell, app: Path
 ) -> None:
-    here = app.parent
-    (here / "values.toml").write_text(f"folder = {json.dumps(str(here))}\n[task]\nrate = 0.25\n")
+    parent = app.parent
+    (parent / "values.toml").write_text(f"folder = {json.dumps(str(parent))}\n[task]\nrate = 0.25\n")
     options = ["--num-supernodes", "3", "--max-workers", "2", "--calls-per-worker", "1", "--seed", "11"]
     options += ["--gpu", "never", "--timeout-s", "100", "--log-dir", "logs", "--no-progress"]
-    options += ["--preload", f"counting.app:load folder='{here}' size=3"]
-    done = simulate(shell, here, "app", *options, "-c", "values.toml", "-c", "num-server-rounds=3")
+    options += ["--preload", f"counting.app:load folder='{parent}' size=3"]
+    done = simulate(shell, parent, "app", *options, "-c", "values.toml", "-c", "num-server-rounds=3")
     assert done.returncode == 0, done.stderr
     assert "rounds" not in done.stdout and "outcome" not in done.stderr
-    (folder,) = (here / "logs").iterdir()
+    (folder,) = (parent / "logs").iterdir()
     result = result_of(folder)
     config = result["settings"]
     assert (config["num_supernodes"], config["seed"], config["calls_per_worker"]) == (3, 11, 1)
@@ -277,13 +277,13 @@ def test_a_run_has_the_given_settings_and_each_worker_gets_data_that_is_loaded_o
         "num-server-rounds": 3,
         "num-clients": 3,
         "mode": "plain",
-        "folder": str(here),
+        "folder": str(parent),
         "task.rate": 0.25,
     }
     assert (result["outcome"], result["rounds_finished"], result["messages"]) == ("completed", 3, 9)
     assert result["metrics"] == {"train": {"rate": 0.25, "images": 3.0}}, "each of 9 calls had all the data"
-    assert len((here / "loaded").read_text().splitlines()) == 1
-    assert (here / "policy").read_text() == "never", "the policy also applies to the server's calls"
+    assert len((parent / "loaded").read_text().splitlines()) == 1
+    assert (parent / "policy").read_text() == "never", "the policy also applies to the server's calls"
 
 
 @pytest.mark.parametrize(
@@ -309,31 +309,31 @@ def test_a_run_fails_at_its_start_if_its_data_cannot_be_loaded(
 
 def test_quiet_shows_only_the_summary_and_the_path_of_the_results(shell: Shell, app: Path) -> None:
     """The path can be pasted into a shell, even if the folder's name is not UTF-8."""
-    here = app.parent
-    odd = here / os.fsdecode(b"caf\xe9 'n")
-    options = ["--num-supernodes", "3", "--gpu", "never", "-c", f"folder='{here}'", "-q", "--log-dir", odd]
-    quiet = simulate(shell, here, "app", *options)
+    parent = app.parent
+    odd = parent / os.fsdecode(b"caf\xe9 'n")
+    options = ["--num-supernodes", "3", "--gpu", "never", "-c", f"folder='{parent}'", "-q", "--log-dir", odd]
+    quiet = simulate(shell, parent, "app", *options)
     assert (quiet.returncode, quiet.stdout) == (0, "")
     first, *_, results, report = quiet.stderr.splitlines()
     assert first.split() == ["outcome", "completed"]
     label, shown = results.split(maxsplit=1)
     assert report.split(maxsplit=1) == ["report", f"flower-gpu report {shown}"]
-    listed = subprocess.run(["bash", "-c", f"ls {shown}"], cwd=here, capture_output=True, timeout=60)
+    listed = subprocess.run(["bash", "-c", f"ls {shown}"], cwd=parent, capture_output=True, timeout=60)
     assert label == "results" and b"result.json" in listed.stdout.split(), listed.stderr
     assert "ROUND" not in quiet.stderr and "trains with" not in quiet.stderr
 
 
 def test_an_exception_of_the_server_is_shown_and_fails_the_run(shell: Shell, app: Path) -> None:
-    here = app.parent
-    values = f"mode='raise' num-server-rounds=1 folder='{here}'"
-    done = simulate(shell, here, "app", "--num-supernodes", "2", "-c", values)
+    parent = app.parent
+    values = f"mode='raise' num-server-rounds=1 folder='{parent}'"
+    done = simulate(shell, parent, "app", "--num-supernodes", "2", "-c", values)
     assert done.returncode == 1
     # The first text comes from the server, the second from clients.
     assert "[ROUND 1/1]" in done.stderr and "trains with 3" in done.stderr
     lines = done.stderr.splitlines()
     assert lines[-1] == "flower-gpu simulate: RuntimeError: the server has (the traceback is above)"
     assert "Traceback (most recent call last):" in lines and "RuntimeError: the server has" in lines
-    (folder,) = (here / "runs").iterdir()
+    (folder,) = (parent / "runs").iterdir()
     result = result_of(folder)
     assert (result["outcome"], result["error"]) == ("failed", "RuntimeError: the server has")
     assert result["rounds_finished"] == 1
@@ -348,17 +348,17 @@ def test_an_exception_of_the_server_is_shown_and_fails_the_run(shell: Shell, app
 
 
 def test_after_ctrl_c_the_run_can_be_resumed_with_the_printed_command(shell: Shell, app: Path) -> None:
-    here = app.parent
+    parent = app.parent
     options = ["app", "--num-supernodes", "3", "--max-workers", "2", "--seed", "4", "--num-gpus", "0.5"]
-    options += ["-c", f"mode='wait' num-server-rounds=3 folder='{here}'"]
+    options += ["-c", f"mode='wait' num-server-rounds=3 folder='{parent}'"]
     # PYTHONPATH makes this package importable if it is not installed.
     path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    process = shell.start(*command(*options), cwd=here, stderr=subprocess.PIPE, env=path)
-    until(lambda: (here / "waits").exists() or process.poll() is not None, "round 2")
+    process = shell.start(*command(*options), cwd=parent, stderr=subprocess.PIPE, env=path)
+    until(lambda: (parent / "waits").exists() or process.poll() is not None, "round 2")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 128 + signal.SIGINT, errors
-    (folder,) = (here / "runs").iterdir()
+    (folder,) = (parent / "runs").iterdir()
     assert errors.splitlines()[-1] == (
         "flower-gpu simulate: interrupted; to continue after the last finished round, add this to the same "
         f"command: --resume runs/{folder.name}"
@@ -378,8 +378,8 @@ def test_after_ctrl_c_the_run_can_be_resumed_with_the_printed_command(shell: She
     totals = Totals(history, clock, tries_of(history, clock), {})
     assert totals.failures == {}, "workers that were ended with the run do not count as failed"
     assert totals.workers == result["workers_started"]
-    (here / "go").touch()
-    done = simulate(shell, here, *options, "--resume", f"runs/{folder.name}")
+    (parent / "go").touch()
+    done = simulate(shell, parent, *options, "--resume", f"runs/{folder.name}")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1].split() == ["report", "flower-gpu", "report", f"runs/{folder.name}"]
     assert not (folder / "report.html").exists()
