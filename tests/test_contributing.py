@@ -17,7 +17,7 @@ PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
 LISTS = re.findall(r"^### (.+), as (.+)\n\n((?:[- ].+\n)+)", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("what", "examples", "places"), LISTS, ids=[found[0] for found in LISTS])
+@pytest.mark.parametrize(("what", "examples", "places"), LISTS, ids=[entry[0] for entry in LISTS])
 def test_each_example_is_in_the_files_of_its_list(what: str, examples: str, places: str) -> None:
     names = re.findall(r"`(\w+)`", examples)
     words = [word for name in names for word in (name, name.lower(), name.replace("_", "-"))]

@@ -72,7 +72,7 @@ def test_each_attack_has_a_test_or_says_that_it_has_none() -> None:
 def test_names_imported_by_scripts_in_tests_and_pages_exist() -> None:
     """Linters do not check code in strings."""
     files = [*PAGES, *(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")]
-    found = {
+    imports = {
         (module, name.partition(" as ")[0].strip())
         for file in files
         for module, names in re.findall(
@@ -82,7 +82,7 @@ def test_names_imported_by_scripts_in_tests_and_pages_exist() -> None:
         if name.strip()
     }
     missing = []
-    for module, name in sorted(found):
+    for module, name in sorted(imports):
         try:
             if not hasattr(importlib.import_module(module), name):
                 importlib.import_module(f"{module}.{name}")

@@ -31,23 +31,23 @@ def test_a_list_that_is_cut_says_how_many_are_left_out() -> None:
 
 
 def test_only_a_slow_block_is_reported() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     reported = threading.Event()
-    with told_if_slow(said.append, "this takes no time"):
+    with told_if_slow(lines.append, "this takes no time"):
         pass
-    with told_if_slow(lambda text: (said.append(text), reported.set()), "importing the app"):
+    with told_if_slow(lambda text: (lines.append(text), reported.set()), "importing the app"):
         assert reported.wait(60)
-    assert said == ["importing the app"]
+    assert lines == ["importing the app"]
 
 
 def test_a_long_wait_is_reported_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_SLOW_S", "_STUCK_S", "_AGAIN_S"):
         monkeypatch.setattr(printable, name, 0.01)
-    said: list[str] = []
+    lines: list[str] = []
     asked = itertools.count()
-    with told_if_slow(said.append, "starting the SuperLink", lambda: f"waiting for {next(asked)}"):
-        until(lambda: len(said) >= 3, "the third line")
-    assert said[:3] == ["starting the SuperLink", "waiting for 0", "waiting for 1"]
+    with told_if_slow(lines.append, "starting the SuperLink", lambda: f"waiting for {next(asked)}"):
+        until(lambda: len(lines) >= 3, "the third line")
+    assert lines[:3] == ["starting the SuperLink", "waiting for 0", "waiting for 1"]
 
 
 @pytest.mark.parametrize(

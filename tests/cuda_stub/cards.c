@@ -1,4 +1,4 @@
-/* See cards.h. What a process uses goes into the file that the NVML stub counts, so both tell the same. */
+/* See cards.h. The memory used by a process is in a file that the NVML stub also reads, so both agree. */
 
 #define _GNU_SOURCE
 #include "cards.h"
@@ -12,26 +12,26 @@
 
 #include "../nvml_stub/host_files.h"
 
-#define PIECE ((size_t)2 << 20) /* the driver gives memory by pieces of 2 MiB */
+#define PIECE ((size_t)2 << 20) /* the driver allocates memory in pieces of 2 MiB */
 #define ROUNDED(size) (((size) + PIECE - 1) & ~(PIECE - 1))
-#define NAMES_THREADS_SINCE 570 /* driver */
+#define NAMES_THREADS_SINCE 570 /* first driver version that does */
 
 typedef struct {
-    int gpu, mig;     /* in the host's files */
-    int has_context, lost; /* the error that it answers from then on */
-    Bytes used;       /* by this process, context included */
+    int gpu, mig;     /* numbers in the host's files */
+    int has_context, lost; /* lost: the error that every later call returns */
+    Bytes used;       /* memory used by this process, context included */
     Stream stream;    /* the default one */
 } Card;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static Card cards[MOST_CARDS];
 static int card_count, init_code;
-static pid_t init_pid; /* 0: not begun */
+static pid_t init_pid; /* process that has started CUDA; 0: none */
 static long long busy_until;
 static Block *blocks;
-static char daemon_folder[4096]; /* of the MPS daemon whose client this process is; empty: of none */
+static char daemon_folder[4096]; /* folder of this process's MPS daemon; empty: no daemon */
 
-/* --- which cards there are -------------------------------------------------------------------------------- */
+/* --- visible cards ---------------------------------------------------------------------------------------- */
 
 static int card_file(int gpu, int mig, char *text) {
     char name[64];
@@ -51,7 +51,7 @@ static void show(int gpu, int mig) {
     if (card_count < MOST_CARDS) cards[card_count++] = (Card){.gpu = gpu, .mig = mig};
 }
 
-/* A number, or the beginning of a UUID, of a card or of a MIG device. */
+/* Find a card or MIG device by its number or by the beginning of its UUID. */
 static int show_named(const char *name, int count) {
     char text[TEXT_BYTES], uuid[128], *rest;
     long index = strtol(name, &rest, 10);
@@ -74,8 +74,8 @@ static int show_named(const char *name, int count) {
     return 0;
 }
 
-/* All cards, or those of CUDA_VISIBLE_DEVICES up to the first that is not there. A card in MIG mode is not to be
- * had as a whole; without the variable CUDA shows the first of its devices and nothing else. */
+/* All cards, or those in CUDA_VISIBLE_DEVICES up to the first unknown entry. A card in MIG mode cannot be used as a
+ * whole. Without the variable, CUDA shows only the first of its MIG devices. */
 static void look_for_cards(int count) {
     char text[TEXT_BYTES], names[4096], *rest;
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
@@ -102,7 +102,7 @@ static void *idle(void *nothing) {
     return nothing;
 }
 
-/* Drivers from 570 on start threads and name them, by /proc/self/task/<thread>/comm. */
+/* Drivers from 570 on start threads and name them through /proc/self/task/<thread>/comm. */
 static int name_a_thread(void) {
     pthread_t thread;
     pthread_attr_t small;
@@ -116,7 +116,7 @@ static int lock_uses(char *folder, size_t size);
 static void unlock_uses(int file);
 static void count_other(const Use *use, void *count);
 
-/* --- MPS: a process is a client where it finds a daemon when it starts CUDA -------------------------------- */
+/* --- MPS: a process is a client if it finds a daemon when it starts CUDA ----------------------------------- */
 
 static void look_for_daemon(void) {
     const char *named = getenv("CUDA_MPS_PIPE_DIRECTORY"), *folder = named != NULL ? named : "/tmp/nvidia-mps";
@@ -138,7 +138,7 @@ int stub_sms(void) {
     return sms < 2 ? 2 : sms / 2 * 2;
 }
 
-/* What CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, as 0=512M,1=1024M, lets a client have of a card. */
+/* What CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, as 0=512M,1=1024M, allows a client to use of a card. */
 static Bytes client_memory(int card, Bytes absent) {
     const char *at = *daemon_folder ? getenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") : NULL;
     for (; at != NULL; at = strchr(at, ','), at = at == NULL ? NULL : at + 1) {
@@ -166,7 +166,7 @@ static int has_fault(void) {
     return access(path, F_OK) == 0;
 }
 
-/* After a fault the server refuses new clients until all those are gone that were there. */
+/* After a fault, the server refuses new clients until all its current clients have exited. */
 static int is_recovering(void) {
     char path[4200], folder[4096];
     int others = 0;
@@ -196,7 +196,7 @@ int stub_init(void) {
         } else if (number(host, "cuda", 0) / 1000 < CUDART_VERSION / 1000) {
             init_code = INSUFFICIENT_DRIVER;
         } else {
-            dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL); /* who looks whether it is there finds it */
+            dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL); /* so code that looks for a loaded library finds it */
             look_for_cards((int)number(host, "gpus", 0));
             int names = number(host, "driver", 0) >= NAMES_THREADS_SINCE;
             init_code = card_count == 0 ? NO_DEVICE : names ? name_a_thread() : OK;
@@ -252,18 +252,18 @@ int stub_is_lost(int card) {
 
 /* --- memory ----------------------------------------------------------------------------------------------- */
 
-/* The folder with what processes use; its lock, where somebody changes or adds it up. */
+/* Lock the folder with the memory use of all processes, which must be held to change or sum up the figures. */
 static int lock_uses(char *folder, size_t size) {
     char path[4096];
     snprintf(folder, size, "%s/use", getenv("NVML_STUB_DIR"));
     snprintf(path, sizeof path, "%s/.lock", folder);
     int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    if (file < 0 || flock(file, LOCK_EX)) abort(); /* figures without a lock would be wrong now and then */
+    if (file < 0 || flock(file, LOCK_EX)) abort(); /* without the lock, figures would sometimes be wrong */
     return file;
 }
 
 static void unlock_uses(int file) {
-    flock(file, LOCK_UN); /* a fork of another thread may have the file open, too */
+    flock(file, LOCK_UN); /* a fork of another thread may also have the file open */
     close(file);
 }
 
@@ -288,7 +288,7 @@ static void write_use(const char *folder) {
     if (rename(new, path)) abort();
 }
 
-/* Files of processes that are gone: nobody else takes them away where a process was killed. */
+/* Remove the files of processes that have exited, because a killed process leaves its file behind. */
 static void clear_up(const char *folder) {
     DIR *names = opendir(folder);
     char path[4096];
@@ -321,7 +321,7 @@ static Bytes in_use(int card) {
 
 typedef struct {
     int gpu;
-    char group[8192]; /* of this process */
+    char group[8192]; /* control group of this process */
     Bytes total, left;
 } Room;
 
@@ -334,7 +334,7 @@ static void narrow(const char *group, Bytes soft, Bytes hard, void *context) {
     if (left < room->left) room->left = left;
 }
 
-/* What this process can have of a card: the driver keeps it to the limits of its control groups. */
+/* Memory of a card that this process may use. The driver enforces the limits of its control groups. */
 static Room room_on(int card) {
     Bytes total = (Bytes)(stub_number(card, "total", 0) - stub_number(card, "reserved", 0)), used = in_use(card);
     Room room = {.gpu = cards[card].gpu, .total = total, .left = used < total ? total - used : 0};

@@ -1,4 +1,4 @@
-/* libcuda.so.1: what is asked of the driver itself, and its virtual memory (expandable segments). */
+/* libcuda.so.1: functions of the driver itself, and its virtual memory (expandable segments). */
 
 #include <stdint.h>
 #include <stdio.h>
@@ -121,7 +121,7 @@ typedef struct {
 
 typedef struct {
     size_t size;
-    int card, uses; /* the handle's own, and its mapping */
+    int card, uses; /* uses: by the handle and by its mapping */
 } Physical;
 
 static struct Mapping {

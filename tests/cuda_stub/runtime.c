@@ -1,5 +1,5 @@
-/* libcudart: the runtime's functions, by what cards.c has. Kernels do nothing. Of the headers only the one with
- * types is used, so that a function may have the names and the arguments of several versions. */
+/* libcudart: the functions of the runtime, based on cards.c. Kernels compute nothing. Only the header with types
+ * is included, so functions can have the names and arguments of several versions. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -292,7 +292,7 @@ int cudaMemcpy2DAsync(void *to, size_t pitch, const void *from, size_t other, si
     return OK;
 }
 
-/* Zeros are pages that are not there: a card of 80 GB takes no main memory. */
+/* Pages of zeros are not allocated, so a card of 80 GB needs no main memory. */
 int cudaMemsetAsync(void *at, int value, size_t size, void *stream) {
     (void)stream;
     BEGIN;
@@ -417,7 +417,7 @@ int cudaStreamGetPriority(void *stream, int *priority) {
 
 int cudaStreamQuery(void *stream) {
     BEGIN;
-    return stub_stream(stream, current)->until > stub_now() ? NOT_READY : OK; /* no error */
+    return stub_stream(stream, current)->until > stub_now() ? NOT_READY : OK; /* NOT_READY is not an error here */
 }
 
 int cudaStreamSynchronize(void *stream) {
@@ -437,11 +437,11 @@ int cudaStreamIsCapturing(void *stream, int *status) {
     return OK;
 }
 
-/* The later arguments differ by version, and are not set where nothing is captured. */
+/* The later arguments differ between versions, and are not set unless a graph is being captured. */
 int cudaStreamGetCaptureInfo(void *stream, int *status) { return cudaStreamIsCapturing(stream, status); }
 int cudaStreamGetCaptureInfo_v2(void *stream, int *status) { return cudaStreamIsCapturing(stream, status); }
 
-/* An event is the time at which what comes before it on its stream is done. */
+/* An event is the time at which all earlier work on its stream is done. */
 int cudaEventCreateWithFlags(long long **event, unsigned flags) {
     (void)flags;
     BEGIN;

@@ -1,4 +1,4 @@
-/* What NVIDIA's headers of types need of a header that comes with another package. */
+/* The definitions that NVIDIA's headers of types need from a header in another package. */
 
 #define __host__
 #define __device__
