@@ -1,4 +1,4 @@
-"""For users of JAX: the leaves of pytrees as numpy arrays and back. Imports JAX when a function is called."""
+"""Functions that convert the leaves of JAX pytrees to numpy arrays and back. A call imports JAX."""
 
 from flower_gpu.jax.weights import get_weights as get_weights
 from flower_gpu.jax.weights import set_weights as set_weights

@@ -1,4 +1,4 @@
-"""For users of PyTorch: weights, devices, functions on several GPUs or for several clients.
+"""Functions for users of PyTorch: weights, devices, functions on several GPUs, and several clients at once.
 
 Numbers and arrays travel between client and worker; modules and tensors stay in the worker::
 
@@ -7,8 +7,8 @@ Numbers and arrays travel between client and worker; modules and tensors stay in
     several ranks: rank, world_size, mean, total
     several clients in one step: group_alike, stack, torch.func.vmap, unstack
 
-Importing this package does not import torch; the first use of a name does. The function ``device`` is
-``flower_gpu.device``; ``flower_gpu.pytorch.device`` is a module.
+Importing this package does not import torch. The first use of a name imports it.
+``flower_gpu.pytorch.device`` is a module; the function ``device`` is ``flower_gpu.device``.
 """
 
 from __future__ import annotations

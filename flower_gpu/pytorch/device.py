@@ -18,7 +18,7 @@ from flower_gpu.errors import ConfigError
 
 T = TypeVar("T")
 
-_NUMBERS: Final = "biufc"  # kinds of numpy dtypes that torch has, too
+_NUMBERS: Final = "biufc"  # kinds of numpy dtypes that torch also has
 
 
 def device() -> torch.device:
@@ -53,8 +53,8 @@ def to_device(thing: T, device: torch.device | str | int | None = None) -> T:
     Returns
     -------
     object
-        The same kind of object on the device. Copies from pinned memory are asynchronous, and the GPU uses
-        them in order. So do not overwrite the source at once.
+        The same kind of object on the device. Copies from pinned memory to a GPU are asynchronous. Later work
+        on the GPU waits for them, but code on the CPU does not. So do not overwrite the source at once.
 
     Raises
     ------
@@ -82,8 +82,8 @@ def to_numpy(thing: Any) -> Any:
     Raises
     ------
     ConfigError
-        If a tensor has no numpy counterpart (sparse, quantised, float8, meta), or for a module: see
-        :func:`flower_gpu.pytorch.weights.get_weights`.
+        If a tensor has no numpy counterpart (sparse, quantised, float8, meta). Also for a module: use
+        :func:`flower_gpu.pytorch.weights.get_weights` instead.
     """
     return _mapped(_back, thing)
 
@@ -145,7 +145,7 @@ def _checked(device: torch.device | str | int | None) -> torch.device:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # Only the first sentence, because the full text has pages about other devices.
+        # Quote only the first sentence, because the full text has pages about other devices.
         reason = re.split(r"\. |\n", str(error))[0]
         raise ConfigError(
             f"device {str(target)!r} cannot be used here ({reason}). This process sees "
@@ -168,7 +168,7 @@ def _moved(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         return tensor
     if tensor.is_meta:
         raise _no_values("a tensor")
-    # Only copies to the GPU are asynchronous. The CPU would read memory before the values have arrived.
+    # Copies to the CPU are never asynchronous, because the CPU would read memory before the values arrive.
     is_asynchronous = (
         target.type == "cuda"
         and tensor.device.type == "cpu"

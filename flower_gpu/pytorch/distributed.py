@@ -1,4 +1,4 @@
-"""Functions for code that runs in several ranks: the rank's number, means and sums, the process group.
+"""Functions for code that runs in several ranks: the number of the rank, means and sums, the process group.
 
 :func:`flower_gpu.distributed` makes a function that runs in several ranks. The functions here can be called
 anywhere; with a single rank they change nothing. For models, data and checkpoints, use PyTorch's own calls.
@@ -18,8 +18,8 @@ from torch import distributed
 from flower_gpu.errors import ConfigError, RankError
 from flower_gpu.pytorch.device import device
 
-# Texts of gloo and NCCL errors when another rank has ended or does not answer. Some have no class of their
-# own.
+# Texts of the errors of gloo and NCCL after another rank has ended or stopped answering. The texts are needed
+# because some of these errors have no class of their own.
 _OF_OTHERS: Final = re.compile(
     r"gloo/|Gloo .*failed|Connection (?:closed|reset) by|Connection refused|Broken pipe|Timed out waiting"
     r"|Application timeout caused|NCCL (?:error|communicator)|remote process exited|ncclRemoteError"
@@ -83,13 +83,13 @@ def joined(file: str, number: int, count: int, timeout_s: float) -> Iterator[Non
         backend, store=store, rank=number, world_size=count, timeout=timeout, **options
     )
     yield
-    # After an error this is skipped: the barrier would wait in vain, and this process ends anyway.
+    # An error skips this step. The barrier would then wait in vain, and this process ends anyway.
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 def _agree(store: Any, number: int, count: int, kind: str) -> None:
-    """Raise ConfigError if only some ranks have CUDA: CPU and GPU ranks would wait for each other."""
+    """Raise ConfigError if only some ranks have CUDA, because CPU and GPU ranks would wait for each other."""
     store.set(f"device/{number}", kind)
     kinds = [store.get(f"device/{other}").decode() for other in range(count)]
     if len(set(kinds)) > 1:

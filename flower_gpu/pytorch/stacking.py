@@ -1,7 +1,8 @@
-"""Tensors of several clients as one: for ``torch.func.vmap`` in a handler of ``flower_gpu.train_many``.
+"""Stacks of tensors of several clients, for ``torch.func.vmap`` in a handler of ``flower_gpu.train_many``.
 
-An item is what one client has: a tensor, or a dict, list or tuple of items, such as a state dict or a pair of
-images and labels. :func:`stack` makes one item of several; its tensors have one more dimension, the first.
+An item holds the tensors of one client. It is a tensor, or a dict, list or tuple of items, such as a state
+dict or a pair of images and labels. :func:`stack` combines several items into a single item. Its tensors have
+an additional first dimension, with an index for each client.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ T = TypeVar("T")
 
 
 def stack(items: Sequence[T]) -> T:
-    """Stack the tensors of several items.
+    """Return a single item with the stacked tensors of several items.
 
     Parameters
     ----------
     items : sequence of items
-        Tensors of the same shape, or dicts, lists or tuples of such tensors: state dicts of clients, say.
+        Tensors of the same shape, or dicts, lists or tuples of such tensors, for example the clients' state
+        dicts.
 
     Returns
     -------
     item
-        The same as one of the items, with tensors of shape ``(len(items), *shape)``. They are copies.
+        An item of the same structure, with tensors of shape ``(len(items), *shape)``. The tensors are copies.
 
     Raises
     ------
     ValueError
-        If there are no items, or they differ in their keys, lengths, shapes, dtypes or devices. The text
+        If there are no items, or they differ in their keys, lengths, shapes, dtypes or devices. The message
         names the entry. :func:`group_alike` finds items that can be stacked.
     TypeError
-        If an item has something else than tensors.
+        If an item has a value that is not a tensor.
 
     Examples
     --------
@@ -60,7 +62,7 @@ def stack(items: Sequence[T]) -> T:
 
 
 def unstack(item: T) -> list[T]:
-    """Return the items of the first dimension; the way back from :func:`stack`.
+    """Return an item for each index of the first dimension. This reverses :func:`stack`.
 
     Parameters
     ----------
@@ -75,9 +77,9 @@ def unstack(item: T) -> list[T]:
     Raises
     ------
     ValueError
-        If tensors differ in the size of the first dimension, or have none.
+        If tensors differ in the size of the first dimension, or have no dimension.
     TypeError
-        If the item has something else than tensors, or none.
+        If the item has a value that is not a tensor, or no values.
 
     Examples
     --------
@@ -91,13 +93,14 @@ def unstack(item: T) -> list[T]:
         sizes[place] = len(leaf)
     if len({*sizes.values()}) != 1:
         raise ValueError(f"tensors need one size of the first dimension, not {sizes}")
-    # A result of vmap that is equal for all clients has one row in memory, which they must not share.
+    # A result of vmap that is equal for all clients may have a single row in memory. Clients must not share
+    # that row, so contiguous() copies it.
     rows = _map(lambda tensor: tensor.contiguous(), item)
     return [_map(itemgetter(number), rows) for number in range(min(sizes.values()))]
 
 
 def group_alike(items: Sequence[Any]) -> list[list[int]]:
-    """Group items that can be stacked with each other.
+    """Return groups of items that can be stacked with each other.
 
     Parameters
     ----------
@@ -114,7 +117,7 @@ def group_alike(items: Sequence[Any]) -> list[list[int]]:
     Raises
     ------
     TypeError
-        If an item has something else than tensors, numbers and texts.
+        If an item has a value that is not a tensor, a number or a text.
 
     Examples
     --------
@@ -134,7 +137,7 @@ def group_alike(items: Sequence[Any]) -> list[list[int]]:
 
 
 def _leaves(item: Any, place: str = "the item") -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of everything in an item that is neither a mapping nor a sequence."""
+    """Yield the name and the value of each leaf: a value in an item that is no mapping and no sequence."""
     if isinstance(item, Mapping):
         pairs: Any = item.items()
     elif isinstance(item, list | tuple):
@@ -147,7 +150,7 @@ def _leaves(item: Any, place: str = "the item") -> Iterator[tuple[str, Any]]:
 
 
 def _map(function: Callable[..., Any], *items: Any) -> Any:
-    """Return an item with the function's value for each leaf, given the leaf of every item."""
+    """Return an item of the results of ``function``, called once per leaf with that leaf of every item."""
     first = items[0]
     if isinstance(first, Mapping):
         return {key: _map(function, *(item[key] for item in items)) for key in first}
@@ -158,7 +161,7 @@ def _map(function: Callable[..., Any], *items: Any) -> Any:
 
 
 def _layout(item: Any) -> dict[str, Any]:
-    """Return what items have in common that can be stacked, by the names of their leaves."""
+    """Return the properties that must be equal in items that can be stacked, by the names of their leaves."""
     layout: dict[str, Any] = {}
     for place, leaf in _leaves(item):
         if isinstance(leaf, torch.Tensor):

@@ -27,33 +27,33 @@ from flower_gpu.pytorch.distributed import rank
 
 
 def get_weights(model: nn.Module) -> list[NDArray[Any]]:
-    """Copy a model's weights to numpy arrays.
+    """Return a copy of a model's weights as numpy arrays.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model, on any device. In a ``DistributedDataParallel`` these are the model's own. One that
-        ``fully_shard`` has divided over ranks is put together on the CPU of rank 0; all ranks have to call
-        this, and the others get an empty list.
+        The model, on any device. A ``DistributedDataParallel`` wrapper is removed. A model that
+        ``fully_shard`` has sharded over ranks is gathered on the CPU of rank 0. All ranks must call this
+        function, and the other ranks get an empty list.
 
     Returns
     -------
     list of numpy.ndarray
-        One C-contiguous array per entry of ``model.state_dict()``, in its order. The arrays share
-        no memory with the model or each other: each is one copy, or one transfer from the GPU.
-        bfloat16 entries are float32; every other dtype and all shapes are kept.
+        A C-contiguous array for each entry of ``model.state_dict()``, in its order. The arrays share no
+        memory with the model or each other. Each is a single copy, or a single transfer from the GPU.
+        bfloat16 entries become float32; all other dtypes and all shapes are kept.
 
     Raises
     ------
     WeightsError
-        If an entry has no numpy counterpart (quantised, float8, sparse, not yet initialised, not a
-        tensor); the message names it.
+        If an entry has no numpy counterpart (quantised, float8, sparse, not yet initialised, not a tensor).
+        The message names the entry.
     """
     return list(get_state(model).values())
 
 
 def get_state(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, NDArray[Any]]:
-    """Copy a model's weights to numpy arrays by name.
+    """Return a copy of a model's weights as numpy arrays by name.
 
     Parameters
     ----------
@@ -71,7 +71,8 @@ def get_state(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, NDArra
         As :func:`get_weights`.
     """
     entries = _entries(model)
-    array_checks.convert_each(entries, _dtype, entries.values())  # all are looked at before the first copy
+    # Check all entries before the first copy.
+    array_checks.convert_each(entries, _dtype, entries.values())
     return {name: _to_numpy(tensor) for name, tensor in entries.items()}
 
 
@@ -130,9 +131,9 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
 def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
     """Save a model's ``state_dict`` as a safetensors file.
 
-    The file appears under its name only when it is complete; of several ranks the first writes it.
-    It holds every name, also of entries that share a tensor, and no device, so this works on a
-    machine without a GPU::
+    The file appears under its name only when it is complete. If there are several ranks, rank 0 writes it.
+    The file has every name, including the names of entries that share a tensor. It has no devices, so this
+    works on a machine without a GPU::
 
         model.load_state_dict(safetensors.torch.load_file(path))
 
@@ -141,14 +142,14 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
     model : torch.nn.Module or mapping of str to torch.Tensor
         The model, or its ``state_dict``, on any device.
     path : str or os.PathLike
-        File to write; one that is there is replaced.
+        Path of the file. An existing file is replaced.
 
     Raises
     ------
     ConfigError
         If safetensors is not installed.
     WeightsError
-        If an entry cannot be stored; the message names it.
+        If an entry cannot be stored. The message names the entry.
     FileNotFoundError
         If the folder does not exist.
     """
@@ -163,7 +164,7 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
     storages: set[int] = set()
     for name, tensor in entries.items():
         plain = tensor.to("cpu").resolve_conj().resolve_neg().contiguous()
-        # safetensors refuses tensors that share memory.
+        # Clone a tensor that shares memory with another one, because safetensors refuses such tensors.
         storage = plain.untyped_storage().data_ptr()
         tensors[name] = plain.clone() if storage in storages else plain
         storages.add(storage)
@@ -171,7 +172,7 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
     with files.replaced(path) as new:
         try:
             save_file(tensors, new, metadata={"format": "pt"})
-        except KeyError as error:  # how safetensors says that it does not know a dtype
+        except KeyError as error:  # safetensors does not know the dtype
             dtype = error.args[0]
             names = [name for name, tensor in entries.items() if tensor.dtype == dtype]
             raise WeightsError(f"safetensors cannot store {dtype}: {array_checks.few(names)}") from error
@@ -180,7 +181,7 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
 def _entries(
     model: nn.Module | Mapping[str, torch.Tensor], is_divided: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the detached tensors of a ``state_dict``, or raise if one holds no plain values."""
+    """Return the detached tensors of a ``state_dict``. Raise WeightsError if a tensor has no plain values."""
     if isinstance(model, nn.Module):
         model = _without_wrapper(model)
         state = _full_state(model) if is_sharded(model) else model.state_dict()
@@ -206,7 +207,7 @@ def _entries(
 
 
 def _without_wrapper(model: nn.Module) -> nn.Module:
-    """Return the user's model from the wrapper that averages its gradients over ranks."""
+    """Return the user's model, without the wrapper that averages its gradients over ranks."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -217,8 +218,8 @@ def _dtype(tensor: torch.Tensor) -> np.dtype[Any]:
 def _to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
-        # numpy copies in one thread. torch would take all of its threads, which is no faster on an
-        # idle machine and, measured with ResNet-18, 5 to 10 times slower on a busy one.
+        # numpy copies in one thread. torch would use all of its threads. In a measurement with ResNet-18,
+        # that was no faster on an idle machine, and 5 to 10 times slower on a busy machine.
         return np.array(tensor.numpy(), order="C", copy=True)
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     copied = tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
@@ -231,19 +232,20 @@ def _to_tensor(value: object, tensor: torch.Tensor, dtype: np.dtype[Any]) -> tor
     return from_numpy(array_checks.fitted(value, tuple(tensor.shape), dtype))
 
 
-# Models whose parameters are divided over ranks (FSDP). Sources: "torch.distributed.fsdp.fully_shard" and
+# Models with parameters that are sharded over ranks (FSDP). Sources: "torch.distributed.fsdp.fully_shard" and
 # "Distributed Checkpoint" in PyTorch's documentation.
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return True if a model's parameters are sharded over ranks."""
-    # The parameters do not show this: after an evaluation those of the outermost module are still whole.
+    # The parameters do not show this reliably: after an evaluation, the parameters of the outermost module
+    # are still whole.
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
 def _full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the ``state_dict`` of a divided model as a whole, on the CPU; all ranks call it."""
+    """Return the whole ``state_dict`` of a sharded model, on the CPU. All ranks must call it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -252,7 +254,7 @@ def _full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _load_full_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give each rank its part of a ``state_dict`` that rank 0 has, or any has; all ranks call it."""
+    """Load each rank's part of a ``state_dict``. Only rank 0 needs to have it, but all ranks must call this."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
