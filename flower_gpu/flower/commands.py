@@ -5,22 +5,22 @@
     flower-gpu supernode, flower-gpu launch
       │  PATH begins with the folder of our commands; FLOWER_GPU_SUPERNODE is "lease" or "start" (here)
       ▼
-    flower-supernode: Flower's own, which waits less between two messages (supernode.py)
-      │  Flower starts a "flower-superexec" beside it, by its name
+    flower-supernode: Flower's program, which waits less between two messages (supernode.py)
+      │  Flower starts a "flower-superexec" for it, by its name
       ▼
-    flower-superexec: Flower's own, woken for each message instead of asking for it (superexec.py)
+    flower-superexec: Flower's program, woken for each message instead of polling for it (superexec.py)
       │  Flower starts a "flwr-clientapp" for each message, by its name
       ▼
     flwr-clientapp: asks the host's fork server for a child, and waits for it (flwr_clientapp.py)
-      │  with "lease", as a fork of a process with Flower (programs/), it goes on itself in the child's place
+      │  with "lease" and as a fork of a process with Flower (programs/), it does the child's work itself
       ▼
     the child, with Flower imported already: Flower's flwr-clientapp, which pulls the message from the
       │  SuperNode and pushes the reply (clientapp.py)
-      ├── "start", for apps that launch finds gpu_mod or GPUClient in: it loads the app and runs it, and the
-      │     app takes leases by these
-      └── "lease": it waits for a lease
+      ├── "start", for apps in which launch finds gpu_mod or GPUClient: the child loads and runs the app, and
+      │     the app takes leases through gpu_mod or GPUClient
+      └── "lease": the child waits for a lease
             ▼
-          a worker, which loads the app and runs it; no app can change that
+          a worker, which loads and runs the app; no app can avoid that
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client, identity, sockets
 from flower_gpu.workers.forkserver.identity import script_folders
 
-#: Our commands, by the module with the ``main`` of each.
+#: Our commands by name, each with the module of its ``main``.
 COMMANDS: Final = MappingProxyType(
     {
         "flwr-clientapp": "flower_gpu.flower.flwr_clientapp",
@@ -66,14 +66,15 @@ SERVER_COMMANDS: Final = MappingProxyType(
     }
 )
 
-# Limit for polls of a SuperLink by all SuperNodes of this host, because the SuperLink may run here, too. A
-# SuperNode that gets a message wakes the others (waits.py).
+# Limit for polls of a SuperLink by all SuperNodes of this host together, because the SuperLink may run on
+# this host as well. Rare polls do not delay a round much, because a SuperNode that gets a message wakes the
+# others (waits.py).
 _MOST_QUESTIONS_PER_S: Final = 10.0
 
-# Modules that the fork server imports before the first message: those of our flwr-clientapp, and those that
-# Flower and PyTorch import at their first use.
+# Modules that the fork server imports before the first message: the modules of our flwr-clientapp, and
+# modules that Flower and PyTorch import at their first use.
 _MODULES: Final = (
-    "flower_gpu.flower.clientapp",  # left out where it is not an installed package: it may be edited
+    "flower_gpu.flower.clientapp",
     "flwr.supernode.cli",
     "flwr.clientapp",
     "flwr.compat.common.recorddict_compat",
@@ -93,16 +94,17 @@ from {module} import {function} as main; sys.exit(main())
 
 @cache
 def flowers() -> Mapping[str, str]:
-    """Return Flower's own commands by their entry points: ``module:function`` by name.
+    """Return the entry points of Flower's own commands: ``module:function`` by name.
 
-    Their scripts need not be beside the interpreter: ``pip install`` with ``--target`` puts them elsewhere.
+    The scripts of the commands are not used, because they may not be in the interpreter's folder. For
+    example, ``pip install --target`` installs them elsewhere.
     """
     scripts = entry_points(group="console_scripts")
     return {entry.name: entry.value for entry in scripts if entry.module.partition(".")[0] == "flwr"}
 
 
 def function_of(reference: str) -> tuple[str, str]:
-    """Return the module and the function that a command runs: ``main``, where its name is not given."""
+    """Return the module and the function of a ``module:function``. The default function is ``main``."""
     module, _, function = reference.partition(":")
     return module, function or "main"
 
@@ -110,8 +112,11 @@ def function_of(reference: str) -> tuple[str, str]:
 class CommandFolder:
     """The folder of this Python environment's commands, which goes first on ``PATH``.
 
-    Its commands use the interpreter that made them. ``commands`` are their modules by their names, or
-    ``module:function``. Raises ConfigError if the state folder cannot be used.
+    The commands run with the interpreter of the process that made the folder.
+
+    ``commands``: the module of each command, or its ``module:function``, by name.
+
+    Raises ConfigError if the state folder cannot be used.
     """
 
     def __init__(self, commands: Mapping[str, str] = COMMANDS) -> None:
@@ -125,7 +130,7 @@ class CommandFolder:
         }
         name = hashlib.sha256(repr((interpreter, texts)).encode()).hexdigest()[:20]
         self.path = sockets.folder() / "commands" / name
-        # The program has the same file name as its starter, because process lists show it.
+        # The program has the same file name as its starter, because process lists show this name.
         programs = self.path / "python"
         self._files = {programs / name: text for name, text in texts.items()}
         for name in texts:
@@ -133,7 +138,7 @@ class CommandFolder:
             self._files[self.path / name] = _STARTER.format(interpreter=interpreter, program=program)
 
     def make(self) -> Path:
-        """Make the missing parts of the folder, and return its path; raises ConfigError."""
+        """Return the path of the folder, after making its missing parts. Raises ConfigError if that fails."""
         if all(path.exists() for path in self._files):
             return self.path
         try:
@@ -141,22 +146,22 @@ class CommandFolder:
                 folder.mkdir(mode=0o700, exist_ok=True)
             for path, text in self._files.items():
                 if not path.exists():
-                    with files.replaced(path, mode=0o700) as new:  # others may be about to start it
+                    # The file is written under another name, because another process may start it already.
+                    with files.replaced(path, mode=0o700) as new:
                         new.write_text(text)
         except OSError as error:
             raise ConfigError(f"{path_text(self.path)} cannot be made: {error}") from error
         return self.path
 
     def first_on(self, path: str | None) -> str:
-        """Make the missing parts of the folder, and return a ``PATH`` that begins with it.
+        """Return a ``PATH`` that begins with the folder, after making its missing parts.
 
-        Raises ConfigError if they would not be found, or cannot be made.
+        Raises ConfigError if the folder cannot be made, or if its commands would not be found.
         """
         folder = self.make()
         path = os.pathsep.join([str(folder), path or os.defpath])
         for command in self._commands:
-            # Otherwise Flower's own command, later on the path, would be found, and messages would get no
-            # lease.
+            # If Flower's own command were found later on the path instead, messages would get no lease.
             if shutil.which(command, path=path) != str(folder / command):
                 raise ConfigError(
                     f"no command can be started in {path_text(folder)}: it is on a file system without "
@@ -167,9 +172,9 @@ class CommandFolder:
 
 
 def with_flowers(path: str | None) -> str:
-    """Return a ``PATH`` that begins with Flower's own commands, then has those of this Python environment."""
+    """Return a ``PATH`` that begins with Flower's own commands and those of this Python environment."""
     path = os.pathsep.join([*script_folders(), path or os.defpath])
-    # Without a folder for the commands, those beside the interpreter are used, if they exist.
+    # If the folder cannot be made, the commands in the interpreter's folder are used, if they exist.
     with suppress(ConfigError):
         return CommandFolder(flowers()).first_on(path)
     return path
@@ -180,9 +185,11 @@ def fast_start(
 ) -> dict[str, str]:
     """Return an environment in which ``flower-supernode`` is ours, and starts our ``flwr-clientapp``.
 
-    ``with_lease``: a lease is taken for each message before any code of the app is imported. ``nodes`` is the
-    number of SuperNodes on this host; ``are_told`` whether their ServerApp tells them of messages. Raises
-    ConfigError if our commands would not be found, or ``FLOWER_GPU_POLL_S`` is no number.
+    ``with_lease``: True acquires a lease for each message before any code of the app is imported.
+    ``nodes``: number of SuperNodes on this host.
+    ``are_told``: True if the ServerApp wakes these SuperNodes when it sends messages.
+
+    Raises ConfigError if our commands would not be found, or if ``FLOWER_GPU_POLL_S`` is not a number.
     """
     seconds = POLL.resolve(None, env)
     if POLL.variable not in env:
@@ -197,10 +204,11 @@ def fast_start(
 
 
 def warm_up(libraries: Sequence[str] = ()) -> None:
-    """Start the fork server if it does not run, and let it import the libraries that every message needs.
+    """Start the fork server if it is not running, and let it import the libraries that every message needs.
 
     Messages wait for these imports, and need not import the libraries themselves. A failure is not reported
-    here, because the first message has the same failure.
+    here, because the first message will have the same failure.
+
     ``libraries``: names of the libraries that the app of this run imports.
     """
     if client.is_supported():
@@ -220,9 +228,10 @@ def warm_up_command(libraries: Sequence[str] = ()) -> list[str]:
 
 
 def warm_up_in_background(env: Mapping[str, str]) -> None:
-    """Call :func:`warm_up` in a process of its own, apart from the caller's program."""
+    """Call :func:`warm_up` in another process, and return at once."""
     with suppress(OSError):
-        # Twice removed: a program that replaces this one would have to reap it.
+        # The shell starts the process and exits, so the process is not a child of this program. A program
+        # that replaces this program with exec would not expect a child, and would not reap it.
         subprocess.run(
             ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 &', "sh", *warm_up_command()],
             stdin=subprocess.DEVNULL,

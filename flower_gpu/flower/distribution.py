@@ -1,6 +1,6 @@
-"""The installed distribution of Flower: ``flwr``, or ``flwr-nightly``, which has the same package in it.
+"""The installed distribution of Flower: ``flwr``, or ``flwr-nightly``, which contains the same package.
 
-Where both are installed, each has overwritten files of the other, and the imported package is a mixture.
+If both are installed, each has overwritten files of the other, and the imported package is a mixture.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Final
 
-#: Distributions that have the package ``flwr``, in the order in which Flower looks for its own version.
+#: Distributions that contain the package ``flwr``, in the order in which Flower looks for its own version.
 NAMES: Final = ("flwr", "flwr-nightly")
 
 
 def installed() -> dict[str, metadata.Distribution]:
-    """Return the installed distributions of Flower by their names: none, one, or both."""
+    """Return the installed distributions of Flower by name, up to two."""
     distributions = {}
     for name in NAMES:
         try:
@@ -29,5 +29,5 @@ def version() -> str | None:
 
 
 def described() -> str:
-    """Return name and version of the installed Flower for a message, such as ``flwr 1.42.0``."""
+    """Return the name and version of the installed Flower, such as ``flwr 1.42.0``, for a message."""
     return next((f"{name} {distribution.version}" for name, distribution in installed().items()), "flwr")

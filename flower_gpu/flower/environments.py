@@ -1,4 +1,4 @@
-"""Run-time environments: the packages that an app declares, installed once for each content, and kept.
+"""Run-time environments: the packages that an app declares, installed once per set of packages, and kept.
 
 ::
 
@@ -61,7 +61,7 @@ from flower_gpu.workers import interpreter, methods
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client, identity
 
-#: Flower's option of a SuperNode and of what it starts.
+#: Flower's option of a SuperNode and of the programs that it starts.
 OPTION: Final = "--allow-runtime-dependency-installation"
 
 # Packages that are never installed into an environment, because this process's versions are used.
@@ -97,7 +97,8 @@ def used() -> str | None:
 def replace_installation(module: str, *, is_confined: bool = False) -> None:
     """Replace Flower's installation of an app's packages in a module by these environments.
 
-    ``is_confined``: this process then imports nothing from the environment. Only its worker uses it.
+    ``is_confined``: True if only a confined worker uses the environment. This process then imports nothing
+    from it.
     Raises ConfigError if the app is confined and this version of Flower installs packages in another way.
     """
     if find(f"{module}:{_INSTALLER}") is None:
@@ -348,7 +349,7 @@ def _installed() -> dict[str, str]:
 
 
 def _public(version: str) -> str:
-    """Return a version without its local part, such as torch's of CUDA, which an index does not know."""
+    """Return a version without its local part, which an index does not know, such as ``+cu128`` of torch."""
     try:
         return Version(version).public
     except InvalidVersion:
@@ -364,5 +365,6 @@ def _remove_unused(parent: Path) -> None:
                 descriptor = files.opened(path, os.O_RDONLY | os.O_NOFOLLOW)
                 if files.try_lock(descriptor) and files.still_has_name(descriptor, path):
                     with files.temporary_folder("environment", parent) as temporary:
-                        # After the rename no process can find a half-removed environment.
+                        # The environment is renamed first, so that no process finds a half-removed
+                        # environment.
                         path.rename(temporary / path.name)

@@ -24,12 +24,12 @@ _SHOWN = ("loss", "accuracy", "f1")
 
 
 class GPUEvaluate:
-    """What :func:`gpu_evaluate` returns: an ``evaluate_fn`` for a Flower strategy.
+    """An ``evaluate_fn`` for a Flower strategy, returned by :func:`gpu_evaluate`.
 
     Attributes
     ----------
     is_shown : bool
-        Whether rounds are shown here. A simulation shows them itself.
+        True if this object logs a line for each round. A simulation shows the rounds itself.
     """
 
     is_shown: ClassVar[bool] = True
@@ -52,14 +52,14 @@ class GPUEvaluate:
         server_round : int
             The round; 0 is the initial model.
         arrays : ArrayRecord or list of ndarray
-            The global model, as the strategy hands it over.
+            The global model, as the strategy passes it.
         config : dict, optional
-            Given by strategies of the NumPyClient API only.
+            Only strategies of the NumPyClient API pass it.
 
         Returns
         -------
         MetricRecord, tuple of (float, dict), or None
-            What the same kind of strategy expects.
+            The result in the form that this kind of strategy expects. None if ``fn`` returned None.
         """
         is_message_api = isinstance(arrays, ArrayRecord)
         args = (server_round, arrays) if is_message_api else (server_round, arrays, config or {})
@@ -85,7 +85,7 @@ class GPUEvaluate:
         return loss, metrics
 
     def _show(self, server_round: int, metrics: Mapping[str, Any]) -> None:
-        """Log a line, beside those of Flower: bars would be torn by them."""
+        """Log a line for the round, instead of a progress bar, which Flower's log lines would break up."""
         now = time.monotonic()
         seconds, self._shown_at_s = now - self._shown_at_s, now
         of = "" if self.num_rounds is None else f"/{self.num_rounds}"
@@ -100,27 +100,27 @@ def gpu_evaluate(
     num_rounds: int | None = None,
     **options: Unpack[CallOptions],
 ) -> GPUEvaluate:
-    """Run a strategy's centralized evaluation in a worker, whatever the strategy.
+    """Return an ``evaluate_fn`` that runs a strategy's centralized evaluation in a worker.
 
     Parameters
     ----------
     fn : callable or str
-        The evaluation function as Flower wants it, unchanged: ``fn(server_round, arrays)`` for
+        The evaluation function as Flower expects it: ``fn(server_round, arrays)`` for
         ``strategy.start(evaluate_fn=...)``, or ``fn(server_round, ndarrays, config)`` for strategies of the
-        NumPyClient API. It may return what Flower expects there (a ``MetricRecord``, or loss and metrics)
-        or a dict with ``"loss"`` and other numbers in either case. As ``"package.module:function"`` only
-        the worker imports it.
+        NumPyClient API. It may return the type that Flower expects (a ``MetricRecord``, or loss and metrics).
+        For both kinds of strategies it may also return a dict with ``"loss"`` and other numbers. If it is
+        given as ``"package.module:function"``, only the worker imports it.
     kwargs : mapping, optional
         Further keyword arguments of ``fn``.
     num_rounds : int, optional
-        Shown in the progress of rounds.
+        Number of rounds, shown in the progress of rounds.
     **options
-        How it runs, and how much of a GPU it gets: see :class:`flower_gpu.CallOptions`.
+        Options of the call, such as its share of a GPU: see :class:`flower_gpu.CallOptions`.
 
     Returns
     -------
     GPUEvaluate
-        To be given to a strategy as its ``evaluate_fn``.
+        The ``evaluate_fn`` to pass to a strategy.
 
     Examples
     --------
@@ -132,7 +132,7 @@ def gpu_evaluate(
 
 
 def isolated(fn: Task | GPUEvaluate | None, num_rounds: int | None) -> GPUEvaluate | None:
-    """Wrap ``fn`` unless it is wrapped already, and tell it the number of rounds if it lacks it."""
+    """Return ``fn``, wrapped unless it is already, with the number of rounds set unless it already is."""
     if fn is None:
         return None
     evaluate = fn if isinstance(fn, GPUEvaluate) else gpu_evaluate(fn)

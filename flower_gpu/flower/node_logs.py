@@ -1,4 +1,4 @@
-"""Which node is which client of ``launch``: by what SuperNodes say in their logs at their start."""
+"""The clients of ``launch`` by the ids of their nodes, read from the logs of their SuperNodes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any, Final
 
 from flower_gpu.apps.folder import RunFolder
 
-# flwr.supernode: said once, when the SuperLink has given it its id.
+# A SuperNode logs this line once, when it has got its id from the SuperLink (flwr.supernode).
 _NODE_ID: Final = re.compile(r"SuperNode ID: (\d+)")
-_PATIENCE_S: Final = 5.0  # a SuperNode is there a moment before it says so
+# Longest wait for the ids in the logs. A SuperNode is connected a moment before it logs its id.
+_PATIENCE_S: Final = 5.0
 _PAUSE_S: Final = 0.02
-_MOST_CLIENTS: Final = 1 << 32  # of one launch
+_MOST_CLIENTS: Final = 1 << 32  # more than the clients of any launch
 
 
 def clients_of_nodes(folder: RunFolder) -> dict[int, int]:
-    """Return the numbers of clients by the ids of their nodes, also of earlier starts of the run."""
+    """Return the numbers of clients by the ids of their nodes, including earlier starts of the run."""
     clients = {}
     for path in folder.path.glob("client-*.log"):
         with suppress(OSError, ValueError):
@@ -60,11 +61,12 @@ class ClientOrder:
         deadline = time.monotonic() + _PATIENCE_S
         while new := {node.node_id for node in known} - self._clients.keys():
             self._clients |= clients_of_nodes(self._folder)
-            if time.monotonic() > deadline:  # nodes that this run has not started come last
+            # Nodes that this run has not started have no log. They come last.
+            if time.monotonic() > deadline:
                 self._clients = {**{id_: id_ + _MOST_CLIENTS for id_ in new}, **self._clients}
             time.sleep(_PAUSE_S)
         return sorted(known, key=lambda node: self._clients[node.node_id])
 
     def replies(self, replies: Iterable[Any]) -> InOrder:
-        """Return replies in order."""
+        """Return replies in the order of the clients that sent them."""
         return InOrder(sorted(replies, key=lambda reply: self._clients.get(reply.metadata.src_node_id, -1)))

@@ -1,14 +1,14 @@
 """A digest of the files that an installer would build a package from.
 
-An app that runs may write into the folder that its package was installed from: logs, caches, bytecode. If
-such files counted, each message would find the package changed, and would install a new environment. These
-files do not count:
+A running app may write logs, caches and bytecode into the folder that its package was installed from. If such
+files counted, each message would find the package changed, and would install a new environment. So the digest
+does not include these files:
 
-- files that ``.gitignore`` files leave out: those in the folder, and those above it up to the root of the
-  repository. Hatchling builds nothing from such files either;
-- folders of builds at the top, unless they are packages;
-- bytecode, logs, version control, virtual environments and the caches of tools. A cache with a
-  ``CACHEDIR.TAG`` (https://bford.info/cachedir/) is known by that.
+- Files that a ``.gitignore`` excludes, in the folder or above it up to the root of the repository. Hatchling
+  builds nothing from such files either.
+- Folders that builds create at the top level, unless they are packages.
+- Bytecode, logs, version control, virtual environments and the caches of tools. A cache is recognized by its
+  name, or by the file ``CACHEDIR.TAG`` in it (https://bford.info/cachedir/).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Final
 
 from pathspec import GitIgnoreSpec
 
-_LARGE_BYTES: Final = 16 << 20  # size from which size and date of a file are used instead of its content
+# The digest of a larger file uses its size and date instead of its content.
+_LARGE_BYTES: Final = 16 << 20
 _LEFT_BY_BUILDS: Final = re.compile(r"build|dist|.*\.egg-info")
 _NOT_CONTENT: Final = re.compile(
     r"\.git|\.hg|\.svn|\.venv|\.tox|\.nox|\.eggs|\.idea|\.vscode|\.cache|\.ipynb_checkpoints"
@@ -43,7 +44,8 @@ def digest(path: Path) -> str:
         sha.update(f"{file.relative_to(path)}\0".encode(errors="surrogateescape"))
         with suppress(OSError):
             state = file.stat()
-            if not stat.S_ISREG(state.st_mode):  # reading a pipe would wait for its writer
+            # Only regular files are read, because reading a pipe would wait for its writer.
+            if not stat.S_ISREG(state.st_mode):
                 sha.update(f"{state.st_mode}".encode())
             elif state.st_size > _LARGE_BYTES:
                 sha.update(f"{state.st_size} {state.st_mtime_ns}".encode())
@@ -61,19 +63,19 @@ class _Rules:
 
     @classmethod
     def read(cls, folder: Path) -> _Rules | None:
-        """Return the rules of a folder, or None if it has none that can be read."""
+        """Return the rules of a folder, or None if it has no readable ``.gitignore``."""
         with suppress(OSError, ValueError):
             return cls(folder, GitIgnoreSpec.from_lines((folder / _RULES).read_text().splitlines()))
         return None
 
     def decide(self, path: Path, *, is_folder: bool) -> bool | None:
-        """Return True if a path is ignored, False if a rule takes it back in, None if no rule fits."""
+        """Return True if a path is ignored, False if a rule includes it again, None if no rule matches."""
         name = path.relative_to(self.folder).as_posix()
         return self.spec.check_file(f"{name}/" if is_folder else name).include
 
 
 class _Ignored:
-    """Decides which files of a package's folder are ignored by git."""
+    """The paths in a package's folder that git ignores. Use it with ``in``."""
 
     def __init__(self, package: Path) -> None:
         self._rules = {rules.folder: rules for rules in _rules_above(package)}
@@ -82,7 +84,8 @@ class _Ignored:
     def enter(self, folder: Path) -> None:
         """Add the rules of a folder of the package."""
         rules = _Rules.read(folder)
-        # Rules that leave the package itself out are for something else, such as a folder of checkouts.
+        # Skip rules that exclude the package itself. They have another purpose, for example to exclude a
+        # folder of checkouts.
         if rules and not (folder == self._package and rules.decide(folder / _PROJECT, is_folder=False)):
             self._rules[folder] = rules
 
@@ -114,13 +117,13 @@ def _rules_above(package: Path) -> Iterator[_Rules]:
 
 
 def _files(package: Path) -> Iterator[Path]:
-    """Yield the files that count, those behind links to folders too."""
+    """Yield the files that count, including files behind links to folders."""
     ignored = _Ignored(package)
     seen: set[Path] = set()
     for parent, folders, names in os.walk(package, followlinks=True):
         folder = Path(parent)
         real = folder.resolve()
-        # A link that leads back, or a cache
+        # Skip a link to a folder that was already visited, and a cache.
         if real in seen or (folder != package and _CACHE_TAG in names):
             folders.clear()
             continue
@@ -137,6 +140,6 @@ def _files(package: Path) -> Iterator[Path]:
 
 
 def _is_left_by_build(folder: Path) -> bool:
-    """Return True if a build has left this folder, unless it is a package with one of these names."""
+    """Return True if this folder has the name of a build's output, and is not a package of that name."""
     is_named_so = bool(_LEFT_BY_BUILDS.fullmatch(folder.name)) and folder.is_dir()
     return is_named_so and not (folder / "__init__.py").exists()

@@ -1,15 +1,15 @@
 """The content of declared packages that come from a folder or from git.
 
-An environment is kept by what the app declares. But a folder or a branch can change without a change of its
-name, so the key of the environment also depends on the content:
+The key of an environment depends on the packages that the app declares. But the content of a folder or a
+branch can change while its name stays the same. So the key also depends on the content:
 
 - For a file or folder of this host, a digest of the content (:mod:`.package_content`) is part of the key. The
   same holds for folders that the package itself names as sources.
 - A branch, a tag or a repository's default branch is replaced by its current commit. ``git ls-remote`` is
   asked once for each run, so all messages of a run get the same packages, even after a push. If the
   repository cannot be reached, the last known commit is used.
-- A short hexadecimal number may be a commit or the name of a branch. It is a commit if the repository has no
-  branch or tag of that name. As a commit never changes, it is not asked for again.
+- A short hexadecimal number may be a commit or the name of a branch. It counts as a commit if the repository
+  has no branch or tag of that name. The repository is not asked again, because a commit never changes.
 
 The content of an archive at a URL is assumed to be constant.
 """
@@ -34,14 +34,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
 
-#: How the names of the files end that hold the commits of a run.
+#: Suffix of the files with the commits of runs.
 SUFFIX: Final = ".commits"
 
 _GIT: Final = "git+"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.IGNORECASE)  # SHA-1 or SHA-256
 _SHORT_COMMIT: Final = re.compile(r"[0-9a-f]{7,63}", re.IGNORECASE)
 _RUNS: Final = 16  # number of runs that are remembered
-_ASK_S: Final = 60.0  # seconds until a repository counts as out of reach
+_ASK_S: Final = 60.0  # seconds without an answer after which a repository counts as unreachable
 
 #: A repository, and a reference there: ``HEAD``, ``refs/...``, or the short name of a branch or tag.
 Reference = tuple[str, str]
@@ -49,7 +49,10 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 
 def requirement(text: str) -> Requirement:
-    """Return a parsed requirement. Raises ConfigError with the name only, since a URL may be secret."""
+    """Return a parsed requirement.
+
+    Raises ConfigError if it is invalid. The message has the name only, because a URL may hold credentials.
+    """
     try:
         return Requirement(text)
     except InvalidRequirement:
@@ -61,13 +64,13 @@ def requirement(text: str) -> Requirement:
 
 
 def shown(needed: Requirement) -> str:
-    """Return name and versions of a requirement. A URL, which may hold credentials, is left out."""
+    """Return the name and versions of a requirement, without its URL, which may hold credentials."""
     extras = f"[{','.join(sorted(needed.extras))}]" if needed.extras else ""
     return f"{needed.name}{extras}{needed.specifier}"
 
 
 def local_paths(declared: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the files and folders that packages come from, with the names of the packages.
+    """Return the names of the packages that come from files and folders of this host, by path.
 
     ``declared``: a pyproject.toml whose paths are absolute.
     """
@@ -95,26 +98,30 @@ def _add_path(result: dict[Path, str], path: Path, name: str) -> None:
     if path in result:
         return
     result[path] = name
-    with suppress(OSError, ValueError):  # not there, or not readable: uv says it
+    # If the file is missing or cannot be read, uv reports that.
+    with suppress(OSError, ValueError):
         for their_name, their_path in _paths(tomllib.loads((path / "pyproject.toml").read_text())):
             _add_path(result, path / their_path, their_name)
 
 
 class OfRuns:
-    """What was found out for the last runs, in a file that belongs to this account."""
+    """A file of this account with a value for each of the last runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> dict[str, Any]:
-        """Return what is known, by run, the newest run last."""
+        """Return the values by run, the newest run last."""
         with suppress(OSError, ValueError):
             result = json.loads(self._path.read_text())
             return result if isinstance(result, dict) else {}
         return {}
 
     def add(self, run: int | None, value: Any) -> None:
-        """Remember a value for a run. The caller holds a lock, or can do without a value of another run."""
+        """Remember a value for a run.
+
+        Without a lock, a value that another process adds at the same time may be lost.
+        """
         others = {name: known for name, known in self.read().items() if name != str(run)}
         with files.replaced(self._path, mode=0o600) as new:
             new.write_text(json.dumps(dict([*others.items(), (str(run), value)][-_RUNS:])))
@@ -128,7 +135,8 @@ def pinned(
 ) -> Mapping[str, Any]:
     """Return a pyproject.toml with the commits that its branches and tags have in a run.
 
-    ``folder``: where commits of runs are kept. ``ask``: as :func:`commits`.
+    ``folder``: folder in which the commits of runs are kept.
+    ``ask``: function such as :func:`commits`.
     """
     references = _references(declared)
     if not references:
@@ -142,7 +150,8 @@ def pinned(
         of_run = known.get(str(run)) if run is not None else None
         if of_run is None:
             last = next(reversed(known.values()), {})
-            asked = [item for item in references if last.get(keys[item]) != item[1]]  # others are commits
+            # A reference that is equal to its known commit is a commit itself.
+            asked = [item for item in references if last.get(keys[item]) != item[1]]
             answers = {keys[item]: commit for item, commit in (ask(asked) if asked else {}).items()}
             if len(answers) < len(asked):
                 _log.warning("not every git repository reports its commits; the last known ones are used")
@@ -152,13 +161,14 @@ def pinned(
 
 
 def commits(references: Sequence[Reference]) -> dict[Reference, str]:
-    """Return the commits of references. A repository that cannot be reached is left out.
+    """Return the commits of references. References of a repository that cannot be reached are left out.
 
     A short commit is returned as it is.
     """
     result = {}
     for url, reference in references:
-        names = [f"{reference}^{{}}", reference]  # the commit of an annotated tag comes before the tag
+        # The commit of an annotated tag takes precedence over the tag object.
+        names = [f"{reference}^{{}}", reference]
         if not reference.startswith(("refs/", "HEAD")):
             names = [f"refs/heads/{reference}", *(f"refs/tags/{name}" for name in names)]
         with suppress(OSError, subprocess.SubprocessError):
@@ -181,7 +191,7 @@ def commits(references: Sequence[Reference]) -> dict[Reference, str]:
 
 
 def _references(declared: Mapping[str, Any]) -> list[Reference]:
-    """Return the branches, tags and default branches of git sources, each once."""
+    """Return the branches, tags and default branches of git sources, without duplicates."""
     result: dict[Reference, None] = {}
 
     def note(url: str, reference: str) -> None:
@@ -194,7 +204,10 @@ def _references(declared: Mapping[str, Any]) -> list[Reference]:
 def _with_commits(
     declared: Mapping[str, Any], commit_of: Callable[[str, str], str | None]
 ) -> Mapping[str, Any]:
-    """Replace each reference by the commit that ``commit_of`` returns for URL and reference, if any."""
+    """Return a pyproject.toml in which commits replace the references of git sources.
+
+    ``commit_of``: returns the commit for a URL and a reference. None keeps the reference.
+    """
     project, settings = declared["project"], declared["tool"]["uv"]
     sources = {
         name: [_source(item, commit_of) for item in source]
@@ -211,7 +224,7 @@ def _with_commits(
 
 
 def _source(source: Mapping[str, Any], commit_of: Callable[[str, str], str | None]) -> Mapping[str, Any]:
-    """Do that in an entry of ``[tool.uv.sources]``."""
+    """Return an entry of ``[tool.uv.sources]`` in which the commit replaces the reference."""
     if "git" not in source:
         return source
     reference = source.get("rev", "HEAD")
@@ -226,7 +239,7 @@ def _source(source: Mapping[str, Any], commit_of: Callable[[str, str], str | Non
 
 
 def _requirement(text: str, commit_of: Callable[[str, str], str | None]) -> str:
-    """Do that in a requirement such as ``name @ git+https://host/path@branch``."""
+    """Return a requirement, such as ``name @ git+https://host/path@branch``, with the commit in it."""
     needed = requirement(text)
     if needed.url is None or not needed.url.startswith(_GIT):
         return text

@@ -41,14 +41,14 @@ from typing import Any, Final
 
 from flower_gpu.flower import private_names
 
-#: The longest wait while there may be work: Flower's own.
+#: The longest wait while there may be work. It is Flower's own interval.
 LONGEST_S: Final = 3.0
 #: A process without work for this long counts as idle.
 IDLE_AFTER_S: Final = 60.0
 #: After a wake-up, a process counts as having waited no longer than this, so it polls often again.
 TOLD_S: Final = 10.0
 
-# The next wait, as a part of the time waited already. It bounds the relative delay of a lost wake-up.
+# The next wait as a fraction of the time since the last work. It limits the relative delay of a lost wake-up.
 _WAIT_FRACTION: Final = 0.05
 
 #: Environment variable with the name of the socket that the next process binds.
@@ -64,6 +64,7 @@ def wait_s(waited_s: float, least_s: float, idle_s: float = LONGEST_S) -> float:
     """Return the seconds until a process polls its SuperLink again; they grow with the time without work.
 
     docs/how-to/supernodes.md says what a poll costs the SuperLink.
+
     ``waited_s``: seconds since the last work came.
     ``least_s``: shortest wait.
     ``idle_s``: wait of an idle process.
@@ -81,7 +82,7 @@ class Waker:
         self._sender = _Sender()
 
     def announce(self) -> None:
-        """Put the name into the environment of the processes that this process starts from here on."""
+        """Put the name of the socket into the environment of all processes that this process starts later."""
         os.environ[VARIABLE] = self._name
 
     def wake(self) -> None:
@@ -148,7 +149,8 @@ class _Sender:
         if self._socket is None:
             return
         for name in names:
-            # Either no process has bound the name, or the socket is full of wake-ups that say the same.
+            # Either no process has bound the name, or the socket is full of wake-ups, so one more changes
+            # nothing.
             with suppress(OSError):
                 self._socket.sendto(b"\n", socket.MSG_DONTWAIT, _address(name))
 

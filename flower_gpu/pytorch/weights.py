@@ -32,7 +32,7 @@ def get_weights(model: nn.Module) -> list[NDArray[Any]]:
     Parameters
     ----------
     model : torch.nn.Module
-        The model, on any device. A ``DistributedDataParallel`` wrapper is removed. A model that
+        The model, on any device. The wrapper of ``DistributedDataParallel`` is ignored. A model that
         ``fully_shard`` has sharded over ranks is gathered on the CPU of rank 0. All ranks must call this
         function, and the other ranks get an empty list.
 
@@ -254,7 +254,7 @@ def _full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _load_full_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load each rank's part of a ``state_dict``. Only rank 0 needs to have it, but all ranks must call this."""
+    """Load each rank's part of a ``state_dict`` that at least rank 0 has. All ranks must call this."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
