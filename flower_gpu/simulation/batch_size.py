@@ -4,11 +4,11 @@ Larger batches share the fixed costs of a message: Python, kernel launches, the 
 also need more memory at a time, which no longer fits into a processor's caches. Which effect wins depends on
 the network, the data and the device. So a run tries the sizes 1, 4, 16, 64 ... and keeps the fastest.
 
-A run is slower at its start, and other programs come and go. If each size had its turn, the first ones would
-look slow. So each size has a contest with the fastest one so far, in which batches of both take turns. The
-first batches of a size do not count, because libraries prepare each new shape in each worker. A size that
-takes twice as long per message ends the search: larger ones would take still longer, and memory that the host
-may not have.
+A run is slower at its start, and other programs come and go. If the sizes were measured one after the other,
+the first sizes would look slow. So each size has a contest with the fastest size so far, in which batches of
+both sizes take turns. The first batches of a size do not count, because libraries prepare each new shape in
+each worker. A size that takes twice as long per message ends the search. Larger sizes would take even longer,
+and would need memory that the host may not have.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _FACTOR: Final = 4  # ratio of a size to the previous one
-# Minimum for each side of a contest, without the batches that warm up. Clients differ, so a few messages say
-# little.
+# Minimum numbers for each side of a contest, without its first batches, which warm up the workers. A few
+# messages would say little, because clients differ.
 _CONTEST_BATCHES: Final = 3
 _CONTEST_MESSAGES: Final = 16
 _HOPELESS: Final = 2.0  # ratio of times per message above which larger sizes are not tried
@@ -30,6 +30,7 @@ class _Side:
     """The batches of one size in a contest.
 
     ``warm_up``: number of further batches that do not count.
+    ``batches``, ``messages``, ``seconds``: totals of the batches that count.
     """
 
     warm_up: int
@@ -39,16 +40,17 @@ class _Side:
 
     @property
     def progress(self) -> float:
-        """Part of the minimum that is there; 1 or more if it is enough."""
+        """Fraction of the minimum that has been measured. From 1 on, the side has been measured enough."""
         return min(self.batches / _CONTEST_BATCHES, self.messages / _CONTEST_MESSAGES)
 
     @property
     def message_s(self) -> float:
+        """Mean seconds per message."""
         return self.seconds / self.messages
 
 
 class BatchSize:
-    """Chooses the number of messages of each batch, from the seconds that earlier ones took.
+    """Chooses the number of messages of each batch, from the seconds that earlier batches took.
 
     ``max_messages``: maximum for the app's handler.
     ``workers``: number of workers that handle batches at the same time.
@@ -78,6 +80,7 @@ class BatchSize:
 
     def choose(self, available: int) -> int:
         """Return the number of messages for the next batch, up to ``available``."""
+        # In a contest, the side that has been measured least comes next.
         for size, side in sorted(self._contest.items(), key=lambda item: (item[1].progress, item[0])):
             if side.progress < 1 and self._size_of(min(size, available)) == size:
                 return min(size, available)
@@ -117,7 +120,7 @@ class BatchSize:
         return self.largest
 
     def _size_of(self, messages: int) -> int | None:
-        """Return the size that a batch counts for, or None if it has no more than half of any."""
+        """Return the size that a batch counts for, or None if no size is less than twice the batch."""
         return next((size for size in self._sizes if size // 2 < messages <= size), None)
 
 
@@ -134,7 +137,7 @@ class Batches:
         self._count = self._messages = 0
 
     def largest(self, message_type: str) -> int:
-        """Return the maximum number of messages in an assignment; 1 until a worker has said more."""
+        """Return the maximum number of messages in an assignment; 1 until a worker has reported more."""
         with self._lock:
             return self._sizes[message_type].largest if message_type in self._sizes else 1
 
@@ -166,13 +169,13 @@ class Batches:
             return self._sizes[message_type].refuse(messages) if message_type in self._sizes else 1
 
     def count(self, messages: int) -> None:
-        """Count an assignment of several messages; single messages are no batch."""
+        """Count an assignment for :meth:`facts`. An assignment of a single message is not a batch."""
         with self._lock:
             self._count += messages > 1
             self._messages += messages if messages > 1 else 0
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts for the result."""
+        """Return the facts about batches for the result of the run."""
         with self._lock:
             fastest = {message_type: size.fastest for message_type, size in self._sizes.items()}
             return {"count": self._count, "messages": self._messages, "fastest": fastest}

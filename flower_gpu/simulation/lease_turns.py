@@ -30,9 +30,9 @@ The races:
 - A message of this run may already wait in the ledger when a suitable worker becomes idle. Its ticket is then
   no reason to end the worker: the message finds the worker by ``has_idle`` and takes it. Tickets of this run
   are recognized by process and label.
-- A process with another reserve may see no room where this one sees some, and sends no wake-up. So the
-  watcher also looks every ``_LOOK_S`` seconds. A request that it sees twice ends every idle worker that it
-  could use.
+- Another process may reserve more memory than this process. It may then see no room for its request where
+  this process sees room, and sends no wake-up. So the watcher also looks every ``_LOOK_S`` seconds. If it
+  sees a request twice, it ends every idle worker with a lease that the request could use.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ from flower_gpu.polling import readable
 from flower_gpu.simulation.workers import waiting
 from flower_gpu.workers.caller import Line
 
-# Seconds between two looks for requests without a wake-up. A process with another reserve may send none.
+# Seconds between two looks for requests without a wake-up. A process with another reserve may send no
+# wake-up.
 _LOOK_S: Final = 2.0
 
 
@@ -104,8 +105,8 @@ class LeasedLine:
     def descriptors(self) -> tuple[int, int]:
         """Return two descriptors to wait on while the worker idles.
 
-        The first one becomes readable when a request waits for the lease, the second one when the worker is
-        gone.
+        The first descriptor becomes readable when a request waits for the lease, and the second descriptor
+        when the worker has exited.
         """
         return self.lease_now()[1].wake_descriptor, self.line.descriptor
 
@@ -141,16 +142,16 @@ class _LeaseRequester:
 class LeaseTurns:
     """The leases of a run: queues of messages that need a new lease, and workers that idle with a lease.
 
-    One message per kind of lease requests it from the ledger. The others wait here, and without a time limit:
-    they wait for calls of their own run, which end one after the other. A ticket for each of them would make
-    other runs release leases for every ticket.
+    One message per kind of lease requests a lease from the ledger. The other messages wait here, without a
+    ticket. With a ticket for each message, other runs would release a lease for each of them. There is no
+    time limit here, because these messages wait for calls of their own run, which end one after the other.
 
     An idle worker keeps its process and its lease, so that the next round need not start CUDA again. A
     request that waits in the ledger wakes all holders. The watcher thread then ends the idle workers that are
     in the way.
 
-    ``max_leases``: maximum number of leases at a time, or None if unknown. At this number no message requests
-    one.
+    ``max_leases``: maximum number of leases at a time, or None if unknown. While the run holds this number,
+    no message requests a lease.
     """
 
     def __init__(self, max_leases: int | None = None) -> None:
@@ -159,7 +160,8 @@ class LeaseTurns:
         self._queues: dict[str, deque[object]] = defaultdict(deque)
         self._waiting_in_ledger: list[_LeaseRequester] = []
         self._lease_count = 0
-        # Latest time at which a lease was released or a worker was parked
+        # Latest time at which a lease was released or a worker was parked. The run's wait for other runs
+        # cannot have begun earlier.
         self._none_since = time.monotonic()
         self._reading = threading.Lock()
         self._reader = Reader()
@@ -169,7 +171,7 @@ class LeaseTurns:
         self._seen: set[str] = set()  # tickets that waited at the last look
         self._is_closed = False
         self._watcher: threading.Thread | None = None
-        # Ends of the pipe that wakes the watcher: the first one for reading, the second one for writing
+        # Ends of the pipe that wakes the watcher: the read end and the write end, or -1.
         self._woken = self._wakes = -1
 
     @contextmanager
@@ -226,10 +228,10 @@ class LeaseTurns:
             self._changed.notify_all()
 
     def deadline(self, began: float, timeout_s: float) -> float:
-        """Return the time until which a call may wait in the ledger. The time can change from call to call.
+        """Return the time until which a call may wait in the ledger. Later calls may return another time.
 
         While calls of the run hold leases there is no limit, because each of them makes room when it ends.
-        Without such calls the run waits for others, and the limit is meant for this case.
+        Otherwise the run waits for other runs, and the limit is meant for this case.
 
         ``began``: start of the call's wait, on the clock of ``time.monotonic``.
         ``timeout_s``: maximum wait in seconds.
@@ -390,7 +392,7 @@ class LeaseTurns:
     def _asking_by(self, entry: Entry) -> _LeaseRequester | None:
         """Return the message of this run that a ticket belongs to, or None.
 
-        A ticket of this process may also belong to something else, such as the server's evaluation.
+        A ticket of this process may also belong to other code, such as the server's evaluation.
         """
         if entry.pid != os.getpid() or entry.pid_namespace != self._pid_namespace:
             return None
@@ -429,7 +431,7 @@ def _size(leasing: Leasing) -> object:
 
 
 def _is_alike(first: GPUNeed, second: GPUNeed) -> bool:
-    """Return True if two needs are equal, apart from small changes of a learned footprint."""
+    """Return True if two needs are equal, except for small changes of a learned footprint."""
     if (first.uuid, first.share, first.alone) != (second.uuid, second.share, second.alone):
         return False
     sizes = sorted([first.memory_bytes or 0, second.memory_bytes or 0])

@@ -1,11 +1,11 @@
-"""The state of a worker's process: each client finds the state that the first client found.
+"""The settings of a worker's process, restored so that each client finds the settings of the first client.
 
-Modules and their globals persist. Two tables of :mod:`flower_gpu.workers.process_settings` list settings of
-the interpreter and of the kernel. Frameworks add their own flags.
+Two tables of :mod:`flower_gpu.workers.process_settings` list settings of the interpreter and of the kernel.
+Frameworks add their own flags. Modules and their globals are not restored.
 
 Settings are restored when the next message begins, because threads of an earlier client may change them until
-then. A process may lack the permission to restore its niceness or its limits. So these are restored when a
-message ends. If this fails, the next message gets a new worker.
+then. But a process may lack the permission to restore its niceness or its limits. So these settings are
+restored when a message ends. If this fails, the next message gets a new worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ProcessState:
             _restore(setting, value)
 
     def can_be_restored(self) -> bool:
-        """Restore the settings that this process may be unable to restore. Return False if one fails."""
+        """Restore the settings that may need a permission. Return False if a setting stays changed."""
         try:
             return all(_restore(setting, value) or setting.get() == value for setting, value in self._lasting)
         except (OSError, ValueError):
@@ -45,15 +45,16 @@ class ProcessState:
 def _values(settings: Any) -> list[tuple[Setting, Any]]:
     values = []
     for setting in settings:
-        # PyTorch refuses to read a flag by one of its two names if it was set by the other one.
+        # Skip a setting that cannot be read. For example, some flags of PyTorch have two names. PyTorch
+        # refuses to read such a flag by one name if it was set by the other name.
         with suppress(RuntimeError, AttributeError, TypeError):
             values.append((setting, setting.get()))
     return values
 
 
 def _restore(setting: Setting, value: Any) -> bool:
-    """Restore one setting; return True if it had the value already."""
-    # suppress() would take as long as the rest of this function.
+    """Restore one setting. Return True if the setting already had the value."""
+    # try is used instead of suppress(), which would take as long as the rest of this function.
     try:
         if setting.get() == value:
             return True

@@ -7,7 +7,7 @@ After a call the worker stays in the slot. If no message follows, or the message
 parks the place in the run's :class:`LeaseTurns` and gives the slot a new, empty one. The next call with a
 lease takes, in this order: the worker of the slot, an idle worker of the run, or a new lease.
 
-Two locks, because ending a worker takes seconds and ``cancel`` must not wait for that:
+There are two locks, because ending a worker takes seconds, and ``cancel`` must not wait for that:
 
 - ``_between_calls`` is held while a worker is taken, parked or ended between two calls. The thread of the
   slot and other threads that call ``retire`` compete for it.
@@ -56,8 +56,9 @@ class Slot(Workers):
     ``workers_started``: number of workers that this slot has started.
     ``max_messages``: number of messages that the app handles at once, as the worker reported in the last
     call.
-    ``ready_s``: seconds from the request for the last call's worker until it was ready to train, by
-    ``is_step`` of the event. Empty if the worker may get another call.
+    ``ready_s``: seconds from the start of the last call until its worker was ready to train, by the field
+    ``is_step`` of the worker's event. Empty if the worker may get another call, because such a worker gets
+    ready only once.
     ``waits_since``: start of the current call's wait for its worker, on the clock of ``time.monotonic``, or
     None.
     """
@@ -108,7 +109,10 @@ class Slot(Workers):
         return self._place.lease_and_ticket is not None
 
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
-        """Return the start method of workers, chosen once for all calls, since this process is not forked."""
+        """Return the start method of workers. It is chosen once for all calls.
+
+        The state of this process does not matter for the choice, because this process is never forked.
+        """
         key = (start_method, server_first)
         if key not in self._chosen:
             self._chosen[key] = start.choose(start_method, server_first=server_first)
@@ -119,7 +123,8 @@ class Slot(Workers):
         call = replace(call, admit_lines=self._admit_lines, without=self._without)
         self.waits_since = None
         if call.lease_descriptor < 0 and self.has_lease:
-            self.retire()  # the call does not use a GPU
+            # The call does not use a GPU, so the lease would be idle.
+            self.retire()
         place = self._place
         self.is_used_again = False
         max_calls = 1 if place.is_for_one_call else self._max_calls
@@ -163,7 +168,8 @@ class Slot(Workers):
                 self._acquire(leasing, request, fits, is_usual=is_usual)
                 break
             except WorkerIdlesError:
-                pass  # the loop takes the idle worker, unless another thread was faster
+                # The loop takes the idle worker, unless another thread was faster.
+                pass
         place = self._place
         assert place.lease_and_ticket is not None
         place.serve(leasing.label)
@@ -175,7 +181,7 @@ class Slot(Workers):
 
     @contextmanager
     def hold_cores(self, leasing_: Leasing) -> Iterator[None]:
-        """Hold cores of the run for a call on the CPU. This process holds the lease, not the worker."""
+        """Hold cores for a call on the CPU in the block. This process holds their lease, not the worker."""
 
         def check() -> None:
             if self.is_cancelled:
@@ -214,8 +220,8 @@ class Slot(Workers):
         turn = self._turns.turn(leasing.key.task, leasing.label, deadline, fits)
         with turn if is_usual else nullcontext():
             lease = self._place.acquire(asking, request)
-        # A call that is measured has a whole GPU, and a second try has more than other calls request. Such a
-        # lease is too large to keep.
+        # Do not keep a lease that is larger than other calls need: the lease of a measured call is a whole
+        # GPU, and a second try requests more than other calls.
         self._place.is_for_one_call = not (is_usual and leasing.may_have(lease))
 
     def prepare(self, calls: int) -> None:
@@ -234,16 +240,16 @@ class Slot(Workers):
         self.idle()
 
     def idle(self) -> None:
-        """Park a worker with a lease.
+        """Park the slot's worker if it has a lease.
 
-        Any message of the run may then use it. If another claim needs the room of its lease, the worker ends.
+        Any message of the run may then use the worker. It ends if another claim needs the room of its lease.
         """
         with self._between_calls:
             if self.has_lease:
                 self._turns.park(self._replaced(LeasedLine(Line(), self._turns)))
 
     def _use_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
-        """Take an idle worker of the run. Return False if there is none. The slot must not have a worker."""
+        """Take an idle worker of the run. Return True if there was one. The slot must not have a worker."""
         place = self._turns.take_idle(fits)
         if place is not None:
             self._replaced(place).close()

@@ -3,14 +3,14 @@
 The first functions decide how many messages a host handles at a time, and how many leases its GPUs can grant.
 :class:`Needs` lists the libraries that workers are forked with.
 
-:class:`CoreLeases` solves a problem of runs on the CPU. Such a run shares the host's cores with other runs by
-the ledger, but a request for each message would cost a short message a good part of its time. So a lease
+:class:`CoreLeases` solves a problem of runs on the CPU. Such a run shares the host's cores with other runs
+through the ledger. But a short message would spend much of its time on its request to the ledger. So a lease
 stays with the run between messages, and any thread of the run may take it.
 
 Threads. The threads of the slots call ``hold``. At most one of them requests a new lease from the ledger at a
 time, and ``_asking`` is its amount. The others wait for an idle lease on ``_changed``, which protects all
-state of the object. A daemon thread looks every ``_LOOK_S`` seconds whether another claim waits for cores.
-Then it releases idle leases at once, and each lease in use is released when its message ends and its turn of
+state of the object. A daemon thread checks every ``_LOOK_S`` seconds if another claim waits for cores. If so,
+it releases idle leases at once. A lease in use is released when its message ends, but not before its turn of
 ``_TURN_S`` is over. Tickets are always released outside of the lock, because that writes files.
 """
 
@@ -55,8 +55,8 @@ _WITHOUT_TORCH: Final = {
 } | sys.stdlib_module_names
 # Seconds between two looks for other claims that wait for cores
 _LOOK_S: Final = 0.25
-# Seconds that a lease stays with the run even if others wait, as long as messages follow one another. A
-# request to the ledger for each message would cost a short message a good part of its time.
+# Seconds that a lease stays with the run even if others wait, as long as messages follow one another. Without
+# such a turn, short messages would spend much of their time on requests to the ledger.
 _TURN_S: Final = 0.5
 # Assumed number of leases per GPU if their size is unknown. The ledger admits as many as have room.
 _SHARES: Final = 8
@@ -78,7 +78,7 @@ def concurrency(settings: CallSettings, leases: int, max_workers: int | None, no
 
 
 def max_leases(settings: CallSettings, uuids: Sequence[str]) -> int:
-    """Return the maximum number of leases of a run on these GPUs: a guess if its calls name no size."""
+    """Return the maximum number of leases of a run on these GPUs. It is a guess if its calls name no size."""
     if not uuids:
         return 0
     gpus = look_at_gpus().usable
@@ -117,7 +117,7 @@ def core_leases(settings: CallSettings, count: int, max_leases: int, name: str) 
     """Return the core leases of a run.
 
     ``count``: number of messages that are handled at the same time.
-    ``max_leases``: the same number if all messages requested as few cores as some clients do.
+    ``max_leases``: that number, if every message requested as few cores as the most modest clients.
     """
     host = settings.host
     need = replace(host, concurrency=count if host.num_cpus is None else None).cores(on_gpu=False)
@@ -159,7 +159,7 @@ class Needs:
     def learn_beside(self, settings: CallSettings) -> None:
         """Let the fork server import the modules in the background, before the first worker is forked.
 
-        A thread waits for it, so that this process can import the ServerApp at the same time.
+        A thread waits for the fork server, so that this process can import the ServerApp at the same time.
         """
         if not start.choose(settings.worker.start_method).from_server:
             return
@@ -196,8 +196,9 @@ def waiting(reader: Reader) -> list[Entry]:
 class CoreLeases:
     """The core leases of a run on the CPU. Thread-safe.
 
-    A lease stays with the run when its message ends, so that the next message costs nothing. If other claims
-    wait for cores, idle leases are released at once, and a lease in use after its message and its turn.
+    A lease stays with the run when its message ends, so that the next message needs no request to the ledger.
+    If other claims wait for cores, idle leases are released at once. A lease in use is released when its
+    message and its turn have ended.
 
     ``settings``: settings of the run's calls.
     ``amount``: thousandths of a core for a message that requests no number of cores.
@@ -290,7 +291,8 @@ class CoreLeases:
 
         Returns None if the ledger cannot be used and the run requested no number of cores.
         """
-        ends = time.monotonic() + self._settings.timeout_s  # by default infinity
+        # By default the timeout is infinite.
+        ends = time.monotonic() + self._settings.timeout_s
 
         def deadline() -> float:
             check()
@@ -318,8 +320,9 @@ class CoreLeases:
             has_turn = time.monotonic() < self._turns[ticket.entry.id]
             keeps = has_turn or not self._is_wanted
             if self._asking is not None:
-                # A message of this run waits in the ledger. It gets the released cores there, unless another
-                # claim would get them first.
+                # A message of this run waits in the ledger, and gets the cores there if the lease is
+                # released. The lease is kept only if another claim would get the cores first, and if the
+                # message needs the same amount.
                 keeps = has_turn and self._is_wanted and self._asking == self._amounts[ticket.entry.id]
             if keeps and not self._end.is_set():
                 self._idle.append(ticket)
@@ -345,8 +348,8 @@ class CoreLeases:
             )
             idle: list[Ticket] = []
             with self._changed:
-                # One of the waiting claims may be the request of this object. A claim of the server's
-                # evaluation is not.
+                # One of the waiting claims is the request of this object, if it has a request. A claim of the
+                # server's evaluation counts as another claim.
                 self._is_wanted = count > (self._asking is not None)
                 if self._is_wanted:
                     idle, self._idle = self._idle, []

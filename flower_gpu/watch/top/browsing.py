@@ -36,7 +36,7 @@ class Browsing:
         self._reversed: dict[str, bool] = {}
 
     def press(self, key: bytes) -> None:
-        """Scroll, sort, or switch to the other table, as a key asks for. Other keys have no effect."""
+        """Scroll, sort, or switch to the other table, according to a key. Other keys have no effect."""
         steps = dict.fromkeys(_UP, -1) | dict.fromkeys(_DOWN, 1) | dict.fromkeys(_HOME, -sys.maxsize)
         steps |= dict.fromkeys(_END, sys.maxsize) | {_PAGE_UP: -self._page, _PAGE_DOWN: self._page}
         steps |= {b"\x1b[1~": -sys.maxsize, b"\x1b[4~": sys.maxsize}
@@ -44,7 +44,8 @@ class Browsing:
             self.first = max(0, self.first + steps[key])
         elif key == b"\t":
             self.table, self.first = WAITING if self.table == WORKERS else WORKERS, 0
-        elif key in (b"<", b">", b",", b"."):  # with and without Shift
+        # The comma and the period are on the same keys, without Shift.
+        elif key in (b"<", b">", b",", b"."):
             columns = ["", *self._sortable.get(self.table, ())]
             place = columns.index(self.sorted_by(self.table)) if self.sorted_by(self.table) in columns else 0
             self._sorted_by[self.table] = columns[(place + (1 if key in b">." else -1)) % len(columns)]

@@ -81,8 +81,8 @@ class Column:
     text: Callable[[Any], str]  # text of a row
     key: Callable[[Any], Any] | None = None  # sort key of a row; None if the column is not sortable
     style: str | Callable[[Any], str] = ""
-    is_right: bool = True  # right-aligned
-    least: int = 0  # minimum width in cells when texts are cut; 0 if they are never cut
+    is_right: bool = True  # True if the texts are aligned to the right
+    least: int = 0  # minimum width in cells if texts are cut; 0 if texts are never cut
 
     def cell(self, row: Any) -> Text:
         """Return the styled text of this column for a row."""

@@ -27,9 +27,9 @@ _WIDE: Final = 100
 _ROOM_FOR_HELP: Final = 16
 #: Maximum length of a bar, in cells.
 _LONGEST_BAR: Final = 64
-#: Part of a bar, in cells, below which it is not drawn.
+#: Length in cells below which a part of a bar is not drawn.
 _NOTHING: Final = 0.05
-#: The parts of a bar: letter, letter for an ASCII terminal, style, meaning.
+#: The parts of a bar: symbol, symbol for an ASCII terminal, style, meaning.
 _PARTS: Final = (
     ("█", "#", "green", "used"),
     ("▒", "+", "green", "leased"),
@@ -45,7 +45,7 @@ class Size:
 
     width: int
     height: int | None = None
-    is_ascii: bool = False  # the terminal can show ASCII only
+    is_ascii: bool = False  # True if the terminal can show ASCII only
 
 
 def draw(shown: Snapshot, size: Size, browsing: Browsing | None = None) -> list[Text]:
@@ -140,7 +140,12 @@ def _bar(gpu: GPURow, cells: int, is_ascii: bool) -> list[Part]:
 
 
 def divided(cells: int, parts: Sequence[int], total: int) -> list[int]:
-    """Return the length in cells of each part of a bar. Parts of any visible size get one cell or more."""
+    """Return the length in cells of each part of a bar. A visible part gets a length of at least one.
+
+    ``cells``: length of the whole bar.
+    ``parts``: sizes of the parts, in the same unit as ``total``.
+    ``total``: size of the whole bar. The bar stands for the sum of the parts if this is larger.
+    """
     whole = max(total, sum(parts), 1)
     shares = [cells * part / whole for part in parts]
     lengths = [max(1, round(share)) if share > _NOTHING else 0 for share in shares]
