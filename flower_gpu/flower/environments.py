@@ -9,9 +9,9 @@
             │  uv runs in a temporary folder, in a worker that ends with this process
             └── a complete folder is renamed to the environment's name
 
-Flower itself installs into a folder of the run for each message, and the message that ends first removes
-that folder. As with Flower, the environment comes before this process's packages, and flwr is always that of
-this process. A package that this process has in a suitable version is not installed again.
+Flower itself installs into a folder of the run for each message, and the message that ends first removes that
+folder. As with Flower, packages of the environment take precedence over this process's packages. But flwr is
+always this process's version. A package that this process has in a suitable version is not installed again.
 
 Several processes use the folder of environments at the same time, and any may be killed. Three rules keep an
 environment whole:

@@ -72,7 +72,7 @@ def shown(needed: Requirement) -> str:
 def local_paths(declared: Mapping[str, Any]) -> dict[Path, str]:
     """Return the names of the packages that come from files and folders of this host, by path.
 
-    ``declared``: a pyproject.toml whose paths are absolute.
+    ``declared``: content of a pyproject.toml, with absolute paths.
     """
     result: dict[Path, str] = {}
     for text in declared["project"]["dependencies"]:

@@ -1,7 +1,8 @@
 """Functions for code that runs in several ranks: the number of the rank, means and sums, the process group.
 
 :func:`flower_gpu.distributed` makes a function that runs in several ranks. The functions here can be called
-anywhere; with a single rank they change nothing. For models, data and checkpoints, use PyTorch's own calls.
+anywhere. With a single rank, a mean or a sum is the value itself. For models, data and checkpoints, use
+PyTorch's own calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Conversion of a model's ``state_dict`` to numpy arrays and back, and to a safetensors file.
 
 Arrays and files have every entry of the ``state_dict`` in its order: parameters and buffers. numpy has no
-bfloat16, so such an entry is sent as float32, which is lossless, and is cast back when it is loaded.
-Strategies average integer and boolean buffers into floats. These are rounded when they are loaded.
+bfloat16, so such an entry is sent as float32, which is lossless. Loading casts it back.
+Strategies average integer and boolean buffers into floats. Loading rounds these floats.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     if is_sharded(model):
         _load_full_state(model, tensors)
         return
-    # load_state_dict is used instead of copy_, because the state_dict of some modules has other tensors than
-    # those that the modules compute with, and load_state_dict can load them. It needs the modules' versions
-    # in this same dict. Without them it may treat the arrays as those of an old release.
+    # load_state_dict is used instead of copy_, because some modules do not compute with the tensors of their
+    # state_dict, but load_state_dict can convert these. It needs the versions of the modules, which this same
+    # dict has as metadata. Without the versions it may treat the arrays as data of an old release.
     state.update(tensors)
     model.load_state_dict(state, strict=True)
 

@@ -257,8 +257,11 @@ class LeaseTurns:
                 return
         place.retire()
 
-    def has_idle(self, fits: Callable[[LeasedLine], bool]) -> bool:
-        """Return True if an idle worker suits, by ``fits``, and no other request needs its lease."""
+    def has_idle(self, fits: Callable[[LeasedLine], bool] | None = None) -> bool:
+        """Return True if an idle worker is suitable, and no other request needs its lease.
+
+        ``fits``: returns True for a suitable worker. None: every worker is suitable.
+        """
         with self._changed:
             return self._find_idle(fits) is not None
 

@@ -203,7 +203,7 @@ class Slot(Workers):
     def _acquire(
         self, leasing: Leasing, request: LeaseRequest, fits: Callable[[LeasedLine], bool], *, is_usual: bool
     ) -> None:
-        """Acquire a new lease, as soon as it is this call's turn to request one.
+        """Acquire a new lease, as soon as it is this call's turn to request a lease.
 
         Raises WorkerIdlesError if the call can use an idle worker instead.
         """
@@ -225,7 +225,7 @@ class Slot(Workers):
         self._place.is_for_one_call = not (is_usual and leasing.may_have(lease))
 
     def prepare(self, calls: int) -> None:
-        """Prepare for the next call. If workers are used again and this slot has none, take an idle one.
+        """Prepare for the next call. Take an idle worker if workers are used again and this slot has none.
 
         ``calls``: maximum number of calls per worker.
         """

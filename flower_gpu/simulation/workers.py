@@ -58,7 +58,8 @@ _LOOK_S: Final = 0.25
 # Seconds that a lease stays with the run even if others wait, as long as messages follow one another. Without
 # such a turn, short messages would spend much of their time on requests to the ledger.
 _TURN_S: Final = 0.5
-# Assumed number of leases per GPU if their size is unknown. The ledger admits as many as have room.
+# Assumed number of leases per GPU if their size is unknown. The ledger admits only leases that
+# have room.
 _SHARES: Final = 8
 
 
@@ -117,7 +118,7 @@ def core_leases(settings: CallSettings, count: int, max_leases: int, name: str) 
     """Return the core leases of a run.
 
     ``count``: number of messages that are handled at the same time.
-    ``max_leases``: that number, if every message requested as few cores as the most modest clients.
+    ``max_leases``: that number, if every message requested as few cores as the clients that request least.
     """
     host = settings.host
     need = replace(host, concurrency=count if host.num_cpus is None else None).cores(on_gpu=False)

@@ -153,7 +153,7 @@ def unsendable(error: Exception) -> Outcome:
     return failure(result.with_traceback(error.__traceback__))
 
 
-# Seconds of imports from which on an error mentions them. A shorter time explains nothing.
+# Minimum seconds of imports that an error mentions. A shorter time does not explain a timeout.
 _MENTIONED_S = 0.5
 
 
@@ -261,7 +261,7 @@ def without_result(seen: CallWatch, timeout_s: float | None, after_s: float) -> 
 
 
 def cannot_be_killed(stuck_in: str) -> str:
-    """Return the end of a sentence about a worker that is still there after SIGKILL."""
+    """Return the end of a sentence about a worker that has not exited after SIGKILL."""
     return (
         f"cannot be killed: after SIGKILL it is in {stuck_in}. It waits in the kernel for a GPU or a disk "
         "that does not answer (see dmesg). Its lease stays with it until it is gone; other calls go on."

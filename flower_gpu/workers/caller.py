@@ -189,7 +189,7 @@ class Line:
             self._end_worker()
 
     def close(self) -> None:
-        """End the worker if there is one, and release the place at its fork server."""
+        """End the worker, if any, and release the place at its fork server."""
         with deferred_interrupts():
             self._end_worker()
             place, self._place = self._place, None
@@ -245,7 +245,7 @@ class Line:
     def _sent(
         self, call: Call, run_options: _RunOptions, files: dict[str, int]
     ) -> tuple[StartedWorker, bool]:
-        """Send a call to the waiting worker or a new one; return the worker, and True if it is new.
+        """Send a call to the waiting worker or a new worker. Return the worker, and True if it is new.
 
         ``files``: receives the call's memory files as soon as they are open.
         """

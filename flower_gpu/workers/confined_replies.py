@@ -162,7 +162,7 @@ _EVENTS: Final[Mapping[str, Mapping[str, _Take]]] = MappingProxyType(
     {
         "result": {"cpu_s": _seconds, "memory_bytes": _count, "mapped_bytes": _count},
         "importing": {"seconds": _seconds},
-        # The caller needs to know only that there are such variables. It takes over none of them.
+        # The caller only needs to know that such variables exist. It does not take over their values.
         "set_too_late": {"variables": lambda _: {}},
         "sys_exit": {"where": lambda value: _short_text(value) or ""},
         "task_started": {},

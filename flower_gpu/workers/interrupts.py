@@ -1,9 +1,9 @@
-"""Defer Ctrl-C in a caller where it could lose something, and let other signals act as Ctrl-C.
+"""Defer Ctrl-C while a caller starts or ends a worker, and let other signals act as Ctrl-C.
 
 Ctrl-C raises KeyboardInterrupt between any two steps of Python code. In the middle of starting or ending a
 worker, that could lose a descriptor or leave a worker running. :func:`deferred_interrupts` marks such blocks:
 a Ctrl-C within the block is recorded, and its handler runs at the end of the block. Within it,
-:func:`allowed_interrupts` marks the parts that take long and in which nothing can be lost.
+:func:`allowed_interrupts` marks long waits, in which a Ctrl-C can lose neither.
 
 Python runs signal handlers in the main thread only, so these blocks have no effect in other threads, and
 ``_waiting`` needs no lock.
@@ -48,7 +48,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextmanager
 def allowed_interrupts() -> Iterator[None]:
-    """Allow a Ctrl-C again within a block of :func:`deferred_interrupts`, while nothing can be lost."""
+    """Allow a Ctrl-C in a part of a block of :func:`deferred_interrupts`, for a long wait."""
     if threading.current_thread() is not threading.main_thread() or not _waiting:
         yield
         return

@@ -60,7 +60,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 _SIGEV_SIGNAL = 0  # asm-generic/siginfo.h
 _WORKER_OOM_SCORE = 500  # half of the maximum of 1000, see proc(5)
 _ENDS = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
-# Limit for ending leftover processes. They die at once, unless they start others as fast as they can.
+# Limit in seconds for ending leftover processes. They die at once, unless they keep starting other processes.
 _END_OF_LEFT_S = 5.0
 _PAUSE_S = 0.01
 
@@ -139,7 +139,7 @@ class StopOrder:
             os.close(self._write)
 
     def close(self) -> None:
-        """Give the order and close the descriptor, once no thread waits for it any more."""
+        """Give the order, and close the descriptor. Call this when no thread waits for it."""
         self.give()
         with suppress(OSError):
             os.close(self.descriptor)
@@ -369,7 +369,8 @@ def is_tracker(pid: int) -> bool:
     """Return True if a living process is a resource tracker, by its command line.
 
     The command line of a process in uninterruptible sleep is not read. That process may hold the lock of its
-    memory map, and the reader would then sleep as long as it does. A tracker waits for a pipe.
+    memory map. A reader would then sleep until that process releases the lock. A tracker is not such a
+    process, because it waits for a pipe.
     """
     if _state_parent_group(pid)[0] == "D":
         return False

@@ -47,13 +47,14 @@ class OwnProcess:
     imported_by_forks: dict[str, None] | None = None
     #: Seconds of imports in this worker's call, as seen by :class:`events.SeenImports`.
     import_s: float = 0.0
-    #: Descriptor of this worker's socket folder, or -1. The lock lasts as long as the worker or a fork of it.
+    #: Descriptor of this worker's socket folder, or -1. The folder stays
+    #: locked until the worker and all of its forks have ended.
     sockets_lock: int = -1
     #: Keys of the preload entries already run in this process.
     preloaded: set[str] = field(default_factory=set)
 
     def keep(self, descriptor: int) -> None:
-        """Keep a descriptor open, or -1 for none, and close the previous one."""
+        """Keep ``descriptor`` open, or -1 for none, and close the descriptor that was kept before."""
         previous, self.lease_descriptor = self.lease_descriptor, descriptor
         if previous >= 0:
             with suppress(OSError):

@@ -152,7 +152,7 @@ def follow(applied: Mapping[str, str]) -> None:
     """Apply changes that the user's modules have made to ``os.environ`` since ``applied`` was applied.
 
     Modules set the variable before they import torch. If torch is already loaded, the import has no effect,
-    so the count is set here. Libraries whose count was set directly in the meantime keep it.
+    so the count is set here. A library keeps a count that was set directly in the meantime.
     """
     if os.environ.get(VARIABLE) != applied.get(VARIABLE):
         _adjust([pool for pool in _pools() if pool.get() == pool.count(applied)], os.environ)
@@ -169,7 +169,7 @@ def restored(pools: list[_Pool] | None = None) -> Iterator[None]:
 
 
 def _adjust(pools: list[_Pool], environ: Mapping[str, str]) -> None:
-    # All counts are read first, because setting a count may change that of another library.
+    # All counts are read first, because setting a count may change the count of another library.
     counts = [(pool, pool.count(environ)) for pool in pools]
     _set([(pool, count) for pool, count in counts if count is not None])
 

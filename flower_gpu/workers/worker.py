@@ -255,7 +255,8 @@ class _Calls:
                 facts.be_idle()
             try:
                 message, files = messages.receive(self._line)
-            except messages.Gone:  # the caller has no more calls
+            # The caller closes the socket when it has no further call.
+            except messages.Gone:
                 return
             # No event is sent for the first call, because the caller assumes that a new worker reads it.
             if not self._is_first:
@@ -329,7 +330,8 @@ class _Calls:
         function = load_task(task)
         threads.follow(self._origin.env)
         _check_environment(self._origin.env)
-        # Only the first call is checked. Later calls find the variables that it has set, which were fine.
+        # Only the first call is checked. Later calls find the variables that the first call has set, which
+        # have been accepted.
         if self._is_first and (variables := self._origin.set_too_late()):
             self._send({"event": "set_too_late", "variables": variables})
             return None

@@ -98,7 +98,7 @@ class EnvironmentUse:
         ``digests``: digests of its variables (:func:`flower_gpu.workers.forkserver.identity.digests`).
         """
         read = identity.digests(self.read, self.read)
-        # A caller that has imported the library itself has the value that the library sets.
+        # A caller that has imported the library itself has the value that the library has set.
         changed = identity.digests({**self.read, **self.changed}, self.read)
         return sorted(
             name for name in self.read if digests.get(name) not in (read.get(name), changed.get(name))

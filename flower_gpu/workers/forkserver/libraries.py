@@ -65,7 +65,7 @@ class UnfitLibraryError(BaseException):
     data, and may save it. For example, matplotlib wrote a list of fonts into the user's cache, and one font
     was missing.
 
-    ``libraries``: top-level names of all libraries that were being imported when it happened.
+    ``libraries``: top-level names of all libraries that were being imported at that moment.
     """
 
     def __init__(self, libraries: list[str], what: str) -> None:
@@ -114,7 +114,7 @@ def import_all(names: Iterable[str]) -> None:
 
 
 def import_own(function: str | None) -> None:
-    """Import the module of a function, given as ``"package.module:function"``, if it is this package's."""
+    """Import the module of a function (``"package.module:function"``) if it belongs to this package."""
     if function is not None and _is_ours(function):
         import_module(function.partition(":")[0])
 

@@ -68,7 +68,7 @@ def _wait(label: str, place: client.ServerPlace, forked: Forked, life: int) -> i
     """Forward signals to a program until it has exited. Return its exit status as a shell would.
 
     ``place``: the place that has forked the program. It is closed at the end.
-    ``life``: write end of a pipe. The program is killed when it is closed.
+    ``life``: write end of a pipe. Closing it kills the program.
     """
     with _forwarding_to(forked.pidfd):
         readable([forked.pidfd], None)

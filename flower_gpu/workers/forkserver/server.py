@@ -1,15 +1,15 @@
 """The fork server itself: a process that has imported libraries, and forks a worker for each call.
 
-The problem: each worker is a process, and importing its libraries takes long. A fork of a process that has
-them does not import them again. But a fork also has everything else that its server has, and only the thread
-that called ``fork``.
+The problem: each worker is a process, and importing its libraries takes long. A fork of a process with these
+libraries does not import them again. But a fork also inherits all other state of its server, and has only the
+thread that called ``fork``.
 
 What a server may import: only libraries of installed packages, because a user's own modules may change while
 the server runs. Preload functions are the user's, so they run in a server of their own, which drains when
 their files are edited (:class:`~.fitness.UserFiles`). A library that starts a thread or initialises CUDA is
 refused, because a fork could not use it (:mod:`.libraries`). The server notes which environment variables its
-libraries read (:mod:`.fitness`). It forks only for callers whose own imports would have given the same
-result.
+libraries read (:mod:`.fitness`). It forks only for callers that would get the same result from their
+own imports.
 
 The objects: :class:`Server` is one loop in one thread. It waits on the listening socket, on one connection
 for each call (:class:`~.forking.Session`), on the pipe of a running trial, and for signals. A caller sends
@@ -36,8 +36,8 @@ Races:
 - A draining server still gets reports. It passes them on to the server that listens under its name.
 - An accepted connection that gets no answer looks as if the server hung, and the caller would kill it. So a
   busy server tells all waiting callers, about every half second, that it is busy.
-- A worker whose pid was reaped could be confused with another process. So the server reaps a worker only when
-  its caller asks for that, or when the caller has ended.
+- The pid of a reaped worker may soon belong to another process. A caller could kill that process by mistake.
+  So the server reaps a worker only when its caller asks for that, or when the caller has ended.
 - A fork runs in the middle of the server's loop. It raises :class:`~.forking.Become`, which unwinds the stack
   to :func:`.program.main`, so that the worker's stack does not contain the server's.
 """
@@ -539,7 +539,7 @@ class Server:
         self._grow()
 
     def _report(self, names: Sequence[str], kind: str) -> None:
-        """Report imports to the server that currently listens under this name, if there is one.
+        """Report imports to the server that listens under this name now, if any.
 
         Blocks for up to a second until the answer arrives. If the answer were left unread, closing the
         connection would reset it, and the report would be lost.

@@ -12,7 +12,7 @@ the lock, and releases it when it is ready.
 Races:
 
 - A socket must be listening when it gets its name, or a caller would be refused. So it is bound to a
-  temporary name, and then renamed, which also replaces the socket of an earlier server (:func:`listen`).
+  temporary name, and then renamed. This also replaces the socket of an earlier server (:func:`listen`).
 - A server may only remove its own socket file, not that of a later server. So it compares the file's identity
   under the lock (:func:`remove`).
 - A lock file may be removed as an old file while a process waits for it. So the process checks that its file
