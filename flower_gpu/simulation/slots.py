@@ -225,7 +225,7 @@ class Slot(Workers):
         self._place.is_for_one_call = not (is_usual and leasing.may_have(lease))
 
     def prepare(self, calls: int) -> None:
-        """Prepare for the next call. Take an idle worker if workers are used again and this slot has none.
+        """Prepare for the next call. Take an idle worker if workers are used again and the slot has none.
 
         ``calls``: maximum number of calls per worker.
         """
