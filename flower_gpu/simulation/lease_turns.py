@@ -94,7 +94,7 @@ class LeasedLine:
             self.lease_now()[1].relabel(label)
 
     def suits(self, leasing: Leasing) -> bool:
-        """Return True if a call can use the worker and its lease, because both requests are equal."""
+        """Return True if a call can use the worker: it requests the same, and may have the lease."""
         return _size(self.asking) == _size(leasing) and leasing.may_have(self.lease_now()[0])
 
     def lease_now(self) -> tuple[Lease, Ticket]:
@@ -422,6 +422,7 @@ class LeaseTurns:
         )
 
     def _is_same(self, entry: Entry, entry_of_lease: Entry) -> bool:
+        """Return True if a request of this run needs the same as the lease ``entry_of_lease``."""
         if self._asking_by(entry) is None:
             return False
         return entry.count == entry_of_lease.count and all(
@@ -430,6 +431,7 @@ class LeaseTurns:
 
 
 def _size(leasing: Leasing) -> object:
+    """Return a value that is equal for calls that request leases of the same size."""
     return leasing.settings.request, leasing.settings.compute, leasing.host.num_cpus
 
 

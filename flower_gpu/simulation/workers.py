@@ -256,6 +256,7 @@ class CoreLeases:
         self._release(idle)
 
     def _acquire(self, check: Callable[[], object], amount: int) -> Ticket | None:
+        """Return an idle or a new lease of this amount, or None if the message runs without a lease."""
         with self._changed:
             while True:
                 check()
@@ -317,6 +318,7 @@ class CoreLeases:
             return None
 
     def _return(self, ticket: Ticket) -> None:
+        """Keep a lease for the next message of this run, or release it if another claim waits for cores."""
         with self._changed:
             has_turn = time.monotonic() < self._turns[ticket.entry.id]
             keeps = has_turn or not self._is_wanted
@@ -335,12 +337,14 @@ class CoreLeases:
         self.wake()
 
     def _release(self, tickets: list[Ticket]) -> None:
+        """Release leases in the ledger. Must be called without the lock, because this writes files."""
         for ticket in tickets:
             self._turns.pop(ticket.entry.id, None)
             self._amounts.pop(ticket.entry.id, None)
             Ledger(self._ledger.folder if self._ledger else None).release(ticket)
 
     def _watch(self) -> None:
+        """Release idle leases when another claim waits for cores. Runs in the watcher thread."""
         reader = Reader()
         while not self._end.wait(_LOOK_S):
             count = sum(

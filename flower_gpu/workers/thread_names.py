@@ -108,6 +108,7 @@ def can_be_given() -> bool:
 
 
 def _serve(requests: socket.socket, end: int) -> None:
+    """Answer the open calls of confined processes until ``end`` becomes readable."""
     listeners: set[int] = set()
     poll = select.poll()
     for descriptor in (requests.fileno(), end):
@@ -133,11 +134,12 @@ def _serve(requests: socket.socket, end: int) -> None:
 
 
 def _sent(requests: socket.socket, max_count: int) -> Iterator[int]:
+    """Yield up to ``max_count`` seccomp listeners from a request, and close all other descriptors of it."""
     descriptors: list[int] = []
     with suppress(OSError):
         descriptors = socket.recv_fds(requests, 1, _MOST_LISTENERS)[1]
     for descriptor in descriptors:
-        # An app can send any descriptor.
+        # Check the kind of file, because an app can send any descriptor.
         if max_count > 0 and str(Path(f"/proc/self/fd/{descriptor}").readlink()) == _LISTENER:
             max_count -= 1
             yield descriptor
