@@ -36,7 +36,7 @@ def stack(items: Sequence[T]) -> T:
         If there are no items, or they differ in their keys, lengths, shapes, dtypes or devices. The message
         names the entry. :func:`group_alike` finds items that can be stacked.
     TypeError
-        If an item has a value that is not a tensor.
+        If a value in an item is not a tensor.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def unstack(item: T) -> list[T]:
     ValueError
         If tensors differ in the size of the first dimension, or have no dimension.
     TypeError
-        If the item has a value that is not a tensor, or no values.
+        If a value in the item is not a tensor, or if the item has no values.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def group_alike(items: Sequence[Any]) -> list[list[int]]:
     Raises
     ------
     TypeError
-        If an item has a value that is not a tensor, a number or a text.
+        If a value in an item is not a tensor, a number or a text.
 
     Examples
     --------

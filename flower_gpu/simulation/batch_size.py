@@ -40,7 +40,7 @@ class _Side:
 
     @property
     def progress(self) -> float:
-        """Fraction of the minimum that has been measured. From 1 on, the side has been measured enough."""
+        """Measured fraction of the minimum. At 1 or more, the side has enough batches and messages."""
         return min(self.batches / _CONTEST_BATCHES, self.messages / _CONTEST_MESSAGES)
 
     @property
@@ -54,7 +54,7 @@ class BatchSize:
 
     ``max_messages``: maximum for the app's handler.
     ``workers``: number of workers that handle batches at the same time.
-    ``fastest``: the size that took the least time per message so far.
+    ``fastest``: the size with the shortest time per message so far.
     """
 
     def __init__(self, max_messages: int, workers: int) -> None:
@@ -80,7 +80,7 @@ class BatchSize:
 
     def choose(self, available: int) -> int:
         """Return the number of messages for the next batch, up to ``available``."""
-        # In a contest, the side that has been measured least comes next.
+        # In a contest, the side with less progress comes next.
         for size, side in sorted(self._contest.items(), key=lambda item: (item[1].progress, item[0])):
             if side.progress < 1 and self._size_of(min(size, available)) == size:
                 return min(size, available)

@@ -150,7 +150,7 @@ class Snapshot:
 
 
 def take_snapshot(runs: Sequence[FollowedRun], *, others: bool) -> Snapshot:
-    """Return a snapshot of the GPUs and the ledger now, with the state of these runs as far as it was read.
+    """Return a snapshot of the GPUs and the ledger now, with the state of these runs as read so far.
 
     Each run gets a unique label. If ``others`` is True, the snapshot includes the leases that belong to no
     run in ``runs``.
