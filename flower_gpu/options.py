@@ -167,9 +167,9 @@ StartMethodWord = Literal["auto", "forkserver", "spawn", "fork", "in-process"]
 PolicyWord = Literal["never", "offer", "force", "require"]
 _POLICY_MEANINGS: Final = (
     "no GPU",
-    "a GPU if the run wants one",
-    "a GPU, else the CPU, whatever the run wants",
-    "a GPU, else an error, whatever the run wants",
+    "a GPU if the run requests one",
+    "a GPU, else the CPU, whatever the run requests",
+    "a GPU, else an error, whatever the run requests",
 )
 #: What can follow when a call runs out of GPU memory. ``retry``: it runs again with more of a GPU, at last
 #: alone on one, and then fails. ``cpu``: and then it runs on the CPU. ``fail``: it fails at once.
@@ -361,7 +361,7 @@ CLIENT_VARIABLE: Final = "FLOWER_GPU_CLIENT"
 
 #: Whether the server wants a GPU: a key of the config of a call, and of the run config.
 USE_GPU: Final = Option(
-    "whether the run wants GPUs; nodes have the last word, see --gpu", TRUE_OR_FALSE, run_config_key="use-gpu"
+    "whether the run requests GPUs; nodes decide, see --gpu", TRUE_OR_FALSE, run_config_key="use-gpu"
 )
 
 #: Of commands whose workers import no code of an app before the kernel keeps them from other GPUs.
@@ -376,7 +376,7 @@ GPU_GUARD: Final = Option(
 
 #: Of the same commands. The framework's own cap always holds: it fails earlier, and says more.
 GPU_CAP: Final = Option(
-    "who holds workers to the GPU memory of a lease: the driver if possible (auto), the driver or else no "
+    "what limits workers to the GPU memory of a lease: the driver if possible (auto), the driver or else no "
     "call is run (driver), or only the allocators of frameworks (default: {default})",
     words("auto", "allocator", "driver"),
     "FLOWER_GPU_CAP",
@@ -394,7 +394,7 @@ LEDGER_DIR: Final = Option(
     "folder that the ledger's users share", variable="FLOWER_GPU_LEDGER_DIR", default="/tmp"
 )
 ENVIRONMENTS_DIR: Final = Option(
-    "folder in which the packages are kept that apps declare; the default is flower-gpu-envs in FLWR_HOME",
+    "folder for the packages that apps declare; the default is flower-gpu-envs in FLWR_HOME",
     variable="FLOWER_GPU_ENVIRONMENTS_DIR",
 )
 SERVER_IDLE: Final = Option(
@@ -404,7 +404,10 @@ SAY_WAIT: Final = Option(
     "seconds after which a caller logs what it waits for", SECONDS_OR_0, "FLOWER_GPU_SAY_WAIT_S", 5.0
 )
 CONCURRENCY: Final = Option(
-    "how many workers may run at the same time; they share the cores", COUNT, "FLOWER_GPU_CONCURRENCY", 1
+    "number of workers that may run at the same time; they share the cores",
+    COUNT,
+    "FLOWER_GPU_CONCURRENCY",
+    1,
 )
 CPU_LEASES: Final = Option(
     "whether calls get cores and main memory from the ledger",

@@ -388,8 +388,8 @@ print(requested[1] == requested[2], requested[3:] == [control_group.host_memory(
     done = run([sys.executable, "-c", program, str(group), *folders], env=ENVIRON)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[True] [False]", "[150, 150, 560] [True]", "True True"]
-    assert "was killed by the kernel, since main memory ran out (it had up to" in done.stderr
-    assert "It runs again, with all the main memory that leases can have" in done.stderr
+    assert "was killed by the kernel because main memory ran out (it had up to" in done.stderr
+    assert "It is retried with all the main memory that can be leased" in done.stderr
 
 
 @pytest.mark.parametrize("group", ["memory"], indirect=True)

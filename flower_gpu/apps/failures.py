@@ -149,7 +149,7 @@ class FailureLog:
     def pointer(self) -> str:
         """The end of the sentence about the reason for ending a run: where to read the first failure."""
         if self._first is None:
-            return "no reply says why"
+            return "no reply gives a reason"
         return f"the first {'traceback' if self._first.traceback else 'error'} is above"
 
     def _write(self, failure: Failure) -> None:
@@ -161,7 +161,7 @@ class FailureLog:
         digest = sha256(text.encode(errors="replace")).digest()
         # A round of a thousand clients may fail a thousand times with the same traceback. Write it once.
         if digest in self._known:
-            lines = [f"{title}: {_first_line(failure.what)} (the text is that of: {self._known[digest]})"]
+            lines = [f"{title}: {_first_line(failure.what)} (same text as: {self._known[digest]})"]
         else:
             if len(self._known) < _MAX_KNOWN:
                 self._known[digest] = failure.title.replace(" failed", "")

@@ -123,8 +123,8 @@ def earlier_run(path: Path, command: str) -> tuple[RunFolder, dict[str, Any]]:
     settings = folder.settings()
     if settings is None or _KEYS[command] not in settings:
         raise ConfigError(
-            f"--resume {path_text(path)}: it has no {folder.trace.name} of `flower-gpu {command}`; the "
-            "folder of such a run is needed, such as runs/2026-01-31_12-00-00"
+            f"--resume {path_text(path)}: it has no {folder.trace.name} of `flower-gpu {command}`; give "
+            "the folder of such a run, such as runs/2026-01-31_12-00-00"
         )
     if not folder.has_checkpoint:
         raise ConfigError(
@@ -143,11 +143,13 @@ def _why_no_checkpoint(folder: RunFolder) -> str:
                 break
             return (
                 f"the state of its strategy {event.get('strategy')} is not known. Strategies of "
-                "flwr.serverapp.strategy, flower_gpu.FedAvg and FedBuff have checkpoints, and so has each "
-                "strategy of the Message API with state_dict() and load_state_dict()"
+                "flwr.serverapp.strategy, flower_gpu.FedAvg and FedBuff have checkpoints, and so do all "
+                "strategies of the Message API with state_dict() and load_state_dict()"
             )
         else:
-            return "it ended before a strategy was started, or its ServerApp uses no strategy of Flower's"
+            return (
+                "it ended before a strategy was started, or its ServerApp does not use a strategy of Flower's"
+            )
     return "it ended before its first round was finished"
 
 

@@ -136,6 +136,6 @@ def _ruled(name: Any, value: Any) -> Any:
         _said.add(name)
         has = os.environ.get(name, "")
         standard_streams.tell(
-            f"flower-gpu: {name}={asked} is not used: this worker keeps to its lease, which has {has!r}"
+            f"flower-gpu: {name}={asked} is ignored: this worker is limited to its lease, which has {has!r}"
         )
     return used if isinstance(value, str) else os.fsencode(used)

@@ -133,7 +133,7 @@ class Leasing:
                 except LeaseError as error:
                     if self.host.num_cpus is not None:
                         raise
-                    notices.say_once(f"calls on the CPU run without counted cores: {error}")
+                    notices.say_once(f"calls on the CPU run without leases on cores: {error}")
             yield lease_and_ticket
 
     def host_needs(self) -> tuple[HostNeed, ...]:

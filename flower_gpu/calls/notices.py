@@ -79,7 +79,7 @@ def unmeasured(share: Share, task: str) -> str:
         "the NVIDIA driver does not report how much memory a process uses on GPU "
         f"{share.index} ({share.name}), as in some containers, on some MIG devices and with old drivers. "
         f"What {task} needs cannot be measured there without PyTorch, so each of its calls has a GPU to "
-        "itself. Say how much is enough: num_gpus or gpu_memory (FLOWER_GPU_NUM_GPUS, FLOWER_GPU_MEMORY)"
+        "itself. Set the size yourself: num_gpus or gpu_memory (FLOWER_GPU_NUM_GPUS, FLOWER_GPU_MEMORY)"
     )
 
 
@@ -147,7 +147,7 @@ def calls_run(
     ``use_gpu``: the server's request for a GPU, or None.
     ``env``: environment of the calls.
     """
-    number = "as many at a time as have room" if concurrency is None else f"up to {concurrency} at a time"
+    number = "as many at a time as fit" if concurrency is None else f"up to {concurrency} at a time"
     if gpus:
         names = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in gpus)
         return f"calls run on {names}: {number}"

@@ -121,7 +121,7 @@ class Tries:
             reason = str(error).partition("\n")[0]
             # The frames of the traceback would keep the arguments in memory.
             killed = error.with_traceback(None)
-        notices.say(f"{reason}\nIt runs again, with all the main memory that leases can have")
+        notices.say(f"{reason}\nIt is retried with all the main memory that can be leased")
         try:
             return run_once(replace(leasing, asks_for_all_memory=True), environ)
         except LeaseTimeoutError as late:
@@ -130,7 +130,7 @@ class Tries:
             if not error.is_out_of_memory:
                 raise
             raise WorkerDiedError(
-                f"{error} That was its second try, with all the main memory that leases can have. Use "
+                f"{error} That was its second try, with all the main memory that can be leased. Use "
                 "smaller batches or fewer processes of a DataLoader, or give the host more memory",
                 exitcode=error.exitcode,
                 tail=error.tail,

@@ -21,8 +21,8 @@ _STRICT: Final = "strict"
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
     {
         "confine": Option(
-            "have the kernel keep apps from other files, TCP and processes; strict: refuse to run where it "
-            "cannot do all of that",
+            "have the kernel deny apps other files, TCP and processes; strict: refuse to run if it cannot "
+            "do all of that",
             words("on", _STRICT),
             group=_GROUP,
             alone="on",

@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(describe(entries, contexts))
     elif not is_quiet(arguments):
         print(
-            f"no footprint was learned yet (they are kept in {path_text(footprints.path)})", file=sys.stderr
+            f"no footprint has been learned yet (footprints are kept in {path_text(footprints.path)})",
+            file=sys.stderr,
         )
     return 0
 
@@ -53,7 +54,7 @@ def _clear(footprints: Footprints, task: str | None, *, in_json: bool) -> int:
     else:
         print(f"forgot {removed} footprint{'' if removed == 1 else 's'}")
     if task is not None and not removed:
-        known = f"there are footprints of {', '.join(tasks)}" if tasks else "there is no footprint at all"
+        known = f"there are footprints of {', '.join(tasks)}" if tasks else "there are no footprints"
         print(f"no footprint of the task {task}; {known}", file=sys.stderr)
         return EXIT_NO_TASK
     return 0

@@ -183,10 +183,10 @@ def _line(entry: Entry) -> str:
 
 
 COMMAND: Final = Command(
-    "show the leases on GPUs, cores and main memory, and the requests that wait",
+    "show the leases on GPUs, cores and main memory, and the waiting requests",
     """\
 Show this host's GPUs, cores and main memory for leases, the leases on them, and the requests that wait, in
-the order of the line. Labels are shown for this account's own calls.""",
+the order of the queue. Labels are shown for this account's own calls.""",
     run,
     JSON,
 )

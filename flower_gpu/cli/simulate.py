@@ -319,7 +319,7 @@ clients in a worker process with a lease. How many run at a time follows from le
 
     flower-gpu simulate my-app --clients 1000 --rounds 5
 
-Metrics, the final model and the result are left in a folder under --log-dir.""",
+Metrics, the final model and the result are written to a folder under --log-dir.""",
     run,
     _TABLE,
     {"GPUs": "Which GPUs messages may use, and how much each leases there. As many run at a time as fit."},

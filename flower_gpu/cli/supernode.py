@@ -246,7 +246,7 @@ num-partitions in their node configs. A SuperNode that ends is started again.
     flower-gpu supernode --count 20 --gpu-ids 0,1 -- --insecure --superlink 127.0.0.1:8000""",
     run,
     {
-        "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),
+        "count": Option("number of SuperNodes (default: one, which this process becomes)", COUNT),
         "log_dir": Option(
             f"with --count: where a folder with a log of each is made (default: {LOG_DIR.default})", FOLDER
         ),

@@ -111,12 +111,12 @@ REPORT: Final = Command(
     "write a page about a run, with pictures of its GPUs and its workers",
     """\
 Write a report about a run, from its trace: GPU memory and leases over time, workers, sums, and tables of
-rounds and clients. It is one HTML file that needs no network. The run may be over, go on, or have been
+rounds and clients. It is one HTML file that needs no network. The run may be over, running, or have been
 killed.""",
     _report,
     {
         "output": Option(
-            "where the report goes (default: RUN_DIR/report.html)", replace(FOLDER, metavar="FILE")
+            "file to write the report to (default: RUN_DIR/report.html)", replace(FOLDER, metavar="FILE")
         ),
     },
     add=lambda parser: _add_folder(parser, "folder of the run"),

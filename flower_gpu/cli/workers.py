@@ -18,7 +18,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", description="default: status")
     actions.add_parser(
         "status",
-        help="list the fork servers of this user, what they have loaded and who uses them",
+        help="list the fork servers of this user, what they have loaded and how many processes use them",
         allow_abbrev=False,
     )
     stop = actions.add_parser(
@@ -81,8 +81,8 @@ COMMAND: Final = Command(
     "show or end the fork servers, from which workers are forked",
     """\
 Workers are forked from a process that has imported torch and other libraries already: one for each user and
-Python environment of this machine, shared by all clients. It is started with the first call, ends when nobody
-has used it for a while, and never touches a GPU.""",
+Python environment of this machine, shared by all clients. It is started with the first call, ends when it
+has not been used for a while, and never touches a GPU.""",
     run,
     add=_add_actions,
 )

@@ -41,7 +41,7 @@ _MAX_OUTPUT: Final = 600
 _SEE_LOGS: Final = "see `nvidia-smi`, and the kernel's log (dmesg) for lines with NVRM or Xid"
 _NOT_MEASURED: Final = (
     "the driver does not report how much memory processes of this account use, as in containers. The size of "
-    "CUDA contexts, and the need of calls without PyTorch, cannot be measured there"
+    "CUDA contexts, and the memory that calls without PyTorch need, cannot be measured there"
 )
 _SET_INSTEAD: Final = (
     "for JAX, TensorFlow and CuPy set FLOWER_GPU_NUM_GPUS or FLOWER_GPU_MEMORY, or num_gpus or gpu_memory in "
@@ -127,9 +127,9 @@ def works(listing: Inventory) -> Iterator[FindingParts]:
     except ConfigError as error:
         yield "problem", str(error), "correct that"
     except LeaseTimeoutError:
-        yield "note", "a worker was not tried: all GPUs are in use", "try again later (`flower-gpu leases`)"
+        yield "note", "no worker was tested: all GPUs are in use", "try again later (`flower-gpu leases`)"
     except LeaseError as error:
-        yield "note", f"a worker was not tried: {error}"
+        yield "note", f"no worker was tested: {error}"
     except Exception as error:
         # The call of a client would fail with the same exception, so report any type.
         yield "problem", f"a worker with a lease does not work: {_first_line(error)}", _SEE_LOGS

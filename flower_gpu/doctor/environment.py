@@ -88,7 +88,7 @@ def _private_names() -> Iterator[FindingParts]:
         yield "problem", "Flower cannot be imported", f"see why: {path_text(sys.executable)} -c 'import flwr'"
         return
     known_names = all_names - len(lacking)
-    yield "ok", f"{known_names} of {all_names} private names of Flower that are used here are there"
+    yield "ok", f"{known_names} of {all_names} private names of Flower that are used here exist"
     for name, effect in lacking.items():
         yield "note", f"Flower has no {name.replace(':', '.')}: {effect}"
 
@@ -116,7 +116,9 @@ def _commands() -> Iterator[FindingParts]:
     having = (folder for folder in folders if (folder / _COMMANDS[0]).exists())
     todo = f'export PATH="{next(having, folders[0])}:$PATH"'
     if foreign:
-        text = f"{', '.join(foreign)}: of another environment than this flower-gpu, and found first on PATH"
+        text = (
+            f"{', '.join(foreign)}: from an environment other than that of this flower-gpu, and first on PATH"
+        )
         yield "problem", text, todo
     elif missing:
         text = f"not on PATH: {', '.join(missing)}. `flower-gpu launch` finds them, plain Flower does not"
@@ -142,13 +144,13 @@ def variables() -> Iterator[FindingParts]:
     elif fine:
         yield "ok", ", ".join(f"{name}={value}" for name, value in fine.items())
     elif not our_variables:
-        yield "ok", "none is set: all settings are the defaults, or the code's"
+        yield "ok", "none is set: all settings are defaults or come from the code"
 
 
 def _unknown(name: str) -> FindingParts:
     near = difflib.get_close_matches(name.upper(), [*VARIABLES, *SCRIPT_VARIABLES], 1, cutoff=0.75)
     todo = f"{near[0]} is meant?" if near else "see the variables in docs/reference/environment.md"
-    return "problem", f"{name} is set, and nothing reads it", todo
+    return "problem", f"{name} is set, but nothing reads it", todo
 
 
 def _read(environ: Mapping[str, str]) -> None:

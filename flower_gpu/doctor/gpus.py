@@ -45,7 +45,7 @@ def gpus(listing: Inventory) -> Iterator[FindingParts]:
             limit = f"; the limit of control group {gpu.limited_by}" if gpu.limited_by else ""
             yield "ok", f"{name}: {free} of {total} free{limit}{mode}"
             if is_exclusive(gpu, os.environ):
-                text = f"{name}: clients cannot share it in this compute mode, each call has it to itself"
+                text = f"{name}: clients cannot share it in this compute mode, so each call has it to itself"
                 yield "note", text, f"as root `nvidia-smi -i {gpu.index} -c DEFAULT`, or start an MPS daemon"
         elif gpu.uuid and gpu.uuid in parents:
             yield "ok", f"{name}: {gpu.problem}"
@@ -71,7 +71,7 @@ def calls(listing: Inventory) -> Iterator[FindingParts]:
         yield (
             "note",
             text,
-            "nothing, if that is intended; otherwise unset it, or name GPUs that are there, each once",
+            "nothing, if that is intended; otherwise unset it, or name existing GPUs, each once",
         )
     try:
         decision = policy.decide(settings.policy, None, seen, listing.problem, hidden=hidden)
@@ -93,7 +93,7 @@ def calls(listing: Inventory) -> Iterator[FindingParts]:
         # The check of the ledger reports this problem.
         return
     if why is None:
-        yield "ok", f"{word}: calls use {_names(candidates)}, {asked} where the code names nothing else"
+        yield "ok", f"{word}: calls use {_names(candidates)}, {asked} unless the code says otherwise"
     else:
         todo = "set FLOWER_GPU_NUM_GPUS or FLOWER_GPU_MEMORY, or num_gpus or gpu_memory in the code, to that"
         yield "problem", f"calls ask for {asked}: {why}", todo

@@ -43,7 +43,7 @@ def system() -> Iterator[FindingParts]:
     if control_group.is_killed_as_one():
         yield (
             "note",
-            "where main memory runs out, the kernel kills all processes of this control group, and not one "
+            "if main memory runs out, the kernel kills all processes of this control group, not just one "
             "worker (memory.oom.group is 1, as Kubernetes sets it)",
             "have the administrator set singleProcessOOMKill: true for the kubelet (Kubernetes 1.32), give "
             "the container more memory, or leave more of it free with FLOWER_GPU_HOST_RESERVE",
@@ -205,7 +205,7 @@ def other_ledger(listing: Inventory) -> Iterator[FindingParts]:
     ]
     if shared_count := sum(not uuids.isdisjoint(entry_gpus) for entry_gpus in gpus):
         number = "1 lease or request is" if shared_count == 1 else f"{shared_count} leases or requests are"
-        text = f"{number} in another ledger, {root}: both give out the same memory"
+        text = f"{number} in another ledger, {root}: both lease the same memory"
         yield "problem", text, f"start all that share these GPUs with {_VARIABLE}={own_root}"
     else:
         yield "ok", f"no leases in another ledger were found beside {own_root}"

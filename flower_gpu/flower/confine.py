@@ -31,11 +31,11 @@ NEVER: Final = (
     "reading, changing and leaving files in /dev/shm, also those of other programs of this account",
     "names, sizes and dates of files anywhere, and command lines of other processes",
     "setting the dates of this account's files to now",
-    "time of cores and GPUs, main memory, room on the disk: use cgroups and quotas",
+    "use of cores, GPUs, main memory and disk space: limit it with cgroups and quotas",
 )
 #: Further accesses if a port is allowed.
 WITH_PORTS: Final = (
-    "UDP, which names of hosts are looked up by",
+    "UDP, by which host names are looked up",
     "accepting TCP connections on a port that the kernel chooses",
 )
 

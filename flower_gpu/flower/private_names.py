@@ -50,7 +50,7 @@ _SILENT: Final = "the server is not told of an app that gives no reply, and no m
 #: The effect of a missing name, by ``module:attribute``. The names exist in flwr 1.40 to 1.43.
 NAMES: Final = {
     **{f"{UTILS}:{name}": _ALONE for name in ("pull_objects", "push_object_contents_from_iterable")},
-    f"{UTILS}:pull_and_inflate_object_from_tree": "who asks too early for an object waits for a second",
+    f"{UTILS}:pull_and_inflate_object_from_tree": "a request that comes before its object waits for a second",
     f"{UTILS}:ObjectPullError": _ALONE,
     **{
         f"{handlers}:{name}": _ALONE
@@ -69,11 +69,11 @@ NAMES: Final = {
     f"{SUPEREXEC}:time": "a SuperExec asks for tasks at Flower's interval",
     f"{SUPEREXEC}:start_parent_process_monitor": "a SuperExec looks for its parent five times a second",
     **dict.fromkeys(HEARTBEAT_INTERVALS, "a SuperNode's heartbeats come at Flower's interval"),
-    **dict.fromkeys(GENERATORS, "a seed in the ServerApp does not decide alone which clients are asked"),
+    **dict.fromkeys(GENERATORS, "a seed in the ServerApp alone does not decide which clients are asked"),
     f"{CLIENT_RUNTIME}:get_load_client_app_fn": _SILENT,
     f"{SERVER_RUNTIME}:run_": "a ServerApp that exits fails its run a minute later, without a reason",
     **{
-        f"{runtime}:install_app_dependencies": "each message installs what its app declares anew"
+        f"{runtime}:install_app_dependencies": "each message installs the dependencies of its app again"
         for runtime in (CLIENT_RUNTIME, SERVER_RUNTIME)
     },
     INSTALLER: "a confined app could be installed anywhere, so none is",

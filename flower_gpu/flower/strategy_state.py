@@ -42,7 +42,7 @@ _ITSELF: Final = "strategy itself"  # the path of a state_dict() of the whole st
 #: Strategies whose runs can be resumed, for error messages.
 RESUMABLE: Final = (
     "Flower's own strategies (flwr.serverapp.strategy), flower_gpu.FedAvg and FedBuff have checkpoints, and "
-    "so has each strategy with state_dict() and load_state_dict() and without a start() of its own"
+    "so do all strategies with state_dict() and load_state_dict() and without a start() of their own"
 )
 
 

@@ -92,7 +92,7 @@ class TensorFlow(Framework):
         try:
             return hold_to(caps)
         except (ImportError, AttributeError) as error:  # private names have moved in this release
-            standard_streams.tell(f"flower-gpu: this TensorFlow is not held to its lease ({error})")
+            standard_streams.tell(f"flower-gpu: this TensorFlow is not limited to its lease ({error})")
             return None
 
 

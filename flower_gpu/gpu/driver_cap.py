@@ -67,7 +67,7 @@ def problem(uuids: tuple[str, ...]) -> str | None:
     try:
         groups = control_group.unified() or [Path("/")]
         if not inventory.limits(groups[0], uuids):
-            return "a driver before 615 knows no limits of control groups"
+            return "drivers before 615 do not support limits of control groups"
         parent = _parent()
         _parents.add(parent)
         remove_stale()
@@ -227,7 +227,7 @@ def _limit(group: Path, limits: Mapping[str, int]) -> None:
     inventory.set_limits(group, limits)
     present = inventory.limits(group, limits)
     if any(present.get(uuid, (None,) * 3)[1] is None for uuid in limits):
-        raise _UnavailableError("the driver accepts the limit and does not keep it")
+        raise _UnavailableError("the driver accepts the limit but does not enforce it")
 
 
 def _remove(group: Path, uuids: Iterable[str]) -> None:

@@ -109,9 +109,9 @@ def _problem_of_new_process() -> str:
             [sys.executable, "-c", _TRIAL], capture_output=True, text=True, timeout=_TRIAL_S, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"the guard cannot be tried: {error}"
+        return f"the guard cannot be tested: {error}"
     if done.returncode:
-        return f"the guard cannot be tried: {done.stderr.strip()[-_MAX_ERROR_LENGTH:]}"
+        return f"the guard cannot be tested: {done.stderr.strip()[-_MAX_ERROR_LENGTH:]}"
     return done.stdout.strip()
 
 

@@ -28,7 +28,7 @@ _MIG_CARD_WITHOUT_DEVICES = (
 _PROHIBITED = "its compute mode is PROHIBITED, so no program may use it: as root, nvidia-smi -i {} -c DEFAULT"
 _NO_MEMORY_FIGURES = "its driver does not report how much memory it has and uses, so it cannot be shared out"
 _NO_GPU = (
-    "the NVIDIA driver runs and shows no GPU: see nvidia-smi; in a container, start that with access to the "
+    "the NVIDIA driver runs but shows no GPU: see nvidia-smi; in a container, start that with access to the "
     "GPUs (docker run --gpus all)"
 )
 

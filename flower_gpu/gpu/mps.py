@@ -69,7 +69,7 @@ def daemon(uuids: Sequence[str], parent: Path, logs: Path | None) -> Iterator[di
     if any(uuid.startswith("MIG-") for uuid in uuids):
         raise ConfigError("--mps: MIG devices have parts of the processors already. Leave it out")
     if not uuids:
-        raise ConfigError("--mps: this run may use no GPU (see flower-gpu gpus). Leave it out")
+        raise ConfigError("--mps: this run may not use any GPU (see flower-gpu gpus). Leave it out")
     if shutil.which(_PROGRAM) is None:
         raise ConfigError(
             f"--mps: there is no {_PROGRAM}. It comes with NVIDIA's driver (Ubuntu: nvidia-compute-utils-*); "

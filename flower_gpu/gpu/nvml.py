@@ -52,7 +52,7 @@ _GPU_ERRORS: Final = {
     _NO_PERMISSION: "this account may not use it: it needs access to its device file /dev/nvidia<number>",
     8: "its external power cables are not all attached",
     11: "the driver gets no interrupts from it: see the kernel's log (dmesg)",
-    15: "it is lost: the driver cannot reach it any more. See the kernel's log (dmesg), and restart the "
+    15: "it is lost: the driver can no longer reach it. See the kernel's log (dmesg), and restart the "
     "machine",
     16: "it has to be reset before it can be used again: nvidia-smi --gpu-reset, or restart the machine",
 }
@@ -61,7 +61,7 @@ _GPU_ERRORS: Final = {
 _LIMIT_ERRORS: Final = {
     _NO_PERMISSION: "this account may not set limits of control groups: root may",
     _NOT_SUPPORTED: "its driver sets no limits on this GPU",
-    _FUNCTION_NOT_FOUND: "a driver before 615 knows no limits of control groups",
+    _FUNCTION_NOT_FOUND: "drivers before 615 do not support limits of control groups",
 }
 
 

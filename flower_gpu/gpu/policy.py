@@ -79,7 +79,7 @@ def decide(
     warnings = []
     if use_gpu is False:
         warnings.append(
-            f"this node's policy is {policy.gpu}: a GPU is used though the server does not want one"
+            f"this node's policy is {policy.gpu}: a GPU is used although the server does not request one"
         )
     if missing:
         instead = named or usable
@@ -89,7 +89,7 @@ def decide(
     return Decision(tuple(gpu.uuid for gpu in chosen), tuple(warnings))
 
 
-_ON_CPU = "this call runs on the CPU though the server requests a GPU"
+_ON_CPU = "this call runs on the CPU although the server requests a GPU"
 
 
 def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decision:
@@ -102,7 +102,7 @@ def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decisi
         return Decision(warnings=(no_driver if why.startswith(NO_DRIVER) else f"{_ON_CPU}: {why}",))
     if policy.gpu_ids is not None:  # the operator who named a GPU expects one
         numbers = ", ".join(map(str, policy.gpu_ids))
-        return Decision(warnings=(f"this call runs on the CPU though gpu-ids is {numbers}: {why}",))
+        return Decision(warnings=(f"this call runs on the CPU although gpu-ids is {numbers}: {why}",))
     return Decision()
 
 

@@ -100,7 +100,7 @@ def _dtype(leaf: Any) -> np.dtype[Any]:
         raise WeightsError(f"expected an array or a number, got {type(leaf).__name__}")
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         raise WeightsError(
-            "a random key is no weight; keep it out of the tree, or give jax.random.key_data of it"
+            "a random key is not a weight; keep it out of the tree, or give jax.random.key_data of it"
         )
     return array_checks.numpy_dtype(dtype.name)
 

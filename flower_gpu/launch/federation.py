@@ -204,7 +204,7 @@ class Federation:
         elif away:
             clients = f"client{'s' * (len(away) > 1)} {', '.join(map(str, away[:5]))}"
             more = f" and {len(away) - 5} more" if len(away) > 5 else ""
-            what, log = f"the SuperLink to let in the SuperNodes of {clients}{more}", self._nodes[away[0]].log
+            what, log = f"the SuperLink to admit the SuperNodes of {clients}{more}", self._nodes[away[0]].log
         else:
             what, log = then, self.server_log
         return f"waiting for {what}. The end of {short(log)}: {printable(tail(log, 1)) or 'nothing yet'}"

@@ -46,7 +46,7 @@ RUN_CONFIG: Final[Mapping[str, Option]] = MappingProxyType(
             "clients_per_round": _key("clients that train in a round", COUNT),
             "rounds": replace(_key("number of rounds", COUNT), run_config_key=NUM_ROUNDS_KEY),
             "dataset": _key("data the app trains on", TEXT),
-            "data_dir": _key("folder of the data, if it is there already", ABSOLUTE_PATH),
+            "data_dir": _key("folder of the data, if it already exists", ABSOLUTE_PATH),
             "partition": _key("how the data is split between clients", words("iid", "dirichlet")),
             "dirichlet_alpha": _key(
                 "for --partition dirichlet: the smaller, the more the clients differ", POSITIVE

@@ -91,7 +91,7 @@ class Notices:
         """Show that the SuperLink refuses a SuperNode. Repeated only after the SuperLink has let it in."""
         if node not in self._turned_away:
             self._turned_away.add(node)
-            self._say(f"{node} is not let in{text}")
+            self._say(f"{node} is not admitted{text}")
 
     def starts_again(self, ending: str) -> None:
         """Show that a SuperNode has exited and will be started again.
@@ -113,7 +113,7 @@ class Notices:
     def _let_in(self, node: str) -> None:
         if node in self._turned_away:
             self._turned_away.remove(node)
-            self._say(f"{node} is let in")
+            self._say(f"{node} is admitted")
         if len(self._in) < self._count:
             self._in.add(node)
             if len(self._in) == self._count:

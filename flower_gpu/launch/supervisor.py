@@ -246,7 +246,7 @@ class Supervisor:
         if self._is_parent:
             self._programs = starter.start_server(env, log)
         else:
-            starter.say_slow("this system lets no process adopt what others leave behind")
+            starter.say_slow("this system does not let a process adopt orphaned processes")
 
     def start(self, *services: Service) -> None:
         """Start services and supervise them."""

@@ -150,7 +150,7 @@ def _checked(device: torch.device | str | int | None) -> torch.device:
         raise ConfigError(
             f"device {str(target)!r} cannot be used here ({reason}). This process sees "
             f"{torch.cuda.device_count()} GPUs; leave the device out to use the one that it was given, or "
-            "the CPU where there is none"
+            "the CPU if there is no GPU"
         ) from error
     return target
 

@@ -54,8 +54,8 @@ def check_interpreter() -> None:
     """
     if not has_fixed_hashes():
         raise ConfigError(
-            f"a deterministic run needs {HASH_SEED}={FIXED} from the start of Python: sets of texts have "
-            "another order in each process, also in your ServerApp. Start Python, or Jupyter, with "
+            f"a deterministic run needs {HASH_SEED}={FIXED} from the start of Python: sets of strings have "
+            "a different order in each process, also in your ServerApp. Start Python, or Jupyter, with "
             f"{HASH_SEED}={FIXED}, or use the command flower-gpu simulate --deterministic"
         )
 

@@ -313,7 +313,7 @@ class CoreLeases:
         except LeaseError as error:
             if self._settings.num_cpus is not None or amount != self._amount:
                 raise
-            notices.say_once(f"messages run without counted cores: {error}")
+            notices.say_once(f"messages run without leases on cores: {error}")
             self._is_off = True
             return None
 

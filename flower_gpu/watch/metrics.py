@@ -87,8 +87,8 @@ _ROWS: Final = (
     MetricRow("runs", "gauge", "Running runs of this account.", ("kind",)),
     MetricRow("run_info", "gauge", "1; kind and app of a run are labels.", ("run", "kind", "app")),
     MetricRow("run_start_time_seconds", "gauge", "When the run began, in Unix time.", ("run",)),
-    MetricRow("run_round", "gauge", "The highest round that anything in the run is of.", ("run",)),
-    MetricRow("run_rounds", "gauge", "How many rounds the run will have, where that is known.", ("run",)),
+    MetricRow("run_round", "gauge", "The highest round of any event of the run.", ("run",)),
+    MetricRow("run_rounds", "gauge", "Number of rounds of the run, if known.", ("run",)),
     MetricRow("workers", "gauge", "Workers, by phase.", ("run", "phase")),
     MetricRow("run_host_up", "gauge", "1 if a host of a run is present, 0 if it is lost.", _RUN_HOST),
     MetricRow("run_host_messages", "gauge", "Messages in flight on a host of a run.", _RUN_HOST),
@@ -148,7 +148,7 @@ class Collector:
         Raises TimeoutError if an earlier call is still waiting for the driver.
         """
         if not self._lock.acquire(timeout=_LOCK_WAIT_S):
-            raise TimeoutError("an earlier look at the GPUs goes on: does nvidia-smi answer?")
+            raise TimeoutError("an earlier query of the GPUs is still running: does nvidia-smi answer?")
         try:
             families = _Families()
             _add_host(families, self._look())

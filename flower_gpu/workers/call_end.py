@@ -264,14 +264,14 @@ def cannot_be_killed(stuck_in: str) -> str:
     """Return the end of a sentence about a worker that has not exited after SIGKILL."""
     return (
         f"cannot be killed: after SIGKILL it is in {stuck_in}. It waits in the kernel for a GPU or a disk "
-        "that does not answer (see dmesg). Its lease stays with it until it is gone; other calls go on."
+        "that does not answer (see dmesg). It keeps its lease until it is gone; other calls continue."
     )
 
 
 def _describe(seen: CallWatch) -> str:
     exitcode = seen.exitcode
     if exitcode is None:
-        return f"ended, how is not known ({seen.why_unknown}),"
+        return f"ended in an unknown way ({seen.why_unknown}),"
     if exitcode >= 0:
         return f"exited with code {exitcode}"
     try:
@@ -280,7 +280,9 @@ def _describe(seen: CallWatch) -> str:
         name = "signal"
     text = f"was killed by {name} ({-exitcode})"
     if seen.is_out_of_memory:
-        return f"was killed by the kernel, since main memory ran out (it had {_peak(seen)}{_memory_limit()}),"
+        return (
+            f"was killed by the kernel because main memory ran out (it had {_peak(seen)}{_memory_limit()}),"
+        )
     if exitcode == -signal.SIGKILL:
         text += f" (by another process, or by the kernel for lack of memory: see dmesg{_memory_limit()})"
     return text

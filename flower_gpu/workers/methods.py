@@ -156,7 +156,7 @@ def remember_variables(call: Call, variables: Mapping[str, str | None], *, may_s
         _set_by_modules[key] = values
         return
     names = ", ".join(sorted(variables))
-    text = f"{call.label}: its module removes {names} from the environment, or sets it anew in each worker"
+    text = f"{call.label}: its module removes {names} from the environment, or sets it again in each worker"
     if not may_spawn:
         raise WorkerStartError(f"{text}. Set it with env=, or use start_method='spawn'")
     _spawn_instead(key, text)
@@ -288,7 +288,7 @@ def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
     if asked is FORK and runtime is not None:
         raise ConfigError(
             f"start_method='fork' cannot be used: this process has computed with {runtime}, and a fork of it "
-            "would wait for its threads for ever. Use 'auto' or 'spawn', or compute in the worker only"
+            "would wait for its threads forever. Use 'auto' or 'spawn', or compute in the worker only"
         )
     if asked is FORKSERVER and not client.is_supported():
         raise ConfigError("start_method='forkserver' needs Linux 5.3 or later. Use 'auto' or 'spawn'")

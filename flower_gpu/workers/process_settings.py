@@ -268,7 +268,7 @@ def _standard_files() -> list[tuple[int, int] | None]:
 
 
 def _refuse(_: Any) -> None:
-    raise PermissionError("this cannot be set anew")
+    raise PermissionError("this cannot be set again")
 
 
 #: Settings that a process may be unable to set anew. If one of them stays changed, the process must end.

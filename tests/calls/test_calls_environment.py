@@ -130,7 +130,7 @@ def test_a_refused_change_is_reported_once(capsys: pytest.CaptureFixture[str]) -
     for value in ("theirs", "others"):
         os.environ["FIXED"] = value
     assert capsys.readouterr().err == (
-        "flower-gpu: FIXED=theirs is not used: this worker keeps to its lease, which has 'ours'\n"
+        "flower-gpu: FIXED=theirs is ignored: this worker is limited to its lease, which has 'ours'\n"
     )
 
 

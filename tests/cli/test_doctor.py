@@ -81,7 +81,7 @@ def test_a_machine_without_a_gpu_has_no_problem_and_every_check_is_documented(sh
     assert texts_of(found, "cuda") == []
     assert texts_of(found, "packages")[1:] == [
         ("ok", distribution.described()),
-        ("ok", f"{len(NAMES)} of {len(NAMES)} private names of Flower that are used here are there"),
+        ("ok", f"{len(NAMES)} of {len(NAMES)} private names of Flower that are used here exist"),
     ]
     assert finding_with(found, "state folder", "is made with the first call")["level"] == "ok"
     assert not shell.state.exists()
@@ -104,7 +104,7 @@ def test_text_and_json_say_the_same_in_lines_that_fit(shell: Shell, host: Host) 
     assert texts_of(found, "driver") == [("ok", "NVIDIA driver 550.54.14: 2 of 2 GPUs can be used")]
     assert {level for level, _ in texts_of(found, "gpu")} == {"ok"}
     text = "policy offer: calls use GPU 0, 1, one GPU, as much of it as is needed (auto)"
-    assert texts_of(found, "policy") == [("ok", f"{text} where the code names nothing else")]
+    assert texts_of(found, "policy") == [("ok", f"{text} unless the code says otherwise")]
 
 
 def test_two_distributions_of_flower_are_a_problem(
@@ -136,7 +136,7 @@ def test_commands_of_another_environment_are_a_problem(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (finding,) = findings(environment._commands)
     assert finding.level == "problem"
-    assert f"{tmp_path}/flwr, {tmp_path}/flower-supernode: of another environment" in finding.text
+    assert f"{tmp_path}/flwr, {tmp_path}/flower-supernode: from an environment other" in finding.text
     assert str(Path(sys.executable).parent) in finding.todo
     monkeypatch.setenv("PATH", "/nowhere")
     (finding,) = findings(environment._commands)
@@ -275,8 +275,8 @@ def test_a_worker_is_tried_with_a_lease_that_is_released(
     [
         (AttributeError("no such function"), "problem", "does not work: AttributeError: no such function"),
         (ConfigError("PyTorch does not take it"), "problem", "PyTorch does not take it"),
-        (LeaseTimeoutError("no lease"), "note", "a worker was not tried: all GPUs are in use"),
-        (LeaseError("no ledger"), "note", "a worker was not tried: no ledger"),
+        (LeaseTimeoutError("no lease"), "note", "no worker was tested: all GPUs are in use"),
+        (LeaseError("no ledger"), "note", "no worker was tested: no ledger"),
     ],
 )
 def test_a_call_that_fails_before_its_task_is_reported_with_its_reason(
@@ -314,7 +314,7 @@ def test_a_typo_in_the_name_of_a_variable_is_a_problem_with_a_suggestion(
 ) -> None:
     monkeypatch.setenv(name, "1")
     findings_by_text = {entry.text: entry for entry in findings(environment.variables)}
-    finding = findings_by_text[f"{name} is set, and nothing reads it"]
+    finding = findings_by_text[f"{name} is set, but nothing reads it"]
     assert (finding.level, finding.todo) == ("problem", f"{intended} is meant?")
 
 

@@ -133,11 +133,9 @@ def test_the_example_with_four_nodes_and_four_policies(tmp_path: Path) -> None:
     shown = [line.strip() for line in readme.splitlines() if line.startswith("    | ")]
     assert [line for line in done.stdout.splitlines() if line.startswith("| ")] == shown
     node_output = done.stdout.partition("what the nodes were told:\n")[2]
-    assert "no-gpu: this call runs on the CPU though the server requests a GPU" in node_output
-    assert "keeps-it: this call runs on the CPU though the server requests a GPU" in node_output
-    assert (
-        "forces-it: this node's policy is force: a GPU is used though the server does not want" in node_output
-    )
+    assert "no-gpu: this call runs on the CPU although the server requests a GPU" in node_output
+    assert "keeps-it: this call runs on the CPU although the server requests a GPU" in node_output
+    assert "forces-it: this node's policy is force: a GPU is used although the server does not" in node_output
     assert "offers-it" not in node_output
     assert len(events_of(logs, "worker_started")) == 8
     granted = events_of(logs, "lease_granted")

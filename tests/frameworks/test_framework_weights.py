@@ -58,7 +58,7 @@ def test_an_unknown_tensorflow_is_used_without_a_cap(
     monkeypatch.setattr(frameworks, "ALL", (TensorFlow(),))
     with frameworks.held_to([Cap(2, 4)], lambda: None) as holds:
         assert holds == []
-    assert "this TensorFlow is not held to its lease" in capsys.readouterr().err
+    assert "this TensorFlow is not limited to its lease" in capsys.readouterr().err
 
 
 def test_modules_for_missing_frameworks_can_be_imported(run_script) -> None:

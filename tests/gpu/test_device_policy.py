@@ -51,9 +51,9 @@ SITUATIONS: dict[str, tuple[tuple[GPU, ...], str | None]] = {
 
 #: Pattern of each warning, by its letter in the table.
 WARNINGS = {
-    "a": r"policy is (force|require): a GPU is used though the server does not want one",
-    "b": r"runs on the CPU though the server requests a GPU: .+",
-    "c": r"runs on the CPU though gpu-ids is 1: this node has no GPU",
+    "a": r"policy is (force|require): a GPU is used although the server does not request one",
+    "b": r"runs on the CPU although the server requests a GPU: .+",
+    "c": r"runs on the CPU although gpu-ids is 1: this node has no GPU",
     "d": r"there is no GPU 7; used instead: .+",
     "e": r"policy is force, but no GPU can be used, so this call runs on the CPU: this node has no GPU",
 }
@@ -277,8 +277,8 @@ def test_invalid_names_of_gpus_are_refused(value: str) -> None:
 
 
 WORDS = (
-    " is not one of never (no GPU), offer (a GPU if the run wants one), force (a GPU, else the CPU, whatever "
-    "the run wants), require (a GPU, else an error, whatever the run wants)"
+    " is not one of never (no GPU), offer (a GPU if the run requests one), force (a GPU, else the CPU, "
+    "whatever the run requests), require (a GPU, else an error, whatever the run requests)"
 )
 
 

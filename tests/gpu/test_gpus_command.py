@@ -69,7 +69,7 @@ def test_the_table_and_the_json_match_the_documentation(mixed: Host) -> None:
         "problem": None,
         "cuda_visible_devices": "2,0",
         "cap": "GPU cap: by the frameworks' allocators (not by the driver: "
-        "a driver before 615 knows no limits of control groups)",
+        "drivers before 615 do not support limits of control groups)",
     }
     first, lost, card, instance, _, last = report["gpus"]
     assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == [*report, *first], "every key is documented"
@@ -144,5 +144,5 @@ def test_the_output_says_why_there_is_no_gpu(host: Host) -> None:
     assert report["gpus"] == [] and "restart the machine" in report["problem"]
     host.fail_init(0)
     host.set_count(0)
-    reason = "the NVIDIA driver runs and shows no GPU"
+    reason = "the NVIDIA driver runs but shows no GPU"
     assert command_output(host.env)[0].startswith(f"NVIDIA driver 550.54.14\nNo GPU: {reason}")

@@ -34,7 +34,7 @@ REFUSED = [
     ("--gpu require --gpu-ids GPU-nope", "require GPU-nope"),
 ]
 
-BOTH = "calls run on GPU 0 (NVIDIA Stub 16GB), GPU 1 (NVIDIA Stub 16GB): as many at a time as have room"
+BOTH = "calls run on GPU 0 (NVIDIA Stub 16GB), GPU 1 (NVIDIA Stub 16GB): as many at a time as fit"
 GPU_0, GPU_1 = "GPU 0 (NVIDIA Stub 16GB)", "GPU 1 (NVIDIA Stub 16GB)"
 NO_EFFECT = "all calls run on the CPU"
 POSSIBLE = {
@@ -64,7 +64,7 @@ POSSIBLE = {
         f"{NO_EFFECT}, use-gpu is false"
     ],
     "--gpu force --use-gpu false": [
-        "note: this node's policy is force: a GPU is used though the server does not want one", BOTH
+        "note: this node's policy is force: a GPU is used although the server does not request one", BOTH
     ],
 }  # fmt: skip
 
@@ -121,7 +121,7 @@ def test_requests_in_environment_variables_are_checked_too(plan_on: PlanOn, host
     assert share[0][1] is not None and share[0][1].startswith("FLOWER_GPU_NUM_GPUS=4: a call may use 2")
     assert [refused for _, refused in share[1:]] == [None, None]
     assert policy[0][1] is not None and "there is no GPU 5" in policy[0][1]
-    assert policy[1] == (["calls run on GPU 1 (NVIDIA Stub 16GB): as many at a time as have room"], None)
+    assert policy[1] == (["calls run on GPU 1 (NVIDIA Stub 16GB): as many at a time as fit"], None)
 
 
 def test_remarks_on_a_host_without_a_gpu(plan_on: PlanOn) -> None:
@@ -144,7 +144,7 @@ def test_remarks_on_a_host_without_a_gpu(plan_on: PlanOn) -> None:
     ]
     assert force[0] and "policy is force, but no GPU can be used, so this call runs on the CPU" in force[0][0]
     assert require[1] and "policy is require" in require[1]
-    assert wanted[0] and "runs on the CPU though the server requests a GPU" in wanted[0][0]
+    assert wanted[0] and "runs on the CPU although the server requests a GPU" in wanted[0][0]
 
 
 def test_a_refused_plan_ends_the_launcher_with_2_and_leaves_nothing(tiny_app: Path, host: Host) -> None:

@@ -69,7 +69,7 @@ def test_each_missing_part_is_named_with_its_log(tiny_app: Path, tmp_path: Path)
     # The SuperNode of client 0 was restarted.
     nodes[0].log.write_text(f"{first}$ {shlex.join(['flower-supernode'])}\nAttempt failed\n")
     text = federation.missing()
-    assert "to let in the SuperNodes of client 0. The end of" in text and text.endswith(": Attempt failed")
+    assert "to admit the SuperNodes of client 0. The end of" in text and text.endswith(": Attempt failed")
     for node in nodes:
         node.log.unlink(missing_ok=True)
     assert "SuperNodes of clients 0, 1, 2, 3, 4 and 2 more. The end of" in federation.missing()

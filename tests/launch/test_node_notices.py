@@ -53,10 +53,10 @@ def test_an_unreachable_superlink_is_reported_once_and_so_is_the_end_of_the_wait
 
 
 def test_a_refused_key_is_reported_and_so_is_its_registration(nodes: Nodes) -> None:
-    assert nodes.turn_away(1) == ["SuperNode 1 is not let in: why"]
+    assert nodes.turn_away(1) == ["SuperNode 1 is not admitted: why"]
     assert nodes.turn_away(1) == []
-    assert nodes.write(1, EXIT, IN) == ["SuperNode 1 is let in"]
-    assert nodes.turn_away(1) == ["SuperNode 1 is not let in: why"]
+    assert nodes.write(1, EXIT, IN) == ["SuperNode 1 is admitted"]
+    assert nodes.turn_away(1) == ["SuperNode 1 is not admitted: why"]
 
 
 def test_warnings_and_errors_are_reported_once_with_their_log(nodes: Nodes, tmp_path: Path) -> None:

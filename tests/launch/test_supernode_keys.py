@@ -41,11 +41,13 @@ def test_a_node_connects_once_its_key_is_registered(superlink: SuperLink, tmp_pa
         keys = {path.name: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
         assert sorted(keys) == ["supernode-0", "supernode-0.pub"]
         text = output.read_text()
-        assert text.count("SuperNode 0 is not let in") == text.count("flwr supernode register FILE.pub") == 1
+        assert (
+            text.count("SuperNode 0 is not admitted") == text.count("flwr supernode register FILE.pub") == 1
+        )
         superlink.flwr(first_command("supernodes.md", "flwr supernode register"), tmp_path)
-        is_in = "\nSuperNode 0 is let in\n"
+        is_in = "\nSuperNode 0 is admitted\n"
         for words in (is_in, "1 of 1 SuperNodes\n"):
-            until(lambda words=words: output.read_text().count(words) == 1, "the node is let in", 180)
+            until(lambda words=words: output.read_text().count(words) == 1, "the node is admitted", 180)
 
         # The SuperLink still considers a killed node connected. The node comes back with the same id.
         ids_before = [node["node-id"] for node in superlink.nodes()]
@@ -55,7 +57,9 @@ def test_a_node_connects_once_its_key_is_registered(superlink: SuperLink, tmp_pa
         for node_process in killed:
             node_process.kill()
         until(
-            lambda: output.read_text().count("SuperNode 0 is not let in") == 2, "the node is turned away", 180
+            lambda: output.read_text().count("SuperNode 0 is not admitted") == 2,
+            "the node is turned away",
+            180,
         )
         # The node is offline for less time than a query of the SuperLink may take, so the log is read.
         until(lambda: connections(tmp_path) > connections_before, "the SuperLink lets the node in again", 240)

@@ -46,7 +46,7 @@ def run(*arguments: str) -> int:
 def test_no_footprint_was_learned_yet(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
     assert run() == 0
     printed = capsys.readouterr()
-    assert printed.out == "" and "no footprint was learned yet" in printed.err
+    assert printed.out == "" and "no footprint has been learned yet" in printed.err
     assert not state_dir.exists()
     assert run("--json") == 0
     assert json.loads(capsys.readouterr().out) == {"footprints": [], "contexts": []}

@@ -118,7 +118,7 @@ def test_unavailable_mps_is_an_error_before_a_client_runs(host: Host) -> None:
     ]
     errors = host.lines(*runs, PATH=os.environ["PATH"], PYTHONHASHSEED="0")
     assert {kind for kind, _ in errors} == {"ConfigError"}
-    parts = ("with mps", "deterministic", "ray_address", "may use no GPU", "no nvidia-cuda-mps-control")
+    parts = ("with mps", "deterministic", "ray_address", "may not use any GPU", "no nvidia-cuda-mps-control")
     for (_, text), part in zip(errors, parts, strict=True):
         assert part in text
     [[_, text]] = host.lines({**plain, "mps": True}, MPS_STUB_UNLIMITED="1")

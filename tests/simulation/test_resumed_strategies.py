@@ -346,7 +346,7 @@ def test_a_run_that_cannot_be_resumed_says_so_at_its_start(
     (line,) = [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()]
     assert line.startswith("There will be no checkpoint, so this run cannot be resumed: the state of ")
     assert "test_resumed_strategies.Derived is not known" in line
-    assert "each strategy with state_dict() and load_state_dict()" in line
+    assert "all strategies with state_dict() and load_state_dict()" in line
     caplog.clear()
     run("", FedAdam(), tmp_path / "known")
     assert "checkpoint" not in caplog.text

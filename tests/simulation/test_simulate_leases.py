@@ -189,5 +189,5 @@ def test_a_host_without_a_gpu_is_reported_as_such_and_not_as_a_policy(tmp_path: 
     done = host.simulate(4, "--run-config", "mixed=true", app="leased")
     assert done.status == 0, done.output
     assert "no GPU here: calls run on the CPU" in done.output
-    assert done.output.count("this call runs on the CPU though the server requests a GPU") == 1
+    assert done.output.count("this call runs on the CPU although the server requests a GPU") == 1
     assert "policy" not in done.output, done.output

@@ -233,7 +233,7 @@ def test_an_unreachable_tracker_is_reported_when_it_fails_and_at_the_end(
     assert [line.split(":")[2].strip() for line in warnings] == 2 * ["tracker mlflow"] + 2 * [
         "tracker tensorboard"
     ]
-    for end in ("what it has not taken is sent again later", "it has nothing of this run"):
+    for end in ("whatever it has not accepted is sent again later", "it has nothing of this run"):
         assert sum(line.endswith(end) for line in warnings) == 2, warnings
     assert not list(trace.read(folder.trace, only="tracker_started"))
 

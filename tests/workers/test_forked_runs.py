@@ -262,5 +262,5 @@ def test_a_run_goes_on_when_its_fork_server_is_killed(app: Path) -> None:
         assert until(lambda: not is_running(report["parent"]))
         output, errors = process.communicate("", timeout=60)
         assert output == "done\n"
-        assert "how simulate reporter has ended is not known: the fork server was ended" in errors
+        assert "it is unknown how simulate reporter ended: the fork server was ended" in errors
         assert process.returncode == 255

@@ -141,7 +141,7 @@ class TestReplacement:
             assert result.result() == server
             with pytest.raises(WorkerDiedError, match="the last words") as caught:
                 crash.result()
-            assert "how is not known (the fork server that forked it was ended" in str(caught.value)
+            assert "in an unknown way (the fork server that forked it was ended" in str(caught.value)
         assert call() != server
 
     def test_a_server_that_hangs_is_replaced(

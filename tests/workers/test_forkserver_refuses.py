@@ -313,7 +313,7 @@ def test_an_unsafe_folder_is_refused(make: Callable[[Path], object], monkeypatch
         path = Path(parent, f"flower-gpu-{os.getuid()}")
         monkeypatch.setenv("FLOWER_GPU_STATE_DIR", parent)
         make(path)
-        reason = "must be a folder of this user that nobody else|account .* has made .*, the folder of"
+        reason = "must be a folder of this user that no other user|account .* has made .*, the folder of"
         with pytest.raises(WorkerStartError, match=reason) as caught:
             call()
         assert str(path) in str(caught.value) and "FLOWER_GPU_STATE_DIR" in str(caught.value)

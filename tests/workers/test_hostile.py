@@ -90,7 +90,7 @@ def test_a_caller_may_ignore_sigchld(run_script: RunScript) -> None:
             try:
                 run_in_worker("crash_tasks:kill_itself", 9, start_method=method)
             except WorkerDiedError as error:
-                print("how is not known" in str(error), "SIGCHLD is ignored" in str(error), error.tail)
+                print("in an unknown way" in str(error), "SIGCHLD is ignored" in str(error), error.tail)
         """,
         *SUPERVISED,
         env=WITH_TASKS,

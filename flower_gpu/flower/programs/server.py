@@ -254,7 +254,7 @@ class _ProgramForker:
         request = _ProgramRequest.of(message, descriptors)
         try:
             if messages.is_closed(request.reply_socket):  # the requester has started it in another way
-                raise NoEntryError("nobody waits for it any more")
+                raise NoEntryError("no process waits for it any longer")
             entry = find(request.argv[0], request.env)
             if read_at_start(request.env) != self._started_with:
                 raise NoEntryError("its environment has other variables that are read at the start")

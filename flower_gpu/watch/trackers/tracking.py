@@ -153,7 +153,9 @@ class Tracking:
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
-                    thread.warn("end", f"it has not taken everything within {PATIENCE_S:g} s after the run")
+                    thread.warn(
+                        "end", f"it has not accepted everything within {PATIENCE_S:g} s after the run"
+                    )
 
 
 class _TrackerFeed(threading.Thread):
@@ -204,7 +206,7 @@ class _TrackerFeed(threading.Thread):
         try:
             self._send()
         except Exception as error:
-            self.warn("down", f"{_text(error)}; what it has not taken is sent again later")
+            self.warn("down", f"{_text(error)}; whatever it has not accepted is sent again later")
             self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
             self._retry_at = time.monotonic() + self._pause_s
             return False

@@ -154,13 +154,13 @@ def preload_on_cpu(functions: Preload) -> None:
         if (library := frameworks.with_threads()) is not None:
             raise ConfigError(
                 f"{name} computes with {library} in the process that workers are forked from. A fork has no "
-                f"threads of {library}, and would wait for them for ever. Load numpy arrays there, and make "
+                f"threads of {library}, and would wait for them forever. Load numpy arrays there, and make "
                 "tensors, data sets and models in the task"
             )
         if missed := thread_owners.missed_in_fork(threads_before):
             raise ConfigError(
                 f"{name} starts threads in the process that workers are forked from ({', '.join(missed)}). A "
-                "fork has none of them, and would wait for them for ever. Load the data without threads, or "
+                "fork has none of them, and would wait for them forever. Load the data without threads, or "
                 "in the task"
             )
     # Otherwise, each fork would inherit the garbage that loading has left.

@@ -76,7 +76,7 @@ def _wait(label: str, place: client.ServerPlace, forked: Forked, life: int) -> i
     status = forked.reap()
     place.close()
     if status is None:
-        _say(f"how {label} has ended is not known: the fork server was ended")
+        _say(f"it is unknown how {label} ended: the fork server was ended")
         return UNKNOWN
     if status < 0:
         _say(f"the process of {label} was killed by {signal.Signals(-status).name} ({-status})")
