@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
         from flower_gpu import gpu_evaluate
 
         evaluated = {"data": config["data"], "network": config["network"]}
-        options["evaluate_fn"] = gpu_evaluate("bench_app.digits:evaluate", kwargs=evaluated)
+        options["evaluate_fn"] = gpu_evaluate(f"bench_app.{config['client']}:evaluate", kwargs=evaluated)
     strategy = _timed(config)
     began, began_at = time.perf_counter(), time.time()
     result = strategy.start(
