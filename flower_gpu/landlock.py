@@ -221,7 +221,7 @@ def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
     """Give up all files except these, TCP, and signals to and abstract sockets of other processes.
 
     Rights unknown to the kernel's :func:`version` stay. Paths are resolved now, and files created later in
-    one of the folders can be opened as well. Without CAP_SYS_ADMIN, setuid bits have no effect any more.
+    one of the folders can be opened as well. Without CAP_SYS_ADMIN, setuid bits no longer have an effect.
 
     ``rights``: :data:`LOOK`, :data:`READ`, :data:`CHANGE`, :data:`WRITE` or :data:`DEVICE` by path. The path
     of a folder stands for everything below it. Links are followed, and missing paths are ignored.

@@ -163,7 +163,7 @@ def flag(name: str) -> str:
 # The words are types, so that mypy and pyright find invalid words in users' code.
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
 StartMethodWord = Literal["auto", "forkserver", "spawn", "fork", "in-process"]
-#: What a node can say; docs/explanation/device-policy.md has the table.
+#: The policies of a node; docs/explanation/device-policy.md has the table.
 PolicyWord = Literal["never", "offer", "force", "require"]
 _POLICY_MEANINGS: Final = (
     "no GPU",

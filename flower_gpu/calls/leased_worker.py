@@ -8,7 +8,7 @@ Threads. While the task runs, one daemon thread (:class:`_UsageWriter`) measures
 uses and writes it into the ticket, so that other processes see it. Only this thread calls NVML. A fork of a
 process that is inside NVML may wait forever, and a driver may hang. So the result waits for the thread's last
 look only a limited time, and often not at all. If the worker goes to its next call meanwhile, the thread must
-not write into the ticket any more, because the lease may belong to another call. ``_is_over`` tells it so.
+no longer write into the ticket, because the lease may belong to another call. ``_is_over`` tells it so.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class _UsageWriter:
                 {use.share.uuid: use for use in self.uses if use.context_bytes is not None}
             )
         if self._is_over:
-            # The lease may belong to another call by now.
+            # The lease may already belong to another call.
             return
         used = {}
         for number, use in enumerate(self.uses):

@@ -164,7 +164,7 @@ def decode_reply(data: Any, message: Message) -> tuple[Message, RecordDict]:
         if type(ttl) not in (int, float) or not math.isfinite(ttl) or ttl <= 0:
             raise ValueError("no time to live")
         reply = Message(_records(content) if error is None else _error(*error), reply_to=message)
-        # Not as an argument: the message's remaining time is shorter by now, and Flower would log a warning.
+        # Not as an argument: the message's remaining time has become shorter, and Flower would log a warning.
         reply.metadata.ttl = min(ttl, reply.metadata.ttl)
         return reply, _records(state)
     except Exception as error:

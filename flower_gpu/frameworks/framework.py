@@ -171,7 +171,7 @@ class Framework:
         return {}
 
     def be_deterministic(self) -> None:
-        """Use only deterministic algorithms. Operations without one raise an error from now on."""
+        """Use only deterministic algorithms. Afterwards, operations without one raise an error."""
 
     def not_deterministic(self, text: str) -> str | None:
         """Return the operation without a deterministic algorithm that an error names, or None."""

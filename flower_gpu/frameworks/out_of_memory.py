@@ -79,7 +79,7 @@ _BUSY: Final = re.compile(
     r"CUDA-capable devices?\S* (?:is|are|is/are) busy or unavailable|cudaErrorDevicesUnavailable"
     r"|CUDA_ERROR_DEVICE_UNAVAILABLE"
 )
-# After these errors, a process cannot use CUDA any more. Under MPS, neither can other clients of the server.
+# After these errors, a process can no longer use CUDA. Under MPS, neither can other clients of the server.
 _FAULT: Final = re.compile(
     r"illegal memory access|unspecified launch failure|device-side assert|misaligned address"
     r"|illegal instruction|invalid program counter|hardware stack error|uncorrectable ECC"

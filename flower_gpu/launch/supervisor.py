@@ -238,7 +238,7 @@ class Supervisor:
             self._stack.close()
 
     def fork_programs(self, env: Mapping[str, str], log: Path) -> None:
-        """Fork Flower's programs from a process that has imported Flower from now on, if possible.
+        """Fork Flower's programs from a process that has imported Flower, if possible.
 
         ``env``: environment that all programs have in common.
         ``log``: log of that process.

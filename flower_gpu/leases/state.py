@@ -149,7 +149,7 @@ class Readings:
                 if is_visible and listed.get(pid) is not None:
                     used = self._listed_use(pid, listed[pid] or 0, reported_bytes, leased, unassigned)
                 elif entry in ended or (is_visible and pid and not Path(f"/proc/{pid}").exists()):
-                    # The worker has ended, and another program may use its memory by now.
+                    # The worker has ended, and another program may already use its memory.
                     used = 0
                 else:
                     unreported += leased - used

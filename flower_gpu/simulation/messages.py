@@ -432,7 +432,7 @@ class MessageHandler:
         }
 
     def close(self) -> None:
-        """End the remaining workers. Call this only when no thread handles messages any more."""
+        """End the remaining workers. Call this only after all threads have stopped handling messages."""
         for slot in self._slots:
             slot.close()
 
