@@ -126,7 +126,7 @@ def donated() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: jax.random.key(1), "a random key is no weight"),
+        (lambda: jax.random.key(1), "a random key is not a weight"),
         (lambda: "text", "expected an array or a number, got str"),
         (lambda: jnp.ones(2, jnp.float8_e4m3fn), "float8_e4m3fn has no numpy counterpart"),
         (lambda: np.array([object()]), "object has no numpy counterpart"),
