@@ -1,7 +1,8 @@
 """Cores and memory of this host, and the limits of this process's control groups (Linux, versions 1 and 2).
 
-All processes that share a host use these functions, so they measure the same. The limits of all groups above
-this process's own group count as well. Inside a container, only one of those may have a limit.
+Processes that share a host must agree on these numbers, so all of them use these functions. A process is
+subject to the limits of its own group and of all groups above it. Often only a group above has a limit, for
+example the group of a container.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _PROC = Path("/proc/self")
 _MEMORY = Path("/proc/meminfo")
 _VMSTAT = Path("/proc/vmstat")
 _CPUS = Path("/sys/devices/system/cpu")
-# Memory that the kernel reclaims from a group before it kills: the page cache and its own caches. Shared
-# memory (tmpfs) counts as anonymous and cannot be reclaimed. In version 1, the totals include the groups
-# below.
+# Fields of memory.stat with memory that the kernel reclaims from a group before it kills a process: the page
+# cache and the kernel's own caches. Shared memory (tmpfs) is not among them, because the kernel counts it as
+# anonymous memory. In version 1, only the fields with "total_" include the groups below.
 _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 _RECLAIMABLE_V1 = ("total_inactive_file", "total_active_file")
 
@@ -45,9 +46,10 @@ def all_cores() -> int:
 
 @cache
 def cores_of(cpus: frozenset[int]) -> int:
-    """Return the number of cores of these processors. The hardware threads of a core count once.
+    """Return the number of physical cores that these processors belong to.
 
-    PyTorch counts the same way when it chooses its number of threads.
+    The processors are hardware threads, and all threads of a core count once. PyTorch counts the same way
+    when it chooses its number of threads.
     """
     siblings = "cpu{}/topology/thread_siblings_list"
     try:
@@ -73,14 +75,14 @@ def host_memory() -> tuple[int, int]:
 
 
 class CoresLimit(NamedTuple):
-    """Limit of the processor time of a group, in cores."""
+    """Limit on the processor time of a group, in cores: 1.5 means 1.5 seconds in each second."""
 
     cores: float
     group: int  # inode of the group, the same for all processes of the host
 
 
 class MemoryLimit(NamedTuple):
-    """Limit of the main memory of a group."""
+    """Limit on the main memory of a group."""
 
     available_bytes: int  # remaining memory before the kernel throttles or kills processes
     total_bytes: int
@@ -88,7 +90,7 @@ class MemoryLimit(NamedTuple):
 
 
 def cores_limit(proc: Path = _PROC) -> CoresLimit | None:
-    """Return the lowest limit of this process's groups, or None without a limit.
+    """Return the lowest limit on processor time among this process's groups, or None if no group has one.
 
     ``proc``: folder with ``cgroup`` and ``mountinfo`` of the process.
     """
@@ -106,7 +108,7 @@ def cores_limit(proc: Path = _PROC) -> CoresLimit | None:
 
 
 def memory_limit(proc: Path = _PROC) -> MemoryLimit | None:
-    """Return the limit of the group with the least available memory, or None without a limit.
+    """Return the limit of the group with the least available memory, or None if no group has a limit.
 
     Caches count as available, because the kernel reclaims them first.
     """
@@ -137,18 +139,18 @@ def available_memory() -> tuple[int, int]:
 def oom_kills(proc: Path = _PROC) -> int:
     """Return the number of processes killed by the out-of-memory killer in this process's group.
 
-    Returns 0 if it is unknown. Includes kills in the groups below, for any limit. Without control groups, it
-    counts kills on the whole host.
+    Kills in the groups below count as well, whichever group's limit was exceeded. If this process has no
+    memory group, the number covers the whole host. Returns 0 if the number is unknown.
     """
     for version, folder in _folders("memory", proc)[:1]:
         with suppress(OSError, ValueError, StopIteration):
-            return _count(folder / ("memory.events" if version == 2 else "memory.oom_control"))
+            return _oom_kills_in(folder / ("memory.events" if version == 2 else "memory.oom_control"))
     with suppress(OSError, ValueError, StopIteration):
-        return _count(_VMSTAT)
+        return _oom_kills_in(_VMSTAT)
     return 0
 
 
-def _count(path: Path) -> int:
+def _oom_kills_in(path: Path) -> int:
     lines = path.read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.split()[:1] == ["oom_kill"])
 
@@ -166,7 +168,11 @@ def is_killed_as_one(proc: Path = _PROC) -> bool:
 
 
 def process_count(proc: Path = _PROC) -> tuple[int, int] | None:
-    """Return the number and the limit of processes and threads in the fullest group, or None."""
+    """Return the number of processes and threads in a group, and the group's limit on that number.
+
+    The group is the one of this process's groups that can start the fewest more. Returns None if no group has
+    a limit.
+    """
     counts = []
     for _, folder in _folders("pids", proc):  # both versions have the same files
         with suppress(OSError, ValueError):  # a ValueError means "max": no limit
@@ -176,20 +182,21 @@ def process_count(proc: Path = _PROC) -> tuple[int, int] | None:
 
 
 def unified(proc: Path = _PROC) -> list[Path]:
-    """Return this process's group of version 2 and the groups above it. Empty without version 2."""
-    # The controller dmem exists in version 2 only.
+    """Return this process's group of version 2 and the groups above it, or [] without version 2."""
+    # Version 1 has no controller dmem. So a search for dmem never finds a group of version 1.
     return [folder for version, folder in _folders("dmem", proc) if version == 2]
 
 
 def _limit(folder: Path, version: int) -> int | None:
-    if version == 1:  # an unlimited group has the largest multiple of the page size
+    # In version 1, the file of an unlimited group holds a huge number: the largest multiple of the page size.
+    if version == 1:
         return int((folder / "memory.limit_in_bytes").read_text())
     limits = [(folder / name).read_text().strip() for name in ("memory.max", "memory.high")]
     return min((int(limit) for limit in limits if limit != "max"), default=None)
 
 
 def _folders(controller: str, proc: Path) -> list[tuple[int, Path]]:
-    """Return the version and folder of this process's group for a controller, and of all groups above it."""
+    """Return the version and folder of this process's group for a controller, then of the groups above it."""
     try:
         groups = (proc / "cgroup").read_text()
     except OSError:  # not Linux
@@ -200,8 +207,12 @@ def _folders(controller: str, proc: Path) -> list[tuple[int, Path]]:
 # Cached, because the list of mounts may be long, and each call of a client needs it.
 @lru_cache(maxsize=8)
 def _resolved_folders(controller: str, groups: str, proc: Path) -> tuple[tuple[int, Path], ...]:
-    """Return the folders for the content of ``/proc/<pid>/cgroup``, which changes if the process is moved."""
-    # A controller belongs to one version only. Version 2 is on the last line.
+    """Return the result of :func:`_folders`, computed once for each content of ``/proc/<pid>/cgroup``.
+
+    The content changes when the process is moved to another group.
+    """
+    # A line of version 1 lists its controllers. The line of version 2 lists none, and comes last. So it is
+    # reached only if version 1 does not have the controller.
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         is_version_1 = controller in controllers.split(",")
@@ -209,7 +220,8 @@ def _resolved_folders(controller: str, groups: str, proc: Path) -> tuple[tuple[i
             with suppress(OSError):
                 mounts = _mounts(controller if is_version_1 else None, proc)
                 chains = [_chain(path, root, mount_point) for root, mount_point in mounts]
-                # The longest chain, because another mount may show only a part of the tree.
+                # The same tree may be mounted several times. The longest chain is the most complete one,
+                # because a mount may show only a part of the tree.
                 return tuple(
                     (1 if is_version_1 else 2, folder) for folder in max(chains, key=len, default=[])
                 )
@@ -217,11 +229,14 @@ def _resolved_folders(controller: str, groups: str, proc: Path) -> tuple[tuple[i
 
 
 def _mounts(controller: str | None, proc: Path) -> list[tuple[str, Path]]:
-    """Return root and mount point of each mount of a version 1 controller, or of version 2 with None."""
+    """Return the root and the mount point of each mount of a controller of version 1.
+
+    If ``controller`` is None, return the mounts of version 2, which are the same for all controllers.
+    """
     mounts = []
     for line in (proc / "mountinfo").read_text().splitlines():
-        mount_fields, _, after = line.partition(" - ")
-        kind, _, options = after.split(maxsplit=2)
+        mount_fields, _, filesystem_fields = line.partition(" - ")
+        kind, _, options = filesystem_fields.split(maxsplit=2)
         if kind == ("cgroup2" if controller is None else "cgroup") and (
             controller is None or controller in options.split(",")
         ):
@@ -234,8 +249,10 @@ def _mounts(controller: str | None, proc: Path) -> list[tuple[str, Path]]:
 
 
 def _chain(path: str, root: str, mount_point: Path) -> list[Path]:
-    """Return the folders of a group and of the groups above it that this mount shows."""
-    # A container may see the host's path but mount only its own part, or see a path above the mounted part.
+    """Return the folders of a group and of the groups above it, as far as this mount shows them."""
+    # In a container, only the container's part of the tree may be mounted, and ``root`` is the top of that
+    # part. If the path is the host's, it begins with ``root``. If it has "..", the group lies outside the
+    # mounted part, and the top of that part stands for it.
     relative = PurePosixPath(path)
     relative = relative.relative_to(root if relative.is_relative_to(root) else "/")
     own_group = mount_point if ".." in relative.parts else mount_point / relative

@@ -1,7 +1,8 @@
-"""Landlock: a process gives up rights for itself and all its children, for good and without root.
+"""Landlock: a Linux process restricts itself and all its future children. It does not need root for this.
 
-No program can take the rules back. landlock(7) and the kernel's Documentation/userspace-api/landlock.rst
-describe the interface.
+First, the process creates a ruleset with the rights to give up. Then it adds rules for the files and ports
+that it may still use, and applies the ruleset. After that, no program can remove the restriction. landlock(7)
+and the kernel's Documentation/userspace-api/landlock.rst describe the interface.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ADD_RULE: Final = 445
 _RESTRICT_SELF: Final = 446
 
 # linux/landlock.h
-_VERSION: Final = 1  # flag of landlock_create_ruleset
+_VERSION: Final = 1  # flag of landlock_create_ruleset that asks for the version
 _PATH_BENEATH: Final = 1  # types of rules
 _NET_PORT: Final = 2
 _EXECUTE: Final = 1 << 0
@@ -33,15 +34,15 @@ _REMOVE: Final = 1 << 4 | 1 << 5  # folders and files
 _MAKE_CHAR: Final = 1 << 6
 _MAKE: Final = 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10 | 1 << 12  # folders, files, sockets, pipes, links
 _MAKE_BLOCK: Final = 1 << 11
-_REFER: Final = 1 << 13  # version 2, Linux 5.19
-_TRUNCATE: Final = 1 << 14  # version 3, Linux 6.2
-_IOCTL_DEV: Final = 1 << 15  # version 5
+_REFER: Final = 1 << 13  # move or link files between folders; since version 2, Linux 5.19
+_TRUNCATE: Final = 1 << 14  # since version 3, Linux 6.2
+_IOCTL_DEV: Final = 1 << 15  # since version 5
 _IOCTL_VERSION: Final = 5  # Linux 6.10
 _BIND_TCP: Final = 1 << 0
 _CONNECT_TCP: Final = 1 << 1
 _SCOPES: Final = 1 << 0 | 1 << 1  # abstract Unix sockets and signals
 
-#: The versions with more kinds of rights than files, and the first kernels with them.
+#: The versions that can restrict more than the version before, and the first kernel with each.
 TRUNCATE_VERSION: Final = 3
 TCP_VERSION: Final = 4
 SCOPES_VERSION: Final = 6
@@ -57,10 +58,11 @@ _OF_A_FILE: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 
 _SET_NO_NEW_PRIVS: Final = 38  # linux/prctl.h
 
-#: True if this process has set ``no_new_privs`` in order to apply rules. A fork inherits both.
+#: True if this process has set ``no_new_privs`` to apply a ruleset. A fork inherits the setting and this
+#: value.
 has_set_no_new_privs = False
 
-#: The first version that allows renames and links between folders, and its kernel.
+#: The first version that can allow moving and linking files between folders. Version 1 always denies that.
 LEAST_VERSION: Final = 2
 _LEAST_KERNEL: Final = "5.19"
 
@@ -72,8 +74,8 @@ class LandlockUnavailableError(Exception):
 def version() -> int:
     """Return the kernel's version of Landlock.
 
-    Raises LandlockUnavailableError if the kernel has no Landlock, or a version that would restrict more than
-    asked.
+    Raises LandlockUnavailableError if the kernel has no Landlock, or only version 1. Version 1 would also
+    deny moving files between folders.
     """
     try:
         supported = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
@@ -90,20 +92,21 @@ def version() -> int:
     if supported < LEAST_VERSION:
         raise LandlockUnavailableError(
             f"Landlock {supported} keeps programs from moving files between folders; "
-            f"Linux {_LEAST_KERNEL} or later does not"
+            f"use Linux {_LEAST_KERNEL} or later"
         )
     return supported
 
 
 class Ruleset:
-    """The rights that a process is about to give up, held by the kernel under a descriptor.
+    """The rights that a process is about to give up: a ruleset of the kernel, open under a descriptor.
 
-    Code with the descriptor can allow more, so it must be closed before other people's code runs. Rights
-    unknown to the kernel's version are left out.
+    Code with the descriptor can still add exceptions, so close the ruleset before the user's code runs. If
+    the kernel's version does not know a right, the process keeps that right.
 
-    ``files``: rights to files and folders to give up, except for the paths of :meth:`allow`.
-    ``tcp``: the same for TCP ports.
-    ``scopes``: signals to, and abstract sockets of, processes outside.
+    ``files``: rights to files and folders to give up, except where :meth:`allow` keeps them.
+    ``tcp``: rights to TCP ports to give up, except where :meth:`allow_connect` keeps them.
+    ``scopes``: bits for signals and for abstract Unix sockets. With a bit, the process can no longer send
+    signals to processes outside the restriction, or connect to their sockets.
 
     Raises LandlockUnavailableError if the kernel cannot create the ruleset.
     """
@@ -118,9 +121,11 @@ class Ruleset:
             self._descriptor = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
 
     def allow(self, path: str, rights: int, flags: int = os.O_NOFOLLOW) -> None:
-        """Keep rights to a file, or to a folder and everything below it. A missing path is ignored.
+        """Keep rights to a file, or to a folder and everything below it.
 
-        ``flags``: 0 if the path may be a symbolic link.
+        A path that is missing, or that this process may not look up, is ignored.
+
+        ``flags``: 0 to follow a symbolic link at the end of the path.
         """
         try:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
@@ -131,8 +136,8 @@ class Ruleset:
             try:
                 self._add_path(rights, file)
             except OSError as error:
-                # The kernel refuses rights of folders for a file with EINVAL. This is not checked by
-                # ``fstat``, because a dead network disk would block the worker for ever.
+                # EINVAL means that the path is a file but some rights apply only to folders. ``fstat`` could
+                # find that out in advance, but it would hang on a network disk that does not respond.
                 if error.errno != errno.EINVAL or not rights & _OF_A_FILE:
                     raise
                 self._add_path(rights & _OF_A_FILE, file)
@@ -145,13 +150,16 @@ class Ruleset:
     def allow_beside(
         self, paths: Collection[str], above: Container[str], rights: int, folder: str = "/"
     ) -> None:
-        """Keep rights to everything in a folder except ``paths``.
+        """Keep rights to everything in a folder except ``paths`` and everything below them.
+
+        A rule for a folder covers everything below it. So folders in ``above`` get no rule of their own, but
+        one rule for each of their entries.
 
         ``above``: all folders that contain one of the paths, at any depth.
         """
         with os.scandir(folder) as entries:
             for entry in entries:
-                # The target of a link has its own rule.
+                # Skip symbolic links, because the kernel applies the rules of a link's target.
                 if entry.path in paths or entry.is_symlink():
                     continue
                 if entry.path in above:
@@ -167,11 +175,11 @@ class Ruleset:
     def restrict_self(self) -> None:
         """Restrict this process and all its children, for good.
 
-        Without CAP_SYS_ADMIN this sets ``no_new_privs``, so programs with a setuid bit run as the user who
-        starts them.
+        Without CAP_SYS_ADMIN, the kernel requires ``no_new_privs``, so this method sets it. As a result,
+        setuid bits have no effect: a program such as ``sudo`` runs with the rights of the user who starts it.
 
-        Raises LandlockUnavailableError if the kernel refuses, or if this process has other threads, which
-        would stay unrestricted.
+        Raises LandlockUnavailableError if the kernel refuses. Also raises it if this process has other
+        threads, because they would stay unrestricted.
         """
         if (threads := sum(1 for _ in os.scandir("/proc/self/task"))) > 1:
             count = "another thread" if threads == 2 else f"{threads - 1} other threads"
@@ -194,19 +202,20 @@ class Ruleset:
 
 @contextmanager
 def without(paths: Collection[str], but: Collection[str] = ()) -> Iterator[Ruleset]:
-    """Yield a ruleset that denies these paths and everything below them, and creating device files anywhere.
+    """Yield a ruleset that denies opening these paths and everything below them.
 
-    Other files can be opened, created, moved and removed as before. The same holds for new files, except for
-    new entries of a folder that contains one of ``paths``, at any depth.
+    It also denies creating device files anywhere, because a new device file could stand for a denied device.
+    Other files can be opened, created, moved and removed as before. There is one limitation: if a folder
+    contains one of ``paths``, at any depth, then new entries directly in that folder cannot be opened.
 
     ``paths``: absolute paths without symbolic links.
-    ``but``: files among the paths to keep. Missing files are ignored.
+    ``but``: files in ``paths`` or below them that can still be opened. Missing files are ignored.
 
     Raises LandlockUnavailableError if the kernel cannot create the ruleset.
     """
     above = set()
     for path in paths:
-        while (parent := os.path.dirname(path)) != path:  # noqa: PTH120 - each worker does it
+        while (parent := os.path.dirname(path)) != path:  # noqa: PTH120 - pathlib is slow
             above.add(path := parent)
     with closing(Ruleset(DEVICE | _MAKE_CHAR | _MAKE_BLOCK | _REFER)) as rules:
         with _explained():
@@ -218,14 +227,17 @@ def without(paths: Collection[str], but: Collection[str] = ()) -> Iterator[Rules
 
 
 def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
-    """Give up all files except these, TCP, and signals to and abstract sockets of other processes.
+    """Confine this process to the given files and TCP ports, for good.
 
-    Rights unknown to the kernel's :func:`version` stay. Paths are resolved now, and files created later in
-    one of the folders can be opened as well. Without CAP_SYS_ADMIN, setuid bits no longer have an effect.
+    The process gives up all other files and all other use of TCP. It can no longer send signals to processes
+    outside the restriction, or connect to their abstract Unix sockets. If the kernel's :func:`version` does
+    not know a right, the process keeps that right. Without CAP_SYS_ADMIN, setuid bits no longer have an
+    effect.
 
     ``rights``: :data:`LOOK`, :data:`READ`, :data:`CHANGE`, :data:`WRITE` or :data:`DEVICE` by path. The path
-    of a folder stands for everything below it. Links are followed, and missing paths are ignored.
-    ``ports``: TCP ports for connections to any host.
+    of a folder stands for everything below it, including files that are created later. Symbolic links are
+    followed once, now. Missing paths are ignored.
+    ``ports``: TCP ports that the process may connect to, on any host.
 
     Raises LandlockUnavailableError if the kernel cannot restrict this process.
     """
@@ -248,7 +260,8 @@ def _explained() -> Iterator[None]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)  # cached, because loading takes longer than the system call
+    # Cached, because loading the library takes longer than a system call.
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _call(number: int, *args: object) -> int:

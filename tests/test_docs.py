@@ -191,9 +191,11 @@ def test_the_variables_that_launch_sets_are_documented(tmp_path: Path) -> None:
     for names, yours_wins in re.findall(r"^\| (`.+?`) \|.*\| (yes|no) \|$", page, re.MULTILINE):
         documented |= dict.fromkeys(re.findall(r"\w+", names), yours_wins == "yes")
     folder = RunFolder(tmp_path)
-    variables = client_environment(service_environment({}, folder), 3, at_once=4)
+    variables = client_environment(service_environment({}, folder), 3, concurrency=4)
     assert set(variables) == {*documented, "PATH", "NO_PROXY", "no_proxy"}
-    users = client_environment(service_environment(dict.fromkeys(documented, "mine"), folder), 3, at_once=4)
+    users = client_environment(
+        service_environment(dict.fromkeys(documented, "mine"), folder), 3, concurrency=4
+    )
     assert {name for name, value in users.items() if value == "mine"} == {
         name for name, wins in documented.items() if wins
     }

@@ -1,4 +1,8 @@
-"""Libraries that each module may import, and the order of the rooms in the package."""
+"""Which libraries and which other modules of this package each module may import.
+
+A room is a subpackage or a top-level module of the package. The rooms have an order, and a module may import
+only its own room and lower ones.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ PACKAGE = Path(flower_gpu.__file__).parent
 
 #: The rooms that import Flower.
 WITH_FLOWER = ("flower", "launch", "simulation")
-#: Imports each group of modules in a separate child. The parent has already imported the library that the
-#: room may import.
+#: Program that imports each group of modules in a fork of its own, and prints the libraries that this
+#: imports. To save time, it first imports a heavy library that all groups may import.
 IMPORT = """
 import importlib, json, os, sys
 parent_import, *groups = sys.argv[1:]
@@ -41,7 +45,7 @@ for group in groups:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, group
 """
-#: The library that the parent imports before the modules of a room.
+#: The library that the program imports before it forks, by room.
 PARENT_IMPORTS = {"pytorch": "torch", **dict.fromkeys(WITH_FLOWER, "flwr")}
 
 
@@ -59,7 +63,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def test_class_names_are_unique() -> None:
-    """A reader never has to ask which of several classes a name refers to."""
+    """Each class name of the package stands for one class, with or without a leading underscore."""
     places: dict[str, list[str]] = {}
     for module, path in FILES.items():
         for node in ast.walk(tree_of(path)):
@@ -75,13 +79,13 @@ def run_python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def layer(name: str) -> str:
-    """Return the subpackage of a module, or the name of a top-level module."""
+def room_of(name: str) -> str:
+    """Return the room of a module, or "" for the package itself."""
     return name.split(".")[1] if "." in name else ""
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return every module that a file imports, including imports inside functions."""
+    """Return all modules that a file imports, also inside functions."""
     modules = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -92,16 +96,17 @@ def imports_of(path: Path) -> set[str]:
     return modules
 
 
-#: The rooms of the package from top to bottom, as listed in its map. Each may import itself and lower rooms.
+#: The rooms of the package from top to bottom, as the map in its README lists them.
 ROOMS = re.findall(
     r"\[(\w+)(?:/|\.py)\]\(\1", (PACKAGE / "README.md").read_text().partition("\n## How a message travels")[0]
 )
-#: Exceptions for tasks that are named in strings: a rank names the task that handles a message of Flower.
+#: Pairs of a module and a higher module that it may name in a string. The function of a rank names the task
+#: that handles a message of Flower.
 TASKS_BY_NAME = {("flower_gpu.ranks.function", "flower_gpu.flower.rank_messages")}
 
 
-def strings_of(path: Path) -> set[str]:
-    """Return the modules of this package that a file names in its strings."""
+def modules_in_strings(path: Path) -> set[str]:
+    """Return the modules of this package that a file names in strings, such as "flower_gpu.module:task"."""
     modules = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -113,19 +118,23 @@ def strings_of(path: Path) -> set[str]:
     return modules
 
 
-def upward(name: str, path: Path) -> set[str]:
-    """Return the higher rooms that a file imports, or names in its strings."""
+def higher_rooms_used(name: str, path: Path) -> set[str]:
+    """Return the rooms above a module's own room that its file imports, or names in strings."""
     ours = {other for other in imports_of(path) if other.split(".")[0] == "flower_gpu"}
-    used = {layer(other) for other in ours | strings_of(path) if (name, other) not in TASKS_BY_NAME}
-    return used & set(ROOMS[: ROOMS.index(layer(name))])
+    used = {room_of(other) for other in ours | modules_in_strings(path) if (name, other) not in TASKS_BY_NAME}
+    return used & set(ROOMS[: ROOMS.index(room_of(name))])
 
 
 def test_every_room_is_in_the_order() -> None:
-    assert sorted(ROOMS) == sorted({layer(name) for name in FILES} - {""})
+    assert sorted(ROOMS) == sorted({room_of(name) for name in FILES} - {""})
 
 
 def test_no_room_refers_to_a_higher_room(tmp_path: Path) -> None:
-    assert not {name: rooms for name, path in FILES.items() if "." in name and (rooms := upward(name, path))}
+    assert not {
+        name: rooms
+        for name, path in FILES.items()
+        if "." in name and (rooms := higher_rooms_used(name, path))
+    }
     # Each kind of reference to a higher room is detected.
     for number, text in enumerate(
         (
@@ -137,16 +146,18 @@ def test_no_room_refers_to_a_higher_room(tmp_path: Path) -> None:
     ):
         path = tmp_path / f"module{number}.py"
         path.write_text(text)
-        assert upward("flower_gpu.flower.module", path) == {"watch"}, text
-        assert not upward("flower_gpu.simulation.module", path), text
+        assert higher_rooms_used("flower_gpu.flower.module", path) == {"watch"}, text
+        assert not higher_rooms_used("flower_gpu.simulation.module", path), text
 
 
-def imports_of_ours(name: str, tree: ast.AST) -> set[str]:
-    """Return the modules of this package that a file imports. In functions, only those of its room count.
+def imports_for_cycles(name: str, tree: ast.AST) -> set[str]:
+    """Return the modules of this package that count as imported by a module, in the search for cycles.
 
-    A function may import a higher module later, for example that of a command, without an import cycle.
+    These are the imports at the top level, and imports inside functions from the module's own room. Imports
+    inside functions from other rooms do not count, because they run later. Imports for type checkers never
+    run.
     """
-    late = {id(node) for function in functions_of(tree) for node in ast.walk(function)}
+    in_functions = {id(node) for function in functions_of(tree) for node in ast.walk(function)}
     for_types = {
         id(node)
         for block in ast.walk(tree)
@@ -158,7 +169,7 @@ def imports_of_ours(name: str, tree: ast.AST) -> set[str]:
         if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             for other in {full if full in FILES else str(node.module) for full in names} & {*FILES}:
-                if id(node) not in late or layer(other) == layer(name):
+                if id(node) not in in_functions or room_of(other) == room_of(name):
                     modules.add(other)
     return modules - {name, "flower_gpu"}
 
@@ -167,7 +178,7 @@ def functions_of(tree: ast.AST) -> list[ast.AST]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def circles(graph: dict[str, set[str]]) -> set[str]:
+def modules_in_cycles(graph: dict[str, set[str]]) -> set[str]:
     """Return the modules that are part of an import cycle."""
 
     def reached(name: str) -> set[str]:
@@ -182,52 +193,52 @@ def circles(graph: dict[str, set[str]]) -> set[str]:
     return {name for name in graph if name in reached(name)}
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    graph = {name: imports_of_ours(name, tree_of(path)) for name, path in FILES.items()}
-    assert circles(graph) == set()
-    late = ast.parse("def function():\n    from flower_gpu.gpu import policy")
-    assert imports_of_ours("flower_gpu.gpu.nvml", late) == {"flower_gpu.gpu.policy"}
-    assert imports_of_ours("flower_gpu.cli.main", late) == set()
-    # policy imports nvml, so this makes a cycle.
+def test_no_files_import_each_other_in_a_cycle() -> None:
+    graph = {name: imports_for_cycles(name, tree_of(path)) for name, path in FILES.items()}
+    assert modules_in_cycles(graph) == set()
+    tree = ast.parse("def function():\n    from flower_gpu.gpu import policy")
+    assert imports_for_cycles("flower_gpu.gpu.nvml", tree) == {"flower_gpu.gpu.policy"}
+    assert imports_for_cycles("flower_gpu.cli.main", tree) == set()
+    # The module policy imports nvml. So the import of policy by nvml completes a cycle.
     graph["flower_gpu.gpu.nvml"] = {"flower_gpu.gpu.policy"}
-    assert circles(graph) == {"flower_gpu.gpu.nvml", "flower_gpu.gpu.policy"}
+    assert modules_in_cycles(graph) == {"flower_gpu.gpu.nvml", "flower_gpu.gpu.policy"}
 
 
-#: Libraries that single modules may import beyond those of their room.
+#: Libraries that a single module may import although the rest of its room may not.
 MORE = {
     "flower_gpu.frameworks.array_checks": {"numpy"},
 }
 
 
-#: The rooms that every worker and client needs, and that all other modules build on.
+#: Rooms that may import none of the heavy libraries below, because every worker and client imports them.
 LIGHT = {"", *ROOMS[ROOMS.index("ranks") :]} - {"pytorch", "keras", "jax"}
 
-#: Libraries that all other rooms may import.
+#: Libraries that all rooms except those in LIGHT may import.
 USUAL = {"numpy", "tqdm", "rich", "psutil", "tensorboard", "wandb", "mlflow"}
 
 
 def forbidden(name: str, imported: set[str]) -> set[str]:
     """Return the libraries that a module has imported although it may not."""
     allowed = set(MORE.get(name, ()))
-    if layer(name) not in LIGHT:
+    if room_of(name) not in LIGHT:
         allowed |= USUAL
-    if layer(name) == "pytorch":
+    if room_of(name) == "pytorch":
         allowed.add("torch")
-    if layer(name) in WITH_FLOWER:
+    if room_of(name) in WITH_FLOWER:
         allowed.add("flwr")
     return imported - allowed
 
 
 @pytest.mark.parametrize("parent_import", ["", "torch", "flwr"])
 def test_modules_import_only_the_libraries_that_their_room_may(parent_import: str) -> None:
-    """The modules of a room are imported in the same process, except those with further libraries."""
+    """One process imports all modules of a room. A module in MORE is imported by a process of its own."""
     groups = {
-        room: [name for name in FILES if layer(name) == room and name not in MORE]
+        room: [name for name in FILES if room_of(name) == room and name not in MORE]
         for room in ("", *ROOMS)
         if PARENT_IMPORTS.get(room, "") == parent_import
     }
     groups |= {
-        name: [name] for name in MORE.keys() & FILES if PARENT_IMPORTS.get(layer(name), "") == parent_import
+        name: [name] for name in MORE.keys() & FILES if PARENT_IMPORTS.get(room_of(name), "") == parent_import
     }
     lines = run_python(IMPORT, parent_import, *(" ".join(names) for names in groups.values())).splitlines()
     for line in lines:
@@ -235,30 +246,28 @@ def test_modules_import_only_the_libraries_that_their_room_may(parent_import: st
         name = group.split()[0]
         assert not forbidden(name, set(imported)), name
         if name in MORE:
-            assert set(imported) >= MORE[name], "the entry in MORE is not needed"
+            assert set(imported) >= MORE[name], "remove this module or library from MORE"
 
 
-def imported_in_a_wrong_place(name: str, path: Path) -> set[str]:
-    """Return the libraries that a file imports although only other files may.
+def misplaced_imports(name: str, path: Path) -> set[str]:
+    """Return the libraries that a file imports but may not.
 
-    Only some rooms may import Flower, and only one module may import NVIDIA's library.
+    Only the rooms in WITH_FLOWER may import Flower, and only one module may import NVIDIA's library.
     """
     imported = {module.split(".")[0] for module in imports_of(path)}
-    is_allowed = {"flwr": layer(name) in WITH_FLOWER, "pynvml": name == "flower_gpu.gpu.nvml"}
+    is_allowed = {"flwr": room_of(name) in WITH_FLOWER, "pynvml": name == "flower_gpu.gpu.nvml"}
     return {library for library, may_import in is_allowed.items() if library in imported and not may_import}
 
 
 def test_libraries_are_imported_in_one_place(tmp_path: Path) -> None:
     assert not {
-        name: libraries
-        for name, path in FILES.items()
-        if (libraries := imported_in_a_wrong_place(name, path))
+        name: libraries for name, path in FILES.items() if (libraries := misplaced_imports(name, path))
     }
     path = tmp_path / "module.py"
     path.write_text("import pynvml\ndef function():\n    from flwr.app import Message")
-    assert imported_in_a_wrong_place("flower_gpu.gpu.module", path) == {"flwr", "pynvml"}
-    assert imported_in_a_wrong_place("flower_gpu.gpu.nvml", path) == {"flwr"}
-    assert imported_in_a_wrong_place("flower_gpu.flower.module", path) == {"pynvml"}
+    assert misplaced_imports("flower_gpu.gpu.module", path) == {"flwr", "pynvml"}
+    assert misplaced_imports("flower_gpu.gpu.nvml", path) == {"flwr"}
+    assert misplaced_imports("flower_gpu.flower.module", path) == {"pynvml"}
 
 
 def test_building_a_client_imports_no_torch() -> None:
@@ -275,7 +284,7 @@ print([name for name in ("torch", "nowhere") if name in sys.modules])
 
 
 def test_a_call_imports_no_heavy_library_into_the_caller_or_its_new_worker() -> None:
-    """The worker's environment is set before any heavy import, which setup= and env= rely on."""
+    """The options setup= and env= set the environment that heavy libraries read when they are imported."""
     code = """
 import flower_gpu
 def libraries():

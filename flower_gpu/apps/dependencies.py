@@ -1,7 +1,8 @@
-"""Packages that an app declares in its ``pyproject.toml`` but that are not installed.
+"""Messages about packages that an app declares in its ``pyproject.toml`` but that are not installed.
 
-Python's error names the missing module. The package may have another name: the module ``sklearn`` is in the
-package ``scikit-learn``. Only the app's declaration names the package to install.
+The problem: when an import fails, Python's error names the missing module, such as ``sklearn``. The user has
+to install a package, which may have another name, such as ``scikit-learn``. The app declares its packages, so
+the messages name the declared packages that are missing, and the command that installs them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ def missing_packages_text(app: FlowerApp) -> str:
     missing = [text for text in app.dependencies if _is_missing(text)]
     if not missing:
         return ""
-    are = "which is" if len(missing) == 1 else "which are"
-    return f"{app.name} declares {', '.join(missing)}, {are} not installed: pip install {shlex.join(missing)}"
+    which_are = "which is" if len(missing) == 1 else "which are"
+    packages, command = ", ".join(missing), f"pip install {shlex.join(missing)}"
+    return f"{app.name} declares {packages}, {which_are} not installed: {command}"
 
 
 def missing_packages_note(app: FlowerApp) -> str:
-    """Return the sentence of :func:`missing_packages_text` if the app imports a missing module, otherwise "".
+    """Return :func:`missing_packages_text` if the app imports a missing module, otherwise "".
 
-    The imports are read from the source, so no code of the app runs.
+    A missing package that the app declares but never imports does no harm, so it is not mentioned. The
+    imports are read from the source, without running code of the app.
     """
     references = (app.serverapp, app.clientapp)
     modules = [name for ref in references for name in libraries_of(app.path, ref.partition(":")[0])]
@@ -43,7 +46,7 @@ def missing_packages_note(app: FlowerApp) -> str:
 
 @contextmanager
 def missing_packages_named(folder: Path | None) -> Iterator[None]:
-    """Add the missing packages of an app to the text of a ModuleNotFoundError raised in the context.
+    """Add the missing packages of an app to the text of a ModuleNotFoundError that the block raises.
 
     ``folder``: folder of the app, or None for an app without a folder.
     """
@@ -55,7 +58,8 @@ def missing_packages_named(folder: Path | None) -> Iterator[None]:
             try:
                 text = missing_packages_text(FlowerApp.load(folder))
             except ConfigError:
-                # The folder has changed since the start. Raise the original error without an addition.
+                # The folder was valid at the start of the run but has changed. Raise the original error as it
+                # is.
                 text = ""
         if text and text not in str(error):
             error.msg = f"{error.msg}. {text}"
@@ -73,7 +77,8 @@ def _is_missing(text: str) -> bool:
     try:
         distribution(requirement.name)
     except PackageNotFoundError:
-        # Another package may provide the same modules: flwr-nightly provides the modules of flwr.
+        # Another installed package may provide the same modules. For example, flwr-nightly provides those of
+        # flwr.
         return not _is_importable(requirement.name.replace("-", "_"))
     return False
 
@@ -82,5 +87,5 @@ def _is_importable(top: str) -> bool:
     try:
         return find_spec(top) is not None
     except (ImportError, ValueError):
-        # find_spec() raises ValueError for a loaded module without a specification.
+        # ValueError means that the module is loaded but has no __spec__.
         return True

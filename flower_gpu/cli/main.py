@@ -1,7 +1,7 @@
 """The ``flower-gpu`` command.
 
-Only light modules are imported before a command runs, so ``--help`` also works in a Python without the
-dependencies.
+This module imports no module that needs a dependency of the package. A command imports such modules when it
+runs. So ``--help`` also works in a Python without the dependencies.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     }
 )
 
-#: Exit status for input that cannot be used.
+#: Exit status if the arguments, settings or files of the user are invalid.
 EXIT_USAGE = 2
-#: Exit status of other failures, with valid input.
+#: Exit status of a command that fails although its input is valid.
 EXIT_FAILED = 1
 
 
@@ -61,7 +61,7 @@ _log = logging.getLogger("flwr.flower_gpu")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser with ``-v`` and ``-q``. Its errors are one line, without the usage before it."""
+    """An ArgumentParser with ``-v`` and ``-q``. It prints an error as one line, without the usage text."""
 
     commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
 
@@ -73,12 +73,13 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            # Since Python 3.14, argparse has an option for this (suggest_on_error).
+            # Python 3.14 has an option for suggestions (suggest_on_error), but earlier versions do not.
             error.message += _suggestion(str(value), map(str, action.choices or ()))
             raise
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        standard_streams.flush_stdout()  # argparse ignores errors when it prints help.
+        # Raise an OSError if the help text could not be written, because argparse ignores such errors.
+        standard_streams.flush_stdout()
         super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
@@ -108,15 +109,15 @@ def build_parser() -> _Parser:
 
 
 def _suggestion(text: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the known word nearest to a mistyped one, or ""."""
-    # Dashes are left out, because they make all options similar to each other.
+    """Return "; did you mean ...?" with the known word most similar to ``text``, or "" if none is similar."""
+    # Compare without dashes, because options would resemble each other by their dashes alone.
     names = {name.strip("-"): name for name in known}
     matches = difflib.get_close_matches(text.strip("-"), names, n=1)
     return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
 def _suggested_option(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """Return the suggestion for the first of the unknown arguments that resembles an option of the parser."""
+    """Return a suggestion for the first unknown argument that resembles an option of the parser, or ""."""
     names = [name for action in parser._actions for name in action.option_strings]
     suggestions = (_suggestion(text.partition("=")[0], names) for text in unknown if text.startswith("-"))
     return next(filter(None, suggestions), "")
@@ -125,8 +126,8 @@ def _suggested_option(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status.
 
-    The status is 0 for success, and 1 if a started process failed or standard output cannot be written to. It
-    is 2 if the input cannot be used, and 128 + n if signal n ended the command.
+    The status is 0 for success, 2 if the input is invalid, and 128 + n if signal n ended the command. It is 1
+    for other failures, for example if a started process failed or standard output cannot be written to.
 
     ``argv``: arguments without the program's name. By default, the arguments of the process.
     """
@@ -138,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if unknown:
                 suggestion = _suggested_option(parser.commands[arguments.command], unknown)
-                others = COMMANDS[arguments.command].after_dashes
-                dashes = f"; options of {others} go after two dashes, --" if others else ""
+                program = COMMANDS[arguments.command].after_dashes
+                dashes = f"; options of {program} go after two dashes, --" if program else ""
                 options = f"options: flower-gpu {arguments.command} --help"
                 raise ConfigError(f"unknown: {' '.join(unknown)}{dashes}{suggestion} ({options})")
             if argv is None and arguments.command == "simulate":
@@ -150,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 standard_streams.flush_stdout()
             except OSError:
-                # A signal has ended the command, such as SIGHUP of a terminal that was closed.
+                # If a signal has ended the command, its status matters more than the lost output. For
+                # example, closing a terminal sends SIGHUP and makes writing fail.
                 if status > 128:
                     standard_streams.discard_stdout()
                     return status
@@ -158,13 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
         except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
-            # GPUUnavailableError means that the option requires a GPU that this host does not have.
+            # GPUUnavailableError is invalid input: an option asks for a GPU that this host does not have.
             return EXIT_USAGE if isinstance(error, ConfigError | GPUUnavailableError) else EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         standard_streams.discard_stdout()
-        return 128 + signal.SIGPIPE  # The reader of our output has exited, as with `| head`.
+        # The reader of standard output has exited, as with `| head`.
+        return 128 + signal.SIGPIPE
     except OSError:
         if not (reason := standard_streams.why_stdout_fails()):
             raise
@@ -175,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     value = verbosity(arguments)
-    # The processes of these commands have log files, and -q must not change their content.
+    # `launch` and `supernode --count` write the output of their child processes to log files. With -q, this
+    # command prints less, but the log files must stay complete.
     has_log_files = arguments.command == "launch" or getattr(arguments, "count", None) is not None
     with logged(value, to_children=value > 0 or not has_log_files):
         _log.debug("flower-gpu %s, Python %s, %s", __version__, platform.python_version(), sys.executable)
@@ -184,30 +188,32 @@ def _run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def logged(value: int, *, to_children: bool) -> Iterator[None]:
-    """Set the level of loggers for ``-v`` or ``-q`` within the block, even if Flower is imported later.
+    """Set the log level for ``-v`` or ``-q`` within the block. It also applies if the block imports Flower.
 
-    ``value``: result of :func:`verbosity`.
-    ``to_children``: whether the level also applies to processes started in the block.
+    ``value``: result of :func:`verbosity`. It is positive for ``-v``, negative for ``-q``, and otherwise 0.
+    ``to_children``: True to pass the level to processes that are started in the block.
     """
     if not value:
         yield
         return
     level = logging.DEBUG if value > 0 else logging.ERROR
-    # Our loggers are children of this logger.
+    # All loggers of this package are children of Flower's logger. Without any handler, Python prints records
+    # with its handler of last resort, which has a level too.
     logger, last = logging.getLogger("flwr"), logging.lastResort
-    # If Flower has added its handler, the logger accepts all records, and the handler's level decides.
-    limited: list[Any] = [*logger.handlers] or [logger, *([last] if last is not None else [])]
-    previous = [target.level for target in limited]
+    # If Flower is already imported, its logger accepts all records, and the level of its handler decides. So
+    # set the level of that handler. Otherwise, set the levels of the logger and of the last resort.
+    targets: list[Any] = [*logger.handlers] or [logger, *([last] if last is not None else [])]
+    previous = [target.level for target in targets]
     variable = os.environ.get(_LEVEL_VARIABLE)
-    for target in limited:
+    for target in targets:
         target.setLevel(level)
     if to_children:
         os.environ[_LEVEL_VARIABLE] = logging.getLevelName(level)
     try:
         yield
     finally:
-        for target, previous_level in zip(limited, previous, strict=True):
-            # If Flower was imported meanwhile, Flower has set the logger's level.
+        for target, previous_level in zip(targets, previous, strict=True):
+            # If the block has imported Flower, the logger has Flower's handler and level. Keep that level.
             if target is not logger or not logger.handlers:
                 target.setLevel(previous_level)
         if variable is not None:

@@ -1,7 +1,8 @@
-"""The folders of the ledger: one for each account, and one mutex file for all accounts.
+"""The files of a host's ledger: one folder for each account, and one mutex file for all accounts.
 
-The folders lie in a sticky folder of the system, such as ``/tmp``. So each account can write to its own
-folder only, and read all folders.
+All of them lie in a root folder that the accounts share, by default ``/tmp``. Each account creates its own
+folder, to which only that account can write. All accounts can read all folders. The root is sticky, so no
+account can remove or rename the folder of another.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from flower_gpu.printable import account_name
 
 _PREFIX = "flower-gpu-leases-"
 _MUTEX = "flower-gpu-leases.mutex"
-# A user id in canonical form. With leading zeros or digits of other scripts, an account could have many
-# folders and evade the limit of tickets for each account.
+# A user id in canonical form. Leading zeros and digits of other scripts are refused, because an account could
+# use them to create many folders and so exceed its limit of tickets.
 _USER = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 # Shortest and longest pause between two attempts to lock the mutex
 _PAUSES_S = (0.0002, 0.02)
@@ -32,19 +33,19 @@ _PAUSES_S = (0.0002, 0.02)
 
 @dataclass(frozen=True)
 class LedgerFolder:
-    """The folder of a host's ledger."""
+    """The root folder of a host's ledger, with the mutex and the folder of each account."""
 
     root: Path  # shared by all accounts
-    # Longest wait for the mutex. It is normally held for milliseconds, but a stopped process holds it for
-    # ever
+    # Longest wait for the mutex. A process normally holds it for milliseconds, but a stopped process keeps it
+    # until it continues or is killed.
     mutex_wait_s: float = 60.0
 
     @classmethod
     def find(cls) -> LedgerFolder:
         """Return the host's ledger (``FLOWER_GPU_LEDGER_DIR``).
 
-        Raises LeaseError if the folder does not exist, or this account cannot write to it. A fallback to
-        another folder would be wrong: its leases would be of the same GPUs.
+        Raises LeaseError if the folder does not exist, or this account cannot write to it. There is no
+        fallback to another folder, because two ledgers would lease the same GPUs twice.
         """
         root = Path(LEDGER_DIR.resolve(None, os.environ)).absolute()
         try:
@@ -72,26 +73,26 @@ class LedgerFolder:
             path.mkdir(mode=0o755)
             path.chmod(0o755)  # independent of the umask
         if not _belongs_to(path, os.getuid()):
-            raise LeaseError(_why_not_own(path))
+            raise LeaseError(_why_unusable(path))
         return path
 
     def all(self) -> list[tuple[int, Path]]:
-        """Return the folders of all accounts, with their user ids."""
+        """Return the user id and folder of each account that has used the ledger, sorted by user id."""
         users = (name.removeprefix(_PREFIX) for name in files.names_with_prefix(self.root, _PREFIX))
-        named = ((int(user), self.root / f"{_PREFIX}{user}") for user in users if _USER.fullmatch(user))
-        return sorted((user, path) for user, path in named if _belongs_to(path, user))
+        folders = ((int(user), self.root / f"{_PREFIX}{user}") for user in users if _USER.fullmatch(user))
+        return sorted((user, path) for user, path in folders if _belongs_to(path, user))
 
     @staticmethod
     def stamps(folders: Iterable[tuple[int, Path]]) -> tuple[object, ...]:
-        """Return values that change whenever a ticket is created, changed or removed."""
+        """Return one stamp for each folder. It changes whenever a ticket is created, changed or removed."""
         stamps: list[object] = []
         for _, path in folders:
             try:
                 changed_ns = path.stat().st_mtime_ns
             except OSError:
                 changed_ns = 0
-            # A later change may get the same time as a recent one, so the stamp of a recent change equals no
-            # other.
+            # The next change may get the same mtime if it follows at once. So a folder that has just changed
+            # gets a new object as its stamp, which equals no other stamp.
             stamps.append((path, object() if files.changed_just_now(changed_ns) else changed_ns))
         return tuple(stamps)
 
@@ -99,8 +100,9 @@ class LedgerFolder:
     def locked(self, before_try: Callable[[], object] = lambda: None) -> Iterator[Callable[[], bool]]:
         """Hold the mutex, so that no other process changes the ledger.
 
-        Yields a function that returns True if the mutex has been held without a gap. The account that created
-        the mutex file can replace it at any time, and another process can lock the new file.
+        Yields a function that returns True if the locked file is still the ledger's mutex. The account that
+        created the mutex file can replace it at any time. Another process can then lock the new file and
+        change the ledger too.
 
         ``before_try``: called before each attempt to lock the mutex.
         Raises LeaseError if another process holds the mutex for longer than ``mutex_wait_s``.
@@ -157,8 +159,8 @@ def _belongs_to(path: Path, user: int) -> bool:
     return False
 
 
-def _why_not_own(path: Path) -> str:
-    """Return why this account cannot use the folder at ``path``, and who can remove it."""
+def _why_unusable(path: Path) -> str:
+    """Return the reason why this account cannot keep its tickets in ``path``, and who can remove it."""
     owner = path.lstat().st_uid
     if owner == os.getuid():
         return f"{path} must be a folder that only this account can write to; remove it"
@@ -171,15 +173,16 @@ def _why_not_own(path: Path) -> str:
 def _who_removes(owner: int) -> str:
     if owner == os.getuid():
         return "remove it"
-    return "an administrator must remove it, because the folder is sticky"
+    return "an administrator must remove it, because only its owner can remove it from a sticky folder"
 
 
 def _holder(descriptor: int) -> str:
-    """Return a name for the process with the lock of a file, if this account can see it."""
+    """Return the pid and account of the process that has locked a file, or a general term if unknown."""
     inode = f":{os.fstat(descriptor).st_ino} "
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
+            # A line with "->" is for a process that waits for the lock.
             if inode in line and "->" not in line and len(fields) > 4:
                 user = Path(f"/proc/{fields[4]}").stat().st_uid
                 return f"process {fields[4]} of account {account_name(user)}"

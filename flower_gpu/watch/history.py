@@ -1,15 +1,19 @@
 """Folds the events of a trace into the state of a run: hosts, leases, workers, rounds and GPUs.
 
 The problem: a trace is a list of events such as ``lease_granted`` or ``round_finished``. Displays, reports
-and metrics need the state that results from these events, and must not each compute it in their own way.
+and metrics need the state that results from these events. They must agree, so only this module computes it.
 
 The object: a :class:`History` takes in one event after the other and updates its attributes. It reads no
 files except in :meth:`History.read`, starts no threads and has no locks. Code that shares it between
 threads has to serialize the calls.
 
-What a trace may lack: a killed process writes no end of its workers, and a full disk cuts lines. So each
-handler accepts events whose beginning is missing. A resumed run appends to the same trace and repeats its
-last rounds. So the handlers remove the first attempt of a repeated round from all counts.
+Terms: a *part* of a round is all messages of the round with the same task, such as ``train``, or the server's
+own evaluation. A *span* is a host, lease or worker with the times at which it began and ended. A *call* is
+the handling of one message by a worker.
+
+Incomplete traces: a killed process does not report the end of its workers, and a full disk cuts lines. So
+each handler accepts an end without a beginning, and the reverse. A resumed run appends to the same trace and
+repeats its last rounds. So the handlers remove the first attempt of a repeated round from the results.
 
 Memory: a view of a run in progress needs neither finished workers nor old samples. With
 ``keep_finished=False``, the history drops them after every ``_EVENTS_PER_CLEANUP`` events.
@@ -59,16 +63,18 @@ from flower_gpu.watch.spans import (
 )
 
 # The following limits apply with ``keep_finished=False``.
-# Number of recent entries that are kept for each kind of finished item.
+# Number of recent entries that each list of finished items keeps.
 _KEPT_ENTRIES: Final = 50
-# Limit for items without an end. It bounds the memory of this process even if a trace never reports an end.
+# Maximum number of unfinished items of each kind. Without a maximum, memory use would grow without bound if a
+# trace never reports their ends.
 _MOST_OPEN: Final = 10_000
-# Number of parts of rounds. Curves need more than the most recent parts.
+# Maximum number of parts of rounds. It is larger than _KEPT_ENTRIES, because displays draw curves over many
+# rounds.
 _MOST_PARTS: Final = 1_500
-# Number of metrics that an old part keeps for its curves.
+# Number of metrics that a part keeps for the curves when it is no longer recent.
 _KEPT_METRICS: Final = 3
 _EVENTS_PER_CLEANUP: Final = 1_000
-#: Events that are valid even if they name a lost host.
+#: Events that are processed even if they name a lost host. Other events of a lost host come too late.
 _EVENTS_ABOUT_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
 
 
@@ -79,9 +85,14 @@ class History:
     followed while it is in progress.
 
     With ``keep_finished=False``, the history drops finished items, so the memory of this process stays
-    bounded during a long run. Then ``leases`` and ``workers`` hold active items only, ``samples`` the last
-    sample of each GPU, ``out_of_memory`` the last few events, and ``rounds`` many recent parts. With
-    ``keep_rounds``, all parts of rounds stay. Counts go into ``tally``, which several runs may share.
+    bounded during a long run. It keeps the following:
+
+    - ``leases`` and ``workers``: only unfinished ones
+    - ``samples``: only the last sample of each GPU
+    - ``out_of_memory``: the last few events
+    - ``rounds``: many recent parts, or all parts with ``keep_rounds=True``
+
+    Counts go into ``tally`` and are never dropped. Several runs may share a tally.
 
     The method ``_on_<name>`` handles the events with that name.
     """
@@ -107,9 +118,9 @@ class History:
         self.finished_at: float | None = None
         self.first_at: float | None = None  # time of the first event of any kind
         self.last_at: float | None = None
-        #: Seconds without any worker because other processes held what the calls need.
+        #: Seconds in which no worker could run, because other processes held the GPUs, cores or memory.
         self.waited_s = 0.0
-        self.pauses: list[tuple[float, float]] = []  # end and resumption of each interrupted part
+        self.pauses: list[tuple[float, float]] = []  # begin and end of each interruption of the run
         self.cut_lines = 0  # number of incomplete lines in the trace, which are ignored
         self._previous_at: float | None = None  # time of the previous event
         self.hosts: dict[str, HostSpan] = {}  # hosts of a Ray cluster by name; empty on a single machine
@@ -138,26 +149,28 @@ class History:
         self._counted_round = 0
         self._latest_round = 0  # highest round with a finished part
         self._has_strategy = False  # True while a strategy is running
-        self.open_round: OpenRound | None = None  # messages in flight
-        self.closed_round: OpenRound | None = None  # previous messages, all finished
+        self.open_round: OpenRound | None = None  # part of a round with messages in flight
+        self.closed_round: OpenRound | None = None  # the previous open round, now finished
         self._parts: dict[tuple[int | None, str], RoundPart] = {}  # finished parts by round and task
-        # These are updated with each event, because displays often read them and a run may have thousands of
-        # rounds.
+        # The following values could be computed from all parts. They are kept up to date instead, because
+        # displays read them often and a run may have thousands of rounds.
         self._last_metrics: dict[str, tuple[float, Mapping[str, Any]]] = {}  # time and metrics, by task
-        self._open_ends: dict[int, float] = {}  # time of the last part, by unfinished round
+        self._open_ends: dict[int, float] = {}  # end of the latest finished part, by unfinished round
         #: Time at which the last finished round ended.
         self.rounds_ended_at: float | None = None
         self._sent = self._failed = 0  # number of messages in finished parts
-        self._sent_before_resume = 0  # number of these messages from before the run was resumed
-        # Number of replies of unfinished parts, by round, task, and whether the reply is an error.
+        self._sent_before_resume = 0  # number of messages in parts that finished before the last resume
+        # Number of replies in parts that have not finished. The keys are round, task, and True for error
+        # replies.
         self._replied: Counter[tuple[int | None, str, bool]] = Counter()
-        self._final_counts: tuple[int, int] | None = None  # sent and failed messages, from the end of the run
-        self.failures = FailureReasons()  # reasons in replies with errors
-        self.all_failed = ""  # reason to end the run, once all clients fail
+        # Numbers of sent and failed messages, as reported at the end of the run
+        self._final_counts: tuple[int, int] | None = None
+        self.failures = FailureReasons()  # reasons that error replies give
+        self.all_failed = ""  # reason to end the run, reported if all clients fail
 
     @classmethod
     def read(cls, path: Path, *, keep_finished: bool = True) -> History:
-        """Return the history of a complete trace, including all rounds."""
+        """Return the history of a trace file, including all rounds."""
         history = cls(keep_finished=keep_finished, keep_rounds=True)
 
         def count() -> None:
@@ -169,7 +182,7 @@ class History:
     def feed(self, events: Iterable[Event]) -> None:
         """Process events, oldest first.
 
-        Unknown and malformed events are ignored, because a trace may be cut anywhere.
+        Unknown and malformed events are ignored, because a full disk may cut a trace at any place.
         """
         for event in events:
             time = number(event.get("time"))
@@ -199,7 +212,10 @@ class History:
 
     @property
     def stuck_since(self) -> float | None:
-        """Time since which calls have been waiting for leases with no worker running, or None."""
+        """Time since which calls have been waiting for a lease with no worker running.
+
+        It is None if a worker is running or no call is waiting.
+        """
         waiting = [span.requested_at for span in self.waiting if span.requested_at is not None]
         return max(min(waiting), self._worked_at) if waiting and not self._running else None
 
@@ -214,7 +230,7 @@ class History:
 
     @property
     def current_round(self) -> int | None:
-        """The round of the open messages, or else the highest round of recent workers and parts."""
+        """The round with messages in flight. Without one, the highest round of recent workers and parts."""
         if self.open_round is not None and self.open_round.round is not None:
             return self.open_round.round
         rounds = [worker.round for worker in self.running]
@@ -223,13 +239,16 @@ class History:
 
     @property
     def calls_done(self) -> dict[str, int]:
-        """Number of finished calls in the current round, by task. Calls without a round do not count."""
+        """Number of finished calls of the current round, by task. Calls without a round do not count."""
         is_current = self._calls_round is not None and self._calls_round == self.current_round
         return dict(self._calls_done) if is_current else {}
 
     @property
     def gpus_of_run(self) -> list[GPUInfo]:
-        """GPUs available to the run, sorted by host and index. Samples may include other GPUs of the host."""
+        """GPUs that the run may use, sorted by host and index.
+
+        A sample may also list other GPUs of the host. Those have neither an index nor a lease of this run.
+        """
         leased = {uuid for lease in self.leases for uuid in lease.memory_bytes}
         available = [gpu for gpu in self.gpus.values() if gpu.index >= 0 or gpu.uuid in leased]
         return sorted(available or self.gpus.values(), key=lambda gpu: (gpu.host, gpu.index, gpu.uuid))
@@ -238,7 +257,7 @@ class History:
 
     @property
     def rounds(self) -> list[RoundPart]:
-        """Finished parts of all rounds, one for each task. ``round`` is None for messages without a round."""
+        """Finished parts of all rounds. The ``round`` of a part is None if its messages had no round."""
         return list(self._parts.values())
 
     def part(self, server_round: int | None, task: str) -> RoundPart | None:
@@ -262,7 +281,7 @@ class History:
 
     @property
     def messages_sent(self) -> int:
-        """Number of finished messages: all messages of finished parts, and others with a reply."""
+        """Number of messages that have finished: those of finished parts, and others that have a reply."""
         return self._sent + self._replied.total() if self._final_counts is None else self._final_counts[0]
 
     @property
@@ -284,9 +303,10 @@ class History:
         return (self.messages_sent - self._sent_before_resume) / self.seconds if self.seconds else None
 
     def over_at(self, since: float, end: float) -> float:
-        """Return the latest possible end of a span that began at ``since``.
+        """Return the time at which a span from ``since`` ended at the latest, if the trace has no end of it.
 
-        That is the next interruption of the run, or ``end`` if the run was not interrupted later.
+        An interruption of the run ends all spans. So the result is the first interruption after ``since``, or
+        ``end`` if there is none.
         """
         return min((begin for begin, _ in self.pauses if begin >= since), default=end)
 
@@ -321,22 +341,24 @@ class History:
     # The run
 
     def _on_run_started(self, time: float, event: Event) -> None:
-        # Other kinds of runs have one host, and one command at a time.
+        # SuperNodes on several hosts may write to one trace. All other kinds of runs have one host, on which
+        # one command runs at a time.
         has_one_host = event.get("kind") != "supernodes"
-        # If two hosts share a folder, each reports a start. The second start does not mean that the run was
-        # interrupted.
+        # If two hosts write to the same trace, each of them reports a start. The second start does not mean
+        # that the run was interrupted and resumed.
         is_resumed = self.finished_at is not None or has_one_host
         ended_at = self._previous_at if self.finished_at is None else self.finished_at
         if self.started_at is not None and is_resumed and ended_at is not None and ended_at < time:
             self.pauses.append((ended_at, time))
-            self._leave_hosts(ended_at)
+            self._remove_nodes(ended_at)
         self._final_counts = None
-        # A resumed run repeats messages without a round, and messages of unfinished parts.
+        # A resumed run sends messages of unfinished parts again, and messages that belong to no round. So
+        # remove their results.
         if has_one_host:
             self._replied.clear()
             self._discard_rounds(lambda server_round: server_round is None)
         self._sent_before_resume = self._sent
-        # A resumed run reports its start again, but keeps the time of its first start.
+        # A resumed run reports another start. Keep the time of the first one.
         self.started_at = time if self.started_at is None else self.started_at
         self.begun_at = time
         # Like `seconds`, this covers only the time since the run was last resumed.
@@ -356,7 +378,7 @@ class History:
     def _on_run_finished(self, time: float, event: Event) -> None:
         self.finished_at, self.outcome = time, text(event.get("outcome"))
         self.error, self.facts = text(event.get("error")), mapping(event.get("facts"))
-        # These counts replace the computed ones, because the trace may lack replies.
+        # The reported counts are more reliable than the counts from the trace, which may lack replies.
         if (messages := whole_number(event.get("messages"))) is not None:
             self._final_counts = messages, whole_number(event.get("failed")) or 0
         if self.outcome == COMPLETED:
@@ -397,7 +419,7 @@ class History:
         name = text(event.get("host"))
         if not name:
             return None
-        # This creates the counter, so that metrics show the host with zero calls.
+        # Create the counter of calls, so that metrics list the host before its first call.
         self.tally.calls_of(name)
         return self.hosts.setdefault(name, HostSpan(name))
 
@@ -425,8 +447,8 @@ class History:
             if lease.host == host.name and lease.released_at is None:
                 lease.released_at, lease.is_lost = time, True
 
-    def _leave_hosts(self, until: float) -> None:
-        """Remove the nodes that joined at ``until`` or earlier, because a resumed run has new agents."""
+    def _remove_nodes(self, until: float) -> None:
+        """Remove the nodes that joined at ``until`` or earlier. Nodes join again when a run is resumed."""
         for host in self.hosts.values():
             host.nodes = {node: joined for node, joined in host.nodes.items() if joined[0] > until}
             host.is_lost = False
@@ -522,12 +544,12 @@ class History:
         # The line with the start may be missing from the trace.
         if worker is None:
             worker = self._begin_worker(time - (number(event.get("seconds")) or 0.0), event)
-        # With FedBuff, some workers handle messages of earlier rounds.
+        # With FedBuff, a worker may handle a message of an earlier round. Such a call does not count.
         if worker.round == (current := self.current_round):
             if current != self._calls_round:
                 self._calls_round = current
                 self._calls_done.clear()
-            # Most calls that ran out of memory are retried, so they do not count as done.
+            # A call that ran out of memory is normally retried. So only its retry counts as done.
             if outcome != OUT_OF_MEMORY:
                 self._calls_done[worker.task] += 1
         if (lease := self.lease_of(worker)) is not None:
@@ -579,7 +601,7 @@ class History:
             self._note_end(part)
 
     def _note_end(self, part: RoundPart) -> None:
-        """Store the metrics and the end of a part, so displays do not have to search all parts."""
+        """Update ``_last_metrics`` and ``_open_ends`` with a finished part."""
         if part.reported_metrics and part.time >= self._last_metrics.get(part.task, (part.time,))[0]:
             # Remove the key first, so that the order of the keys follows the times.
             self._last_metrics.pop(part.task, None)
@@ -624,6 +646,7 @@ class History:
             self.closed_round, self.open_round = self.open_round, None
         self._finish_part(time, event, task)
 
+    # The event "round" reports the server's own evaluation of a round.
     def _on_round(self, time: float, event: Event) -> None:
         self.num_rounds = whole_number(event.get("num_rounds")) or self.num_rounds
         self._finish_part(time, event, SERVER_EVALUATE)
@@ -640,7 +663,7 @@ class History:
         self._sent += messages
         self._failed += failed
         for key in list(self._replied):
-            # The round of a reply may be unknown until the part ends.
+            # A reply without a round counts for this part, because only the end of a part may name the round.
             if key[0] in (server_round, None) and key[1] == task:
                 del self._replied[key]
 

@@ -1,17 +1,18 @@
-"""Settings that a worker takes over from its caller, unless the worker begins as a copy of the caller.
+"""Settings that a worker takes over from its caller. A worker that is a fork of the caller has them already.
 
 A script sets up its process below ``if __name__ == "__main__":`` and expects its functions to find these
-settings. A worker never runs this block, so the settings travel with the call: settings of the process, of
-``logging``, and of frameworks. A framework gets its settings as soon as the worker has imported it.
+settings. A worker never runs this block. So the call carries the settings of the process, of ``logging``, and
+of frameworks. A framework gets its settings as soon as the worker has imported it.
 
-**Functions of ``__main__``** travel by value and belong to no module of the worker. A process that the task
-starts with ``spawn`` or ``forkserver`` gets its function by name, however. So the worker gets a ``__main__``
-in which ``pickle`` finds the functions of the call, and whose ``__file__`` is the caller's script.
-``multiprocessing`` then imports the script in the new process, as for a process of the caller. The script
-does not run in the worker.
+**Functions of ``__main__``** are pickled by value, so the worker does not need to import the script. The task
+may start a process of its own with ``spawn`` or ``forkserver``. Then ``multiprocessing`` pickles the function
+of that process by name, and the name has to exist in ``__main__``. So the worker gets a new ``__main__`` that
+holds the functions of the call. Its ``__file__`` is the caller's script, which ``multiprocessing`` imports in
+the new process, as it does for a process of the caller. The script does not run in the worker itself.
 
-A table of docs/how-to/from-start-client.md lists all settings, with those that stay behind. The state of
-random number generators stays behind, because each call would draw the same numbers.
+A table in docs/how-to/from-start-client.md lists the settings that a worker takes over, and those that it
+does not. The worker never takes over the state of random number generators, because then all calls would draw
+the same numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from flower_gpu.workers.process_settings import SETTINGS, TAKEN_OVER
 
 @dataclass(frozen=True)
 class ConsoleHandler:
-    """A handler of the root logger that writes to a standard stream."""
+    """Settings of a handler of the root logger that writes to a standard stream."""
 
     is_stdout: bool
     level: int
@@ -43,20 +44,23 @@ class ConsoleHandler:
 
 @dataclass(frozen=True)
 class CallerSettings:
-    """The settings of a caller, in a form that can travel."""
+    """The settings of a caller, in a form that can be sent to a worker."""
 
-    #: Values by names of :data:`~flower_gpu.workers.process_settings.SETTINGS`.
+    #: Values by the names in :data:`~flower_gpu.workers.process_settings.SETTINGS`.
     process: Mapping[str, Any]
-    #: Levels by names of loggers.
+    #: Levels by logger name.
     log_levels: Mapping[str, int] = field(default_factory=dict)
     console: tuple[ConsoleHandler, ...] = ()
-    #: Values of :meth:`Framework.taken_over` by the framework's module. They are pickles, because reading one
-    #: imports the framework.
+    #: Values of the settings of :meth:`Framework.taken_over`, by the name of the framework's module. The
+    #: values stay pickled until the worker has imported the framework, because unpickling would import it.
     frameworks: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def of_this_process(cls, *, only_start_method: bool = False) -> CallerSettings:
-        """Collect the settings of this process, and of this thread where a thread has its own."""
+        """Collect the settings of this process. A setting that each thread has is read in this thread.
+
+        ``only_start_method``: collect only the start method of ``multiprocessing``.
+        """
         if only_start_method:
             name = "`multiprocessing`'s start method"
             return cls({name: SETTINGS[name].get()})
@@ -69,7 +73,7 @@ class CallerSettings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply the settings to this worker. Frameworks get theirs when the block imports them."""
+        """Apply the settings to this worker. A framework that the block imports gets its settings then."""
         for name, value in self.process.items():
             setting = SETTINGS[name]
             if setting.get() != value:
@@ -80,7 +84,7 @@ class CallerSettings:
             logging.getLogger(name).setLevel(level)
         if not logging.root.handlers:
             for handler in self.console:
-                logging.root.addHandler(_made(handler))
+                logging.root.addHandler(_new_handler(handler))
         with frameworks.each_loaded(self._apply_to):
             yield
 
@@ -108,13 +112,14 @@ def _console_handlers() -> Iterator[ConsoleHandler]:
     for handler in logging.root.handlers:
         is_stdout = getattr(handler, "stream", None) in (sys.stdout, sys.__stdout__)
         is_stderr = getattr(handler, "stream", None) in (sys.stderr, sys.__stderr__)
-        # Derived classes may be unable to travel. Filters stay behind, and the format may need their fields.
+        # A derived class may be impossible to pickle. A handler with filters is left out, because the worker
+        # would not have the filters, and the format may need fields that they add.
         if type(handler) is logging.StreamHandler and not handler.filters and (is_stdout or is_stderr):
-            yield ConsoleHandler(is_stdout, handler.level, _that_travels(handler.formatter))
+            yield ConsoleHandler(is_stdout, handler.level, _picklable(handler.formatter))
 
 
-def _that_travels(formatter: logging.Formatter | None) -> logging.Formatter | None:
-    """Return a formatter that another process can use, or None for the default one."""
+def _picklable(formatter: logging.Formatter | None) -> logging.Formatter | None:
+    """Return the formatter if a worker can use it, or None for the default formatter."""
     if type(formatter) is not logging.Formatter:
         return None
     try:
@@ -125,18 +130,19 @@ def _that_travels(formatter: logging.Formatter | None) -> logging.Formatter | No
     return formatter
 
 
-def _made(handler: ConsoleHandler) -> logging.Handler:
-    made = logging.StreamHandler(sys.stdout if handler.is_stdout else sys.stderr)
-    made.setLevel(handler.level)
-    made.setFormatter(handler.formatter)
-    return made
+def _new_handler(settings: ConsoleHandler) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stdout if settings.is_stdout else sys.stderr)
+    handler.setLevel(settings.level)
+    handler.setFormatter(settings.formatter)
+    return handler
 
 
 @dataclass
 class MainModule:
     """The part of the caller's ``__main__`` that a call needs.
 
-    The pickler fills ``contents`` while it writes the rest of a request, so this must be its last part.
+    The pickler adds to ``contents`` while it pickles the other parts of a request. So this object must be
+    pickled last.
     """
 
     file: str | None = None  # path of the script, or None in a notebook
@@ -145,7 +151,7 @@ class MainModule:
 
     @classmethod
     def of_this_process(cls) -> MainModule:
-        """Describe this process's ``__main__``, without contents."""
+        """Return a description of this process's ``__main__``, with ``contents`` still empty."""
         main = sys.modules["__main__"]
         file = getattr(main, "__file__", None)
         module = getattr(getattr(main, "__spec__", None), "name", None)
@@ -154,14 +160,14 @@ class MainModule:
         return cls(file, module)
 
     def note(self, pickled: Any) -> None:
-        """Keep a function or class that is being pickled, if it is an attribute of ``__main__``."""
+        """Add an object that is being pickled to ``contents``, if it is a global of ``__main__``."""
         if isinstance(pickled, FunctionType | type) and pickled.__module__ == "__main__":
             name = pickled.__qualname__
             if getattr(sys.modules["__main__"], name, None) is pickled:
                 self.contents[name] = pickled
 
     def install(self) -> None:
-        """Have this worker find the contents in ``__main__``."""
+        """Replace this worker's ``__main__`` by a module that holds the contents, if there are any."""
         if not self.contents:
             return
         main = ModuleType("__main__")

@@ -41,7 +41,9 @@ def test_the_first_failure_of_each_kind_is_printed_and_all_are_logged(tmp_path: 
     assert "client_app.py" in printed[0] and "line 12" in printed[0]
     logged = (tmp_path / "failures.log").read_text()
     assert [f"train of client {client} failed in round 1" in logged for client in range(9)] == [True] * 9
-    assert logged.count("Traceback") == 3 and logged.count("(same text as: train of client 0 in round 1)") == 4
+    assert (
+        logged.count("Traceback") == 3 and logged.count("(same text as: train of client 0 in round 1)") == 4
+    )
     assert log.pointer == "the first traceback is above"
 
 

@@ -28,7 +28,7 @@ WAIT = """
 import os, sys
 from flower_gpu.flower import superexec
 from flower_gpu.flower import waits
-clock = superexec.SuperExecTime(waits.found())
+clock = superexec.SuperExecTime(waits.of_environment())
 superexec.end_with(int(sys.argv[1]))
 print(os.environ.get("FLOWER_GPU_WAKEUP"), flush=True)
 try:
@@ -50,7 +50,7 @@ def waker(monkeypatch: pytest.MonkeyPatch) -> waits.Waker:
 
 def test_a_wake_up_before_the_wait_is_not_lost(waker: waits.Waker) -> None:
     waker.wake()  # no process waits yet
-    wake_ups = waits.found()
+    wake_ups = waits.of_environment()
     assert wake_ups is not None
     assert not wake_ups.wait(0.01)
     waker.wake()
@@ -60,12 +60,12 @@ def test_a_wake_up_before_the_wait_is_not_lost(waker: waits.Waker) -> None:
 
 def test_only_one_process_is_woken_and_the_name_is_not_inherited(waker: waits.Waker) -> None:
     name = os.environ[waits.VARIABLE]
-    first = waits.found()
+    first = waits.of_environment()
     assert first is not None
     assert waits.VARIABLE not in os.environ
-    assert waits.found() is None
+    assert waits.of_environment() is None
     os.environ[waits.VARIABLE] = name
-    assert waits.found() is None, "the name is in use"
+    assert waits.of_environment() is None, "the name is in use"
     for _ in range(1000):
         waker.wake()  # more often than the queue of the socket can hold
     assert first.wait(LONG_S)
@@ -74,7 +74,7 @@ def test_only_one_process_is_woken_and_the_name_is_not_inherited(waker: waits.Wa
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_account_cannot_wake_a_superexec(waker: waits.Waker) -> None:
     name = os.environ[waits.VARIABLE]
-    wake_ups = waits.found()
+    wake_ups = waits.of_environment()
     assert wake_ups is not None
     subprocess.run([sys.executable, "-c", WRITE_AS_NOBODY, name], check=True, timeout=150)
     assert not wake_ups.wait(0.3)
@@ -83,7 +83,7 @@ def test_another_account_cannot_wake_a_superexec(waker: waits.Waker) -> None:
 
 
 def test_without_a_wake_up_it_polls_and_waits_at_least_as_long_as_flower(waker: waits.Waker) -> None:
-    wake_ups = waits.found()
+    wake_ups = waits.of_environment()
     assert wake_ups is not None
     clock = SuperExecTime(wake_ups, longest_s=0.2)
     began_s = clock.monotonic()
@@ -126,7 +126,7 @@ from flower_gpu.flower.supernode import SuperNodeTime
 clock = SuperNodeTime(1.0, 1.0)
 clock.listen()
 wait_for_reply = clock._wait_for_reply
-wake_ups = waits.found()
+wake_ups = waits.of_environment()
 state = NodeStateFactory(ObjectStoreFactory()).state()
 
 def in_thread(target, *arguments):

@@ -1,4 +1,4 @@
-"""A process that ends in any way frees its lease or its place in the queue: real processes on stub GPUs."""
+"""Killed processes lose their lease, or their place in the queue. Real processes use stub GPUs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from ledger_hosts import TESTS, LedgerHost, RefusedError
 from nvml_stub import GIB
 
+# Claims for all of a GPU's memory, and for half of it.
 WHOLE = {"memory": 16 * GIB}
 HALF = {"memory": 8 * GIB}
 
@@ -46,6 +47,7 @@ def test_the_next_claim_removes_the_files_of_dead_processes(one_gpu: LedgerHost)
     for claimant in (holder, *waiting):
         claimant.kill()
     last("acquire", **WHOLE)
+    # The names of a ticket's files and the id of its lease end with the same random text.
     assert {path.name.rpartition("-")[2].partition(".")[0] for path in one_gpu.account_folder.iterdir()} == {
         entry_id.rpartition("-")[2] for entry_id in one_gpu.status()["ids"]
     }
@@ -64,6 +66,7 @@ def test_a_process_killed_at_any_line_of_the_ledger_leaves_no_entry(one_gpu: Led
     )
     result = json.loads(process.stdout)
     assert result["problems"] == []
+    # The script has killed a process at many lines, and also while other processes were in the queue.
     assert result["lines"] > 200
     assert result["waiting"] > 3
 
@@ -71,6 +74,7 @@ def test_a_process_killed_at_any_line_of_the_ledger_leaves_no_entry(one_gpu: Led
 def test_a_lease_lives_as_long_as_its_worker(one_gpu: LedgerHost) -> None:
     caller, next_claimant = one_gpu.start(2)
     caller("acquire", **WHOLE)
+    # The worker has the ticket's file open, so the ticket stays locked after the caller's death.
     worker = caller("fork_worker")
     one_gpu.kill_on_close(worker)
     caller.kill()
@@ -83,6 +87,7 @@ def test_a_lease_lives_as_long_as_its_worker(one_gpu: LedgerHost) -> None:
 
 
 def test_a_fork_of_another_thread_does_not_keep_a_lease(one_gpu: LedgerHost) -> None:
+    """The fork happens while the caller passes the ticket's file on to its worker."""
     caller, next_claimant = one_gpu.start(2)
     caller("acquire", **WHOLE)
     one_gpu.kill_on_close(caller("fork_in_thread"))
@@ -92,7 +97,7 @@ def test_a_fork_of_another_thread_does_not_keep_a_lease(one_gpu: LedgerHost) -> 
 
 
 def test_forks_keep_no_lock_of_the_ledger(one_gpu: LedgerHost) -> None:
-    """One thread acquires and releases leases while another thread forks."""
+    """One thread acquires and releases leases while another thread forks. No fork gets a locked file."""
     [forker] = one_gpu.start(1)
     assert forker("fork_while_leasing", forks=150, memory=16 * GIB) == []
 
@@ -106,7 +111,7 @@ def test_a_mutex_that_is_never_released_is_a_clear_error(one_gpu: LedgerHost) ->
         other("acquire", **HALF)
     assert "has been locked for 0.2 s by" in refused.value.message
     assert "let it continue or end it" in refused.value.message
-    # The release waits for the same limit, and raises no error.
+    # A release also waits for the mutex, up to the same limit. Then it goes on without an error.
     other("release")
     holder.kill()
     assert one_gpu.status()["holders"] == []

@@ -1,4 +1,4 @@
-"""Tasks of workers with a lease. Importing this module imports no torch."""
+"""Tasks that tests run in workers with a lease. This module does not import torch until a task needs it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from typing import Any
 from flower_gpu import frameworks
 from flower_gpu.frameworks import pytorch_memory
 
-_READ: list[tuple[int, str]] = []
+# Pid and allocator settings of the process that called read_settings(). Its forks inherit them.
+_settings_read: list[tuple[int, str]] = []
 
 
 def read_settings() -> None:
-    """Read PyTorch's allocator settings in the process that workers are forked from."""
+    """Read PyTorch's allocator settings. A fork server calls this as a preload, before it forks workers."""
     import torch
 
-    _READ.append((os.getpid(), torch._C._accelerator_getAllocatorSettings()))
+    _settings_read.append((os.getpid(), torch._C._accelerator_getAllocatorSettings()))
 
 
 def settings_and_their_reader() -> tuple[int, str, str]:
-    """Return the pid that read the settings first, their value there, and their value in this process."""
+    """Return the fork server's pid, the allocator settings that it read, and those of this worker."""
     import torch
 
-    ((pid, before),) = _READ
-    return pid, before, torch._C._accelerator_getAllocatorSettings()
+    ((server_pid, server_settings),) = _settings_read
+    return server_pid, server_settings, torch._C._accelerator_getAllocatorSettings()
 
 
 def settings_of_its_own() -> tuple[str, list[int | None], str]:
-    """Set the old variable before importing torch, as scripts do.
+    """Set PyTorch's old variable for the allocator before importing torch, as scripts do.
 
-    PyTorch prefers the old variable over the new one, which has the cap.
+    The worker's cap is in the new variable. PyTorch ignores the new variable if the old one is set, so the
+    cap has to be added to the old one. Returns the settings that PyTorch uses, the limit in bytes on each
+    GPU, and the value of the old variable.
     """
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch
 
     (hold,) = pytorch_memory._pending
-    # This is the first step when CUDA starts.
+    # The hold does this first when CUDA starts, which needs a GPU. So call it here.
     hold.follow_settings()
     return (
         torch._C._accelerator_getAllocatorSettings(),
@@ -55,7 +58,10 @@ def threads_and_torch() -> tuple[list[str], bool]:
 
 
 def run_out_of_memory(text: str, broken: str = "") -> None:
-    """Raise PyTorch's out-of-memory error as the cause of another. The `broken` function always fails."""
+    """Raise an error that is caused by PyTorch's out-of-memory error with this text.
+
+    `broken`: name of a function of `frameworks` that fails from now on, like any use of CUDA after a fault.
+    """
     import torch
 
     def fail() -> None:
@@ -67,16 +73,18 @@ def run_out_of_memory(text: str, broken: str = "") -> None:
 
 
 def reported(ticket: Path) -> dict[str, Any]:
-    """Return the memory use that a worker has reported in its ticket."""
+    """Return the memory use that a worker has reported in its ticket, or {} without a report."""
+    # The report is one line at this offset: a checksum, a space, and JSON.
     record = ticket.read_bytes()[1 << 16 :].partition(b"\n")[0]
     report: dict[str, Any] = json.loads(record.partition(b" ")[2] or b"{}")
     return report
 
 
 def use_stub_gpu(uuid: str, peak_bytes: int, end_bytes: int, error: str = "") -> tuple[dict[str, Any], int]:
-    """Allocate `peak_bytes` of a stub GPU until they are reported, then change to `end_bytes`.
+    """Allocate `peak_bytes` on a stub GPU and wait for a report of them. Then change the use to `end_bytes`.
 
-    If `peak_bytes` is zero, there is nothing to wait for.
+    If `peak_bytes` is zero, do not wait. Returns the last report before the change, and this worker's pid.
+    Raises RuntimeError with the text `error` instead, unless it is empty.
     """
     from nvml_stub import allocate
 

@@ -247,6 +247,6 @@ def test_expired_messages_make_room_and_do_not_end_the_run() -> None:
         assert len(harness.handling.cancelled) == 1, "the other messages had not started"
         # Unlike clients that fail, late clients do not end a run in its first round.
         assert not any(reply.has_error() for reply in grid.send_and_receive(harness.messages(2)))
-        assert not harness.grid._boxes
+        assert not harness.grid._sets
     finally:
         harness.close()

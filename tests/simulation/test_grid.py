@@ -64,7 +64,7 @@ def test_each_message_has_its_reply(new_grid: Callable[..., GridUnderTest]) -> N
         message = by_id[reply.metadata.reply_to_message_id]
         assert reply.metadata.src_node_id == message.metadata.dst_node_id
     assert harness.handling.most <= 3
-    assert not harness.grid._boxes
+    assert not harness.grid._sets
 
 
 def test_waiting_for_more_nodes_than_exist_is_an_error(new_grid: Callable[..., GridUnderTest]) -> None:
@@ -145,7 +145,7 @@ def test_late_messages_are_cancelled(new_grid: Callable[..., GridUnderTest]) -> 
     replies = list(harness.grid.send_and_receive(harness.messages(4), timeout=60))
     assert [reply.has_error() for reply in replies] == [False] * 4
     assert len(harness.handling.begun) == 6
-    assert not harness.grid._boxes
+    assert not harness.grid._sets
 
 
 def test_time_without_any_worker_does_not_count(new_grid: Callable[..., GridUnderTest]) -> None:
@@ -338,7 +338,7 @@ def test_close_with_an_unread_stream(new_grid: Callable[..., GridUnderTest]) -> 
 
 
 def threads_of(harness: GridUnderTest) -> list[threading.Thread]:
-    return [*harness.host._threads, harness.dispatcher._giver, *harness.dispatcher._exchanging]
+    return [*harness.host._threads, harness.dispatcher._assigner, *harness.dispatcher._exchanging]
 
 
 def test_a_fault_of_the_only_host_ends_the_run(new_grid: Callable[..., GridUnderTest]) -> None:

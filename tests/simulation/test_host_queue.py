@@ -40,7 +40,7 @@ def queue_of(*message_ids: str) -> QueueHost:
 
 
 def start_next(queue: QueueHost) -> AssignedMessage:
-    [found] = queue.next(wait_count=False)
+    [found] = queue.next(is_blocking=False)
     return found
 
 
@@ -67,7 +67,7 @@ def test_messages_start_in_their_order() -> None:
     queue = queue_of("a", "b")
     queue.submit([visit("c")])
     assert [start_next(queue).message_id for _ in range(3)] == ["a", "b", "c"]
-    assert queue.next(wait_count=False) == []
+    assert queue.next(is_blocking=False) == []
 
 
 def test_finished_messages_are_reported_at_once_if_no_message_waits() -> None:
@@ -124,14 +124,14 @@ def test_messages_that_have_not_started_are_returned() -> None:
     queue.return_queued()
     returned = queue.fetch(0)
     assert ids(returned) == ["c", "b", "d"] and all(answer.reply is None for answer in returned[0])
-    assert queue.next(wait_count=False) == []
+    assert queue.next(is_blocking=False) == []
 
 
 def test_no_message_starts_while_too_many_bytes_are_unreported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_host, "_MOST_KEPT_BYTES", 1000)
     queue = queue_of("a", "b", "c")
     assert [finish(queue, bytes(800)), finish(queue, bytes(800))] == ["a", "b"]
-    thread, results = in_thread(lambda: queue.next(wait_count=True))
+    thread, results = in_thread(lambda: queue.next(is_blocking=True))
     assert not results
     assert ids(queue.fetch(0)) == ["a", "b"]
     thread.join(60)
@@ -140,7 +140,7 @@ def test_no_message_starts_while_too_many_bytes_are_unreported(monkeypatch: pyte
 
 def test_closing_the_queue_ends_all_waits() -> None:
     queue = queue_of()
-    waiting = [in_thread(lambda: queue.next(wait_count=True)), in_thread(lambda: queue.fetch(60))]
+    waiting = [in_thread(lambda: queue.next(is_blocking=True)), in_thread(lambda: queue.fetch(60))]
     queue.close()
     for thread, _ in waiting:
         thread.join(60)
@@ -169,7 +169,7 @@ def assignments(concurrency: int, *kinds_and_rounds: tuple[str, int]) -> list[in
     messages = [Message(RecordDict(), 1, kind, group_id=str(of)) for kind, of in kinds_and_rounds]
     queue.submit([AssignedMessage(message, 1) for message in messages])
     sizes = []
-    while visits := queue.next(wait_count=False):
+    while visits := queue.next(is_blocking=False):
         assert visits == [AssignedMessage(message, 1) for message in messages[: len(visits)]], (
             "in their order"
         )

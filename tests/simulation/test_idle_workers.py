@@ -88,7 +88,7 @@ def test_idle_workers_end_on_demand_and_killed_workers_release_their_leases(one_
         one_gpu.until(lambda state: len(state.holders) == 1)
         # The next message finds the worker dead, or its lease already released.
         os.kill(idle[1], signal.SIGKILL)
-        one_gpu.prepare()
+        one_gpu.go_on()
         done = run.ended()
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert done.summary["workers_started"] == len(pids(done)) == 8

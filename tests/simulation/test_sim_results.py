@@ -45,7 +45,7 @@ from flower_gpu import gpu_evaluate, trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.flower.model_file import model_sha256, write_model
-from flower_gpu.flower.strategy_state import OURS
+from flower_gpu.flower.strategy_state import OUR_FEDAVG
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
@@ -579,7 +579,7 @@ def test_a_resumed_run_goes_on_in_the_same_files(killed: bool, folder: RunFolder
         lines = folder.trace.read_bytes().splitlines(keepends=True)
         assert b'"run_finished"' in lines[-1]
         folder.trace.write_bytes(b"".join(lines[:-1]) + b'{"v": 1, "time": 1.0, "event": "round_fin')
-    result = run_into(folder, resume, resumes=OURS)
+    result = run_into(folder, resume, resumes=OUR_FEDAVG)
     assert [row["round"] for row in rows_of(folder)] == ["1", "2", "", "3", "4"]
     assert (result["messages"], result["failed"], result["rounds_finished"]) == (5 * CLIENTS, 5, 4)
     (reason,) = result["failures"]

@@ -171,7 +171,7 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
         "6": ([(WAITING, 3.0), (STARTING, 3.0)], ""),
     }
     assert (totals.unfinished, dict(totals.outcomes)) == (4, {NO_LEASE: 1})
-    assert [(failure.what, failure.count, failure.clients) for failure in totals.errors] == [
+    assert [(failure.description, failure.count, failure.clients) for failure in totals.errors] == [
         (NO_LEASE, 1, {"1"})
     ]
 

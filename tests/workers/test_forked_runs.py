@@ -262,5 +262,5 @@ def test_a_run_goes_on_when_its_fork_server_is_killed(app: Path) -> None:
         assert until(lambda: not is_running(report["parent"]))
         output, errors = process.communicate("", timeout=60)
         assert output == "done\n"
-        assert "it is unknown how simulate reporter ended: the fork server was ended" in errors
+        assert "the exit status of simulate reporter is unknown, because the fork server has ended" in errors
         assert process.returncode == 255

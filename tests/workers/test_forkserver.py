@@ -177,7 +177,7 @@ class TestReplacement:
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
         fork, stopped = client.ServerPlace.fork, []
 
-        def stop_and_fork(*args: object) -> client.ForkedWorker:
+        def stop_and_fork(*args: object) -> client.Forked:
             if not stopped:
                 stopped.append(only_server().pid)
                 os.kill(stopped[0], signal.SIGSTOP)

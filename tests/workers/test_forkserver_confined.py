@@ -263,7 +263,7 @@ def test_no_app_runs_if_it_could_read_the_state_folder(
         label="test",
         confinement=confinement,
     )
-    with thread_names.given(tmp_path / "own"):
+    with thread_names.provided(tmp_path / "own"):
         with monkeypatch.context() as patch:
             patch.setattr(tempfile, "tempdir", "/dev/shm")
             with (

@@ -1,4 +1,8 @@
-"""The number of threads of a worker: planned or set by the user, and the same for each start method."""
+"""How many threads the libraries of a worker use.
+
+By default, the workers of a host share its cores. A number that the user sets takes precedence. The start
+method of the worker must make no difference.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +47,17 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def torch_of_the_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Torch with its default number of threads. Forked workers inherit it."""
+    """Import torch into this process and have it use one thread for each core, as it does by default.
+
+    Forked workers inherit the loaded torch with its number of threads.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     torch = pytest.importorskip("torch")
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(cores())
     yield torch
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous)
 
 
 @pytest.fixture(params=SUPERVISED)
@@ -74,9 +81,10 @@ def test_workers_share_the_cores(concurrency: int) -> None:
     st.integers(1, 2**31 - 1), st.lists(st.integers(1, 99)), st.integers(1, 99), st.sampled_from(["", " "])
 )
 def test_a_number_of_the_user_takes_precedence(
-    first: int, deeper: list[int], concurrency: int, space: str
+    first: int, nested: list[int], concurrency: int, space: str
 ) -> None:
-    text = space + f"{space},{space}".join(map(str, [first, *deeper])) + space
+    # OMP_NUM_THREADS may list one number for each level of nested parallelism. The first one counts.
+    text = space + f"{space},{space}".join(map(str, [first, *nested])) + space
     environ = {"OMP_NUM_THREADS": text, "FLOWER_GPU_CONCURRENCY": str(concurrency)}
     assert planned_threads(environ) == first
 
@@ -110,7 +118,7 @@ TEXTS = ["1", " 3 ", "+3", "03", "4,2", "4 , 2", "4,", ",4", "4,x", "4,0", "0", 
 
 
 def test_numbers_are_read_as_openmp_reads_them() -> None:
-    """The OpenMP runtime of torch reads each text, in a new process."""
+    """Compare with torch's OpenMP runtime, which reads the variable once in each process."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
     libraries = sorted(Path(spec.origin).parent.glob("lib/libgomp*"))
@@ -140,7 +148,8 @@ def test_every_library_uses_the_planned_number(worker_start: str, run: Run) -> N
         assert [line["threads"] for line in run.events(event)] == [cores()]
 
 
-ALL = (str(cores()), cores())
+# Result of the task variable_and_torch if the worker uses all cores.
+ALL_CORES = (str(cores()), cores())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +157,7 @@ ALL = (str(cores()), cores())
     [
         ({"FLOWER_GPU_CONCURRENCY": "1000000"}, {}, ("1", 1)),
         ({"OMP_NUM_THREADS": "2", "FLOWER_GPU_CONCURRENCY": "7"}, {"OMP_NUM_THREADS": "1,3"}, ("1,3", 1)),
-        ({"OMP_NUM_THREADS": ""}, {}, ALL),
+        ({"OMP_NUM_THREADS": ""}, {}, ALL_CORES),
     ],
 )
 def test_a_users_setting_takes_precedence_over_the_share_of_cores(
@@ -181,7 +190,7 @@ def test_a_number_that_the_caller_set_in_torch_is_kept(torch_of_the_caller: Any,
         if method != "fork" or initialized_cuda_devices() is None:
             result = run_in_worker(task, start_method=method)
             assert result == (str(cores() + 1), cores() + 1), method
-    # In a new process, torch uses no more threads than there are cores.
+    # In a new process, torch itself uses at most one thread for each core. So compare only the variable.
     assert run_in_worker(task, start_method="forkserver")[0] == str(cores() + 1)
     assert run_in_worker(task, start_method="forkserver", num_cpus=1) == ("1", 1)
     assert run_in_worker(task, start_method="fork", env={"OMP_NUM_THREADS": "1"}) == ("1", 1)
@@ -203,13 +212,16 @@ def test_the_number_of_the_caller_is_restored(torch_of_the_caller: Any) -> None:
     tasks_threads.compute()
 
 
-# Test of a fork of a process with other numbers of threads.
+# Test of a fork that uses other numbers of threads than its parent, as in a fork server.
 
 ENVIRONMENTS: list[dict[str, str]] = [
-    {"OMP_NUM_THREADS": "3,1"},  # On two cores, some libraries use only two threads.
+    # On a host with two cores, some libraries use only two of these three threads.
+    {"OMP_NUM_THREADS": "3,1"},
     {"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "1"},
 ]
 
+# Program that uses one thread in each library, then forks once for each of the ENVIRONMENTS. It prints the
+# number of threads in each fork, and the numbers of threads that the fork's libraries would use.
 FORKS = """
 import json, os, sys
 cpus = os.sched_getaffinity(0)
@@ -220,7 +232,7 @@ from flower_gpu.workers import threads
 
 torch.set_num_threads(1)
 assert set(tasks_threads.count_threads().values()) == {1}
-if sys.argv[2] == "after regions":
+if sys.argv[2] == "after computing":
     tasks_threads.compute()
 for variables in json.loads(sys.argv[1]):
     environ = {name: value for name, value in os.environ.items() if "_NUM_THREADS" not in name} | variables
@@ -245,6 +257,7 @@ for variables in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def expected_counts() -> list[dict[str, int]]:
+    """Numbers of threads of the libraries in a new process, for each of the ENVIRONMENTS."""
     code = "import json, tasks_threads; print(json.dumps(tasks_threads.count_threads()))"
     base = {name: value for name, value in os.environ.items() if name not in VARIABLES} | WITH_TASKS
     return [
@@ -264,11 +277,11 @@ def expected_counts() -> list[dict[str, int]]:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="on other systems, workers start without loaded libraries"
 )
-@pytest.mark.parametrize("parent", ["after regions", "on one cpu"])
+@pytest.mark.parametrize("parent", ["after computing", "on one cpu"])
 def test_a_fork_uses_the_numbers_of_a_new_process(
     parent: str, expected_counts: list[dict[str, int]], run_script: Callable[..., Any]
 ) -> None:
-    """In a fork server each library has one thread. Its forks use several threads, and do not hang."""
+    """The libraries of a fork server use one thread each. In its forks, they use several and do not hang."""
     done = run_script(
         FORKS,
         json.dumps(ENVIRONMENTS),
@@ -279,5 +292,5 @@ def test_a_fork_uses_the_numbers_of_a_new_process(
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [counts for _, counts in results] == expected_counts
     if parent != "on one cpu":
-        # Idle threads of OpenBLAS would wait in a busy loop.
+        # A fork starts no threads before it computes, because idle threads of OpenBLAS wait in a busy loop.
         assert {running for running, _ in results} == {1}

@@ -234,7 +234,7 @@ def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch)
     own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with own_end, server_end:
         forks = server._ProgramForker(server_end, {})
-        request = server._ProgramRequest(["flwr"], {}, 0, [0, 1, 2], folder=-1, answer=own_end)
+        request = server._ProgramRequest(["flwr"], {}, 0, [0, 1, 2], folder=-1, reply_socket=own_end)
         open_before = os.listdir("/proc/self/fd")  # noqa: PTH208
         with pytest.raises(BlockingIOError):
             forks._fork(request, ProgramEntry("flwr", "os", "getpid"))
