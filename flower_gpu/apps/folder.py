@@ -153,16 +153,16 @@ def _why_no_checkpoint(folder: RunFolder) -> str:
     return "it ended before its first round was finished"
 
 
-def check_same_app(earlier: Mapping[str, Any], name: str, app_folder_: Path | None, resume: object) -> None:
+def check_same_app(earlier: Mapping[str, Any], name: str, app_path: Path | None, resume: object) -> None:
     """Raise ConfigError unless an earlier run, with settings ``earlier``, was a run of the app ``name``.
 
-    ``app_folder_``: folder of the app, or None. ``resume``: the value of ``--resume``, for the error.
+    ``app_path``: folder of the app, or None. ``resume``: the value of ``--resume``, for the error.
     """
     if earlier.get("app", name) != name:
         other_app = _shown(earlier["app"], earlier.get("app_folder"))
         raise ConfigError(
             f"--resume {path_text(str(resume))}: that is a run of {other_app}, not of "
-            f"{_shown(name, app_folder_)}. Give that app, or start a new run without --resume"
+            f"{_shown(name, app_path)}. Give that app, or start a new run without --resume"
         )
 
 

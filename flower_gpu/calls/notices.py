@@ -167,8 +167,8 @@ def why_on_cpu(settings: GPUSettings, use_gpu: bool | None, env: Mapping[str, st
     return _NO_GPU
 
 
-def without_effect(request: LeaseRequest, calls_text: str, why: str) -> str:
+def without_effect(request: LeaseRequest, calls: str, why: str) -> str:
     """Return the note that a request for a GPU has no effect, because the calls run on the CPU."""
     ranks = request.count
     but = f" except for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
-    return f"note: {request.written} has no effect{but}: {calls_text} run on the CPU, {why}"
+    return f"note: {request.written} has no effect{but}: {calls} run on the CPU, {why}"

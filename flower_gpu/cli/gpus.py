@@ -36,14 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(listing: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
+def as_json(host_gpus: Inventory, variable: str | None, cap: str) -> dict[str, Any]:
     """Return the inventory for JSON. The keys stay the same in all versions."""
-    visible = listing.visible(variable)
+    visible = host_gpus.visible(variable)
     return {
-        "driver_version": listing.driver_version,
-        "problem": listing.problem,
+        "driver_version": host_gpus.driver_version,
+        "problem": host_gpus.problem,
         "cuda_visible_devices": variable,
-        "cap": cap if listing.usable else None,
+        "cap": cap if host_gpus.usable else None,
         "gpus": [
             {
                 "index": gpu.index,
@@ -66,24 +66,24 @@ def as_json(listing: Inventory, variable: str | None, cap: str) -> dict[str, Any
                     for process in gpu.processes
                 ],
             }
-            for gpu in listing.gpus
+            for gpu in host_gpus.gpus
         ],
     }
 
 
-def as_text(listing: Inventory, variable: str | None, cap: str) -> str:
+def as_text(host_gpus: Inventory, variable: str | None, cap: str) -> str:
     """Return the inventory as a table. It is at most 80 columns wide, unless a name is too long."""
-    visible = listing.visible(variable)
-    driver = f"NVIDIA driver {listing.driver_version or _UNKNOWN}"
-    if not listing.gpus:
-        text = f"No GPU: {listing.problem}."
-        return "\n".join([driver, *_wrapped(text)] if listing.driver_version else _wrapped(text))
-    usable = f"{len(listing.usable)} of {len(listing.gpus)} usable"
+    visible = host_gpus.visible(variable)
+    driver = f"NVIDIA driver {host_gpus.driver_version or _UNKNOWN}"
+    if not host_gpus.gpus:
+        text = f"No GPU: {host_gpus.problem}."
+        return "\n".join([driver, *_wrapped(text)] if host_gpus.driver_version else _wrapped(text))
+    usable = f"{len(host_gpus.usable)} of {len(host_gpus.gpus)} usable"
     lines = _wrapped(f"{driver}: {usable}. {_about_variable(variable, visible)}")
     lines += ["", _row("GPU", "UUID", "MEMORY USED", "BUSY")]
-    for gpu in listing.gpus:
+    for gpu in host_gpus.gpus:
         lines += _gpu_as_text(gpu, visible)
-    if listing.usable:
+    if host_gpus.usable:
         lines += ["", *_wrapped(cap)]
     return "\n".join(lines)
 

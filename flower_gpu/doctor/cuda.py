@@ -65,27 +65,27 @@ def build() -> Build | None:
     return Build(values["__version__"], values["cuda"])
 
 
-def torch(listing: Inventory) -> Iterator[FindingParts]:
+def torch(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check that the build of PyTorch supports these GPUs and their driver."""
     installed = build()
     if installed is None:
         yield "problem", "PyTorch is not installed beside flower-gpu", "pip install torch"
         return
     text = f"torch {installed.version} for {f'CUDA {installed.cuda}' if installed.cuda else 'the CPU only'}"
-    if not listing.usable:
+    if not host_gpus.usable:
         yield "ok", text
         return
     if installed.cuda is None:
         text += ", on a host with a GPU: calls run on the CPU"
-        yield "problem", text, how_to_install(listing.cuda_version)
+        yield "problem", text, how_to_install(host_gpus.cuda_version)
         return
     supported, reason = driver_cuda()
     if supported is None:
-        text += f", but CUDA's part of driver {listing.driver_version} cannot be used: {reason}"
+        text += f", but CUDA's part of driver {host_gpus.driver_version} cannot be used: {reason}"
         todo = "install all of the driver; in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         yield "problem", text, todo
     elif is_too_new(installed.cuda, supported):
-        text += f", but driver {listing.driver_version} has CUDA {supported[0]}.{supported[1]} at most"
+        text += f", but driver {host_gpus.driver_version} has CUDA {supported[0]}.{supported[1]} at most"
         yield "problem", text, what_to_change(installed.cuda, supported)
     else:
         yield "ok", f"{text}; the driver has CUDA {supported[0]}.{supported[1]}"
@@ -103,9 +103,9 @@ def driver_cuda() -> tuple[tuple[int, int] | None, str]:
     return (number.value // 1000, number.value % 1000 // 10), ""
 
 
-def works(listing: Inventory) -> Iterator[FindingParts]:
+def works(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check that CUDA works in a worker like that of a call, with a lease, a memory cap and its GPU."""
-    seen = listing.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = host_gpus.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     candidates = [gpu for gpu in seen if gpu.is_usable]
     installed = build()
     if not candidates or installed is None or installed.cuda is None or driver_cuda()[0] is None:
@@ -159,9 +159,7 @@ def trial() -> list[FindingParts]:
         findings.append(
             ("ok", f"a worker has a lease of {lease_of} on {gpu}, of which PyTorch may take {cap}")
         )
-        listed = [
-            process for listing in inventory.take_of([share.uuid]) for process in listing.processes or ()
-        ]
+        listed = [process for gpu in inventory.take_of([share.uuid]) for process in gpu.processes or ()]
         if not any(process.pid == os.getpid() and process.used_bytes for process in listed):
             findings.append(("note", f"{gpu}: {_NOT_MEASURED}", _SET_INSTEAD))
         step = "fails when it asks for more than its cap"

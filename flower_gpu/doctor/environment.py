@@ -104,10 +104,10 @@ def _lacking() -> dict[str, str]:
 def _commands() -> Iterator[FindingParts]:
     """Check that Flower's commands on PATH belong to this environment."""
     # pip install --target puts the commands into a folder beside the packages.
-    of_distributions = [
+    distribution_folders = [
         Path(str(package.locate_file("bin"))) for package in distribution.installed().values()
     ]
-    folders = [folder for folder in (*map(Path, script_folders()), *of_distributions) if folder.exists()]
+    folders = [folder for folder in (*map(Path, script_folders()), *distribution_folders) if folder.exists()]
     commands = {name: shutil.which(name) for name in _COMMANDS}
     missing = [name for name, path in commands.items() if path is None]
     foreign = [

@@ -17,16 +17,16 @@ from flower_gpu.printable import format_bytes
 _CPU_IS_FINE = "nothing, if calls should run on the CPU; otherwise see `flower-gpu gpus`"
 
 
-def driver(listing: Inventory) -> Iterator[FindingParts]:
+def driver(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check that NVML answers."""
-    if listing.gpus:
-        usable = f"{len(listing.usable)} of {len(listing.gpus)} GPUs can be used"
-        text = f"NVIDIA driver {listing.driver_version or 'of unknown version'}: {usable}"
-        yield ("ok", text) if listing.usable else ("problem", text, "see the lines about the GPUs")
-    elif listing.hangs or _half_there():
-        yield "problem", f"no GPU: {listing.problem}", "make the driver work, see `flower-gpu gpus`"
+    if host_gpus.gpus:
+        usable = f"{len(host_gpus.usable)} of {len(host_gpus.gpus)} GPUs can be used"
+        text = f"NVIDIA driver {host_gpus.driver_version or 'of unknown version'}: {usable}"
+        yield ("ok", text) if host_gpus.usable else ("problem", text, "see the lines about the GPUs")
+    elif host_gpus.hangs or _half_there():
+        yield "problem", f"no GPU: {host_gpus.problem}", "make the driver work, see `flower-gpu gpus`"
     else:
-        yield "note", f"no GPU: {listing.problem}", _CPU_IS_FINE
+        yield "note", f"no GPU: {host_gpus.problem}", _CPU_IS_FINE
 
 
 def _half_there() -> bool:
@@ -34,10 +34,10 @@ def _half_there() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def gpus(listing: Inventory) -> Iterator[FindingParts]:
+def gpus(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check that each GPU is usable, and how calls can share it."""
-    parents = {gpu.mig_parent for gpu in listing.gpus}
-    for gpu in listing.gpus:
+    parents = {gpu.mig_parent for gpu in host_gpus.gpus}
+    for gpu in host_gpus.gpus:
         name = f"GPU {gpu.index}{' MIG' if gpu.mig_parent else ''} ({gpu.name or 'model unknown'})"
         if gpu.is_usable:
             total, free = format_bytes(gpu.total_bytes or 0), format_bytes(gpu.free_bytes or 0)
@@ -51,21 +51,21 @@ def gpus(listing: Inventory) -> Iterator[FindingParts]:
             yield "ok", f"{name}: {gpu.problem}"
         else:
             yield "problem", f"{name} cannot be used: {gpu.problem}", "see `flower-gpu gpus`"
-    if listing.usable:
-        yield "ok", driver_cap.describe(tuple(gpu.uuid for gpu in listing.usable[:1]), os.environ)
-    if pipes := listing.usable and mps_pipes(os.environ):
+    if host_gpus.usable:
+        yield "ok", driver_cap.describe(tuple(gpu.uuid for gpu in host_gpus.usable[:1]), os.environ)
+    if pipes := host_gpus.usable and mps_pipes(os.environ):
         yield "ok", f"calls are clients of the MPS daemon in {pipes}"
 
 
-def calls(listing: Inventory) -> Iterator[FindingParts]:
+def calls(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check the GPUs of a call with this shell's variables: policy, request and ``CUDA_VISIBLE_DEVICES``."""
     try:
         settings = call_settings({}).gpu
     except ConfigError:
         # The check of the variables reports this problem.
         return
-    seen = listing.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    hidden = [gpu for gpu in listing.usable if gpu not in seen]
+    seen = host_gpus.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    hidden = [gpu for gpu in host_gpus.usable if gpu not in seen]
     if hidden:
         text = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides {_names(hidden)}"
         yield (
@@ -74,7 +74,7 @@ def calls(listing: Inventory) -> Iterator[FindingParts]:
             "nothing, if that is intended; otherwise unset it, or name existing GPUs, each once",
         )
     try:
-        decision = policy.decide(settings.policy, None, seen, listing.problem, hidden=hidden)
+        decision = policy.decide(settings.policy, None, seen, host_gpus.problem, hidden=hidden)
     except GPUUnavailableError as error:
         yield "problem", f"calls fail: {error}", "make that GPU usable, or set FLOWER_GPU_POLICY=offer"
         return
@@ -85,7 +85,7 @@ def calls(listing: Inventory) -> Iterator[FindingParts]:
     if not decision.on_gpu:
         yield "ok", f"{word}: calls run on the CPU"
         return
-    candidates = [gpu for gpu in listing.usable if gpu.uuid in decision.uuids]
+    candidates = [gpu for gpu in host_gpus.usable if gpu.uuid in decision.uuids]
     asked = settings.request.describe()
     try:
         why = why_never(settings.request, candidates, settings.reserve_bytes)

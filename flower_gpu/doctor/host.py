@@ -188,7 +188,7 @@ def ledger_folder() -> Iterator[FindingParts]:
         yield "note", text, todo
 
 
-def other_ledger(listing: Inventory) -> Iterator[FindingParts]:
+def other_ledger(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check that the default ledger has no leases on these GPUs, if this shell uses another ledger."""
     root = Path(_DEFAULT)
     try:
@@ -199,7 +199,7 @@ def other_ledger(listing: Inventory) -> Iterator[FindingParts]:
     except (LeaseError, OSError):
         # The check of the folder reports this problem.
         return
-    uuids = {gpu.uuid for gpu in listing.gpus}
+    uuids = {gpu.uuid for gpu in host_gpus.gpus}
     gpus = [
         {*(part.uuid for part in entry.parts), *(need.uuid for need in entry.gpu_needs)} for entry in entries
     ]

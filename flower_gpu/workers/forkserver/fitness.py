@@ -106,9 +106,9 @@ class EnvironmentUse:
 
     def set_too_late(self) -> dict[str, str | None]:
         """Return the present values of variables that have changed since a library read them, by name."""
-        own_variables_ = confinement.own_variables()
+        confinement_variables = confinement.own_variables()
         different = self.differs_from(identity.digests(os.environ, self.read))
-        return {name: os.environ.get(name) for name in different if name not in own_variables_}
+        return {name: os.environ.get(name) for name in different if name not in confinement_variables}
 
     def apply_changes(self, keep: Mapping[str, str]) -> None:
         """Set the variables that libraries have set in ``os.environ``, except the names in ``keep``."""

@@ -381,18 +381,18 @@ class Learning:
         """
         return [name for name in names if is_installed(name, self._folders)]
 
-    def ask_for_gpus(self, *asker: int | str) -> None:
+    def ask_for_gpus(self, *requester: int | str) -> None:
         """Record that workers will use a GPU, so that the libraries for it are loaded once.
 
-        ``asker``: as in :meth:`note`.
+        ``requester``: as in :meth:`note`.
         """
         if _FOR_GPUS not in self._tried and _has_libraries_for_gpus():
-            self.note([_FOR_GPUS], *asker)
+            self.note([_FOR_GPUS], *requester)
 
-    def note(self, names: Sequence[str], *asker: int | str) -> None:
-        """Record the modules that a worker imported. ``asker``: its caller, and the kind of call."""
+    def note(self, names: Sequence[str], *requester: int | str) -> None:
+        """Record the modules that a worker imported. ``requester``: its caller, and the kind of call."""
         self._reported = list(dict.fromkeys([*self._reported, *names]))
-        self._reporters.update(asker)
+        self._reporters.update(requester)
 
     def wanted(self) -> list[str]:
         """Return the modules to import, in the order of the reports. Each module is tried once."""
@@ -403,19 +403,22 @@ class Learning:
             if name not in sys.modules and name not in self._tried and name.partition(".")[0] not in avoid
         ]
 
-    def awaited(self, *asker: int | str) -> list[str]:
+    def awaited(self, *requester: int | str) -> list[str]:
         """Return the libraries being imported that the next worker should wait for, or an empty list.
 
-        ``asker``: caller and kind of call of the next worker.
+        ``requester``: caller and kind of call of the next worker.
         """
-        if self.running is None or self._reporters.isdisjoint(asker):
+        if self.running is None or self._reporters.isdisjoint(requester):
             return []
-        return self.running.libraries() if self.running.without.isdisjoint(asker) else []
+        return self.running.libraries() if self.running.without.isdisjoint(requester) else []
 
-    def go_on_without(self, *asker: int | str) -> None:
-        """Stop waiting for the running trial. ``asker``: callers and kinds of calls that no longer wait."""
+    def go_on_without(self, *requester: int | str) -> None:
+        """Stop waiting for the running trial.
+
+        ``requester``: caller and kind of call that no longer wait.
+        """
         if self.running is not None:
-            self.running.without.update(asker)
+            self.running.without.update(requester)
 
     def learn(self, names: list[str]) -> None:
         """Import modules. Called in a trial.

@@ -233,13 +233,13 @@ class Server:
         session.record = message["record"]
         if not attributes.may_fork_for(session.caller):
             raise messages.Gone("its worker would have more privileges than the caller")
-        asker = session.caller, session.record["kind"]
+        requester = session.caller, session.record["kind"]
         if session.record["is_on_gpu"]:
-            self._learning.ask_for_gpus(*asker)
+            self._learning.ask_for_gpus(*requester)
             self._grow()
         if message.get("now"):
-            self._learning.go_on_without(*asker)
-        elif awaited := self._learning.awaited(*asker):
+            self._learning.go_on_without(*requester)
+        elif awaited := self._learning.awaited(*requester):
             return {"wait": awaited}
         if not self._is_as_it_was():
             return {"unfit": True}
