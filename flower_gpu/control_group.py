@@ -170,7 +170,7 @@ def is_killed_as_one(proc: Path = _PROC) -> bool:
 def process_count(proc: Path = _PROC) -> tuple[int, int] | None:
     """Return the number of processes and threads in a group, and the group's limit on that number.
 
-    The group is the one of this process's groups that can start the fewest more. Returns None if no group has
+    Of this process's groups, this group can start the fewest more processes. Returns None if no group has
     a limit.
     """
     counts = []

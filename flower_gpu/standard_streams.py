@@ -91,7 +91,7 @@ _replaced: list[Any] = []
 
 
 def watch() -> None:
-    """Record errors of standard output in this program, and ignore those of standard error.
+    """Record errors of standard output in this program, and ignore errors of standard error.
 
     Both streams write escapes for characters that their encoding lacks, as Python's standard error does.
     A stream that is not Python's own, such as a notebook's, stays as it is.

@@ -104,7 +104,7 @@ def driver_cuda() -> tuple[tuple[int, int] | None, str]:
 
 
 def works(host_gpus: Inventory) -> Iterator[FindingParts]:
-    """Check that CUDA works in a worker like that of a call, with a lease, a memory cap and its GPU."""
+    """Check that CUDA works in a worker with a lease, a memory cap and its GPU, as for a call."""
     seen = host_gpus.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     candidates = [gpu for gpu in seen if gpu.is_usable]
     installed = build()

@@ -172,7 +172,7 @@ class CommandFolder:
 
 
 def with_flowers(path: str | None) -> str:
-    """Return a ``PATH`` that begins with Flower's own commands and those of this Python environment."""
+    """Return a ``PATH`` that begins with the folders of Flower's and this Python environment's commands."""
     path = os.pathsep.join([*script_folders(), path or os.defpath])
     # If the folder cannot be made, the commands in the interpreter's folder are used, if they exist.
     with suppress(ConfigError):

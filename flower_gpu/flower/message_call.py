@@ -213,7 +213,7 @@ def identity() -> dict[str, Any]:
 
 
 def assume(identity: Mapping[str, Any]) -> None:
-    """Set Flower's identity of this process to that of the caller."""
+    """Set Flower's identity of this process to the caller's identity."""
     for key, value in identity.items():
         setattr(TaskIdentity, key, value)
 

@@ -54,7 +54,7 @@ class RoundState:
 
 @runtime_checkable
 class ResumableGrid(Protocol):
-    """A grid on which a run can be resumed: the methods that it has besides those of Flower's ``Grid``."""
+    """A grid on which a run can be resumed: its methods besides the methods of Flower's ``Grid``."""
 
     def resumed(self) -> RoundState | None:
         """Return the round after which the run continues, or None to begin it."""
@@ -91,7 +91,7 @@ def capture_random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Restore the generators from :func:`capture_random_state`, except those of frameworks not loaded."""
+    """Restore the generators from :func:`capture_random_state`. Skip frameworks that are not loaded."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(state["numpy"])

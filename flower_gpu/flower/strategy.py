@@ -205,7 +205,7 @@ class LegacyFedAvg(_NumPyClientFedAvg):
     and failures are logged with their reason.
 
     Sums are formed in 64-bit floats, one model at a time. An array stays an integer if all clients send
-    integers, and its mean is rounded. Otherwise it has the dtype that holds those of all clients. Flower's
+    integers, and its mean is rounded. Otherwise it has a dtype that holds the values of all clients. Flower's
     own average turns integers into zeros, and cuts floats where the first client sends integers.
 
     Parameters

@@ -36,7 +36,7 @@ class Configured(list[Message]):
 
 
 class Buffered(list[Message]):
-    """Messages with replies that belong to the round in which they are consumed, not to that of sending."""
+    """Messages with replies that count in the round that consumes them, not in the round that sent them."""
 
 
 class ComingReplies(Sequence[Message]):

@@ -1,4 +1,4 @@
-"""The interface of a framework. The default answers are those of a framework without special needs.
+"""The interface of a framework. The default answers fit a framework without special needs.
 
 :class:`AfterImport` calls a function right after the import of a framework, before its user can do anything.
 """

@@ -99,7 +99,7 @@ def out_of_memory_in(
 ) -> BaseException | None:
     """Return the exception in a chain that reports too little GPU memory, or None.
 
-    Main memory does not count. The errors are those of frameworks and of the libraries in :data:`TEXTS`.
+    Main memory does not count. The errors come from frameworks and from the libraries in :data:`TEXTS`.
 
     ``is_short``: returns True if GPU memory was short. Then :data:`TEXTS_IF_SHORT` count as well.
     """

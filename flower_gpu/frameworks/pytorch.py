@@ -148,7 +148,7 @@ class PyTorch(Framework):
         return pytorch_memory.lacks()
 
     def threads(self) -> Threads:
-        """Return the OpenMP threads. With MKL, their initial number is that of MKL."""
+        """Return the OpenMP threads. With MKL, their initial number is MKL's number."""
         torch: Any = sys.modules["torch"]
         has_mkl = bool(torch.backends.mkl.is_available())
         variables = ("MKL_NUM_THREADS",) if has_mkl else ()
@@ -200,7 +200,7 @@ class PyTorch(Framework):
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def seed_fork(self) -> None:
-        """Seed the generator on the CPU. The worker creates those of CUDA itself."""
+        """Seed the generator on the CPU. The worker creates CUDA's generators itself."""
         sys.modules["torch"].default_generator.seed()
 
     def on_first_step(self, then: Callable[[], object]) -> Callable[[], None] | None:

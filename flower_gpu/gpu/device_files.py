@@ -26,7 +26,7 @@ _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 CONTROL: Final = _DEV / "nvidiactl"
 MEMORY: Final = _DEV / "nvidia-uvm"
-#: Device files that CUDA needs in addition to those of its GPUs.
+#: Device files that CUDA needs in addition to the files of its GPUs.
 SHARED: Final = tuple(map(str, (CONTROL, MEMORY, _DEV / "nvidia-uvm-tools")))
 
 

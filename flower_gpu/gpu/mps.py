@@ -125,7 +125,7 @@ def limits(share: float, memory_bytes: int, environ: Mapping[str, str]) -> dict[
     """
     if not is_of_run(environ):
         return {}
-    # The number of a GPU may be that of the daemon or that of the client, so all numbers get the limit.
+    # The number of a GPU may be the daemon's or the client's number, so all numbers get the limit.
     numbers = range(len(json.loads(environ[MPS_VARIABLE])))
     memory = ",".join(f"{number}={memory_bytes >> 20}M" for number in numbers)
     return {_PERCENTAGE: str(percentage(share)), _MEMORY: memory}

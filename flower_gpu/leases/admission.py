@@ -246,7 +246,7 @@ class _CardState:
         Only earlier leases count. Otherwise the need of a claim would change with each later lease, and its
         reservation would be wrong.
         """
-        # Includes unreported use, which may be that of our own workers. Without it, shares would be too
+        # Includes unreported use, which may belong to our own workers. Without it, shares would be too
         # small.
         budget = int(self.reported_capacity * SHARED_PART)
         for at, part in self.held:

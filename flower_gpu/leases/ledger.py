@@ -94,7 +94,7 @@ class Claimant:
 class Ledger:
     """The ledger of a host. An instance must not be used by two threads at the same time.
 
-    ``folder``: folder of the ledger; by default that of the host.
+    ``folder``: folder of the ledger; by default the host's ledger.
     ``reserve_bytes``: memory of each GPU that is never leased.
     ``host_reserve_bytes``: main memory that is never leased; by default the fraction
     :data:`flower_gpu.leases.host.RESERVED_PART`.

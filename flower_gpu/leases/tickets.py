@@ -106,7 +106,7 @@ class Ticket:
         """Name it after another call, because its worker does several calls under one lease."""
         folder, name = self.entry.path.parent, self.entry.name
         new = folder / f"{name}{NEW}"
-        with suppress(OSError):  # no room: the label stays that of an earlier call
+        with suppress(OSError):  # no room: the label of an earlier call stays
             with closing(files.opened(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)) as said:
                 os.write(said, label.encode(errors="replace")[:LABEL_BYTES])
             new.replace(folder / f"{name}{LABEL}")

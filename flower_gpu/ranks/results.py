@@ -1,7 +1,7 @@
 """Combines the results or errors of all ranks into one.
 
-The result is that of rank 0, with the metrics of all ranks. If the failure of one rank makes the others fail,
-the error names the rank that failed first.
+The result is the result of rank 0, with the metrics of all ranks. If the failure of one rank makes the others
+fail, the error names the rank that failed first.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ class Hosts(Protocol):
 
     @property
     def info(self) -> HostInfo:
-        """The concurrency of all hosts together, with the description of one of the hosts."""
+        """The concurrency of all hosts together, with the description of the first host."""
 
     def location_line(self) -> str:
         """Return a line that says where messages are handled."""

@@ -281,7 +281,7 @@ class History:
 
     @property
     def messages_sent(self) -> int:
-        """Number of messages that have finished: those of finished parts, and others that have a reply."""
+        """Number of finished messages: messages of finished parts, and other messages with a reply."""
         return self._sent + self._replied.total() if self._final_counts is None else self._final_counts[0]
 
     @property

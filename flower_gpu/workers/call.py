@@ -69,7 +69,7 @@ class Call:
 
     @property
     def keys(self) -> list[str]:
-        """Return the key of the task, followed by that of the user's task if this is its first argument."""
+        """Return the key of the task, and the key of the user's task if that is its first argument."""
         is_task = [callable(argument) or _is_reference(argument) for argument in self.args[:1]]
         return [task_key(self.task), *(task_key(argument) for argument in compress(self.args, is_task))]
 

@@ -81,7 +81,7 @@ class SupportsClose(Protocol):
 
 
 def run(call: Call, method: start.StartMethod | str, **options: Any) -> Any:
-    """Return the value of a call that runs in a worker of its own. The options are those of :meth:`Line.run`.
+    """Return the value of a call that runs in a worker of its own. For the options, see :meth:`Line.run`.
 
     The worker is gone afterwards.
     """

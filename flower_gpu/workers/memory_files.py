@@ -173,7 +173,7 @@ class SharedFile:
         return self._offsets.get(id(buffer))
 
     def in_use(self) -> bool:
-        """Return True if other code still holds one of the bytes objects."""
+        """Return True if other code still holds any of the bytes objects."""
         # This object has no references from other code. So a higher count of a buffer shows such a reference.
         unreferenced = bytes(bytearray(16))
         counts = [sys.getrefcount(buffer) for buffer in (*self.buffers, unreferenced)]

@@ -79,8 +79,8 @@ def prepare(
     also if the call cannot be passed on.
     ``deadline``: time limit on the clock of ``time.monotonic``.
     ``place``: the place of an earlier call. It is closed if this call cannot use it.
-    ``files``: receives the memory files of the request, and loses those of an earlier try. It stays without a
-    request if the worker inherits the request by fork.
+    ``files``: receives the memory files of the request, and loses the files of an earlier try. It stays
+    without a request if the worker inherits the request by fork.
 
     Raises TimeoutError if no fork server is ready before the deadline.
     """

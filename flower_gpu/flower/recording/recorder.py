@@ -13,9 +13,9 @@ its messages are sent, and closes with the aggregate. An app with its own loop a
 messages of a kind with the same round number belong together, or without such a number the messages of the
 same call.
 
-Several threads call the recorder: that of the ServerApp, those of Flower's legacy server, and those in which
-a grid reads messages. One reentrant lock guards everything. ``on_event`` is called under that lock, so it
-gets the events one at a time, and must not wait for another thread that records.
+Several threads call the recorder: the ServerApp's thread, threads of Flower's legacy server, and threads in
+which a grid reads messages. One reentrant lock guards everything. ``on_event`` is called under that lock, so
+it gets the events one at a time, and must not wait for another thread that records.
 
 The recorder also decides when a run is over because all clients fail. It never stops a thread. Instead,
 :meth:`Recorder.check` raises the error in the next thread that sends a message or receives a reply.

@@ -13,8 +13,8 @@ Races:
 
 - A socket must be listening when it gets its name, or a caller would be refused. So it is bound to a
   temporary name, and then renamed. This also replaces the socket of an earlier server (:func:`listen`).
-- A server may only remove its own socket file, not that of a later server. So it compares the file's identity
-  under the lock (:func:`remove`).
+- A server may only remove its own socket file, not the file of a later server. So it compares the file's
+  identity under the lock (:func:`remove`).
 - A lock file may be removed as an old file while a process waits for it. So the process checks that its file
   still has the name, and otherwise opens the new file.
 - Another thread may fork while the proof is open, and the fork would have the descriptor. So a lock is held
