@@ -7,8 +7,10 @@ default. In a simulation, a worker may keep its lease from call to call.
 
 A call is tried again in these cases:
 
-- GPU memory ran out: again with more of a GPU or a whole GPU, then on the CPU, depending on ``on_oom``.
-- Main memory ran out and the kernel killed the worker: again with all main memory that leases can have.
+- GPU memory ran out: again with more of a GPU or a whole GPU, and at the end on the CPU if ``on_oom`` is
+  "cpu". Not with "fail".
+- Main memory ran out and the kernel killed the worker: once again with all main memory that leases can have.
+  Not with "fail". In a simulation, :mod:`flower_gpu.simulation.messages` does this instead.
 - No fork server can run the call: again in a worker that is forked from this process.
 
 The error of an earlier try is kept without its traceback. The frames have the arguments of the call, which

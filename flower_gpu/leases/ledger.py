@@ -3,9 +3,10 @@
 The problem: processes of several runs and accounts share the GPUs of a host, any of them can be killed at any
 moment, and none of them should depend on a daemon that somebody has to start.
 
-The objects: each claim is a ticket, a locked file in the folder of its account (:mod:`.tickets`). The ledger
-is the set of all tickets with a living owner. One mutex, a ``flock`` on a file, protects all changes
-(:mod:`.ledger_folder`).
+The objects: each claim is a ticket, a locked file in the folder of its account (:mod:`.tickets`). It is a
+file because the kernel releases its lock when the last process that has it open ends. So a killed process
+leaves no lease behind. The ledger is the set of all tickets with a living owner. One mutex, a ``flock`` on a
+file, protects all changes (:mod:`.ledger_folder`).
 
 Who decides: each process for itself, and only about its own claim. It takes the mutex, reads all tickets, and
 calls :func:`flower_gpu.leases.admission.plan`. The plan is the same in every process, so a process grants

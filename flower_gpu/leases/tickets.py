@@ -1,8 +1,8 @@
 """Tickets of this process: one locked file for each claim or lease.
 
 A lease is a file because the kernel releases the file's lock when the last process with the file open ends.
-So a killed process cannot leave a lease behind, and no daemon has to watch over processes. Only the owner
-writes a ticket; :mod:`.entries` reads the tickets of all accounts.
+So a killed process cannot leave a lease behind, and no daemon has to watch over processes. Only processes of
+the owner's account write a ticket. :mod:`.entries` reads the tickets of all accounts.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ Single clients may have their own settings (clients). They come from a table and
 begins. In each round, the grid shows the ServerApp the nodes that are available.
 
 A message has one owner at a time: first its set, then a host (as a job), then its set again with the reply.
-When a host returns a message or is lost, the message goes back to the queue in its set. Hosts sum the replies
-of training. The grid asks for the sums at the end of a round or of a block of nodes.
+When a host returns a message or is lost, the message goes back to the queue in its set. If the strategy only
+needs the sum of the replies, the exchange thread of each host adds each reply of training as it arrives.
+Other strategies get the replies themselves. The grid asks for the sums at the end of a round or of a block of
+nodes.
 
 The interface of a host is :class:`flower_gpu.simulation.host.Host`. This machine is a host (local_host).
 Another engine is a class of hosts and a line in ``run._hosts``. On a Ray cluster, each host runs a local host

@@ -18,13 +18,15 @@ Cancellation races with three things:
 - A message can be done at the moment when it is cancelled. Then its result is dropped, because the mapping no
   longer has it.
 
-A message is retried at three levels, from the inside to the outside:
+If GPU memory runs out, :mod:`flower_gpu.calls.tries` retries first, and an error arrives here only after its
+last try. Then a message is retried at three levels, from the inside to the outside:
 
 1. If the worker of a single message ran out of main memory, the message is handled again alone, while no
-   other message is in flight.
+   other message is in flight, unless ``on_oom`` is "fail".
 2. If the worker of a single message dies or cannot start, a new worker handles the message again. ``tries``
    limits the number of attempts.
-3. A batch that runs out of memory is split into smaller batches, and later batches are smaller, too. If
+3. A batch that runs out of GPU or main memory is split into smaller batches, and later batches are smaller,
+too. If
    several tries are allowed and the worker of a batch dies, the batch is split into single messages, because
    any of them may have ended the worker.
 
@@ -260,7 +262,9 @@ class MessageHandler:
             if len(assigned_messages) > 1:
                 raise
             self._memory.learn(error.peak_bytes)
-            if not error.is_out_of_memory or not is_wanted:
+            message = assigned_messages[0]
+            settings = self._settings(self._overrides_of(message), self._context_of(message))
+            if not error.is_out_of_memory or not is_wanted or settings.gpu.on_oom == "fail":
                 raise
             reason = str(error).partition("\n")[0].rstrip(".")
             # The frames of the traceback would keep the messages in memory.

@@ -22,7 +22,8 @@ Main memory runs out.                        The kernel kills the worker before 
 **Death of the caller.** Each worker has a life pipe. Only the caller holds the write end, and it never
 writes. When the caller ends, the kernel closes that end, and Linux sends SIGKILL to the worker's process
 group because of ``F_SETOWN`` and ``F_SETSIG`` on the read end. The worker runs no code for this, so it works
-while C code holds the GIL. A fork of the caller would inherit the write end and keep the workers of its
+while C code holds the GIL. macOS has no ``F_SETSIG``, so a thread of the worker waits for the end of the pipe
+there, and kills the group. If a fork of the caller inherited the write end, it would keep the workers of its
 parent alive. So a fork handler closes the inherited write ends in the child (``_life_ends``).
 
 **Process ids.** A pid is only safe to kill while it is reserved. The kernel reserves the pid of an exited

@@ -41,7 +41,7 @@ with Supervisor(marker) as supervisor:
     except LaunchStoppedError as stopped:
         code = 128 + stopped.signum
         supervisor.stop(grace_s=grace_s)
-assert not supervisor.left
+assert not supervisor.unkilled
 sys.exit(code)
 """
 

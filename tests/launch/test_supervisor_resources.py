@@ -22,7 +22,7 @@ with Supervisor(marker) as supervisor:
     # The server is still running here.
     gc.collect()
     supervisor.stop()
-    print(supervisor.left)
+    print(supervisor.unkilled)
 del supervisor
 gc.collect()
 """

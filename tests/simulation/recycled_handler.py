@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,16 @@ class Handler:
         is_strict: bool = False,
         tries: int = 1,
         clients: Clients | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         app = AppReference(Path(__file__).parent, "recycled_app:app")
         self.nodes = VirtualNodes(8, 1, RUN_ID, {}, clients or Clients())
         work = Work("recycled", app, {}, self.nodes, None, calls_per_worker, is_strict, is_strict)
         self.states = [b""] * 8
         self.learned: list[int] = []
-        self.handler = MessageHandler(work, {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})), tries=tries)
+        self.handler = MessageHandler(
+            work, options or {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})), tries=tries
+        )
         self._seeds = Seeds(seed)
         self._numbers = iter(range(1000))
 

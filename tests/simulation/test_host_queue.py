@@ -107,7 +107,7 @@ def test_a_request_for_a_sum_ends_the_wait() -> None:
 
 
 def test_only_a_few_large_replies_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_host, "_MOST_BYTES", 1200)
+    monkeypatch.setattr(local_host, "_MAX_FETCH_BYTES", 1200)
     queue = queue_of("a", "b", "c", "d")
     for count in (100, 100, 100, 10_000):
         content = RecordDict({"arrays": ArrayRecord([np.zeros(count, np.float32)])})
@@ -128,7 +128,7 @@ def test_messages_that_have_not_started_are_returned() -> None:
 
 
 def test_no_message_starts_while_too_many_bytes_are_unreported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_host, "_MOST_KEPT_BYTES", 1000)
+    monkeypatch.setattr(local_host, "_MAX_KEPT_BYTES", 1000)
     queue = queue_of("a", "b", "c")
     assert [finish(queue, bytes(800)), finish(queue, bytes(800))] == ["a", "b"]
     thread, results = in_thread(lambda: queue.next(is_blocking=True))

@@ -227,6 +227,14 @@ def test_idle_workers_end_before_a_retry_with_all_memory(
     assert again == [2, 2]
 
 
+def test_a_message_without_memory_is_not_retried_if_on_oom_is_fail(
+    new_handler: Callable[..., Handler], tmp_path: Path
+) -> None:
+    handler = new_handler(options={"on_oom": "fail"})
+    answer = handler.handled(handler.visit(1, "killed once", file=str(tmp_path / "killed")))
+    assert has_failed(answer) and handler.handler.facts()["workers_started"] == 1
+
+
 def test_a_message_cancelled_before_it_arrives_is_not_handled(new_handler: Callable[..., Handler]) -> None:
     """Ray may deliver a later call first."""
     handler = new_handler()

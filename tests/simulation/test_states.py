@@ -59,7 +59,7 @@ def test_the_state_of_a_node_is_the_last_that_was_put(
 
 def test_bytes_of_something_else_are_refused() -> None:
     data = record_bytes.encode(filled(1))
-    with pytest.raises(ValueError, match="no records"):
+    with pytest.raises(ValueError, match="not records"):
         record_bytes.decode(b"something" * 10)
     with pytest.raises(ValueError, match="too early"):
         record_bytes.decode(data[:-1])

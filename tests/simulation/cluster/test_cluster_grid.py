@@ -568,7 +568,7 @@ def test_a_model_that_cannot_be_fetched_is_a_fault(tmp_path: Path) -> None:
 
 def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray takes a stopped process for alive, but calls of its methods never end."""
-    monkeypatch.setattr(cluster_hosts, "_is_there", lambda coming, timeout_s=0: coming != "hangs")
+    monkeypatch.setattr(cluster_hosts, "_is_ready", lambda coming, timeout_s=0: coming != "hangs")
     monkeypatch.setattr(cluster_hosts, "_get", lambda coming, timeout_s=None: coming)
     # Ray extends the path, and fork servers are distinguished by it.
     monkeypatch.setattr(sys, "path", sys.path.copy())

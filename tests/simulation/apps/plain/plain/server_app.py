@@ -15,7 +15,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the rounds."""
     config = context.run_config
     fraction = config["fraction-train"]
-    strategies = {
+    factories = {
         "ours": lambda: FedAvg(fraction_train=fraction, exact_order=True),
         "fedavg": lambda: strategies.FedAvg(fraction_train=fraction),
         "fedadam": lambda: strategies.FedAdam(fraction_train=fraction),
@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
     }
     initial = ArrayRecord([np.zeros(config["elements"], np.float32)])
     options = {"evaluate_fn": evaluate} if config["strategy"] == "ours" else {}
-    strategies[config["strategy"]]().start(grid, initial, num_rounds=config["num-server-rounds"], **options)
+    factories[config["strategy"]]().start(grid, initial, num_rounds=config["num-server-rounds"], **options)
 
 
 class Derived(strategies.FedAvg):
