@@ -7,9 +7,9 @@ thread that called ``fork``.
 What a server may import: only libraries of installed packages, because a user's own modules may change while
 the server runs. Preload functions are the user's, so they run in a server of their own, which drains when
 their files are edited (:class:`~.fitness.UserFiles`). A library that starts a thread or initialises CUDA is
-refused, because a fork could not use it (:mod:`.libraries`). The server notes which environment variables its
-libraries read (:mod:`.fitness`). It forks only for callers that would get the same result from their
-own imports.
+refused, because a fork could not use it (:mod:`.libraries`). Only the threads of pyarrow were seen to do no
+harm. The server notes which environment variables its libraries read (:mod:`.fitness`). It forks only for
+callers that would get the same result from their own imports.
 
 The objects: :class:`Server` is one loop in one thread. It waits on the listening socket, on one connection
 for each call (:class:`~.forking.Session`), on the pipe of a running trial, and for signals. A caller sends
