@@ -223,7 +223,7 @@ class PendingMessages:
         return self._ends[0][0] if self._ends else math.inf
 
     def expire(self) -> tuple[int, list[Job]]:
-        """MessageOutcome the messages that have expired with errors.
+        """Reply with errors to the messages that have expired.
 
         Returns their number, and the jobs among them that hosts still handle. The caller cancels these.
         """

@@ -193,7 +193,7 @@ def _pools() -> list[_Pool]:
 def _find_pools(_modules: int) -> list[_Pool]:
     pools = [pool for path in _loaded_libraries() if (pool := _library_pool(path)) is not None]
     # Frameworks come last, because their OpenMP runtimes are among the libraries.
-    return pools + [_framework_pool(of_framework) for of_framework in _threads_of_frameworks()]
+    return pools + [_framework_pool(pool) for pool in _threads_of_frameworks()]
 
 
 def _library_pool(path: str) -> _Pool | None:
@@ -215,21 +215,19 @@ def _library_pool(path: str) -> _Pool | None:
 
 
 def _threads_of_frameworks() -> list[Threads]:
-    return [
-        of_framework for framework in frameworks.loaded() if (of_framework := framework.threads()) is not None
-    ]
+    return [pool for framework in frameworks.loaded() if (pool := framework.threads()) is not None]
 
 
-def _framework_pool(of_framework: Threads) -> _Pool:
+def _framework_pool(pool: Threads) -> _Pool:
     def limit() -> int:
         # A present count above the number of cores was set by the caller.
-        return max(processor_cores(), of_framework.get())
+        return max(processor_cores(), pool.get())
 
     return _Pool(
-        of_framework.get,
-        of_framework.set,
-        of_framework.variables,
-        limit if of_framework.at_most_cores else None,
+        pool.get,
+        pool.set,
+        pool.variables,
+        limit if pool.at_most_cores else None,
     )
 
 
@@ -241,10 +239,8 @@ def _set_in_framework() -> int | None:
     # A framework's default is one of these numbers, depending on how the framework was built. Any other count
     # was set by code of this process.
     read = {openmp_threads(os.environ, name) for name in (VARIABLE, "MKL_NUM_THREADS")}
-    of_framework = {*read, processor_cores(), _usable_cpus(), control_group.processors()}
-    return next(
-        (count for entry in _threads_of_frameworks() if (count := entry.get()) not in of_framework), None
-    )
+    defaults = {*read, processor_cores(), _usable_cpus(), control_group.processors()}
+    return next((count for pool in _threads_of_frameworks() if (count := pool.get()) not in defaults), None)
 
 
 def _usable_cpus() -> int:
