@@ -8,8 +8,8 @@ bare() { env -i HOME="$HOME" PATH="$PATH" "$@"; }
 # each engine, and a simulation; with torch, tests of caps, leases, footprints and memory that runs out, on the
 # stand-in for CUDA.
 test_versions() {
-  local with_flwr=(tests/flower/test_{arrays,client,objects,plain_message,private_names,rounds,strategy,streaming}.py
-    tests/flower/test_{superlink,supernode_clock,wakeup}.py tests/flower/mod/test_mod_state.py
+  local with_flwr=(tests/flower/test_{arrays,client,plain_message,private_names}.py tests/strategies/test_{rounds,strategy,streaming}.py
+    tests/programs/test_{objects,superlink,supernode_clock,wakeup}.py tests/flower/mod/test_mod_state.py
     tests/cli/test_doctor.py::test_two_distributions_of_flower_are_a_problem tests/launch/test_launch_waits.py
     tests/federations/test_federations.py::test_failing_clients_and_distributed_gpus
     tests/simulation/test_simulate_runs.py::test_each_message_has_its_own_worker_and_states_are_kept

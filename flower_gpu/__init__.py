@@ -31,15 +31,10 @@ if TYPE_CHECKING:
     from flower_gpu.errors import WorkerTimeoutError as WorkerTimeoutError
     from flower_gpu.flower.client import GPUClient as GPUClient
     from flower_gpu.flower.client import gpu_client as gpu_client
-    from flower_gpu.flower.evaluate import gpu_evaluate as gpu_evaluate
-    from flower_gpu.flower.fedbuff import FedBuff as FedBuff
     from flower_gpu.flower.many import evaluate_many as evaluate_many
     from flower_gpu.flower.many import message_seed as message_seed
     from flower_gpu.flower.many import train_many as train_many
     from flower_gpu.flower.mod import gpu_mod as gpu_mod
-    from flower_gpu.flower.resuming.resumable import resumable as resumable
-    from flower_gpu.flower.strategy import FedAvg as FedAvg
-    from flower_gpu.flower.strategy import LegacyFedAvg as LegacyFedAvg
     from flower_gpu.options import CallOptions as CallOptions
     from flower_gpu.pytorch.device import device as device
     from flower_gpu.pytorch.device import to_device as to_device
@@ -48,6 +43,11 @@ if TYPE_CHECKING:
     from flower_gpu.simulation.run import simulate as simulate
     from flower_gpu.simulation.simulation_result import SimulationResult as SimulationResult
     from flower_gpu.simulation.simulation_result import SimulationStoppedError as SimulationStoppedError
+    from flower_gpu.strategies.evaluate import gpu_evaluate as gpu_evaluate
+    from flower_gpu.strategies.fedbuff import FedBuff as FedBuff
+    from flower_gpu.strategies.resuming.resumable import resumable as resumable
+    from flower_gpu.strategies.strategy import FedAvg as FedAvg
+    from flower_gpu.strategies.strategy import LegacyFedAvg as LegacyFedAvg
     from flower_gpu.workers.events import progress as progress
 
 __version__ = "0.1.0"
@@ -61,15 +61,15 @@ _HOMES = {
         "WorkerStartError WorkerTaskError WorkerTimeoutError"
     ),
     "flower_gpu.options": "CallOptions",
-    "flower_gpu.flower.strategy": "FedAvg LegacyFedAvg",
-    "flower_gpu.flower.fedbuff": "FedBuff",
+    "flower_gpu.strategies.strategy": "FedAvg LegacyFedAvg",
+    "flower_gpu.strategies.fedbuff": "FedBuff",
     "flower_gpu.flower.client": "GPUClient gpu_client",
     "flower_gpu.pytorch.device": "device to_device to_numpy",
     "flower_gpu.ranks.function": "distributed",
-    "flower_gpu.flower.evaluate": "gpu_evaluate",
+    "flower_gpu.strategies.evaluate": "gpu_evaluate",
     "flower_gpu.flower.many": "evaluate_many message_seed train_many",
     "flower_gpu.flower.mod": "gpu_mod",
-    "flower_gpu.flower.resuming.resumable": "resumable",
+    "flower_gpu.strategies.resuming.resumable": "resumable",
     "flower_gpu.workers.events": "progress",
     "flower_gpu.calls.runner": "run_in_worker",
     "flower_gpu.simulation.simulation_result": "SimulationResult SimulationStoppedError",

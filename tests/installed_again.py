@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flower_gpu.flower import commands
+from flower_gpu.programs import commands
 
 
 def installed_again(folder: Path, name: str, version: str = "1.99") -> Path:

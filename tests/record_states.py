@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import RecordDict
 
 from flower_gpu.flower import record_bytes
-from flower_gpu.flower.resuming.states import StateStore
+from flower_gpu.strategies.resuming.states import StateStore
 
 
 class RecordStates(StateStore):

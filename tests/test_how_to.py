@@ -24,13 +24,13 @@ INSTALL = {"cluster.md", "lora.md", "tensorflow-and-jax.md", "trackers.md"}
 #: Tests that run the first command of a page. They read it from the page.
 ELSEWHERE = {
     "asynchronous.md": "tests/examples/test_fedbuff_example.py",
-    "confine.md": "tests/flower/supernode/test_confined_apps.py",
-    "federation.md": "tests/flower/supernode/test_federation_page.py",
+    "confine.md": "tests/programs/supernode/test_confined_apps.py",
+    "federation.md": "tests/programs/supernode/test_federation_page.py",
     "from-start-client.md": "tests/test_first_pages.py",
     "resume.md": "tests/launch/test_launch_resumed.py",
     "simulate.md": "tests/test_simulate_docs.py",
     "slurm.md": "tests/test_slurm_page.py",
-    "supernodes.md": "tests/flower/supernode/test_confined_apps.py",
+    "supernodes.md": "tests/programs/supernode/test_confined_apps.py",
 }
 #: Pages with a command of Flower. A test here only parses our options in it.
 READ = {"existing-app.md"}

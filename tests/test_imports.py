@@ -21,7 +21,7 @@ import flower_gpu
 PACKAGE = Path(flower_gpu.__file__).parent
 
 #: The rooms that import Flower.
-WITH_FLOWER = ("flower", "launch", "simulation")
+WITH_FLOWER = ("flower", "strategies", "programs", "launch", "simulation")
 #: Program that imports each group of modules in a fork of its own, and prints the libraries that this
 #: imports. To save time, it first imports a heavy library that all groups may import.
 IMPORT = """

@@ -14,12 +14,12 @@ from flwr.supercore.run import Run
 
 from benchmarks.shared import table
 from benchmarks.shared.driver import Figures, Options
-from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import AssignedMessage, Host, HostInfo, HostReport, MessageOutcome
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.strategies.resuming.states import StateStore
 
 #: Hosts, messages in flight on each, messages of a round per slot, and seconds per message.
 _SIZES, _QUICK_SIZES = [(16, 64, 4, 1.0), (100, 64, 4, 2.0)], [(4, 8, 2, 0.05)]

@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.shared import memory, processes
 from benchmarks.shared.member import QUICK
 from benchmarks.shared.processes import BenchmarkError, cpu_times_s, descendants
-from flower_gpu.flower.commands import with_flowers
 from flower_gpu.launch import ports
+from flower_gpu.programs.commands import with_flowers
 from flower_gpu.workers.forkserver import control
 
 _START_S = 180.0

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Final
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower import confine
-from flower_gpu.flower.confine import Allowed
 from flower_gpu.kinds import FOLDERS, PORTS, words
 from flower_gpu.options import Option, flag
+from flower_gpu.programs import confine
+from flower_gpu.programs.confine import Allowed
 from flower_gpu.workers import confinement
 
 _GROUP: Final = "confinement"

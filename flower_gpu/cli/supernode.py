@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.log_dir is not None:
         raise ConfigError("--log-dir needs --count: without it the SuperNode writes its log to this terminal")
     # Imported late, so that --help works without the dependencies of workers.
-    from flower_gpu.flower import commands, superlink
+    from flower_gpu.programs import commands, superlink
 
     env = environment(arguments, os.environ)
     _check_required([_checked_node_config(arguments, env)], env)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_several(arguments: argparse.Namespace) -> int:
-    from flower_gpu.flower import commands, superlink
+    from flower_gpu.programs import commands, superlink
 
     count = arguments.count
     given, _ = without_option(arguments.flower, _NODE_CONFIG)
@@ -123,7 +123,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
 
 def _check_port(flower: Sequence[str]) -> None:
     """Raise ConfigError if another process listens on the given port. Flower would exit with a traceback."""
-    from flower_gpu.flower import superlink
+    from flower_gpu.programs import superlink
 
     host, port = superlink.runtime_address_of(flower)
     if port is not None and ports.is_taken(host, port):
@@ -171,7 +171,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
 
     Raises ConfigError if an option or variable cannot be used.
     """
-    from flower_gpu.flower import commands, environments
+    from flower_gpu.programs import commands, environments
 
     check(arguments.flower)
     env = checked_environment(given_calls(arguments), base)

@@ -27,16 +27,6 @@ from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.commands import (
-    SERVER_COMMANDS,
-    CommandFolder,
-    fast_start,
-    warm_up_command,
-    with_flowers,
-)
-from flower_gpu.flower.environments import OPTION, environments_folder
-from flower_gpu.flower.node_logs import clients_of_nodes, has_connected
-from flower_gpu.flower.waits import with_group
 from flower_gpu.launch import ports
 from flower_gpu.launch.plan import NOT_INSTALLED, Plan
 from flower_gpu.launch.supervisor import (
@@ -56,6 +46,16 @@ from flower_gpu.options import (
     CallOptions,
 )
 from flower_gpu.printable import first_line, printable, told_if_slow
+from flower_gpu.programs.commands import (
+    SERVER_COMMANDS,
+    CommandFolder,
+    fast_start,
+    warm_up_command,
+    with_flowers,
+)
+from flower_gpu.programs.environments import OPTION, environments_folder
+from flower_gpu.programs.node_logs import clients_of_nodes, has_connected
+from flower_gpu.programs.waits import with_group
 from flower_gpu.workers.threads import planned_threads
 
 #: Name of the connection in the run's own Flower configuration.

@@ -15,7 +15,6 @@ from flower_gpu.apps.app_imports import mentions
 from flower_gpu.apps.dependencies import missing_packages_note
 from flower_gpu.apps.folder import RunFolder, check_log_dir, check_same_app, earlier_run
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.flower.commands import with_flowers
 from flower_gpu.gpu import guard
 from flower_gpu.launch import gpu_check
 from flower_gpu.launch.options import (
@@ -27,6 +26,7 @@ from flower_gpu.launch.options import (
 )
 from flower_gpu.options import flag
 from flower_gpu.printable import path_text
+from flower_gpu.programs.commands import with_flowers
 from flower_gpu.workers.forkserver import client as forkserver
 
 DEFAULT_CLIENTS: Final = 2
@@ -110,8 +110,8 @@ def make_plan(options: LaunchOptions) -> Plan:
         check_log_dir(options.log_dir)
     else:
         # Imported late, because these modules import Flower.
-        from flower_gpu.flower.resuming.checkpoint import Checkpoints
-        from flower_gpu.flower.resuming.states import StateStore
+        from flower_gpu.strategies.resuming.checkpoint import Checkpoints
+        from flower_gpu.strategies.resuming.states import StateStore
 
         # Read here, so that a damaged checkpoint is an error before any process has started.
         Checkpoints(folder.checkpoint, StateStore()).read()

@@ -17,12 +17,12 @@ from typing import Final
 from flower_gpu import options, trace
 from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.flower.node_logs import has_connected, last_output
 from flower_gpu.launch import ports
 from flower_gpu.launch.options import node_config_of
 from flower_gpu.launch.supervisor import Service, Supervisor, new_lines, without_colours
 from flower_gpu.options import CLIENT_VARIABLE, CallOptions
 from flower_gpu.printable import first_line, path_text, printable
+from flower_gpu.programs.node_logs import has_connected, last_output
 
 #: Flower's command, and its options for a node's config and for the key by which a SuperLink knows the node.
 COMMAND: Final = "flower-supernode"

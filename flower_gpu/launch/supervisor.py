@@ -44,8 +44,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from flower_gpu import trace
-from flower_gpu.flower.programs import starter
 from flower_gpu.launch import guard
+from flower_gpu.programs import starter
 from flower_gpu.workers.forkserver import control
 from flower_gpu.workers.life import adopt_orphans, kill_group_at_end_of
 

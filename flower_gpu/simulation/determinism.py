@@ -6,7 +6,7 @@
                    ``in_worker.handle_deterministically``
 
 Every run seeds random number generators, see ``run.simulate``. The grid and
-:mod:`flower_gpu.flower.averaging` sum in a fixed order, and :mod:`.messages` retries messages. A worker
+:mod:`flower_gpu.strategies.averaging` sum in a fixed order, and :mod:`.messages` retries messages. A worker
 handles only one message, because otherwise earlier clients could change module state for later ones.
 
 A run also depends on processors, GPUs and versions of libraries. The end of this file records and compares

@@ -41,7 +41,6 @@ from flwr.app import Message
 
 from flower_gpu.errors import RunEndedError, WorkerDiedError
 from flower_gpu.flower.records import NUMBERED, round_of
-from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation.host import (
     AssignedMessage,
     Host,
@@ -53,6 +52,7 @@ from flower_gpu.simulation.host import (
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.pending_messages import Job, PendingMessages, SummedMessages
+from flower_gpu.strategies.resuming.states import StateStore
 
 # A message that was on this many lost hosts is assumed to have caused the losses. The last of these hosts has
 # no other message, so that no innocent message is blamed.

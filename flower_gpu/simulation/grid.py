@@ -39,8 +39,6 @@ from flwr.supercore.run import Run
 
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError, NotDeterministicError
-from flower_gpu.flower.averaging import BLOCK_NODES, SumItem, in_order_of_sending
-from flower_gpu.flower.streaming import Buffered
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.host import SumGroup
 from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
@@ -51,6 +49,8 @@ from flower_gpu.simulation.pending_messages import (
     SummedBlocks,
     SummedMessages,
 )
+from flower_gpu.strategies.averaging import BLOCK_NODES, SumItem, in_order_of_sending
+from flower_gpu.strategies.streaming import Buffered
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.watch.waits import WorkerWaits
 
@@ -319,7 +319,7 @@ class SimulationGrid(Grid):
         """Send messages, and let hosts sum the replies. Yields sums, and replies without arrays.
 
         ``timeout``: seconds until unfinished messages are cancelled; None for no limit.
-        ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.flower.averaging.ReplySum`.
+        ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.strategies.averaging.ReplySum`.
         ``in_order``: True handles and sums messages in the order of the nodes' partitions, in blocks of
         consecutive nodes.
         """

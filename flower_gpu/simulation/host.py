@@ -18,11 +18,11 @@ from flwr.common.constant import ErrorCode
 
 from flower_gpu.errors import FlowerGPUError, InvalidResultError, RunEndedError, WorkerDiedError, shortened
 from flower_gpu.flower.arrays import size_bytes
-from flower_gpu.flower.averaging import ReplySum
 from flower_gpu.flower.records import records_in
 from flower_gpu.options import CallOptions
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.strategies.averaging import ReplySum
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.workers.call_end import traceback_of
 
@@ -32,7 +32,7 @@ class SumGroup:
     """A group of replies that a host sums.
 
     ``number``: number that is unique within the run.
-    ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.flower.averaging.ReplySum`.
+    ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.strategies.averaging.ReplySum`.
     """
 
     number: int

@@ -59,7 +59,6 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls import leasing, notices
 from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.flower.averaging import without_arrays
 from flower_gpu.gpu import mps
 from flower_gpu.options import RUN_DIR_VARIABLE, flag, joined
 from flower_gpu.simulation import determinism, workers
@@ -76,6 +75,7 @@ from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.slots import Slot
+from flower_gpu.strategies.averaging import without_arrays
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.output import AdmitLines, all_lines
 from flower_gpu.workers.own_process import restored_environment

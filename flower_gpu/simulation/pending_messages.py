@@ -53,7 +53,6 @@ from typing import ClassVar, Final
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
-from flower_gpu.flower.averaging import ReplySum, SumItem
 from flower_gpu.simulation.host import (
     AssignedMessage,
     GroupSum,
@@ -63,6 +62,7 @@ from flower_gpu.simulation.host import (
     arrays_bytes,
     expired,
 )
+from flower_gpu.strategies.averaging import ReplySum, SumItem
 
 # Sums of blocks may have to wait for a slow message of an earlier block. These are the limits on their memory
 # and on their number.

@@ -15,15 +15,15 @@ from flower_gpu.apps.failures import COMPLETED, Failure, FailureLog
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
-from flower_gpu.flower.model_file import model_sha256, write_model
-from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, finite, write_event
-from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.resuming.states import disk_error
-from flower_gpu.flower.strategy_state import RESUMABLE
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.options import LINES_PER_ROUND
 from flower_gpu.simulation.simulation_result import SimulationStoppedError
+from flower_gpu.strategies.model_file import model_sha256, write_model
+from flower_gpu.strategies.recording.recorder import NOT_PULLED, Recorder, finite, write_event
+from flower_gpu.strategies.recording.strategies import recorded_rounds
+from flower_gpu.strategies.resuming.states import disk_error
+from flower_gpu.strategies.strategy_state import RESUMABLE
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
 from flower_gpu.watch.fields import first_line

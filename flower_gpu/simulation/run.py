@@ -40,11 +40,6 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
-from flower_gpu.flower.recording.recorded_grid import RecordedGrid
-from flower_gpu.flower.recording.recorder import finite
-from flower_gpu.flower.resuming.checkpoint import Checkpoints
-from flower_gpu.flower.resuming.states import StateStore
-from flower_gpu.flower.rounds import RoundState
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism
@@ -58,6 +53,11 @@ from flower_gpu.simulation.options import OPTIONS, ClientOutputWord, OrderWord
 from flower_gpu.simulation.plan import RunPlan
 from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.simulation.simulation_result import SimulationResult
+from flower_gpu.strategies.recording.recorded_grid import RecordedGrid
+from flower_gpu.strategies.recording.recorder import finite
+from flower_gpu.strategies.resuming.checkpoint import Checkpoints
+from flower_gpu.strategies.resuming.states import StateStore
+from flower_gpu.strategies.rounds import RoundState
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.own_process import restored_environment
 

@@ -51,7 +51,7 @@ def run_confined(task: str, *args: Any, write: list[str], **options: Any) -> Any
     """Run one call in a confined worker. ``write``: folders that the worker can also write into."""
     from flower_gpu.calls.runner import run_call
     from flower_gpu.calls.settings import call_settings
-    from flower_gpu.flower.confine import Allowed, for_message
+    from flower_gpu.programs.confine import Allowed, for_message
 
     settings = call_settings(options)
     with for_message(Allowed(write=tuple(write)), [str(Path(__file__).parents[1])]) as confinement:

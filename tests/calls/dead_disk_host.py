@@ -16,7 +16,7 @@ from typing import Any
 from flower_gpu import run_in_worker
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.flower.confine import Allowed, for_message
+from flower_gpu.programs.confine import Allowed, for_message
 
 TIMEOUT_S = 60
 

@@ -13,8 +13,8 @@ from typing import Any
 from flower_gpu import errors, run_in_worker
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.gpu import guard
+from flower_gpu.programs.confine import Allowed, for_message
 
 METHODS = ("forkserver", "spawn", "fork")
 #: The file of kmsg is missing, because it needs a capability of root that a confined worker has dropped.

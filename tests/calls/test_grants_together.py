@@ -84,7 +84,7 @@ CONFINED = """
 import json, os, sys
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.flower.confine import Allowed, for_message
+from flower_gpu.programs.confine import Allowed, for_message
 task, arguments, options = json.loads(sys.argv[1])
 settings = call_settings(options)
 with for_message(Allowed((sys.path[0],), (os.environ["NVML_STUB_DIR"],)), []) as confinement:

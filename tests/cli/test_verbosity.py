@@ -150,7 +150,7 @@ def test_quiet_applies_to_child_processes_without_log_files(
 
 def test_quiet_applies_to_a_single_supernode(monkeypatch: pytest.MonkeyPatch) -> None:
     environments: list[dict[str, str]] = []
-    monkeypatch.setattr("flower_gpu.flower.commands.warm_up_in_background", lambda env: None)
+    monkeypatch.setattr("flower_gpu.programs.commands.warm_up_in_background", lambda env: None)
     monkeypatch.setattr(os, "execvpe", lambda file, words, env: environments.append(env))
     cli.main(["supernode", "-q", "--", "--insecure"])
     assert environments[0]["FLWR_LOG_LEVEL"] == "ERROR"

@@ -10,7 +10,7 @@ import pytest
 
 from flower_gpu.doctor import environment
 from flower_gpu.flower import private_names
-from flower_gpu.flower.waits import call_after
+from flower_gpu.programs.waits import call_after
 
 
 def test_the_installed_flower_has_all_private_names() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from flower_gpu import frameworks
-from flower_gpu.flower.rounds import capture_random_state, restore_random_state
 from flower_gpu.frameworks import Cap, Framework, Hold, Rule, jax, out_of_memory, pytorch, tensorflow
 from flower_gpu.frameworks.framework import Setting
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.in_worker import ProcessState, seed_all
+from flower_gpu.strategies.rounds import capture_random_state, restore_random_state
 
 
 class Toy(Framework):

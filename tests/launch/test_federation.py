@@ -12,13 +12,13 @@ import pytest
 
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower import commands
-from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.launch import federation, ports
 from flower_gpu.launch.federation import Federation, client_environment, run_status, service_environment
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor
+from flower_gpu.programs import commands
+from flower_gpu.programs.commands import CommandFolder
 from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.threads import cores
 

@@ -16,10 +16,10 @@ from flower_gpu.apps.app import flatten, format_pairs, parse_pairs
 from flower_gpu.cli import main as cli
 from flower_gpu.cli.launch import from_arguments
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower import commands
 from flower_gpu.launch.options import RUN_CONFIG
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.options import flag
+from flower_gpu.programs import commands
 
 BAD_OPTIONS = [
     # Arguments after the app's folder, and words that the error line must contain.

@@ -16,16 +16,16 @@ from flwr.superlink.grid import HttpGrid
 
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.flower import node_logs, serverapp
-from flower_gpu.flower.recording.recorder import write_event
-from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.resuming.checkpoint import Checkpoints
-from flower_gpu.flower.resuming.states import StateStore
-from flower_gpu.flower.rounds import ResumableGrid, RoundState, capture_random_state
 from flower_gpu.launch.federation import Federation
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
 from flower_gpu.launch.supervisor import Supervisor
+from flower_gpu.programs import client_order, serverapp
+from flower_gpu.strategies.recording.recorder import write_event
+from flower_gpu.strategies.recording.strategies import recorded_rounds
+from flower_gpu.strategies.resuming.checkpoint import Checkpoints
+from flower_gpu.strategies.resuming.states import StateStore
+from flower_gpu.strategies.rounds import ResumableGrid, RoundState, capture_random_state
 
 
 class FlowerGrid(HttpGrid):
@@ -151,7 +151,7 @@ def test_messages_from_several_threads_are_recorded(tmp_path: Path) -> None:
 def test_nodes_and_replies_are_in_the_order_of_the_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_logs, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(client_order, "_PATIENCE_S", 0.0)
     for client, node in enumerate((3, 1)):
         text = f"INFO : SuperNode ID: {node + 10}\n$ started again\nINFO : SuperNode ID: {node}\n"
         (tmp_path / f"client-{client}.log").write_text(text)

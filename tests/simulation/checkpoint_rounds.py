@@ -10,8 +10,8 @@ from flwr.app import Array, ArrayRecord, MetricRecord
 from record_states import RecordStates
 from record_strategies import filled, number_of
 
-from flower_gpu.flower.resuming.checkpoint import Checkpoints
-from flower_gpu.flower.rounds import RoundState, capture_random_state
+from flower_gpu.strategies.resuming.checkpoint import Checkpoints
+from flower_gpu.strategies.rounds import RoundState, capture_random_state
 
 PARTITIONS = 5
 

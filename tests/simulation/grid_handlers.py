@@ -12,14 +12,14 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.run import Run
 
 from flower_gpu.errors import WorkerDiedError
-from flower_gpu.flower.averaging import ReplySum
-from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.simulation.batch_size import Batches
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import AssignedMessage, HostInfo, MessageOutcome, failed
 from flower_gpu.simulation.local_host import QueueHost
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.strategies.averaging import ReplySum
+from flower_gpu.strategies.resuming.states import StateStore
 
 RUN_ID = 5
 

@@ -26,10 +26,6 @@ from grid_handlers import NoWorkers, SafeHost
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.flower import record_bytes
-from flower_gpu.flower.recording.recorded_grid import RecordedGrid
-from flower_gpu.flower.recording.recorder import Recorder
-from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.resuming.states import StateStore
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation.client_output import ClientOutput
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
@@ -37,6 +33,10 @@ from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import AssignedMessage, HostInfo, MessageOutcome, failed
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.reporting import Report, reported
+from flower_gpu.strategies.recording.recorded_grid import RecordedGrid
+from flower_gpu.strategies.recording.recorder import Recorder
+from flower_gpu.strategies.recording.strategies import recorded_rounds
+from flower_gpu.strategies.resuming.states import StateStore
 from flower_gpu.trace import Event
 
 RUN_ID = 5

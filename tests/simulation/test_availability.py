@@ -11,9 +11,9 @@ from recorded_apps import RUN_ID, initial_arrays, run_app
 from simulations import run
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.strategy import FedAvg
 from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.strategies.strategy import FedAvg
 
 pytestmark = pytest.mark.timeout(200)
 

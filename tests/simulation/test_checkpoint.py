@@ -25,8 +25,8 @@ from record_states import RecordStates
 from record_strategies import arrays, contents, filled, number_of, record_dicts, texts
 
 from flower_gpu.errors import ConfigError, FlowerGPUError
-from flower_gpu.flower.resuming.checkpoint import FORMAT_VERSION, INDEX_NAME, Checkpoints
-from flower_gpu.flower.rounds import RoundState, capture_random_state
+from flower_gpu.strategies.resuming.checkpoint import FORMAT_VERSION, INDEX_NAME, Checkpoints
+from flower_gpu.strategies.rounds import RoundState, capture_random_state
 
 Script = Callable[..., Any]
 
@@ -420,7 +420,7 @@ from flower_gpu.polling import readable
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from checkpoint_rounds import change_states, check_complete, round_state
-from flower_gpu.flower.resuming.checkpoint import Checkpoints
+from flower_gpu.strategies.resuming.checkpoint import Checkpoints
 from record_states import RecordStates
 
 folder = Path(sys.argv[1])

@@ -15,8 +15,8 @@ from grid_handlers import RUN_ID, GridUnderTest, until
 
 from flower_gpu import FedBuff
 from flower_gpu.errors import ClientsFailedError
-from flower_gpu.flower.streaming import Buffered
 from flower_gpu.simulation.run import _identity
+from flower_gpu.strategies.streaming import Buffered
 
 
 @pytest.fixture

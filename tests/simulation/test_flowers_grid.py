@@ -23,10 +23,10 @@ from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
 from grid_handlers import RUN_ID, GridUnderTest, until
 
-from flower_gpu.flower.recording.recorded_grid import RecordedGrid
-from flower_gpu.flower.recording.recorder import Recorder
 from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.run import _identity
+from flower_gpu.strategies.recording.recorded_grid import RecordedGrid
+from flower_gpu.strategies.recording.recorder import Recorder
 from flower_gpu.trace import NO_REPLY, Event
 
 NODES = 3

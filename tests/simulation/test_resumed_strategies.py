@@ -23,11 +23,11 @@ from recorded_apps import Recorded, new_nodes, run_app
 import flower_gpu
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import record_bytes
-from flower_gpu.flower.resuming.checkpoint import Checkpoints
-from flower_gpu.flower.resuming.states import StateStore
-from flower_gpu.flower.rounds import RoundState
-from flower_gpu.flower.strategy_state import kind_of, state_of
 from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.strategies.resuming.checkpoint import Checkpoints
+from flower_gpu.strategies.resuming.states import StateStore
+from flower_gpu.strategies.rounds import RoundState
+from flower_gpu.strategies.strategy_state import kind_of, state_of
 
 NODES = 5
 ROUNDS = 3

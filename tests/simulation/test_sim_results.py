@@ -40,13 +40,13 @@ from recorded_apps import (
 )
 from safetensors.numpy import load_file
 
-import flower_gpu.flower.strategy as ours
+import flower_gpu.strategies.strategy as ours
 from flower_gpu import gpu_evaluate, trace
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.flower.evaluate import GPUEvaluate
-from flower_gpu.flower.model_file import model_sha256, write_model
-from flower_gpu.flower.strategy_state import OUR_FEDAVG
 from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.strategies.evaluate import GPUEvaluate
+from flower_gpu.strategies.model_file import model_sha256, write_model
+from flower_gpu.strategies.strategy_state import OUR_FEDAVG
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
 from flower_gpu.watch.result import result_of, write_results

@@ -21,8 +21,8 @@ from record_strategies import contents, filled, number_of, record_dicts
 
 from flower_gpu.errors import FlowerGPUError
 from flower_gpu.flower import record_bytes
-from flower_gpu.flower.resuming.states import disk_error
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.strategies.resuming.states import disk_error
 from flower_gpu.workers import transport
 
 SIZE = len(record_bytes.encode(filled(0)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.flower.recording.recorder import write_event
+from flower_gpu.strategies.recording.recorder import write_event
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
 from flower_gpu.watch.result import places_of, result_lines, result_of, write_results

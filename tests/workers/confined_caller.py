@@ -41,7 +41,7 @@ def main() -> None:
 
     from flower_gpu.calls.runner import run_call
     from flower_gpu.calls.settings import call_settings
-    from flower_gpu.flower.confine import Allowed, for_message
+    from flower_gpu.programs.confine import Allowed, for_message
 
     light_servers.begin()
     method, kind, calls = sys.argv[1:]

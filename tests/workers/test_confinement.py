@@ -20,7 +20,7 @@ from waiting import until
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError, WorkerTaskError
-from flower_gpu.flower.confine import Allowed, for_message
+from flower_gpu.programs.confine import Allowed, for_message
 from flower_gpu.workers import confinement, state_folder
 from flower_gpu.workers.life import OwnChild
 

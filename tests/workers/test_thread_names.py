@@ -18,7 +18,7 @@ from thread_name_tasks import NAME
 
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.flower.confine import Allowed, for_message
+from flower_gpu.programs.confine import Allowed, for_message
 from flower_gpu.workers import confinement
 
 pytestmark = [
@@ -119,7 +119,7 @@ _WITH_FILTER = """
 import ctypes, json, os, struct, sys
 from flower_gpu import seccomp
 from flower_gpu.workers import confinement, events
-from flower_gpu.flower.confine import Allowed, for_message
+from flower_gpu.programs.confine import Allowed, for_message
 folder, file, is_watched = sys.argv[1:]
 with for_message(Allowed(write=(folder,)), []) as message_confinement:
     environ = {**os.environ, **message_confinement.environment(), "FLOWER_GPU_GUARDED": file}
@@ -157,7 +157,7 @@ _ON_GPU = """
 import json, os, sys
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.flower.confine import Allowed, for_message
+from flower_gpu.programs.confine import Allowed, for_message
 settings = call_settings({"start_method": "spawn", "gpu_memory": "2GiB"})
 with for_message(Allowed(write=(os.environ["NVML_STUB_DIR"],)), sys.argv[1:]) as message_confinement:
     name = "thread_name_tasks:starts_cuda"

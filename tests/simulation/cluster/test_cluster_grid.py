@@ -32,8 +32,6 @@ from flower_gpu import FedAvg
 from flower_gpu.errors import ConfigError, InvalidResultError, WorkerDiedError
 from flower_gpu.flower import record_bytes
 from flower_gpu.flower.arrays import view_of
-from flower_gpu.flower.resuming.states import StateStore
-from flower_gpu.flower.streaming import ComingReplies
 from flower_gpu.simulation import determinism, dispatcher
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.cluster import hosts as cluster_hosts
@@ -45,6 +43,8 @@ from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import AssignedMessage, HostInfo, HostReport, MessageOutcome, failed
 from flower_gpu.simulation.local_host import QueueHost
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.strategies.resuming.states import StateStore
+from flower_gpu.strategies.streaming import ComingReplies
 from flower_gpu.trace import Event
 
 RUN_ID, SEED = 5, 7
