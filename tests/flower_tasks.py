@@ -1,4 +1,4 @@
-"""Tasks that the tests of this folder run in workers, given as a name or as a function."""
+"""Tasks that the tests of clients and strategies run in workers, given as a name or as a function."""
 
 from __future__ import annotations
 

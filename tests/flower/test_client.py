@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flower_tasks  # conftest.py puts this folder on sys.path, as a user's app folder would be
+import flower_tasks
 import numpy as np
 import pytest
 from flwr.common import Code, FitIns, GetParametersIns, ndarrays_to_parameters, parameters_to_ndarrays
@@ -109,7 +109,7 @@ for make, name in ((GPUClient, "add_one"), (partial(gpu_client, step=4.0), "Exis
 def test_in_a_clientapp_a_task_given_by_name_uses_the_fork_server(
     tmp_path: Path, run_script: Callable[..., Any]
 ) -> None:
-    env = {"FLOWER_GPU_RUN_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    env = {"FLOWER_GPU_RUN_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
     run_script(CLIENT_APP, env=env)
     started = [
         event for event in trace.read(tmp_path / trace.FILE_NAME) if event["event"] == "worker_started"

@@ -48,7 +48,7 @@ def test_fits_keep_only_the_weights_and_do_not_import_torch_in_the_client(
     run_script: Callable[..., Any],
 ) -> None:
     plain_mb = float(run_script(FLOWER_CLIENT + "    print(held_mb())\n").stdout)
-    report = json.loads(run_script(AFTER_FITS, str(Path(__file__).parent), timeout_s=120).stdout)
+    report = json.loads(run_script(AFTER_FITS, str(Path(__file__).parents[1]), timeout_s=120).stdout)
     assert report["imported"] == []
     assert report["held_mb"] < plain_mb + WEIGHTS_MB + 20, f"{report}, a plain client {plain_mb} MB"
     assert report["held_mb"] > plain_mb + WEIGHTS_MB - 20, "the measure sees the weights"

@@ -111,7 +111,7 @@ def test_a_supernode_recreates_a_removed_folder(state: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(state)
     folder = commands.CommandFolder().make()
     as_in_supernode = (folder / "python" / "flower-supernode").read_text().splitlines()[0]
-    wait = "from flower_gpu.flower import commands, supernode as own; make = commands.CommandFolder().make"
+    wait = "from flower_gpu.programs import commands, supernode as own; make = commands.CommandFolder().make"
     wait += "; own.SuperNodeTime(0.01, 1.0, before_waiting=make).sleep(3.0)"
     shutil.rmtree(folder)
     python = [sys.executable, *identity.interpreter_flags()]
@@ -130,7 +130,7 @@ def test_each_environment_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tm
         folders.append(commands.CommandFolder().make())
     assert len(set(folders)) == 3
     flags = [sys.executable, "-O", "-W", "error::UserWarning", "-c"]
-    make = "from flower_gpu.flower import commands; print(commands.CommandFolder().make())"
+    make = "from flower_gpu.programs import commands; print(commands.CommandFolder().make())"
     optimised = Path(run([*flags, make], check=True).stdout.strip())
     assert optimised not in folders
     assert "-O" in (optimised / COMMAND).read_text()
@@ -146,7 +146,7 @@ def test_the_command_starts_in_a_virtual_environment_with_an_unusual_name(
     site = next((folder / "lib").glob("python*")) / "site-packages"
     paths = [entry for entry in sys.path if entry and Path(entry).is_dir()]
     (site / "ours.pth").write_text("\n".join(paths))
-    make = "from flower_gpu.flower import commands; print(commands.CommandFolder().make())"
+    make = "from flower_gpu.programs import commands; print(commands.CommandFolder().make())"
     python = str(folder / "bin" / "python")
     creation = run([python, "-c", make], check=True)
     command = f"{creation.stdout.strip()}/{COMMAND}"
@@ -207,7 +207,7 @@ def test_a_folder_with_a_colon_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_on_a_noexec_file_system_is_refused(tmp_path: Path) -> None:
     state = tmp_path / "noexec"
     state.mkdir()
-    make = "from flower_gpu.flower import commands; commands.fast_start({}, with_lease=True)"
+    make = "from flower_gpu.programs import commands; commands.fast_start({}, with_lease=True)"
     mount = f"mount -t tmpfs -o noexec,mode=0700 none {shlex.quote(str(state))} || exit 77"
     completed = run(
         ["unshare", "-m", "sh", "-c", f'{mount}; exec "$0" "$@"', sys.executable, "-c", make],
