@@ -92,8 +92,8 @@ def handle(
         if slow_down > 1:
             # Shown by ``flower-gpu top`` and the trace
             events.send("progress", desc="slow-down", n=0, total=1)
-        # The worker keeps its lease meanwhile, because a slow device would be busy all this time.
-        time.sleep((slow_down - 1) * max(0.0, took_s))
+            # The worker keeps its lease meanwhile, because a slow device would be busy all this time.
+            time.sleep((slow_down - 1) * max(0.0, took_s))
         return handled
 
 
