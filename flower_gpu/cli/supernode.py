@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from flower_gpu import frameworks
 from flower_gpu.apps.app import ConfigValue, parse_pairs
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.apps.recording import recorded_run
 from flower_gpu.calls.settings import call_settings, checked_environment
 from flower_gpu.cli import confine
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
@@ -25,8 +24,9 @@ from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER
 from flower_gpu.launch import ports, supernodes
 from flower_gpu.launch.options import check_node_config, node_config_of
-from flower_gpu.launch.supernodes import NeverStartsError, Notices, SuperNode
-from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
+from flower_gpu.launch.supernode_log import COMMAND as FLOWERS
+from flower_gpu.launch.supernode_log import Notices
+from flower_gpu.launch.supernodes import SuperNode
 from flower_gpu.options import (
     CONCURRENCY,
     GPU_CAP,
@@ -38,7 +38,6 @@ from flower_gpu.options import (
 )
 from flower_gpu.printable import printable
 
-_FLOWERS: Final = supernodes.COMMAND
 _NODE_CONFIG: Final = supernodes.NODE_CONFIG
 _KEYS: Final = (supernodes.KEY, "--ssl-keyfile")
 
@@ -59,11 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     _tell(arguments, [*_limits(arguments, env), f"connecting to the SuperLink at {printable(address)}"])
     commands.warm_up_in_background(env)
     superlink.wait_until_it_listens(address, _print)
-    os.execvpe(_FLOWERS, [_FLOWERS, *arguments.flower], env)
+    os.execvpe(FLOWERS, [FLOWERS, *arguments.flower], env)
 
 
 def _run_several(arguments: argparse.Namespace) -> int:
-    from flower_gpu.programs import commands, superlink
+    from flower_gpu.programs import superlink
 
     count = arguments.count
     given, _ = without_option(arguments.flower, _NODE_CONFIG)
@@ -95,30 +94,13 @@ def _run_several(arguments: argparse.Namespace) -> int:
         with logs.log(f"supernode-{number}").open("a") as log:
             log.writelines(f"{line}\n" for line in limits)
     _tell(arguments, [*limits, f"connecting to the SuperLink at {printable(address)}"])
-    with (
-        recorded_run(logs.path, "supernodes", f"{count} SuperNodes", clients=count) as run,
-        Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
-    ):
-        supervisor.fork_programs(env, logs.log("programs"))
-        supervisor.start(Service("warm-up", commands.warm_up_command(), env, logs.log("warm-up")))
-        nodes = [
-            SuperNode(number, count, given, pairs, calls, env, logs, has_key=has_key)
-            for number in range(count)
-        ]
-        notices = Notices(count, _print, with_warnings=not is_quiet(arguments))
-        try:
-            superlink.wait_until_it_listens(address, _print, supervisor.wait)
-            while True:
-                for node in nodes:
-                    node.look(supervisor, notices)
-                supervisor.wait(0.5)
-        except LaunchStoppedError:
-            run.outcome = "interrupted"
-        except NeverStartsError as error:
-            run.outcome = "failed"
-            print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
-            return 1
-    return 0
+    nodes = [
+        SuperNode(number, count, given, pairs, calls, env, logs, has_key=has_key) for number in range(count)
+    ]
+    notices = Notices(count, _print, with_warnings=not is_quiet(arguments))
+    return supernodes.run(
+        nodes, env, logs, notices, partial(superlink.wait_until_it_listens, address, _print)
+    )
 
 
 def _check_port(flower: Sequence[str]) -> None:
@@ -226,7 +208,7 @@ def without_option(options: Sequence[str], name: str) -> tuple[list[str], list[s
 
 def _add_flowers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "flower", nargs="*", metavar="-- OPTIONS", help=f"options of {_FLOWERS}, after two dashes"
+        "flower", nargs="*", metavar="-- OPTIONS", help=f"options of {FLOWERS}, after two dashes"
     )
 
 
@@ -265,6 +247,6 @@ num-partitions in their node configs. A SuperNode that ends is started again.
         "GPU of the host)"
     },
     add=_add_flowers,
-    after_dashes=_FLOWERS,
+    after_dashes=FLOWERS,
     outlives_output=True,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flower_gpu.launch.supernodes import Notices
+from flower_gpu.launch.supernode_log import Notices
 from flower_gpu.trace import Follower
 
 FAILED = "\x1b[93mWARNING \x1b[0m:   Connection attempt failed, retrying in 1.64 seconds"
