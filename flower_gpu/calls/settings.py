@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,7 @@ from flower_gpu.options import (
     GivenValue,
     environment,
     flag,
+    joined,
     resolve_all,
 )
 from flower_gpu.workers.call import checked_preload
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 #: Names of all options.
 OPTION_NAMES: Final = tuple(CallOptions.__annotations__)
 
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,22 @@ class CallSettings:
     worker: WorkerSettings
     gpu: GPUSettings
     host: HostSettings
+    # Resolves other options with the same configs and names as these settings
+    _resolve: Callable[[Mapping[str, Any]], CallSettings] = field(compare=False, repr=False)
+    # The options from which the settings were resolved
+    _options: Mapping[str, Any] = field(compare=False, repr=False)
     # Options of this client alone, for the trace
     client_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def derived(self, overrides: Mapping[str, Any] = _EMPTY) -> CallSettings:
+        """Return settings of the same options, in which ``overrides`` take precedence.
+
+        They are resolved again, with the environment variables and cores of the process that calls this. So
+        settings that came from another host become settings of this host.
+
+        Raises the errors of :func:`call_settings`.
+        """
+        return self._resolve(joined(self._options, overrides))
 
     def with_worker(self, **changes: Any) -> CallSettings:
         """Return a copy with changed fields of ``worker``."""
@@ -144,6 +160,9 @@ def call_settings(
         node_config, run_config = dict(context.node_config), dict(context.run_config)
     env = _checked_env(options.get("env") or {})
     environ = {**(os.environ if base is None else base), **env}
+    resolve = partial(
+        call_settings, name=name, base=base, node_config=node_config, run_config=run_config, named=named
+    )
     preload = checked_preload(options.get("preload"))
     values, given_values = resolve_all(options, environ, node_config, named)
     return CallSettings(
@@ -166,6 +185,8 @@ def call_settings(
             compute=values["gpu_compute"],
         ),
         _host_settings(values, given_values, environ),
+        resolve,
+        options,
     )
 
 

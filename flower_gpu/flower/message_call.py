@@ -86,7 +86,7 @@ def call_many(
     args: tuple[Any, ...],
     messages: Sequence[Message],
     contexts: Sequence[Context],
-    settings: Callable[[], CallSettings],
+    settings: CallSettings,
     *,
     name: str,
     workers: Workers,
@@ -97,7 +97,7 @@ def call_many(
 
     ``task``: ``task(*args, messages, contexts, identity)`` runs in the worker and returns the reply and the
     state of each message.
-    ``settings``: as for :func:`call`, of one message. Several messages have the time limit of all of them
+    ``settings``: settings of the call of one message. Several messages have the time limit of all of them
     together, and a footprint for each power of two of their number.
     ``workers``: as for :func:`flower_gpu.calls.runner.run_call`.
     Raises the errors of :func:`call`; the text names the first client and counts the others.
@@ -106,12 +106,11 @@ def call_many(
     clients = [client_of(context) for context in contexts]
     label = label_of(kind, contexts)
     with _named(label):
-        resolved = settings()
-        timeout_s = resolved.worker.timeout_s
+        timeout_s = settings.worker.timeout_s
         handled = run_call(
             task,
             (*args, messages, contexts, identity()),
-            settings=resolved.with_worker(name=_names(clients), timeout_s=timeout_s and timeout_s * count),
+            settings=settings.with_worker(name=_names(clients), timeout_s=timeout_s and timeout_s * count),
             name=name if count == 1 else f"{name} x{1 << (count - 1).bit_length()}",
             workers=workers,
             clients=clients if count > 1 else (),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 
 from flower_gpu.apps.app_imports import is_more_than_listed
 from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import call_settings
+from flower_gpu.calls.settings import CallSettings, call_settings
 from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower.mod import mod_options
 from flower_gpu.kinds import FACTOR, PART, Kind
@@ -120,6 +120,15 @@ class Clients:
         }
         by_key = {_key(options): options for options in map(resources, all_overrides.values())}
         return list(by_key.values()) or [{}]
+
+
+def settings_of(settings: CallSettings, overrides: ClientOverrides) -> CallSettings:
+    """Return the settings of a client's calls, derived from the settings of the run's calls."""
+    options = resources(overrides)
+    if "gpu" in options:
+        # Otherwise the environment variable of this process would override the client's value.
+        options["env"] = {**settings.worker.env, CALL["gpu"].variable: options["gpu"]}
+    return replace(settings.derived(options), client_overrides=as_written(overrides))
 
 
 def resources(overrides: ClientOverrides) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.constant import ErrorCode
 
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import FlowerGPUError, InvalidResultError, RunEndedError, WorkerDiedError, shortened
 from flower_gpu.flower.arrays import size_bytes
 from flower_gpu.flower.records import records_in
-from flower_gpu.options import CallOptions
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.strategies.averaging import ReplySum
@@ -211,11 +211,11 @@ _LEAST_S: Final = 1e-3
 
 @dataclass(frozen=True)
 class Work:
-    """The description of a run for hosts. It can be pickled.
+    """The description of a run for hosts. It can be pickled with cloudpickle.
 
     ``name``: name of the app.
     ``app``: the app that handles messages, or where to find it.
-    ``options``: options of each call.
+    ``settings``: settings of each call, as the process that planned the run resolved them.
     ``nodes``: the receivers of messages.
     ``max_workers``, ``calls_per_worker``: as for :func:`flower_gpu.simulate`.
     ``is_deterministic``: True if algorithms must give the same bits each time.
@@ -225,7 +225,7 @@ class Work:
 
     name: str
     app: AppReference | ClientApp
-    options: CallOptions
+    settings: CallSettings
     nodes: VirtualNodes
     max_workers: int | None = None
     calls_per_worker: int = MANY

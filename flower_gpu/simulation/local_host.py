@@ -57,11 +57,12 @@ from flwr.clientapp import ClientApp
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls import leasing, notices
-from flower_gpu.calls.settings import CallSettings, call_settings
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.gpu import mps
-from flower_gpu.options import RUN_DIR_VARIABLE, flag, joined
+from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation import determinism, workers
+from flower_gpu.simulation.clients import settings_of
 from flower_gpu.simulation.host import (
     AssignedMessage,
     GroupSum,
@@ -331,8 +332,7 @@ class LocalHost(QueueHost):
     def __init__(self, work: Work, admit_lines: AdmitLines = all_lines) -> None:
         self._run = work
         self._admit_lines = admit_lines
-        self._settings = settings = call_settings(work.options, named=flag)
-        env = dict(work.options.get("env") or {})
+        self._settings = settings = work.settings
         self._inventory = workers.look_at_gpus()
         self.gpus = list(self._inventory.usable)
         self._decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
@@ -340,8 +340,7 @@ class LocalHost(QueueHost):
             determinism.check_gpus(settings.gpu.on_oom, self.gpus, self._decision.uuids)
         # The distinct settings of clients
         self._client_settings = [
-            call_settings(joined(work.options, overrides), named=flag)
-            for overrides in work.nodes.clients.resources()
+            settings_of(settings, overrides) for overrides in work.nodes.clients.resources()
         ]
 
         def leases_and_concurrency(settings: CallSettings) -> tuple[int, int]:
@@ -354,7 +353,9 @@ class LocalHost(QueueHost):
             max, zip(*map(leases_and_concurrency, self._client_settings), strict=True)
         )
         self._usual_concurrency = leases_and_concurrency(settings)[1]
-        self._variables = workers.variables(self._usual_concurrency, env, settings.host.num_cpus)
+        self._variables = workers.variables(
+            self._usual_concurrency, settings.worker.env, settings.host.num_cpus
+        )
         threads = planned_threads({**os.environ, **self._variables})
         super().__init__(
             HostInfo(platform.node(), concurrency, threads, determinism.described(self.gpus), cores(), [])
@@ -388,14 +389,13 @@ class LocalHost(QueueHost):
         cores_of_run = workers.core_leases(
             settings, self._usual_concurrency, self.info.concurrency, work.name
         )
-        call_options: dict[str, Any] = {**work.options, "env": self._variables}
         # A spare thread helps with short messages: while workers compute, it sends a message or reads a
         # reply.
         has_spare = work.max_workers is None and not self._leases
         threads = self.info.concurrency + has_spare
         handler = self.handler = MessageHandler(
             work,
-            call_options,
+            settings.derived({"env": self._variables}),
             lambda: Slot(turns, needs.without, cores_of_run, self._admit_lines),
             workers=threads,
             tries=tries,

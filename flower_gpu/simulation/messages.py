@@ -39,7 +39,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import Any, Final
@@ -48,7 +48,7 @@ from flwr.app import Context, Message
 from flwr.common.logger import log
 
 from flower_gpu import frameworks
-from flower_gpu.calls.settings import CallSettings, call_settings
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import (
     FlowerGPUError,
     GPUError,
@@ -62,9 +62,8 @@ from flower_gpu.errors import (
 from flower_gpu.flower import message_call, record_bytes
 from flower_gpu.flower.records import round_of
 from flower_gpu.gpu.gpus import Inventory
-from flower_gpu.options import CALL, joined
 from flower_gpu.simulation.batch_size import Batches
-from flower_gpu.simulation.clients import ClientOverrides, as_written, resources
+from flower_gpu.simulation.clients import ClientOverrides, settings_of
 from flower_gpu.simulation.host import AssignedMessage, MessageOutcome, Work, failed
 from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
@@ -99,7 +98,7 @@ class MessageHandler:
     Each thread has one assignment at a time, and may keep its worker for the next one.
 
     ``work``: app, nodes and rules of the run.
-    ``options``: options of each call, as for :class:`flower_gpu.CallOptions`.
+    ``settings``: settings of each call on this host.
     ``new_slot``: returns a new slot, which runs the calls of one thread.
     ``workers``: number of assignments that are handled at the same time.
     ``tries``: maximum number of attempts if workers die. In a deterministic run it is always three.
@@ -109,7 +108,7 @@ class MessageHandler:
     def __init__(
         self,
         work: Work,
-        options: Mapping[str, Any],
+        settings: CallSettings,
         new_slot: Callable[[], Slot],
         *,
         workers: int = 1,
@@ -120,7 +119,7 @@ class MessageHandler:
         self._task = handle_deterministically if work.is_deterministic else handle
         self._tries = _TRIES if work.is_deterministic else tries
         self._nodes = work.nodes
-        self._options = dict(options)
+        self._settings = settings
         self._inventory = inventory
         self._new_slot = new_slot
         self._this_thread = threading.local()
@@ -134,7 +133,7 @@ class MessageHandler:
         self._is_closed = False
         self._worked_at = 0.0  # end of the last assignment
         self._memory = HostMemory()
-        self._starts = WorkerStarts(has_preload=bool(self._options.get("preload")))
+        self._starts = WorkerStarts(has_preload=bool(settings.worker.preload))
         # By message type: True if clients have different options
         self._clients_differ: dict[str, bool] = {}
         # By the id of the client's own options
@@ -263,7 +262,7 @@ class MessageHandler:
                 raise
             self._memory.learn(error.peak_bytes)
             message = assigned_messages[0]
-            settings = self._settings(self._overrides_of(message), self._context_of(message))
+            settings = self._settings_of(self._overrides_of(message))
             if not error.is_out_of_memory or not is_wanted or settings.gpu.on_oom == "fail":
                 raise
             reason = str(error).partition("\n")[0].rstrip(".")
@@ -281,6 +280,7 @@ class MessageHandler:
         messages = [assigned.message for assigned in assigned_messages]
         contexts = [self._context_of(assigned) for assigned in assigned_messages]
         overrides = self._overrides_of(assigned_messages[0])
+        settings = self._settings_of(overrides)
         label = message_call.label_of(messages[0].metadata.message_type, contexts)
 
         def check() -> None:
@@ -293,7 +293,7 @@ class MessageHandler:
             alone=alone,
             check=check,
             before_wait=slot.wait,
-            timeout_s=self._settings(overrides, contexts[0]).host.timeout_s if alone else math.inf,
+            timeout_s=settings.host.timeout_s if alone else math.inf,
         )
         with room:
             if alone:
@@ -307,7 +307,7 @@ class MessageHandler:
                 ),
                 messages,
                 contexts,
-                lambda: self._settings(overrides, contexts[0]),
+                settings,
                 name=_measured(self._work.name, overrides),
                 workers=slot,
             )
@@ -358,16 +358,11 @@ class MessageHandler:
         client = message_call.client_of(self._context_of(assigned))
         return WorkerDiedError(f"the message to client {client} was dropped")
 
-    def _settings(self, overrides: ClientOverrides, context: Context) -> CallSettings:
-        # The context of any node will do, because the configs of nodes differ in their partition only.
+    def _settings_of(self, overrides: ClientOverrides) -> CallSettings:
         if id(overrides) not in self._resolved:
-            options = {**joined(self._options, resources(overrides)), "context": context}
-            if "gpu" in overrides:
-                # Otherwise the environment variable of this process would override the client's value.
-                options["env"] = {**(options.get("env") or {}), CALL["gpu"].variable: overrides["gpu"]}
-            settings = call_settings(options)
+            settings = settings_of(self._settings, overrides)
             gpu = replace(settings.gpu, inventory=self._inventory)
-            self._resolved[id(overrides)] = replace(settings, gpu=gpu, client_overrides=as_written(overrides))
+            self._resolved[id(overrides)] = replace(settings, gpu=gpu)
         return self._resolved[id(overrides)]
 
     def idle(self) -> None:

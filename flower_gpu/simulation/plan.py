@@ -18,9 +18,9 @@ from flower_gpu.apps.folder import RunFolder, check_same_app, earlier_run
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
-from flower_gpu.options import CallOptions, joined
+from flower_gpu.options import CallOptions, flag
 from flower_gpu.simulation import determinism
-from flower_gpu.simulation.clients import Clients, overrides_of_app, plain
+from flower_gpu.simulation.clients import Clients, overrides_of_app, plain, settings_of
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
@@ -91,7 +91,7 @@ class RunPlan:
             name: option.resolve(arguments[name]) for name, option in OPTIONS.items() if name in arguments
         }
         log_dir, resume = arguments["log_dir"], values["resume"]
-        call_settings(options)
+        settings = call_settings(options)
         guard.check(os.environ)
         folder, earlier = (None, {}) if resume is None else earlier_run(resume, "simulate")
         name, app_folder, server, client = _components(app)
@@ -120,8 +120,8 @@ class RunPlan:
         run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
         nodes_with = partial(VirtualNodes, values["num_supernodes"], seed, run_id, run_config)
         clients = clients.with_app(overrides_of_app(client, nodes_with(), options), options)
-        settings = [call_settings(joined(options, overrides)) for overrides in clients.resources()]
-        if not values["mps"] and any(client_settings.gpu.compute is not None for client_settings in settings):
+        client_settings = [settings_of(settings, overrides) for overrides in clients.resources()]
+        if not values["mps"] and any(client.gpu.compute is not None for client in client_settings):
             raise ConfigError(
                 "gpu_compute (--gpu-compute, in the table of clients, or in a gpu_mod of the app) has "
                 "an effect with mps (--mps) only. Add that, or remove it"
@@ -129,7 +129,9 @@ class RunPlan:
         work = Work(
             name,
             client,
-            {**options, "env": {**env, **server_env}},
+            call_settings(
+                {**options, "context": None, "env": {**env, **server_env}}, run_config=run_config, named=flag
+            ),
             nodes_with(clients),
             values["max_workers"],
             calls_per_worker,

@@ -10,6 +10,7 @@ from typing import Any
 import recycled_app
 from flwr.app import Message
 
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.dispatcher import Seeds
 from flower_gpu.simulation.host import MANY, AssignedMessage, MessageOutcome, Work
@@ -37,12 +38,13 @@ class Handler:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         app = AppReference(Path(__file__).parent, "recycled_app:app")
+        settings = call_settings(options or {})
         self.nodes = VirtualNodes(8, 1, RUN_ID, {}, clients or Clients())
-        work = Work("recycled", app, {}, self.nodes, None, calls_per_worker, is_strict, is_strict)
+        work = Work("recycled", app, settings, self.nodes, None, calls_per_worker, is_strict, is_strict)
         self.states = [b""] * 8
         self.learned: list[int] = []
         self.handler = MessageHandler(
-            work, options or {}, lambda: Slot(LeaseTurns(), frozenset({"torch"})), tries=tries
+            work, settings, lambda: Slot(LeaseTurns(), frozenset({"torch"})), tries=tries
         )
         self._seeds = Seeds(seed)
         self._numbers = iter(range(1000))

@@ -93,7 +93,8 @@ class Agent:
         guard.check(os.environ)
         self._models = FetchedModels(ray.get)
         self._fault: BaseException | None = None
-        self._host = LocalHost(work)
+        # The variables and cores of this host count, not those of the process that planned the run.
+        self._host = LocalHost(replace(work, settings=work.settings.derived()))
         self._host.open(tries=_TRIES)
         self._exchanging = threading.Lock()
         self._ended = threading.Event()

@@ -17,6 +17,7 @@ import numpy as np
 import ray
 from flwr.app import ArrayRecord, Message, RecordDict
 
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.cluster.agent import Agent
 from flower_gpu.simulation.cluster.models import SentModels
@@ -54,7 +55,7 @@ SLOW, HERE, LOST = (ArrayRecord([np.full(3, number, np.float32)]) for number in 
 with runs._identity(5):
     os.chdir(APP)
     ray.get = get
-    agent = Agent(Work("plain", AppReference(APP, "plain.client_app:app"), {}, NODES))
+    agent = Agent(Work("plain", AppReference(APP, "plain.client_app:app"), call_settings({}), NODES))
     agent.begin([])
     sent = SentModels(put)
     if KIND_OF_SLOW == "state":
