@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from run_programs import run
+from scripted_app import APP
 
 from flower_gpu import control_group
 from flower_gpu.workers import oom_kills, threads
@@ -401,9 +402,9 @@ def test_idle_workers_of_a_run_end_before_a_second_try_with_all_memory(group: Pa
 os.environ["FLOWER_GPU_STATE_DIR"], os.environ["LARGE_APP_LIMIT"] = sys.argv[2], sys.argv[3]
 import flower_gpu
 flower_gpu.simulate(
-    sys.argv[4], 2, max_workers=2, log_dir=None, progress=False, gpu="never", start_method="spawn"
+    sys.argv[4], 2, max_workers=2, log_dir=None, progress=False, gpu="never", start_method="spawn",
+    run_config={"server": "allocate", "train": "allocate"},
 )
 """
-    app = Path(__file__).parent / "simulation/apps/large"
-    output = run_in(group, code, str(tmp_path / "state"), str(group / name), str(app))
+    output = run_in(group, code, str(tmp_path / "state"), str(group / name), str(APP))
     assert "taken: [850]" in output

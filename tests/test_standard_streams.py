@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from run_programs import TIMEOUT_S, run_python
+from scripted_app import APP
 from shared_servers import SHARED_STATE
 
 pytestmark = pytest.mark.timeout(300)
 
 CLI = (sys.executable, "-m", "flower_gpu.cli")
-PLAIN = Path(__file__).parent / "simulation/apps/plain"
 CLOSED = tuple(chain.from_iterable(combinations((0, 1, 2), count) for count in (1, 2, 3)))
 ALL = (0, 1, 2)
 
@@ -136,7 +136,7 @@ def test_messages_that_cannot_be_written_do_not_change_the_status(
 @pytest.mark.parametrize("kind", [FULL, GONE])
 @pytest.mark.parametrize("stream", ["stdout", "stderr", "both"])
 def test_a_run_continues_if_its_output_cannot_be_written(kind: str, stream: str, tmp_path: Path) -> None:
-    command = ["simulate", PLAIN, "--clients", "2", "--rounds", "1", "--log-dir", tmp_path]
+    command = ["simulate", APP, "--clients", "2", "--rounds", "1", "--log-dir", tmp_path]
     done = run_into(kind, stream, *CLI, *command)
     assert done.returncode == 0
     if stream == "stdout":
@@ -151,7 +151,7 @@ def test_a_run_continues_if_its_output_cannot_be_written(kind: str, stream: str,
 def test_a_simulation_and_its_report_work_with_closed_streams(
     closed: tuple[int, ...], tmp_path: Path
 ) -> None:
-    done = run(closed, *CLI, "simulate", PLAIN, "--clients", "2", "--rounds", "1", "--log-dir", tmp_path)
+    done = run(closed, *CLI, "simulate", APP, "--clients", "2", "--rounds", "1", "--log-dir", tmp_path)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
     assert ("outcome" in done.stderr) == (2 not in closed)
     assert "outcome" not in done.stdout, "the summary goes to stderr"
@@ -207,7 +207,7 @@ def test_calls_and_simulate_work_in_a_program_with_closed_streams(
     """The program's streams are unchanged, and none of our descriptors has their numbers."""
     script = tmp_path / "script.py"
     script.write_text(LIBRARY)
-    done = run(closed, sys.executable, script, PLAIN, tmp_path / "runs")
+    done = run(closed, sys.executable, script, APP, tmp_path / "runs")
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
     found = json.loads((tmp_path / "runs/found.json").read_text())
     assert found.pop("streams") == [number in closed for number in range(3)]

@@ -16,6 +16,7 @@ from how_to_pages import commands
 from launch_helpers import TIMEOUT_S, LaunchRun, processes_of
 from live_processes import processes_with
 from run_programs import run
+from scripted_app import APP
 from waiting import until
 
 from flower_gpu import trace
@@ -28,7 +29,12 @@ from flower_gpu.launch.plan import Plan, make_plan
 
 pytestmark = pytest.mark.timeout(900)  # three launches, one after the other
 
-APP = Path(__file__).parent / "resumed_app"
+
+# The updates of clients depend on partition, round and model, and the server samples two of three clients.
+CONFIG = (
+    "train='walk' weights='two' num-server-rounds=4 server-evaluates=false "
+    "fraction-train=0.67 min-nodes=3 sampling-seed=7"
+)
 
 
 def kill(name: str, folder: Path) -> None:
@@ -60,7 +66,8 @@ def resumed(
     start_command, resume_command = (line.split() for line in commands("resume.md"))
     assert start_command[:-1] == ["flower-gpu", "launch", "my-app", "--clients"]
     assert resume_command == [*start_command[:3], "--resume", "runs/<time>"]
-    options = ("--run-config", f'strategy="ours" model="{model}" seconds=3.0', "--node-config", "kept=1")
+    config = f"{CONFIG} model='{model}' seconds=3.0"
+    options = ("--run-config", config, "--node-config", "kept=1")
     first = launch(APP, "--clients", "3", *options)
     wait_for_round(first, 3)
     kill("flower-superlink", first.folder)
@@ -84,7 +91,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits_as_an_undisturbed_run(
 ) -> None:
     """The undisturbed run is a simulation. Both engines sum the replies in the order of partitions."""
     model = tmp_path / "simulated.json"
-    config = f'strategy="ours" model="{model}" seconds=0.0'
+    config = f"{CONFIG} model='{model}'"
     simulate = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(APP), "--clients", "3"]
     done = run([*simulate, "--run-config", config, "--log-dir", str(tmp_path / "runs")])
     assert done.returncode == 0, done.stderr

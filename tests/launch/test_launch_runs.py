@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from file_tables import files_in, files_in_table
 from launch_helpers import TINY_APP, LaunchRun
 from live_processes import is_running
 from run_programs import run, run_cli
+from scripted_app import copy_of_app
 
 from flower_gpu import trace
 from flower_gpu.options import CPU_LEASES
@@ -29,12 +29,13 @@ from flower_gpu.watch.report.totals import Totals
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 Launch = Callable[..., LaunchRun]
-ORDINARY_APP = Path(__file__).parent / "ordinary_app"
+# The server uses Flower's FedAvg, and no part of the app imports flower_gpu.
+ORDINARY = {"train": "add-one", "strategy": "fedavg", "elements": 1, "server-evaluates": False}
 TOKEN = "hf_0f_this_run"
 
 
 @pytest.fixture(scope="module")
-def both_runs(launch: Launch) -> list[tuple[Path, int, str, str]]:
+def both_runs(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int, str, str]]:
     """Start two concurrent runs of an app that does not use flower_gpu.
 
     In the first run, one client fails to evaluate. The second run starts messages with Flower's own
@@ -51,7 +52,8 @@ def both_runs(launch: Launch) -> list[tuple[Path, int, str, str]]:
     )
     # At this level Flower logs each request of a SuperExec for a task.
     environment = {"WANDB_MODE": "offline", "FLWR_LOG_LEVEL": "DEBUG", "HF_TOKEN": TOKEN}
-    started = [launch(ORDINARY_APP, "--run-config", *more, env=environment) for more in options]
+    app = copy_of_app(tmp_path_factory.mktemp("ordinary") / "app", **ORDINARY)
+    started = [launch(app, "--run-config", *more, env=environment) for more in options]
     return [(run.folder, *ended) for run in started for ended in [run.finish()]]
 
 
@@ -92,7 +94,7 @@ def test_trackers_get_the_metrics_of_the_trace(ordinary_run: tuple[Path, str, st
     [sent] = folder.glob("wandb/offline-run-*/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(sent)]
     shown = run(command).stdout
-    assert re.search(r"^  app +ordinary$", shown, re.M), shown
+    assert re.search(r"^  app +scripted$", shown, re.M), shown
     assert re.search(r"^  outcome +completed$", shown, re.M) and "finished (exit code 0)" in shown, shown
 
 
@@ -114,7 +116,7 @@ def test_the_output_for_an_ordinary_app_has_the_format_of_a_simulation(
     )
     assert err.splitlines()[0] == "evaluate of client 1 failed in round 1:"
     assert err.count("Traceback (most recent call last)") == 1
-    assert "ordinary/client_app.py" in err and err.splitlines()[-1].startswith("NameError: name 'Nett'")
+    assert "scripted/client_app.py" in err and err.splitlines()[-1].startswith("NameError: name 'Nett'")
     assert "evaluate of client 1 failed in round 2: NameError: name 'Nett'" in out
     result = json.loads((folder / "result.json").read_text())
     assert [row["metrics"] for row in result["rounds"]] == [
@@ -146,7 +148,7 @@ def test_a_launch_fails_if_all_clients_fail(both_runs: list[tuple[Path, int, str
     assert "Sampled 2 nodes (out of 2)" in out  # -v
     assert err.count("Traceback (most recent call last)") == 1
     assert "client_app.py" in err and "NameError: name 'Nett' is not defined\n" in err
-    assert "the clients of ordinary have no leases and run in Flower's own processes (--no-fast-start)" in out
+    assert "the clients of scripted have no leases and run in Flower's own processes (--no-fast-start)" in out
     sentence = "flower-gpu launch: all 2 clients failed in round 1; the first traceback is above"
     assert f"\n{sentence}; --keep-going lets such a run continue\n" in err
     *_, last = trace.read(folder / trace.FILE_NAME)
@@ -189,8 +191,8 @@ parser.parse_args()
 @pytest.fixture(scope="module")
 def parsing_app(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An app whose ServerApp parses the command line when it is imported."""
-    app = Path(shutil.copytree(ORDINARY_APP, tmp_path_factory.mktemp("parsing") / "app"))
-    server = app / "ordinary" / "server_app.py"
+    app = copy_of_app(tmp_path_factory.mktemp("parsing") / "app", **ORDINARY)
+    server = app / "scripted" / "server_app.py"
     server.write_text(PARSES + server.read_text())
     return app
 
@@ -203,8 +205,8 @@ def dying_runs(
 
     The first run has an ASCII locale, and the name of its app's folder is not ASCII.
     """
-    app = shutil.copytree(ORDINARY_APP, tmp_path_factory.mktemp("dying") / "\u00e9")
-    dies = ["--run-config", "train-dies-on='0' num-server-rounds=1"]
+    app = copy_of_app(tmp_path_factory.mktemp("dying") / "\u00e9", **ORDINARY)
+    dies = ["--run-config", "dies-on='0' num-server-rounds=1"]
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     started = {"client": launch(app, *dies, env=ascii_only), "server": launch(parsing_app)}
     return {name: (run, *run.finish()) for name, run in started.items()}

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripted_app import variant
 from shared_servers import SHARED_STATE
 
 from flower_gpu import trace
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import RoundPart
 
-APPS = Path(__file__).parent / "apps"
 TIMEOUT_S = 120
 
 
@@ -48,7 +48,7 @@ class Simulation:
 
 def command(app: str, nodes: int, *options: str) -> list[str]:
     simulate = [sys.executable, "-m", "flower_gpu.cli", "simulate"]
-    return [*simulate, str(APPS / app), "--num-supernodes", str(nodes), *options]
+    return [*simulate, str(variant(app)), "--num-supernodes", str(nodes), *options]
 
 
 def run(app: str, nodes: int, log_dir: Path, *options: str) -> Simulation:

@@ -12,7 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from simulations import APPS, Simulation, run, running, wait_for_line
+from scripted_app import variant
+from simulations import Simulation, run, running, wait_for_line
 
 from flower_gpu import simulate
 from flower_gpu.errors import ConfigError
@@ -58,7 +59,7 @@ def test_a_killed_client_and_a_killed_run_do_not_change_the_model(alone: Simulat
     for number in ("1", "2"):
         (rounds / number).touch()
     options = ("--max-workers", "2", "--calls-per-worker", "1000", *OPTIONS)
-    config = f"waits-for='{rounds}' dies='{killed}'"
+    config = f"waits-for='{rounds}' dies-once='{killed}'"
     with running("exact", NODES, runs, *options, "--run-config", config) as process:
         wait_for_line(process, "round 2/3")
         os.kill(process.pid, signal.SIGKILL)
@@ -110,12 +111,12 @@ def test_an_operation_without_a_deterministic_kernel_is_named(tmp_path: Path) ->
 @pytest.mark.skipif(not sys.flags.hash_randomization, reason="this one has fixed hashes")
 def test_python_with_random_hashes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="PYTHONHASHSEED=0 from the start of Python"):
-        simulate(APPS / "exact", 2, deterministic=True, log_dir=tmp_path / "runs")
+        simulate(variant("exact"), 2, deterministic=True, log_dir=tmp_path / "runs")
     assert not list(tmp_path.iterdir())
 
 
 def test_an_interpreter_that_ignores_the_variable_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-E", "-m", "flower_gpu.cli", "simulate", str(APPS / "exact")]
+    command = [sys.executable, "-E", "-m", "flower_gpu.cli", "simulate", str(variant("exact"))]
     done = subprocess.run(
         [*command, "--num-supernodes", "2", "--deterministic", "--log-dir", str(tmp_path / "runs")],
         capture_output=True,

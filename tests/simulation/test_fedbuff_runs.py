@@ -85,7 +85,9 @@ def model_of(done: Simulation) -> str:
 def test_a_run_without_order_counts_clients_that_fail(tmp_path: Path) -> None:
     """A client whose worker was killed counts as failed, and the round continues without it."""
     killed = tmp_path / "killed"
-    done = run("exact", NODES, tmp_path / "runs", "--run-config", f"{CONFIG} dies='{killed}'", "--seed", "3")
+    done = run(
+        "exact", NODES, tmp_path / "runs", "--run-config", f"{CONFIG} dies-once='{killed}'", "--seed", "3"
+    )
     assert done.status == 0, done.output
     assert done.summary["failed"] == 1 and done.summary["messages"] == ROUNDS * UPDATES + 1
 

@@ -55,7 +55,7 @@ def test_waiting_messages_reuse_the_idle_workers_of_others(one_gpu: StubHost) ->
 
 
 def test_the_servers_evaluation_ends_only_the_workers_in_its_way(one_gpu: StubHost) -> None:
-    config = "num-server-rounds=3 seconds=0.3 evaluates=true"
+    config = "num-server-rounds=3 seconds=0.3 server-evaluates=true"
     done = one_gpu.simulate(4, *OPTIONS, "--run-config", config, app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     server_leases = [

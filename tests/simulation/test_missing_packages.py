@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from run_programs import run_cli
-from simulations import APPS
+from scripted_app import copy_of_app
 
 from flower_gpu import simulate
 
 pytestmark = pytest.mark.timeout(180)
 
 DECLARED = "absent-distribution>=1.2"
-TEXT = f"plain declares {DECLARED}, which is not installed: pip install '{DECLARED}'"
+TEXT = f"scripted declares {DECLARED}, which is not installed: pip install '{DECLARED}'"
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
     """A copy of an app that declares a package that does not exist."""
-    folder = Path(shutil.copytree(APPS / "plain", tmp_path / "plain"))
+    folder = copy_of_app(tmp_path / "app")
     file = folder / "pyproject.toml"
-    declared = f'version = "1.0.0"\ndependencies = ["{DECLARED}"]'
-    file.write_text(file.read_text().replace('version = "1.0.0"', declared))
+    file.write_text(file.read_text().replace("dependencies = []", f'dependencies = ["{DECLARED}"]'))
     return folder
 
 
 def test_a_late_import_in_a_client_names_the_package(app: Path) -> None:
-    file = app / "plain/client_app.py"
+    file = app / "scripted/client_app.py"
     file.write_text(
-        file.read_text().replace("    partition = int(", "    import absent_module\n    partition = int(")
+        file.read_text().replace("    time.sleep(config", "    import absent_module\n    time.sleep(config")
     )
     done = run_cli("simulate", app, "--clients", "2", "--rounds", "1", cwd=app.parent)
     assert done.returncode == 1
@@ -44,12 +42,12 @@ def test_an_import_in_the_server_names_the_package(
     app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(app)
-    package = app / "plain"
+    package = app / "scripted"
     # Another test may have imported the app.
-    package.rename(app / "plain_server")
+    package.rename(app / "other")
     pyproject = app / "pyproject.toml"
-    pyproject.write_text(pyproject.read_text().replace('"plain.', '"plain_server.'))
-    file = app / "plain_server/server_app.py"
+    pyproject.write_text(pyproject.read_text().replace('"scripted.', '"other.'))
+    file = app / "other/server_app.py"
     file.write_text(f"import absent_module\n{file.read_text()}")
     with pytest.raises(ModuleNotFoundError) as caught:
         simulate(app, 1, log_dir=None, progress=False)

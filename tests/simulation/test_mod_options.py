@@ -9,7 +9,6 @@ import pytest
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
-from simulations import APPS
 from stub_host import StubHost, events
 
 from flower_gpu import distributed, gpu_mod, simulate
@@ -113,7 +112,6 @@ def test_an_app_that_uses_gpu_mod_is_recognized_by_its_source(
 
 
 def test_each_call_has_the_share_that_the_app_requests(tmp_path: Path) -> None:
-    assert (APPS / "sized").is_dir()
     host = StubHost(tmp_path, gpus=1)
     table = tmp_path / "devices.toml"
     table.write_text('[3]\nnum-gpus = 1\n[0]\ngpu = "never"\n')

@@ -18,7 +18,8 @@ from flwr.server import strategy as legacy
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 from recorded_apps import CLIENTS, Clients, initial_arrays, new_nodes, run_reported
-from simulations import APPS, run
+from scripted_app import APP
+from simulations import run
 
 from flower_gpu import FedBuff
 from flower_gpu.apps.folder import RunFolder
@@ -26,19 +27,18 @@ from flower_gpu.errors import ClientsFailedError
 
 pytestmark = pytest.mark.timeout(300)
 
+MISSPELT = ("--run-config", "train-fails-on='all'")
 ALL = "all 6 clients failed in round 1; the first traceback is above"
 LINE = next(
     number
-    for number, line in enumerate(
-        (APPS / "misspelt" / "misspelt" / "client_app.py").read_text().splitlines(), start=1
-    )
+    for number, line in enumerate((APP / "scripted" / "client_app.py").read_text().splitlines(), start=1)
     if "Nett()" in line
 )
-PLACE = re.compile(rf'File ".*misspelt/client_app.py", line {LINE}, in train')
+PLACE = re.compile(rf'File ".*scripted/client_app.py", line {LINE}, in train')
 
 
 def test_a_run_whose_clients_all_fail_ends_at_once_and_can_be_resumed_when_fixed(tmp_path: Path) -> None:
-    done = run("misspelt", 6, tmp_path, "--seed", "3")
+    done = run("plain", 6, tmp_path, "--seed", "3", *MISSPELT)
     assert done.status == 1, done.output
     (sentence,) = (line for line in done.output.splitlines() if ALL in line and "simulate:" in line)
     assert sentence == f"flower-gpu simulate: {ALL}"
@@ -49,15 +49,13 @@ def test_a_run_whose_clients_all_fail_ends_at_once_and_can_be_resumed_when_fixed
     assert done.summary["outcome"] == "failed" and ALL in done.summary["error"]
     assert done.summary["messages"] == done.summary["failed"] == 6
     assert "--resume" in done.output
-    again = run(
-        "misspelt", 6, tmp_path, "--run-config", "misspelt-for='nobody'", "--resume", str(done.folder)
-    )
+    again = run("plain", 6, tmp_path, "--run-config", "train-fails-on=''", "--resume", str(done.folder))
     assert again.status == 0, again.output
     assert again.summary["outcome"] == "completed" and again.summary["rounds_finished"] == 2
 
 
 def test_keep_going_continues_a_run_whose_clients_all_fail(tmp_path: Path) -> None:
-    done = run("misspelt", 6, tmp_path, "--keep-going")
+    done = run("plain", 6, tmp_path, "--keep-going", *MISSPELT)
     assert done.status == 0, done.output
     assert re.search(r"^outcome +completed, 12 of 12 messages failed$", done.output, re.MULTILINE)
     assert len(PLACE.findall(done.output)) == 1

@@ -86,7 +86,7 @@ def test_a_worker_for_a_single_call_holds_a_lease_until_the_call_ends(
 
 def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
     """The previous call in its slot had a lease, and would have kept it for the next call."""
-    options = ["--num-gpus", "0.5", "--max-workers", "1", "--run-config", "mixed=true"]
+    options = ["--num-gpus", "0.5", "--max-workers", "1", "--run-config", "server='mixed'"]
     options += ["--calls-per-worker", "2"]
     done = one_gpu.simulate(4, *options, app="leased")
     assert done.status == 0, done.output
@@ -186,7 +186,7 @@ def test_a_host_without_a_gpu_is_reported_as_such_and_not_as_a_policy(tmp_path: 
     """The server requests a GPU with some of the messages."""
     host = StubHost(tmp_path, gpus=0)
     del host.env["FLOWER_GPU_POLICY"]
-    done = host.simulate(4, "--run-config", "mixed=true", app="leased")
+    done = host.simulate(4, "--run-config", "server='mixed'", app="leased")
     assert done.status == 0, done.output
     assert "no GPU here: calls run on the CPU" in done.output
     assert done.output.count("this call runs on the CPU although the server requests a GPU") == 1

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from file_tables import files_in, files_in_table
 from safetensors.numpy import load_file
-from simulations import APPS, Simulation, run, running, wait_for_line
+from scripted_app import APP
+from simulations import Simulation, run, running, wait_for_line
 
 from flower_gpu import simulate, trace
 from flower_gpu.apps.folder import in_use
@@ -98,15 +99,16 @@ def test_no_socket_is_left_to_the_garbage_collector(tmp_path: Path, monkeypatch:
 
 def test_clients_may_start_processes(tmp_path: Path) -> None:
     """They use pools whose processes import the app's modules again."""
-    done = run("children", 2, tmp_path)
+    done = run("plain", 2, tmp_path, "--run-config", "train='pool' num-server-rounds=1")
     assert done.status == 0, done.output
     assert done.summary["outcome"] == "completed", done.output
     assert done.parts("train")[0].metrics["total"] == 14
 
 
 def test_failing_clients_are_named_and_the_run_completes(tmp_path: Path) -> None:
-    options = ("--run-config", "misspelt-for='unruly'", "--timeout-s", "3", "--calls-per-worker", "2")
-    done = run("misspelt", 9, tmp_path, *options)
+    config = "raises-on='0 3 6' dies-on='4' hangs-on='5'"
+    options = ("--run-config", config, "--timeout-s", "3", "--calls-per-worker", "2")
+    done = run("plain", 9, tmp_path, *options)
     assert done.status == 0, done.output
     assert done.summary["messages"] == 18 and done.summary["failed"] == 10
     failed = [message for reason in done.summary["failures"] for message in reason["messages"]]
@@ -130,9 +132,9 @@ def test_a_completed_run_is_extended_killed_and_resumed_with_the_same_model(
         in_use(folder / trace.FILE_NAME),
         pytest.raises(ConfigError, match="another process continues the run"),
     ):
-        simulate(APPS / "plain", 4, resume=folder, progress=False)
+        simulate(APP, 4, resume=folder, progress=False)
     with pytest.raises(ConfigError, match=r"num_supernodes \(--clients\) was 4 and is 5"):
-        simulate(APPS / "plain", 5, resume=folder, progress=False)
+        simulate(APP, 5, resume=folder, progress=False)
     longer = run("plain", 4, tmp_path / "longer", "--seed", "2", *FOUR_ROUNDS)
     resume = (*FOUR_ROUNDS, "--resume", str(folder))
     with running("plain", 4, None, *resume) as process:
@@ -157,7 +159,7 @@ def test_a_completed_run_is_extended_killed_and_resumed_with_the_same_model(
 def test_a_refused_resume_leaves_the_earlier_run_unchanged(strategy: str, text: str, folder: Path) -> None:
     original = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with pytest.raises(ConfigError, match=re.escape(f"cannot continue {text}")):
-        simulate(APPS / "plain", 4, run_config={"strategy": strategy}, resume=folder, progress=False)
+        simulate(APP, 4, run_config={"strategy": strategy}, resume=folder, progress=False)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == original
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from scripted_app import APP
 from simulations import TIMEOUT_S, Simulation, command
 from stub_host import StubHost
 
@@ -132,7 +133,7 @@ def read_mlflow(folder: Path) -> Read:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder.parents[1]}/mlflow.db")
-    experiment = client.get_experiment_by_name("leased")
+    experiment = client.get_experiment_by_name("scripted")
     [run] = client.search_runs([experiment.experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", folder.name)
     figures = {
@@ -173,7 +174,7 @@ def test_a_run_and_its_resumption_are_a_single_run_of_the_tracker(tracked: Simul
     for name_of_figure in ("gpu/0/used_gib", "gpu/0/leased_gib"):
         of_gpu = figures[name_of_figure]
         assert of_gpu[max(of_gpu)] == 0, "after the run"
-    assert read.config["app"] == "leased" and read.config["seed"] == "7"
+    assert read.config["app"] == "scripted" and read.config["seed"] == "7"
     assert read.config["strategy"] == "FedAvg" and read.config["run_config.take-gib"] == "1.5"
     for number in (1, 2):
         assert f"round {number}, train, client 1: " in read.texts, read.texts
@@ -195,23 +196,21 @@ def test_a_missing_library_is_an_error_before_anything_starts(
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    app = Path(__file__).parent / "apps/plain"
     with pytest.raises(ConfigError, match=rf"pip install 'flower-gpu\[{name}\]'"):
-        simulate(app, 1, trackers=name, log_dir=tmp_path / "runs")
+        simulate(APP, 1, trackers=name, log_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
 def test_unknown_or_broken_trackers_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = Path(__file__).parent / "apps/plain"
     with pytest.raises(ConfigError, match="'neptune' is not one of tensorboard, wandb, mlflow"):
-        simulate(app, 1, trackers=["tensorboard", "neptune"], log_dir=tmp_path / "runs")
+        simulate(APP, 1, trackers=["tensorboard", "neptune"], log_dir=tmp_path / "runs")
     with pytest.raises(ConfigError, match="cannot be used with log_dir=None"):
-        simulate(app, 1, trackers=["tensorboard"], log_dir=None)
+        simulate(APP, 1, trackers=["tensorboard"], log_dir=None)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(ConfigError, match="no API key"):
-        simulate(app, 1, trackers=["wandb"], log_dir=tmp_path / "runs")
+        simulate(APP, 1, trackers=["wandb"], log_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 

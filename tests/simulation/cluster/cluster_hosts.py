@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import nvml_stub
-from simulations import APPS
+from scripted_app import variant
 from waiting import until
 
 from flower_gpu import trace
@@ -233,10 +233,18 @@ class Cluster:
         return host
 
     @contextmanager
-    def running(self, app: str, nodes: int, *options: str, name: str = "runs", **env: str) -> Iterator[Run]:
+    def running(
+        self, app: str | Path, nodes: int, *options: str, name: str = "runs", **env: str
+    ) -> Iterator[Run]:
         """Start a simulation on the cluster. It is killed at the end of the block."""
         head = self.hosts[0]
-        command = [str(BIN / "flower-gpu"), "simulate", str(APPS / app), "--num-supernodes", str(nodes)]
+        command = [
+            str(BIN / "flower-gpu"),
+            "simulate",
+            str(app if isinstance(app, Path) else variant(app)),
+            "--num-supernodes",
+            str(nodes),
+        ]
         command += ["--ray-address", self.address, *options]
         if "--resume" not in options:
             command += ["--log-dir", str(self.folder / name)]
@@ -256,7 +264,7 @@ class Cluster:
                 process.kill()
             process.wait(60)
 
-    def run(self, app: str, nodes: int, *options: str, name: str = "runs", **env: str) -> Run:
+    def run(self, app: str | Path, nodes: int, *options: str, name: str = "runs", **env: str) -> Run:
         """Run a simulation on the cluster to its end."""
         with self.running(app, nodes, *options, name=name, **env) as run:
             run.wait()

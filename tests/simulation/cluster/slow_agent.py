@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from flower_gpu.simulation.host import AssignedMessage, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
 
-APP, HAS_ARRIVED = Path(__file__).parents[1] / "apps/plain", Path(sys.argv[1])
+APP, HAS_ARRIVED = Path(__file__).parents[2] / "app", Path(sys.argv[1])
 KIND_OF_SLOW = sys.argv[2]
 
 
@@ -50,12 +51,13 @@ def visit(number: int, model: ArrayRecord, state: bytes = b"") -> AssignedMessag
     return AssignedMessage(message, number, state)
 
 
-NODES = VirtualNodes(4, 1, 5, {})
+CONFIG = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+NODES = VirtualNodes(4, 1, 5, CONFIG)
 SLOW, HERE, LOST = (ArrayRecord([np.full(3, number, np.float32)]) for number in range(3))
 with runs._identity(5):
     os.chdir(APP)
     ray.get = get
-    agent = Agent(Work("plain", AppReference(APP, "plain.client_app:app"), call_settings({}), NODES))
+    agent = Agent(Work("scripted", AppReference(APP, "scripted.client_app:app"), call_settings({}), NODES))
     agent.begin([])
     sent = SentModels(put)
     if KIND_OF_SLOW == "state":

@@ -13,7 +13,8 @@ from pathlib import Path
 import cluster_hosts
 import pytest
 from cluster_hosts import Cluster, Run
-from simulations import APPS, SHARED_STATE, Simulation, run
+from scripted_app import copy_of_app
+from simulations import SHARED_STATE, Simulation, run
 from waiting import until
 
 from flower_gpu.leases.ledger import Ledger
@@ -106,7 +107,7 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
     def no_process_remains() -> None:
         for host in cluster.hosts:
             until(lambda host=host: not host.pids("ray::Agent"), "the agents have ended")
-            until(lambda host=host: not host.pids("flower-gpu: exact"), "the workers have ended")
+            until(lambda host=host: not host.pids("flower-gpu: scripted"), "the workers have ended")
 
     gate = Gate(tmp_path)
     gate.let_in(1)
@@ -149,12 +150,12 @@ def test_leases_of_each_host_are_its_own(cluster: Cluster, tmp_path: Path) -> No
 
 
 def test_a_host_without_a_package_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    app = shutil.copytree(APPS / "plain", tmp_path / "app")
-    client = app / "plain" / "client_app.py"
+    app = copy_of_app(tmp_path / "app")
+    client = app / "scripted" / "client_app.py"
     client.write_text("import only_there\n" + client.read_text())
     (tmp_path / "only_there.py").touch()
     path = os.pathsep.join([cluster.hosts[0].env["PYTHONPATH"], str(tmp_path)])
-    done = cluster.run(str(app), 4, name="no-package", PYTHONPATH=path)
+    done = cluster.run(app, 4, name="no-package", PYTHONPATH=path)
     assert done.status == 2 and not done.has_folder, done.output
     assert re.search("host host-[01]: the app imports only_there, which is not installed there", done.output)
 

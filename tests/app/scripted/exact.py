@@ -18,7 +18,7 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """Train for one step."""
     partition = int(context.node_config["partition-id"])
-    _die(str(context.run_config["dies"]), partition)
+    _die(str(context.run_config["dies-once"]), partition)
     _wait(str(context.run_config["waits-for"]), int(message.content["config"]["server-round"]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = torch.tensor(message.content["arrays"].to_numpy_ndarrays()[0]).to(device)

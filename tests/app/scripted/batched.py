@@ -10,8 +10,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import flower_gpu
-from batched.networks import NETWORKS
 from flower_gpu.pytorch import group_alike, stack, unstack
+from scripted.networks import NETWORKS
 
 app = ClientApp()
 # Sizes of the clients' data

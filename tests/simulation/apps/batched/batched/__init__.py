@@ -1,1 +1,0 @@
-"""An app for tests that handles several messages together."""

@@ -1,1 +1,0 @@
-"""An app with a client that needs much memory while workers of other clients keep theirs."""

@@ -1,1 +1,0 @@
-"""An app whose clients inspect their lease while they train."""
