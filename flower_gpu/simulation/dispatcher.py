@@ -51,7 +51,7 @@ from flower_gpu.simulation.host import (
 )
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.pending_messages import Job, PendingMessages, SummedMessages
+from flower_gpu.simulation.pending_messages import Job, PendingMessages
 from flower_gpu.strategies.resuming.states import StateStore
 
 # A message that was on this many lost hosts is assumed to have caused the losses. The last of these hosts has
@@ -162,7 +162,7 @@ class Dispatcher:
         self._seed_of: dict[str, int] = {}  # seeds of unfinished messages
         self._losses: Counter[str] = Counter()  # number of lost hosts that had the message, by message id
         self._waiting: list[PendingMessages] = []  # sets with queued messages, in the order of sending
-        self._summing: set[SummedMessages] = set()
+        self._summing: set[PendingMessages] = set()  # open sets with sums
         self._jobs: dict[str, Job] = {}  # jobs on hosts, by message id
         self._hosts_with_room: set[Host] = set()
         self._is_closed = False
@@ -199,14 +199,13 @@ class Dispatcher:
         """Start to hand out the messages of a set."""
         if pending not in self._waiting:
             self._waiting.append(pending)
-        if isinstance(pending, SummedMessages):
+        if pending.is_summed:
             self._summing.add(pending)
         self.changed.notify_all()
 
     def remove(self, pending: PendingMessages) -> None:
         """Stop handing out the messages of a closed set."""
-        if isinstance(pending, SummedMessages):
-            self._summing.discard(pending)
+        self._summing.discard(pending)
         self.changed.notify_all()
 
     # Hosts
@@ -455,7 +454,7 @@ class Dispatcher:
                 self._states.put(partition, outcome.state)
         except Exception as error:  # for example a full disk
             # The reply may be in a sum already, so the sums of this set are useless.
-            if isinstance(job.pending, SummedMessages):
+            if job.partial_sum is not None:
                 job.pending.error = error
             reply = failed(job.message, error)
         job.host.messages += 1

@@ -42,13 +42,7 @@ from flower_gpu.errors import ConfigError, NotDeterministicError
 from flower_gpu.simulation.dispatcher import Dispatcher, Durations
 from flower_gpu.simulation.host import SumGroup
 from flower_gpu.simulation.nodes import VirtualNodes, asked_round, wanted_nodes
-from flower_gpu.simulation.pending_messages import (
-    Job,
-    PendingMessages,
-    PulledMessages,
-    SummedBlocks,
-    SummedMessages,
-)
+from flower_gpu.simulation.pending_messages import Job, NodeBlocks, PendingMessages
 from flower_gpu.strategies.averaging import BLOCK_NODES, SumItem, in_order_of_sending
 from flower_gpu.strategies.streaming import Buffered
 from flower_gpu.trace import NO_REPLY
@@ -203,11 +197,7 @@ class SimulationGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids for :meth:`pull_messages`."""
-        pending = (
-            PulledMessages(self._changed)
-            if isinstance(messages, Buffered)
-            else PendingMessages(self._changed)
-        )
+        pending = PendingMessages(counts_when_pulled=isinstance(messages, Buffered))
         return list(self._send(messages, pending))
 
     def wait_for_replies(self, message_ids: Sequence[str], timeout_s: float) -> Sequence[str]:
@@ -215,7 +205,7 @@ class SimulationGrid(Grid):
 
         ``timeout_s``: seconds to wait. The result is empty after that.
         """
-        sets = {message_id: cast(PulledMessages, self._sets[message_id]) for message_id in message_ids}
+        sets = {message_id: self._sets[message_id] for message_id in message_ids}
         for pending in set(sets.values()):
             self._expire(pending)
 
@@ -261,9 +251,9 @@ class SimulationGrid(Grid):
         replies = []
         with self._changed:
             for message_id, pending in sets.items():
-                if isinstance(pending, PulledMessages) and message_id in pending.arrived:
-                    self._dispatcher.count(*pending.arrived.pop(message_id))
-                reply = None if pending is None else pending.replies.pop(message_id, None)
+                if pending is not None and (arrived := pending.outcome_to_count(message_id)):
+                    self._dispatcher.count(*arrived)
+                reply = None if pending is None else pending.pull(message_id)
                 if pending is None or message_id in pending.expired:
                     reply = self._unavailable(message_id, ErrorCode.MESSAGE_UNAVAILABLE)
                 elif reply is None:
@@ -297,7 +287,7 @@ class SimulationGrid(Grid):
 
         ``timeout``: seconds until unfinished messages are cancelled; None for no limit.
         """
-        return in_order_of_sending(self._handled(messages, timeout, PendingMessages(self._changed)))
+        return in_order_of_sending(self._handled(messages, timeout, PendingMessages()))
 
     def stream(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -306,7 +296,7 @@ class SimulationGrid(Grid):
 
         Unfinished messages are cancelled after ``timeout`` seconds, or when the caller closes the generator.
         """
-        return self._handled(messages, timeout, PendingMessages(self._changed, self._dispatcher.max_unread))
+        return self._handled(messages, timeout, PendingMessages(max_unread=self._dispatcher.max_unread))
 
     def sums(
         self,
@@ -328,7 +318,7 @@ class SimulationGrid(Grid):
             return SumGroup(next(self._group_numbers), weighted_by_key, keeps_integers)
 
         if not (in_order or self.sums_in_order):
-            return self._handled(messages, timeout, SummedMessages(self._changed, new_group))
+            return self._handled(messages, timeout, PendingMessages(new_group=new_group))
 
         def place_of(message: Message) -> int:
             return self._nodes.place_of(message.metadata.dst_node_id)
@@ -336,7 +326,7 @@ class SimulationGrid(Grid):
         def block_of(message: Message) -> int:
             return place_of(message) // BLOCK_NODES
 
-        pending = SummedBlocks(self._changed, new_group, block_of, self._max_blocks)
+        pending = PendingMessages(NodeBlocks(block_of, self._max_blocks), new_group=new_group)
         return self._handled(sorted(messages, key=place_of), timeout, pending)
 
     def _max_blocks(self) -> int:
@@ -396,6 +386,8 @@ class SimulationGrid(Grid):
                         max(0.0, min(pending.expires_s - now, deadline - self.clock(), _LOOK_S))
                     )
                 is_done, error, items = pending.is_done and not asked, pending.error, pending.collect()
+                if items:  # a host may have room for another message now
+                    self._changed.notify_all()
             for partial_sum in asked:
                 asked_at = now
                 partial_sum.host.ask_for_sum(partial_sum.group.number)
@@ -428,7 +420,7 @@ class SimulationGrid(Grid):
         self._sent += 1
         durations = None if self._durations is None or self._durations.is_empty else self._durations
         gather_s = 0.0 if durations is None else _GATHER_S
-        if isinstance(pending, SummedBlocks):
+        if pending.is_in_order:
             durations, gather_s = None, math.inf
         gathered: list[Message] = []
         since = time.monotonic()
@@ -482,10 +474,9 @@ class SimulationGrid(Grid):
         """Close a set, cancel its running messages, and drop its sums on hosts."""
         with self._changed:
             running: list[Job] = pending.close()
-            groups = pending.groups.values() if isinstance(pending, SummedMessages) else ()
             self._dispatcher.remove(pending)
         self._dispatcher.cancel(running)
-        for partial_sum in groups:
+        for partial_sum in pending.groups.values():
             if not partial_sum.host.is_gone:
                 partial_sum.host.forget([partial_sum.group.number])
 
